@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ditile.models.known import ASSETS, list_bundled_models, list_published_models
 
-_REASONS = ("has a ModelSpec", "diffusers has a _cp_plan of it", "its blocks are listed", "nothing need be known")
+_REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
 """Of a support level; every family of it has them."""
 
 
@@ -45,7 +45,7 @@ def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
         others.add_row(rung, ", ".join(family["name"] for family in of_rung), end_section=True)
         for family in of_rung:
             for remark in family["note"].split("; "):
-                if remark not in _REASONS:
+                if remark and remark not in _REASONS:
                     remarks.setdefault(remark, []).append(family["name"])
     yield others
     notes = Table("remark", "families")

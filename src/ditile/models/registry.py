@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from ditile.errors import ModelError, PlanError
 from ditile.hooks.compile import unwrap_compiled
 from ditile.models.block_table import TRANSFORMER_TABLE, find_diffusers_class
 from ditile.models.flux import FLUX
+from ditile.models.known import ASSETS
 from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
 from ditile.plan.plan import Plan
@@ -83,27 +85,48 @@ def list_families() -> list[Family]:
     known = [
         Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
     ]
-    classes = {name: getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name}
-    plans = [name for name, cls in classes.items() if getattr(cls, "_cp_plan", None) and cls not in _SPECS]
-    lists = [name for name in sorted(TRANSFORMER_TABLE) if not TRANSFORMER_TABLE[name].refusal]
-    lists = [name for name in lists if find_diffusers_class(name) not in (None, *_SPECS)]
+    proven = read_proven_columns()
+    lists = [name for name in TRANSFORMER_TABLE if not TRANSFORMER_TABLE[name].refusal]
+    found = {cls.__name__ for cls in _SPECS}
+    names = sorted(name for name in {*proven, *lists} - found if find_diffusers_class(name) is not None)
     tables = [
-        Family(_CLASS_SUFFIX.sub("", name), name, (), *_describe_rung(name, planned=name in plans))
-        for name in dict.fromkeys((*plans, *lists))
+        Family(_CLASS_SUFFIX.sub("", name), name, *_describe_rung(name, *proven.get(name, ((), frozenset()))))
+        for name in names
     ]
+    tables.sort(key=lambda family: _RUNGS.index(family.rung.removesuffix(", caches")))
     others = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
     return [*known, *tables, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
 
 
-def _describe_rung(name: str, *, planned: bool) -> tuple[str, str]:
-    """The rung of a transformer without a `ModelSpec`, and why it is on it."""
-    row = TRANSFORMER_TABLE.get(name)
-    rungs, notes = (["ulysses, ring"], ["diffusers has a _cp_plan of it"]) if planned else ([], [])
+def read_proven_columns() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
+    """Transformer class -> its pipelines, and the columns of `assets/families.json` that one of their calls holds."""
+    table = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    proven: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
+    for family in table["families"]:
+        pipelines, columns = proven.get(family["transformer"], ((), frozenset()))
+        names = tuple(dict.fromkeys((*pipelines, family["pipeline"])))
+        proven[family["transformer"]] = (
+            names,
+            columns | {each for each in table["columns"] if each not in family["holes"]},
+        )
+    return proven
+
+
+_SEQUENCE = {"ulysses", "ring", "distrifusion"}
+_RUNGS = ("PipeFusion, ulysses, ring", "ulysses, ring", "caches", "data, cfg")
+
+
+def _describe_rung(name: str, pipelines: tuple[str, ...], columns: frozenset[str]) -> tuple[tuple[str, ...], str, str]:
+    """The pipelines of a transformer without a `ModelSpec`, the rung that it is on, and why."""
+    row, rungs, notes = TRANSFORMER_TABLE.get(name), [], []
+    if columns >= _SEQUENCE:
+        rungs = [_RUNGS[0] if columns >= {"pipefusion", "stale"} else _RUNGS[1]]
+        notes = ["its anatomy is derived"]
     if row is not None and not row.refusal:
         rungs, notes = [*rungs, "caches"], [*notes, "its blocks are listed"]
     if row is not None and row.note:
         notes.append(row.note)
-    return ", ".join(rungs), "; ".join(notes)
+    return pipelines, ", ".join(rungs) or _RUNGS[-1], "; ".join(notes)
 
 
 def find_denoisers(pipe: diffusers.DiffusionPipeline) -> dict[str, nn.Module]:
