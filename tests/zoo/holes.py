@@ -16,6 +16,8 @@ FAST = (
     "flux-2-klein",
     "qwen-image-2.1",
     "prx",
+    "ltx-2",
+    "z-image",
 )
 HYBRIDS = (
     "ltx-2", "qwen-image-2.1", "z-image", "wan-2.2", "krea-2", "qwen-image", "qwen-image-edit", "flux-2", "wan-2.1",
