@@ -14,7 +14,7 @@ assert len(ZOO) == len(ENTRIES)
 REASONS = {
     "calls the transformer as the pipeline without a mask or a picture to begin with does, which is here": """
         ChromaImg2ImgPipeline ChromaInpaintPipeline CogVideoXVideoToVideoPipeline EasyAnimateInpaintPipeline
-        Flux2KleinInpaintPipeline FluxInpaintPipeline FluxKontextInpaintPipeline QwenImageEditInpaintPipeline
+        Flux2KleinInpaintPipeline FluxKontextInpaintPipeline QwenImageEditInpaintPipeline
         SanaSprintImg2ImgPipeline SkyReelsV2DiffusionForcingVideoToVideoPipeline StableAudio3AudioToAudioPipeline
         StableAudio3InpaintPipeline StableDiffusion3InpaintPipeline
         SkyReelsV2DiffusionForcingImageToVideoPipeline LTXI2VLongMultiPromptPipeline LucyEditPipeline
