@@ -1,12 +1,12 @@
-# make demo | test | test-fast | faults | benchmarks-check | check | docs: each makes .venv first, and makes it anew when the
-# versions in it would change.
+# make demo | test | test-families | test-fast | faults | benchmarks-check | check | docs: each makes .venv first, and makes
+# it anew when the versions in it would change.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.made-$(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
 DEMO := ditile-demo.png
 
-.PHONY: demo test test-fast faults benchmarks-check check docs environment
+.PHONY: demo test test-families test-fast faults benchmarks-check check docs environment
 
 demo: environment
 	$(RUN) -m ditile generate "a large red circle on the left on a gray background" \
@@ -14,8 +14,12 @@ demo: environment
 	@echo "the picture is $(CURDIR)/$(DEMO)"
 
 test: environment
-	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone'
+	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone and not families'
 	$(RUN) -m pytest -n 2 --dist worksteal -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
+
+# Every pipeline of diffusers, tiny, under every axis: tests/zoo.
+test-families: environment
+	$(RUN) -m pytest -n 2 --dist worksteal tests/zoo
 
 # What to run while working: tests/fast.txt names them, a file or a test a line.
 test-fast: environment

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ditile.distributed.mesh import pick_device
-from ditile.hooks.block_hooks import TransformerHooks
 from ditile.models import registry
+from ditile.models.anatomies import build_block_hooks
 from ditile.parallel.pipefusion.block_costs import BlockCosts
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
@@ -52,7 +52,7 @@ def measure(pipe: Any, patches: int, call: Mapping[str, Any]) -> BlockCosts:
         patches: M.
         call: arguments of the pipeline, at the real size; of `num_inference_steps` at least 2.
     """
-    hooks = TransformerHooks(pipe.transformer, registry.require_model_spec(pipe.transformer))
+    hooks = build_block_hooks(pipe.transformer, registry.choose_model_spec(pipe.transformer))
     ends = [pipe.transformer.get_submodule(name) for name in (hooks.spec.image_tokens, hooks.spec.out)]
     modules = [*(hook.block for hook in hooks.chain), *ends]
     runner = parallelize(pipe, Plan(patches=patches), device=pipe.device, keep_weights=True)

@@ -29,8 +29,8 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from ditile.distributed.launch import launch
-from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.placeholders import init_on_meta_device
+from ditile.models.anatomies import build_block_hooks
 from ditile.models.flux import FLUX
 from ditile.models.known import ASSETS
 from ditile.plan.plan import Plan
@@ -124,7 +124,7 @@ def measured(folder: str, text: str, dtype: str) -> dict[str, Any]:
     seconds = time.perf_counter() - began
     modules = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
     share = sum(_count_module_bytes(module) for module in modules)
-    loaded = TransformerHooks(pipe.transformer, FLUX).loaded_blocks
+    loaded = build_block_hooks(pipe.transformer, FLUX).loaded_blocks
     return {
         "share": share,
         **peaks.bytes,

@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import ditile
 from ditile.cache.cached import find_transformer_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
-from ditile.hooks.generation import Generation
+from ditile.hooks.kv_store import KeyStore
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of
+from tests.zoo import ZOO
 
 TOLERANCE = 1e-6
 STEPS = 8
@@ -122,7 +124,7 @@ def at_the_decode() -> None:
     decode = pipe.vae.decode
 
     def seen(*args: Any, **kwargs: Any) -> Any:
-        alive = [one for one in gc.get_objects() if isinstance(one, Generation)]
+        alive = [one for one in gc.get_objects() if isinstance(one, KeyStore)]
         held.append((len(alive), find_transformer_cache(pipe.transformer).memory_bytes))
         return decode(*args, **kwargs)
 
@@ -153,3 +155,16 @@ def test_restore_gives_the_groups_of_caches_back(pool: Pool) -> None:
     """A failure means that each runner leaves threads behind, and communicators on GPUs."""
     for during, after in pool.run(groups_left, 4):
         assert during > 0 and after == 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_transformer_in_the_loop_is_cached_too() -> None:
+    """Regression: a runner knew the caches of those models alone that it divides, and another one left out nothing."""
+    one, steps = ZOO["ideogram-4"], {"num_inference_steps": 4}
+    pipe = one.make()
+    ditile.enable_cache(pipe, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=9.0))
+    wanted = pipe(**one.call() | steps)[0]
+    runner = parallelize(pipe, Plan(), keep_weights=True)
+    assert torch.equal(runner(**one.call() | steps)[0], wanted)
+    reports = caching.summary(pipe, logging=False)
+    assert [each.decisions[0].skipped for each in reports] == [[1, 2, 3]] * 2

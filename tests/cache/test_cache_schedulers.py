@@ -19,6 +19,7 @@ from diffusers import (
 
 import ditile
 from ditile.cache.cached import find_transformer_cache
+from ditile.cache.clock import find_schedulers
 from ditile.cache.step_mask import build_preset_mask
 from ditile.errors import ModelError, StateError
 from ditile.runner import caching
@@ -163,6 +164,19 @@ def test_a_schedule_of_which_the_first_steps_are_not_taken() -> None:
     assert skipped(pipe) == [[2, 3]] * 2 and find_transformer_cache(model).memory_bytes == 0
     pipe(latents * 2, inputs, skip=4)
     same(pipe(latents, inputs), got)
+
+
+class Optional(Late):  # type: ignore[misc]
+    """Makes its scheduler itself where it is given none, so that diffusers does not count it as a component."""
+
+    def __init__(self, transformer: Any, scheduler: Any = None) -> None:
+        super().__init__(transformer, scheduler or DDIMScheduler(clip_sample=False))
+
+
+def test_a_scheduler_that_the_pipeline_makes() -> None:
+    """Regression: without it calls were counted as steps, and two calls of a step were two steps."""
+    pipe = Optional(FAMILIES["WanTransformer3DModel"].make())
+    assert "scheduler" not in pipe.components and find_schedulers(pipe) == {"scheduler": pipe.scheduler}
 
 
 def test_a_scheduler_that_takes_its_sample_elsewhere() -> None:

@@ -12,7 +12,7 @@ from ditile.cache.config import DBCacheConfig, DBPruneConfig
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
-from tests.parallel.sequence.planned import PLANS, denoising, wan_pipeline
+from tests.parallel.sequence.planned import denoising, wan_pipeline
 from tests.parallel.sequence.test_tokens import close
 from tests.pool import Pool
 
@@ -39,7 +39,7 @@ def draw(name: str, config: DBCacheConfig, plan: Plan | None) -> tuple[Tensor, l
     """Latents, what was left out by every transformer, and all differences."""
     pipe, call = made(name)
     caching.enable_cache(pipe, config)
-    runner = pipe if plan is None else parallelize(pipe, plan, cp_plan=PLANS.get(name))
+    runner = pipe if plan is None else parallelize(pipe, plan)
     result = runner(**call, generator=torch.Generator().manual_seed(3))
     reports = caching.summary(pipe, logging=False)
     skipped = [(each.branch, each.skipped) for report in reports for each in report.decisions]

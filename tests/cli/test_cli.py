@@ -116,7 +116,6 @@ def opened(path: str) -> Image.Image:
             ("generate", "a", "--model", "flux.1-dev", "--tensor", "5", "--dry-run"),
             "tensor=5 does not divide the 24 heads",
         ),
-        (("generate", "a", "--model", "qwen-image", "--tensor", "2", "--dry-run"), "tensor=2 needs a ModelSpec"),
         (("generate", "a", "--plan", "ulysses=2,ring=2"), "have blanks between them; write 'ulysses=2 ring=2'"),
         (("generate", "a", "--plan", "ring=2,stage_blocks=1,2"), "write 'pipefusion=2 patches=4'"),
         (("plan", "--hardware", "l40"), "did you mean l40-pcie?"),

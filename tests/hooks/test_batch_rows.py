@@ -92,6 +92,7 @@ def test_joined_is_what_one_call_returns() -> None:
     """As a tuple and as diffusers' output object."""
     a, b = torch.zeros(2, 3), torch.ones(1, 3)
     assert torch.equal(join_batch_results([(a,), (b,)])[0], torch.cat([a, b]))
+    assert join_batch_results([([a],), ([b],)])[0] == [a, b], "a list has an entry for each row"
     joined = join_batch_results([Transformer2DModelOutput(sample=a), Transformer2DModelOutput(sample=b)])
     assert isinstance(joined, Transformer2DModelOutput)
     assert torch.equal(joined.sample, torch.cat([a, b]))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditile.hooks.fused import fuse_linear_gelu
+from ditile.hooks.generation import Generation
 from ditile.plan.plan import Plan
 from ditile.planner.profile import FUSED, Curve
 from ditile.planner.search import make_pricer
@@ -65,12 +66,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def always() -> bool:
-    return True
-
-
-def never() -> bool:
-    return False
+ALWAYS, NEVER = Generation(may_round=True), Generation()
 
 
 def counted(block: nn.Module, x: Tensor) -> tuple[Tensor, tuple[int, int]]:
@@ -85,12 +81,12 @@ def test_they_are_one_where_they_may(stack: ExitStack, kind: str) -> None:
     block, x = BLOCKS[kind](), torch.randn(2, 9, WIDTH)
     wanted = block(x)
     with ExitStack() as inner:
-        fuse_linear_gelu(inner, block, CPU, never)
+        fuse_linear_gelu(inner, block, CPU, NEVER)
         out, kernels = counted(block, x)
         assert kernels == (0, 1)
         assert torch.equal(out, wanted), "in a step that must be exact the picture is that of one rank, bit for bit"
     with ExitStack() as inner:
-        fuse_linear_gelu(inner, block, CPU, always)
+        fuse_linear_gelu(inner, block, CPU, ALWAYS)
         out, kernels = counted(block, x)
         assert kernels == (1, 0)
         torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-6)
@@ -122,7 +118,7 @@ def test_others_stay_two(stack: ExitStack, change: Callable[[Any], None]) -> Non
     block = Single()
     change(block)
     x = torch.randn(2, 9, WIDTH, dtype=next(block.parameters()).dtype)
-    fuse_linear_gelu(stack, block, CPU, always)
+    fuse_linear_gelu(stack, block, CPU, ALWAYS)
     assert counted(block, x)[1] == (0, 1)
 
 
@@ -140,14 +136,14 @@ def test_a_layer_that_is_wrapped_in_mid_run_stays_two(stack: ExitStack) -> None:
     block: Any = Single()
     x = torch.randn(2, 9, WIDTH)
     wanted = nn.functional.gelu(block.proj_mlp(x) + 1.0, approximate="tanh")
-    fuse_linear_gelu(stack, block, CPU, always)
+    fuse_linear_gelu(stack, block, CPU, ALWAYS)
     block.proj_mlp = Wrapped(block.proj_mlp)
     assert torch.equal(block(x), wanted)
 
 
 def test_other_devices_keep_both(stack: ExitStack) -> None:
     block = Single()
-    fuse_linear_gelu(stack, block, torch.device("meta"), always)
+    fuse_linear_gelu(stack, block, torch.device("meta"), ALWAYS)
     assert "forward" not in vars(block.proj_mlp)
 
 
@@ -166,7 +162,7 @@ def test_without_onednn_both_stay(
     """A failure: on a Mac, whose torch has no such kernel, every stale step ends in an error."""
     block = Single()
     without(monkeypatch)
-    fuse_linear_gelu(stack, block, CPU, always)
+    fuse_linear_gelu(stack, block, CPU, ALWAYS)
     assert counted(block, torch.randn(2, 9, WIDTH))[1] == (0, 1)
 
 

@@ -73,15 +73,11 @@ def test_stores_belong_to_branch_and_layer() -> None:
 
 
 def test_what_is_remembered_and_for_how_long() -> None:
-    """Constants for a generation, or until a callback changes them; what is constant in a step for a step."""
+    """Constants for a generation, or until a callback changes them."""
     memory, made = GenerationMemory(), iter(range(100))
     assert [memory.get_constant("x", lambda: next(made)) for _ in range(2)] == [0, 0]
-    assert [memory.get_step_constant("x", lambda: next(made)) for _ in range(2)] == [1, 1]
-    memory.forget_step_constants()
-    assert memory.get_step_constant("x", lambda: next(made)) == 2
-    assert memory.get_constant("x", lambda: next(made)) == 0
     memory.forget_constants()
-    assert memory.get_constant("x", lambda: next(made)) == 3
+    assert memory.get_constant("x", lambda: next(made)) == 1
 
 
 def test_slices_follow_their_source() -> None:

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.fused import fuse_projections
-from ditile.models.registry import require_model_spec
+from ditile.models.anatomies import build_block_hooks
+from ditile.models.registry import choose_model_spec
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.runner.cases import MAKE, run
@@ -184,7 +184,7 @@ def test_a_runner_makes_them_at_once(name: str) -> None:
     runner = parallelize(pipe, Plan(patches=2, warmup=0))
     layers = [
         layer
-        for hook in TransformerHooks(pipe.transformer, require_model_spec(pipe.transformer)).chain
+        for hook in build_block_hooks(pipe.transformer, choose_model_spec(pipe.transformer)).chain
         for _, layer in hook.list_attentions()
     ]
     own = {id(getattr(layer, part).weight) for layer in layers for part in ("to_q", "to_k", "to_v")}

@@ -33,7 +33,12 @@ MAY_PICKLE = {
     PACKAGE + "distributed/launch.py",
     PACKAGE + "distributed/supervise.py",
 }  # pipes between a parent and the ranks that it started
-MAY_CATCH_ALL = {PACKAGE + "distributed/launch.py"}  # whatever ends a rank must be reported to its parent
+MAY_CATCH_ALL = {
+    PACKAGE + "distributed/launch.py",  # whatever ends a rank must be reported to its parent
+    PACKAGE + "models/probe.py",  # a pipeline of anybody's is called in ways that it may not have been made for
+    PACKAGE + "runner/prove.py",
+    PACKAGE + "parallel/vae/prove.py",
+}
 MACHINE_PATH = re.compile(r"(?<![\w.\-}])/(work|root|tmp|home|Users)/")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")
 VAGUE = re.compile(r"^_?Base(?=[A-Z]|$)|Manager|Wrapper|Helper")

@@ -16,7 +16,7 @@ from ditile.plan.layout import Grid, Joint, Layout, Split, TokenShard, balance_p
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     patches = draw(st.integers(1, 8))
-    grid = Grid(draw(st.integers(patches, 40)), draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 7])))
+    grid = Grid(draw(st.integers(patches, 40)), draw(st.integers(1, 40)))
     joint: Joint = draw(st.sampled_from(["none", "text_first", "image_first"]))
     return Layout.cut_into_patches(grid, patches, 0 if joint == "none" else draw(st.integers(1, 300)), joint)
 
@@ -44,14 +44,12 @@ def test_rows_by_hand(rows: int, patches: int, text_rows: float, wanted: list[in
 @settings(deadline=None)
 @given(layouts())
 def test_patches_partition_the_image(layout: Layout) -> None:
-    """No row is lost, doubled or empty; tokens and latents are cut at the same rows."""
+    """No row is lost, doubled or empty."""
     grid, patches = layout.grid, range(layout.num_patches)
     assert sum(layout.count_rows(p) for p in patches) == grid.rows
     assert min(layout.count_rows(p) for p in patches) >= 1
     tokens = [token for p in patches for token in range(layout.locate_tokens(p).start, layout.locate_tokens(p).stop)]
     assert tokens == list(range(layout.image_tokens))
-    units = [unit for p in patches for unit in range(layout.locate_latents(p).start, layout.locate_latents(p).stop)]
-    assert units == list(range(grid.rows * grid.units_per_row))
 
 
 @settings(deadline=None)
@@ -91,7 +89,7 @@ def test_text_rides_with_the_first_patch(layout: Layout) -> None:
 
 def test_text_makes_the_first_patch_smaller() -> None:
     """1024 pixels and 512 tokens of text: the first patch has 10 rows of 64 and the text, which is 8 rows more."""
-    layout = Layout.cut_into_patches(Grid(64, 64, 64), 4, 512, "text_first")
+    layout = Layout.cut_into_patches(Grid(64, 64), 4, 512, "text_first")
     assert [count_message_tokens(layout, p) for p in range(4)] == [18 * 64] * 4
     assert [layout.count_rows(p) for p in range(4)] == [10, 18, 18, 18]
 
@@ -200,6 +198,6 @@ def test_runs_fill_the_sequence(split: tuple[Layout, Split]) -> None:
 
 def test_too_many_ranks_for_a_patch() -> None:
     """Ten tokens for twelve ranks. A failure means a rank without tokens, which no kernel takes."""
-    layout = Layout.cut_into_patches(Grid(4, 5, 1), 2, 3, "text_first")
+    layout = Layout.cut_into_patches(Grid(4, 5), 2, 3, "text_first")
     with pytest.raises(PlanError, match="fewer tokens than the 12 ranks"):
         Split(3, 1, 4).shard_tokens(layout, 1)

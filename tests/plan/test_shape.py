@@ -19,6 +19,7 @@ from ditile.plan.shape import count_images
         ({"prompt": "a film", "num_videos_per_prompt": 2, "num_frames": 81}, 2),
         ({"prompt": None, "prompt_embeds": torch.zeros(2, 5, 8), "num_images_per_prompt": 2}, 4),
         ({"prompt_embeds_t5": torch.zeros(3, 5, 8)}, 3),
+        ({"prompt_embeds_llama3": torch.zeros(2, 3, 5, 8), "prompt_embeds_t5": torch.zeros(3, 5, 8)}, 3),
         ({"batch_size": 5}, 5),
         ({"class_labels": [1, 2, 3]}, 3),
         ({"class_labels": 7, "batch_size": 2}, 2),

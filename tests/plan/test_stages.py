@@ -14,6 +14,7 @@ from benchmarks.blocks import measure
 from ditile import Plan
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.models import registry
+from ditile.models.anatomies import build_block_hooks
 from ditile.parallel.pipefusion.block_costs import BlockCosts, CostModel, divide_blocks
 from ditile.plan.stages import compute_stage_loads, cut_stages
 from tests import tiny
@@ -101,7 +102,7 @@ def real_flux() -> TransformerHooks:
     """FLUX.1-dev at its real widths in bf16, without weights."""
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(num_layers=19, num_single_layers=38, guidance_embeds=True)
-    return TransformerHooks(transformer.to(torch.bfloat16), registry.require_model_spec(transformer))
+    return build_block_hooks(transformer.to(torch.bfloat16), registry.choose_model_spec(transformer))
 
 
 def imbalance(costs: BlockCosts, stages: list[range]) -> float:
@@ -138,12 +139,12 @@ def test_counted_by_hand(real_flux: TransformerHooks) -> None:
 def test_placeholders_of_blocks_count_too() -> None:
     """A rank that read its own blocks alone counts as one that read all. A failure means that ranks cut differently."""
     pipe = tiny.flux()
-    hooks = TransformerHooks(pipe.transformer, registry.require_model_spec(pipe.transformer))
+    hooks = build_block_hooks(pipe.transformer, registry.choose_model_spec(pipe.transformer))
     plan = Plan(pipefusion=3, patches=2)
     whole = divide_blocks(hooks, plan)
     hooks.empty_other_blocks(whole[1], keep=False)
     assert divide_blocks(hooks, plan) == whole
-    of_whole = TransformerHooks(tiny.flux().transformer, hooks.spec)
+    of_whole = build_block_hooks(tiny.flux().transformer, hooks.spec)
     assert CostModel.from_model_hooks(hooks).count_costs(2, 32) == CostModel.from_model_hooks(of_whole).count_costs(
         2, 32
     )
@@ -152,10 +153,10 @@ def test_placeholders_of_blocks_count_too() -> None:
 def test_what_is_remembered_costs_nothing() -> None:
     """PixArt's keys of the text are constant, its last block is as the others; SD3's last block has less text."""
     pixart, sd3 = tiny.pixart().transformer, tiny.sd3(dual=()).transformer
-    costs = CostModel.from_model_hooks(TransformerHooks(pixart, registry.require_model_spec(pixart))).count_costs(1, 1)
+    costs = CostModel.from_model_hooks(build_block_hooks(pixart, registry.choose_model_spec(pixart))).count_costs(1, 1)
     tokens, width = 16 * 16, tiny.WIDTH
     assert set(costs.blocks) == {14 * width**2 * tokens + 2 * width * tokens**2}
-    costs = CostModel.from_model_hooks(TransformerHooks(sd3, registry.require_model_spec(sd3))).count_costs(1, 1)
+    costs = CostModel.from_model_hooks(build_block_hooks(sd3, registry.choose_model_spec(sd3))).count_costs(1, 1)
     assert costs.blocks[0] == costs.blocks[1] > costs.blocks[-1]
 
 
@@ -166,7 +167,7 @@ def test_measured_on_this_device(family: str) -> None:
     before = pipe(**tiny.arguments(family)).images
     costs = measure(pipe, 2, tiny.arguments(family))
     assert len(costs.blocks) == len(
-        TransformerHooks(pipe.transformer, registry.require_model_spec(pipe.transformer)).chain
+        build_block_hooks(pipe.transformer, registry.choose_model_spec(pipe.transformer)).chain
     )
     assert min(*costs.blocks, costs.first, costs.last) > 0
     assert torch.equal(pipe(**tiny.arguments(family)).images, before)

@@ -327,7 +327,7 @@ def forgotten() -> None:
     with divided(MAKE["flux"](), **STALE) as runner:
         picture = run(runner, "flux", callback_on_step_end=note, output_type="pil")
         loops = [each for each in gc.get_objects() if isinstance(each, Loop)]
-        assert loops and all(loop._latents is None and loop._copies is None for loop in loops)
+        assert loops and all(loop._main is None and not loop._streams for loop in loops)
         gc.collect()
         assert len(held) == STEPS and not [ref for ref in held if ref() is not None] and picture
 

@@ -17,7 +17,7 @@ from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.hooks.smoothed_energy_guidance_utils import SmoothedEnergyGuidanceHook
 
 from ditile.errors import ModelError
-from ditile.hooks.step_memory import explain_hook_refusal
+from ditile.models.step_memory import explain_hook_refusal
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny

@@ -295,15 +295,16 @@ def test_a_pipeline_loaded_in_part_draws_the_same(
         assert text == "each" or "load the pipeline for this plan" in said[2]
 
 
-def test_a_transformer_without_a_spec_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_transformer_of_which_nothing_is_known_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     """A failure means that a model is read before anybody knows how to cut it."""
     model = Path(shutil.copytree(models["pixart"], tmp_path / "model"))
     shutil.rmtree(model / "transformer")
-    other = diffusers.DiTTransformer2DModel(num_attention_heads=1, attention_head_dim=8, num_layers=1, sample_size=4)
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 8, "num_layers": 1, "joint_attention_dim": 8}
+    other = diffusers.NucleusMoEImageTransformer2DModel(**sizes, in_channels=4, mlp_ratio=12.0, moe_enabled=False)
     other.save_pretrained(model / "transformer")
-    index = read_json(model / "model_index.json") | {"transformer": ["diffusers", "DiTTransformer2DModel"]}
+    index = read_json(model / "model_index.json") | {"transformer": ["diffusers", "NucleusMoEImageTransformer2DModel"]}
     (model / "model_index.json").write_text(json.dumps(index))
-    assert "no ModelSpec" in message(model, Plan(pipefusion=2), ModelError)
+    assert "not in the table of known anatomies" in message(model, Plan(pipefusion=2), ModelError)
 
 
 def of_a_share(model: Path, name: str) -> list[tuple[Tensor, int]]:

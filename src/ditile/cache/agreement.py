@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Mesh, make_subgroup
 from ditile.distributed.transport import PeerChannel, connect_group, gather_numbers
 from ditile.hooks.generation import Generation
+from ditile.hooks.kv_store import GenerationMemory
 from ditile.hooks.protocols import CallPosition
 from ditile.plan.plan import Plan
 
@@ -27,34 +28,36 @@ class LoopClock:
     """Where a runner's loop is.
 
     Args:
-        current: the generation under way.
+        now: the generation under way.
         steps: of the loop.
         plan: its patches.
-        images: how many this rank's replica makes, once that is known; None where stale keys belong to the whole batch.
+        images: how many the model is called on, once that is known; None where stale keys belong to the whole batch.
         begin: called at the first call of a generation, with the number of steps.
         end: called after its last step, before the decoder needs the memory.
     """
 
     def __init__(
         self,
-        current: Callable[[], Generation],
+        now: Generation,
         steps: Callable[[], int],
         plan: Plan,
         images: Callable[[], int | None],
         begin: Callable[[int], None],
         end: Callable[[], None],
     ) -> None:
-        self._current, self._steps, self._images, self._begin, self._end = current, steps, images, begin, end
+        self._now, self._steps, self._images, self._begin, self._end = now, steps, images, begin, end
         self._patches = plan.num_patches if plan.distrifusion == 1 else 1
         self._shares_streams = plan.tensor > 1 and plan.split_scheme == "sequence"
-        self._seen: Generation | None = None
+        self._seen: GenerationMemory | None = None
 
     def begin_model_call(self, model: object) -> CallPosition | None:
-        """The place of this call. None, and no block is left out, in three cases: the stages share a synchronous step,
-        a batch comes in micro-batches, or tokens of several patches lie interleaved."""
-        now = self._current()
-        if now is not self._seen:
-            self._seen = now
+        """The place of this call. None, and no block is left out, in four cases: the stages share a synchronous step,
+        a batch comes in micro-batches, tokens of several patches lie interleaved, or the call does not count."""
+        now = self._now
+        if now.is_surveyed or now.rehearsed_patch is not None:
+            return None
+        if now.memory is not self._seen:
+            self._seen = now.memory
             self._begin(self._steps())
         step, patch = now.micro_step
         whole = patch is None
@@ -69,7 +72,7 @@ class LoopClock:
             lambda: [now.get_own_part(k).image_tokens for k in patches],
             lambda: _has_real_text(now),
             self._images(),
-            whole and now.keeps_keys(step) and not now.is_stale(step),
+            whole and now.keeps_keys and not now.is_stale,
         )
 
     def end_model_call(self, model: object) -> None:
@@ -83,7 +86,7 @@ class LoopClock:
 
 def _has_real_text(now: Generation) -> bool:
     """Whether this rank has text tokens of its own. There is a layout only where ranks share out tokens."""
-    return now.branch not in now.layouts or bool(now.get_own_part(now.micro_step.patch).text)
+    return now.layout_key not in now.layouts or bool(now.get_own_part(now.micro_step.patch).text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +125,7 @@ class StageAgreement:
     Args:
         groups: who decides together.
         mesh: this rank's place.
-        current: the generation under way.
+        now: the generation under way.
         by_calls: whether the halves of guidance compute calls of their own.
         names: block -> its name, for all blocks that are known.
         stages: block -> its stage.
@@ -132,12 +135,12 @@ class StageAgreement:
         self,
         groups: AgreementGroups,
         mesh: Mesh,
-        current: Callable[[], Generation],
+        now: Generation,
         by_calls: Callable[[], bool],
         names: Mapping[nn.Module, str],
         stages: Mapping[nn.Module, int],
     ) -> None:
-        self._groups, self._mesh, self._current, self._by_calls = groups, mesh, current, by_calls
+        self._groups, self._mesh, self._now, self._by_calls = groups, mesh, now, by_calls
         self._names, self._stages = names, stages
         self.owned: Collection[nn.Module] | None = None
         if mesh.num_stages > 1:
@@ -169,7 +172,7 @@ class StageAgreement:
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """Sends the tokens that come into the first block to the stage that decides."""
-        step = self._current().micro_step.step
+        step = self._now.micro_step.step
         if step != self._step:
             self._step = step
             for channel in self._start_channels.values():
@@ -195,7 +198,7 @@ class StageAgreement:
         names = [f"{self._names[block]}." for block in blocks if block in self._names]
         # DistriFusion keeps keys by rank and not by patch.
         patches = [None] if self._mesh["distrifusion"].num_ranks > 1 else moment.patches
-        self._current().memory.reuse_stale_keys(moment.branch, names, moment.step, patches)
+        self._now.memory.reuse_stale_keys(moment.branch, names, moment.step, patches)
 
     def close_channels(self, *, clean: bool) -> None:
         """Ends the call: `clean` sends what is left; after an error it abandons all messages."""

@@ -17,14 +17,15 @@ from typing import Any
 from ditile.errors import StateError
 from ditile.hooks.overrides import WatchedMethod, override_attribute
 from ditile.hooks.protocols import CallPosition, LabelledModel
+from ditile.models.source import list_pipeline_parts
 
 MAX_CALLS_PER_STEP = 32  # calls of a model in one step that no guidance needs
 
 
 def find_schedulers(pipe: Any) -> dict[str, Any]:
     """The schedulers of a pipeline by name, `scheduler` first: some have several, such as `prior_scheduler`."""
-    parts = getattr(pipe, "components", None) or getattr(pipe, "__dict__", {})
-    schedulers = {name: part for name, part in parts.items() if all(hasattr(part, each) for each in _WATCHED)}
+    parts = list_pipeline_parts(pipe).items()
+    schedulers = {name: part for name, part in parts if all(hasattr(part, each) for each in _WATCHED)}
     return dict(sorted(schedulers.items(), key=lambda item: item[0] != "scheduler"))
 
 
@@ -38,10 +39,13 @@ def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., Abstr
     if not callable(pipe):
         return
 
-    @functools.wraps(kind.__call__)
+    # Within the closure, as in any decorated function, so that a runner finds the pipeline's own code through it.
+    pipeline_call = kind.__call__
+
+    @functools.wraps(pipeline_call)
     def run_pipeline_call(this: Any, *args: Any, **kwargs: Any) -> Any:
         with enter(*args, **kwargs) if this is pipe else ExitStack():
-            return kind.__call__(this, *args, **kwargs)
+            return pipeline_call(this, *args, **kwargs)
 
     names = {"__call__": run_pipeline_call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     pipe.__class__ = type(kind.__name__, (kind,), names)
@@ -180,9 +184,10 @@ class SchedulerClock:
                 self._apart = True
         self._labels.add((model, label))
 
-    def _record_scheduler_copy(self) -> None:
+    def _record_scheduler_copy(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Notes that the pipeline copied its scheduler: it may step copies, one for each frame, and never the first."""
         self._apart = self._live and not self._step
+        return stock
 
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:

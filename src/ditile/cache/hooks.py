@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ditile.errors import ModelError
-from ditile.hooks.block_hooks import TokenState
+from ditile.hooks.block_policy import TokenState
 from ditile.hooks.compile import COMPILED_CALL_ATTRIBUTE, CompileFunction, get_compiled_call, normalize_call_strides
 from ditile.hooks.overrides import (
     find_forward_attribute,

@@ -19,7 +19,7 @@ from ditile.cache.forecast import Forecaster
 from ditile.cache.hooks import BlockHandler, CacheHook
 from ditile.cache.judge import WHOLE_BATCH, CacheCall, Unit
 from ditile.hooks.batch_rows import slice_batch_arguments
-from ditile.hooks.block_hooks import TokenState
+from ditile.hooks.block_policy import TokenState
 from ditile.hooks.protocols import SkipAgreement
 
 ROTARY_ARGUMENTS = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")

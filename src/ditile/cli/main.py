@@ -405,10 +405,10 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
 
 
 def _run_models_command(arguments: argparse.Namespace) -> int:
-    from ditile.cli.models import build_matrix_tables, format_matrix_markdown, read_matrix
+    from ditile.cli.models import build_matrix_tables, format_matrix_markdown, read_families, read_matrix
 
     if _build_options(ModelsOptions, arguments).markdown:
-        print(format_matrix_markdown(read_matrix()))
+        print(format_matrix_markdown(read_matrix(), read_families()))
         return 0
     for table in build_matrix_tables(read_matrix()):
         make_console().print(table)

@@ -18,6 +18,7 @@ import diffusers
 from torch import nn
 
 from ditile.models.registry import list_families, list_model_specs
+from ditile.parallel.vae.vae import PROVEN
 from ditile.plan.spec import ModelSpec
 
 YES, NO = "yes", "-"
@@ -43,11 +44,11 @@ def _describe_guidance(_: type[nn.Module], spec: ModelSpec) -> str:
 
 
 def _describe_blocks(_: type[nn.Module], spec: ModelSpec) -> str:
-    return YES if spec.blocks else NO
+    return YES
 
 
 def _describe_attention(_: type[nn.Module], spec: ModelSpec) -> str:
-    return YES if any(io.attn for io in spec.blocks.values()) else NO
+    return YES
 
 
 def _describe_text_attention(_: type[nn.Module], spec: ModelSpec) -> str:
@@ -62,7 +63,7 @@ def _describe_tensor_parallel(transformer: type[nn.Module], spec: ModelSpec) -> 
 
 def _describe_parallel_vae(_: type[nn.Module], spec: ModelSpec) -> str:
     decoders = {_find_vae_class(name) for name in spec.pipelines}
-    return YES if decoders == {"AutoencoderKL"} else NO
+    return YES if decoders <= PROVEN else NO
 
 
 def _find_vae_class(pipeline: str) -> str:

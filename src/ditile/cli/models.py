@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ditile.models.known import ASSETS, list_bundled_models, list_published_models
 
-_REASONS = ("has a ModelSpec", "diffusers has a _cp_plan of it", "its blocks are listed", "nothing need be known")
+_REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
 """Of a support level; every family of it has them."""
 
 
@@ -18,6 +18,12 @@ def read_matrix() -> dict[str, Any]:
     """What `build_matrix` has built."""
     matrix: dict[str, Any] = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
     return matrix
+
+
+def read_families() -> dict[str, Any]:
+    """What every family holds under every axis, as the tests of all tiny pipelines prove it."""
+    families: dict[str, Any] = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    return families
 
 
 def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
@@ -39,7 +45,7 @@ def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
         others.add_row(rung, ", ".join(family["name"] for family in of_rung), end_section=True)
         for family in of_rung:
             for remark in family["note"].split("; "):
-                if remark not in _REASONS:
+                if remark and remark not in _REASONS:
                     remarks.setdefault(remark, []).append(family["name"])
     yield others
     notes = Table("remark", "families")
@@ -52,8 +58,13 @@ def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
     yield models
 
 
-def format_matrix_markdown(matrix: Mapping[str, Any]) -> str:
-    """The text of docs/matrix.md."""
+def format_matrix_markdown(matrix: Mapping[str, Any], proven: Mapping[str, Any]) -> str:
+    """The text of docs/matrix.md.
+
+    Args:
+        matrix: what `read_matrix` gives.
+        proven: what `read_families` gives.
+    """
     methods = matrix["methods"]
     table = [["family", *(name for name, _ in methods)], ["---"] * (len(methods) + 1)]
     table += [["", *(f"`{flag}`" if flag else "" for _, flag in methods)]]
@@ -62,13 +73,58 @@ def format_matrix_markdown(matrix: Mapping[str, Any]) -> str:
     known += [
         [f["name"], f["transformer"], ", ".join(f["pipelines"]), f["rung"], f["note"]] for f in matrix["families"]
     ]
-    return "\n".join([_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END])
+    return "\n".join(
+        [_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END, *_format_families(proven)]
+    )
+
+
+def _format_families(proven: Mapping[str, Any]) -> list[str]:
+    """A row for each pipeline, with the number of the reason where it does not hold a column, and the reasons."""
+    columns, families = proven["columns"], proven["families"]
+    reasons = {reason: 0 for family in families for reason in family["holes"].values()}
+    numbers = {reason: f"({k})" for k, reason in enumerate(reasons, start=1)}
+    table = [["pipeline", *columns], ["---", *[":-:"] * len(columns)]]
+    for family in families:
+        cells = [numbers[family["holes"][c]] if c in family["holes"] else "+" for c in columns]
+        table.append([f"{family['pipeline']} ({family['name']})", *cells])
+    whole = sum(not family["holes"] for family in families)
+    missing = {family["transformer"]: set(columns) for family in families}
+    for family in families:
+        missing[family["transformer"]] &= family["holes"].keys()
+    one_at_a_time = {f["transformer"] for f in families if f["holes"].get("data") == ONE_PICTURE}
+    heading = _FAMILIES.format(
+        pipelines=len(families),
+        whole=whole,
+        classes=len(missing),
+        proven_classes=sum(not columns for columns in missing.values()),
+        but_data=sum(columns == {"data"} and cls in one_at_a_time for cls, columns in missing.items()),
+    )
+    notes = [f"- {number} {reason}" for reason, number in numbers.items()]
+    return [heading, *_format_markdown_rows(table), "\nA number stands for the reason: such a pipeline\n", *notes]
 
 
 def _format_markdown_rows(table: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in table]
 
 
+ONE_PICTURE = "makes one picture at a time"
+"""Why a pipeline has no call for the column `data`."""
+
+_FAMILIES = """
+## Every family under every axis
+
+Made from `assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of
+pipelines {whole} hold every column. A transformer class holds a column where one of its calls does: of {classes}
+classes {proven_classes} hold every column, and {but_data} more every one but `data`, because its pipelines make one
+picture at a time. A class of which there are distilled models too, which are called without guidance, holds `cfg` by
+the call with guidance.
+
+- proof: a call computed patch by patch with keys that did not change is the whole call
+- pipefusion: two stages with nothing stale are bit-identical to the pipeline
+- stale: two stages with stale keys are bit-identical to one, and differ from the pipeline
+- ulysses, ring, distrifusion (nothing stale), cfg, data: two ranks are the pipeline up to rounding
+- cache: with a threshold of 0 bit-identical on two stages, and on two ranks the steps are skipped that one skips
+"""
 _HEAD = """# Families and methods
 
 Made by `ditile models --markdown` from `assets/matrix.json`, which says what the families' tables say (`models/`). A
@@ -85,5 +141,6 @@ goes with every plan of a family whose support level is PipeFusion or names cach
 whose blocks are read from its source or named by a `BlockAdapter` ([caching.md](caching.md)).
 
 Refused by every plan except those of data and cfg alone, because they need the whole fresh prediction, or their own
-attention: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, ControlNets in the loop,
-in-painting, IP-adapters and SD3's skip-layer guidance. Perturbed-attention guidance works with data and tensor only."""
+attention: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, IP-adapters and SD3's
+skip-layer guidance. A ControlNet in the loop goes with every plan without patches, and perturbed-attention guidance
+with data and tensor only."""

@@ -126,8 +126,7 @@ class PeerChannel:
                 self._sending.popleft()[0].wait()
 
     def abandon_messages(self) -> None:
-        """Drops all messages under way, after an error that ends the run."""
-        self._sending.clear()
+        """Forgets the messages to come, after an error that ends the run; what was sent still arrives."""
         self._posted.clear()
 
     def _start_transfer(self, message: Tensor, *, sends: bool) -> dist.Work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -50,15 +50,13 @@ def cache_signatures(stack: ExitStack, block: nn.Module) -> None:
         override_attribute(stack, module, "processor", ready)
 
 
-def replace_cross_processors(
-    stack: ExitStack, spec: ModelSpec, block: nn.Module, current: Callable[[], Generation]
-) -> None:
+def replace_cross_processors(stack: ExitStack, spec: ModelSpec, block: nn.Module, now: Generation) -> None:
     """Replaces the processors of attention to the text, which is whole on every rank, until the stack is closed."""
     for name, make in spec.cross.items():
         attention: Any = getattr(block, name, None)
         if type(getattr(attention, "processor", None)) in spec.stock:
             override_attribute(
-                stack, attention, "processor", make(lambda key, compute: current().get_branch_constant(key, compute))
+                stack, attention, "processor", make(lambda key, compute: now.get_branch_constant(key, compute))
             )
 
 

@@ -168,15 +168,20 @@ def slice_batch_arguments(
 
 
 def join_batch_results(results: Sequence[Any]) -> Any:
-    """The result of a call on all rows, from those of its parts: a tuple or an output object of batched tensors."""
+    """The result of a call on all rows, from those of its parts: a tuple or an output object of batched tensors.
+
+    A list has an entry for each row.
+    """
     one = results[0]
     if isinstance(one, Tensor):
         return torch.cat(list(results))
     # Outputs of diffusers are mappings, and dataclasses.
     if isinstance(one, Mapping):
         return type(one)(**{name: join_batch_results([result[name] for result in results]) for name in one})
-    if isinstance(one, list | tuple):
-        return type(one)(join_batch_results(parts) for parts in zip(*results, strict=True))
+    if isinstance(one, list):
+        return [row for result in results for row in result]
+    if isinstance(one, tuple):
+        return tuple(join_batch_results(parts) for parts in zip(*results, strict=True))
     return one
 
 

@@ -7,25 +7,28 @@ its list without weights and children, and its hook passes the tokens through.
 
 from __future__ import annotations
 
-import copy
 import functools
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from ditile.errors import StateError
+from ditile.hooks.attention_hooks import install_attention
 from ditile.hooks.attention_processors import (
     UNFUSE,
     cache_signatures,
     has_fused_projections,
     replace_cross_processors,
 )
-from ditile.hooks.batch_rows import BatchDimFinder, join_batch_results
+from ditile.hooks.batch_rows import BatchDimFinder
+from ditile.hooks.block_calls import BlockCalls
+from ditile.hooks.block_policy import BlockHook, BlockPolicy, LayerAttention
 from ditile.hooks.compile import (
     CompileFunction,
     bypass_compiled_model,
@@ -35,42 +38,25 @@ from ditile.hooks.compile import (
     wrap_model_call,
 )
 from ditile.hooks.generation import Generation
-from ditile.hooks.memoize import OutputMemoizer, embed_patches
-from ditile.hooks.overrides import IN_CALL, list_parameter_names, match_modules, override_attribute
+from ditile.hooks.kv_store import READ_SHAPE, READ_VERSION, RememberedOutput
+from ditile.hooks.overrides import IN_CALL, match_modules, override_attribute
+from ditile.hooks.pieces import has_nan
 from ditile.hooks.placeholders import (
     ModuleContents,
     ReplacementBlock,
+    build_meta_model,
     is_placeholder,
+    lend_parts,
     restore_contents,
     turn_into_placeholder,
 )
-from ditile.plan.layout import Grid
+from ditile.hooks.token_arguments import is_cut
+from ditile.plan.anatomy import Anatomy, ListAnatomy
 from ditile.plan.shape import Weights
-from ditile.plan.spec import BlockIO, ModelSpec, View
+from ditile.plan.spec import ModelSpec
 
 LOADED_ATTRIBUTE = "_loaded_by_ditile"
 """The attribute of a transformer that says what was read of it."""
-
-
-class LayerAttention(Protocol):
-    """The attention of a layer, such as `AttentionCore`.
-
-    Attributes:
-        overlaps: whether it is faster if q, k and v are computed one after the other.
-    """
-
-    overlaps: bool
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
-    ) -> Tensor: ...
-
-
-class TokenState(NamedTuple):
-    """The tokens on their way through the blocks: image `[B, n, C]`; text `[B, t, C]`, where it is a stream too."""
-
-    image: Tensor
-    text: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,40 +78,6 @@ class LoadedBlocks:
     shard: tuple[int, int] = (0, 1)
 
 
-class BlockPolicy(Protocol):
-    """What happens at the hooks of a model."""
-
-    def begin_transformer_call(self, grid: Grid, batch_size: int) -> Sequence[range]:
-        """The transformer is called; returns the runs of its batch that are computed one after the other."""
-
-    def begin_micro_batch(self, micro_batch: int) -> None:
-        """One of several micro-batches is next."""
-
-    def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """The forward has reached a block."""
-
-    def run_output(self, head: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
-        """The forward has reached the output module, which makes `width` channels of each token."""
-
-    def end_transformer_call(self) -> None:
-        """The transformer returns."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockHook:
-    """A block in the chain."""
-
-    index: int
-    name: str
-    block: nn.Module
-    io: BlockIO
-
-    def list_attentions(self) -> list[tuple[str, Any]]:
-        """The attention modules that the block has, by attribute."""
-        candidates = ((name, getattr(self.block, name, None)) for name in (*self.io.attn, *self.io.image_attn))
-        return [(name, attention) for name, attention in candidates if attention is not None]
-
-
 FuseBlock = Callable[[ExitStack, BlockHook], None]
 """Makes fewer and larger kernels of what a block computes, until the stack is closed."""
 
@@ -133,31 +85,48 @@ FuseBlock = Callable[[ExitStack, BlockHook], None]
 class TransformerHooks:
     """The hooks of the blocks of one transformer, in order.
 
+    Args:
+        transformer, spec, anatomy: the model, and what is known of it.
+        other: the hooks of another model of as many blocks, which the pipeline calls in other steps.
+        label: before the names of the blocks, where the pipeline calls two models.
+
     Attributes:
         batch_dims: finds which dimension of each argument of the transformer is the batch.
         replacement_blocks: for placeholders that are computed here all the same, with streamed weights.
     """
 
-    def __init__(self, transformer: nn.Module, spec: ModelSpec) -> None:
-        self.transformer, self.spec = transformer, spec
-        self.batch_dims = BatchDimFinder(transformer, spec.batch if spec.blocks else None)
+    def __init__(
+        self,
+        transformer: nn.Module,
+        spec: ModelSpec,
+        anatomy: Anatomy,
+        other: TransformerHooks | None = None,
+        label: str = "",
+    ) -> None:
+        self.transformer, self.spec, self.anatomy, self.other = transformer, spec, anatomy, other
+        self._label = label
+        self.batch_dims = BatchDimFinder(transformer, spec.batch if spec.example is not None else None)
         blocks = [
-            (f"{name}.{i}", block, io)
-            for name, io in spec.blocks.items()
-            for i, block in enumerate(transformer.get_submodule(name).children())
+            (list_name, f"{label}{list_name}.{i}", block, of_list)
+            for list_name, of_list in anatomy.lists.items()
+            for i, block in enumerate(transformer.get_submodule(list_name).children())
         ]
         self.chain = [BlockHook(index, *location) for index, location in enumerate(blocks)]
         self.replacement_blocks: Mapping[int, ReplacementBlock] = {}
         self._stored_contents: dict[int, ModuleContents] = {}
         self._guard: RemovableHandle | None = None
 
+    @property
+    def models(self) -> list[TransformerHooks]:
+        """The hooks of every model that the pipeline calls."""
+        return [self] if self.other is None else [self, self.other]
+
     def describe_weights(self) -> Weights:
         """What the transformer is made of; blocks that are placeholders count as empty."""
         blocks = tuple(sum(p.numel() for p in hook.block.parameters()) for hook in self.chain)
         shared = sum(p.numel() for p in self.transformer.parameters()) - sum(blocks)
-        layers = tuple(tuple(name in hook.io.attn for name, _ in hook.list_attentions()) for hook in self.chain)
-        head = self.transformer.get_submodule(self.spec.out) if self.chain else None
-        out = int(getattr(head, "out_features", 0))
+        layers = tuple(tuple(hook.sees_text(path) for path, _ in hook.list_attentions()) for hook in self.chain)
+        out = int(getattr(dict(self.transformer.named_modules()).get(self.spec.out), "out_features", 0))
         path_exchanges = list(self._find_tensor_exchanges())
         exchanges = tuple(
             tuple(exchange for path, exchange in path_exchanges if path.startswith(f"{hook.name}."))
@@ -175,6 +144,10 @@ class TransformerHooks:
                 kind = "sum" if hasattr(module, "out_features") else "gather"
                 yield from ((path, (kind, stream)) for stream in streams.values())
 
+    def copy_to_meta(self) -> TransformerHooks:
+        """The same of the whole model by its config, without weights."""
+        return TransformerHooks(build_meta_model(self.transformer), self.spec, self.anatomy)
+
     @property
     def loaded_blocks(self) -> LoadedBlocks | None:
         """What was read of the transformer; None if it was read whole, or is a runner's already."""
@@ -186,7 +159,7 @@ class TransformerHooks:
 
     def has_placeholders(self) -> bool:
         """Whether some block is a placeholder."""
-        return any(is_placeholder(hook.block) for hook in self.chain)
+        return any(is_placeholder(hook.block) for model in self.models for hook in model.chain)
 
     def claim_blocks(self, owned: range, *, keep: bool, shard: tuple[int, int] = (0, 1)) -> Weights:
         """Leaves these blocks to a runner, of a transformer that is whole or of which no others were read.
@@ -198,9 +171,11 @@ class TransformerHooks:
             StateError: if a runner has it, other blocks were read, or others are to be kept and were not read.
         """
         loaded, name = self.loaded_blocks, type(self.transformer).__name__
+        if loaded is None and self.has_placeholders():
+            raise StateError(f"this {name} is cut into stages already; restore() its runner, or reload it")
+        if self.other is not None:
+            self.other.claim_blocks(owned, keep=keep, shard=shard)
         if loaded is None:
-            if self.has_placeholders():
-                raise StateError(f"this {name} is cut into stages already; restore() its runner, or reload it")
             weights = self.describe_weights()
             self.empty_other_blocks(owned, keep=keep)
             return weights
@@ -221,32 +196,36 @@ class TransformerHooks:
 
     def explain_refusal(self, blocks: range) -> str | None:
         """Why the attention of some of these blocks cannot be divided, or None: it has an unknown processor."""
-        for hook in self.chain[blocks.start : blocks.stop]:
-            for name, attention in hook.list_attentions():
-                if not self._is_known_processor(processor := attention.processor):
-                    known = ", ".join(cls.__name__ for cls in self.spec.stock) or "those of dispatch_attention_fn"
-                    remedy = "set it back, or unload the IP-adapter that brought it"
-                    return (
-                        f"{hook.name}.{name} has the attention processor {type(processor).__name__}, and known to work "
-                        f"under PipeFusion: {known}; {UNFUSE if has_fused_projections(attention) else remedy}"
-                    )
+        for hook in (hook for model in self.models for hook in model.chain[blocks.start : blocks.stop]):
+            for path, attention in hook.list_attentions():
+                processor = getattr(attention, "processor", None)
+                if self.spec.stock and type(processor) not in self.spec.stock:
+                    known = ", ".join(cls.__name__ for cls in self.spec.stock)
+                elif isinstance(processor, nn.Module):
+                    known = "those without weights of their own"
+                else:
+                    continue
+                remedy = "set it back, or unload the IP-adapter that brought it"
+                return (
+                    f"{hook.name}.{path} has the attention processor {type(processor).__name__}, and known to work "
+                    f"under PipeFusion: {known}; {UNFUSE if has_fused_projections(attention) else remedy}"
+                )
         return None
-
-    def _is_known_processor(self, processor: Any) -> bool:
-        if self.spec.stock:
-            return type(processor) in self.spec.stock
-        return hasattr(processor, "_attention_backend") and not isinstance(processor, nn.Module)
 
     def empty_other_blocks(self, owned: range, *, keep: bool) -> None:
         """Takes the weights out of all blocks but the owned ones; keeps them aside only if `keep`."""
         for hook in self.chain:
             if hook.index not in owned:
-                parts = turn_into_placeholder(hook.block)
+                prefix = f"{hook.name.removeprefix(self._label)}."
+                kept = [path.removeprefix(prefix) for path in self.anatomy.outside if path.startswith(prefix)]
+                parts = turn_into_placeholder(hook.block, kept)
                 if keep:
                     self._stored_contents[hook.index] = parts
 
     def restore_blocks(self) -> None:
         """Puts the weights back that `empty_other_blocks` kept."""
+        if self.other is not None:
+            self.other.restore_blocks()
         for index, parts in self._stored_contents.items():
             restore_contents(self.chain[index].block, parts)
         self._stored_contents.clear()
@@ -271,7 +250,7 @@ class TransformerHooks:
         self,
         policy: BlockPolicy,
         owned: range,
-        current: Callable[[], Generation],
+        now: Generation,
         core: Callable[..., LayerAttention],
         dispatch: Callable[[Any], Any],
         *,
@@ -284,116 +263,52 @@ class TransformerHooks:
         Args:
             policy: decides at each hook.
             owned: the blocks that run here.
-            current: the generation under way.
-            core: (layer, backend, joint) -> the attention of a layer.
+            now: the generation under way.
+            core: (layer, backend, kind) -> the attention of a layer.
             dispatch: the name of the attention backend that calls a core, given the name that a processor has.
             fuse: is called on the blocks that run here uncompiled.
             pipe: the pipeline of the model, which may have compiled it.
             compile_: compiles the forward of each block, where the user did not.
         """
-        memo = OutputMemoizer(self.spec, current)
+        first = 0 in owned or bool(self.replacement_blocks)
+        memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first)
+        is_whole = (lambda: now.is_whole) if self.anatomy.modes else None
+        calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
         with ExitStack() as stack:
             override_attribute(stack, self.transformer, IN_CALL, True)
+            if self.other is not None:
+                others = self.other.install_hooks(
+                    policy, owned, now, core, dispatch, fuse=fuse, pipe=pipe, compile_=compile_
+                )
+                stack.enter_context(others)
             bypass_compiled_model(stack, pipe, self.transformer)
-            self._hook_forward(stack, policy, current)
+            override_attribute(stack, self.transformer, "forward", calls.wrap_transformer(self.transformer.forward))
             compiled = []
             for hook in self.chain:
-                varying = functools.partial(_list_varying_arguments, hook.io, current)
-                wrap = functools.partial(self._hook_block, hook, policy, current)
+                varying = functools.partial(_list_varying_arguments, hook.anatomy, now)
+                wrap = functools.partial(self._wrap_block, calls, hook)
                 is_own = hook.index in owned
-                if wrap_block_call(stack, hook.block, compile_ if is_own else None, wrap, varying):
-                    compiled.append(hook.name)
+                alike = (other.block for other in self.chain if other.index in owned)
+                whole = next((block for block in alike if type(block) is type(hook.block)), None)
+                if not is_own and whole is not None and is_placeholder(hook.block):
+                    lend_parts(stack, hook.block, whole)
+                # Before the hook of the block, which may compute attention itself, and is not called in every pass.
                 if is_own or hook.index in self.replacement_blocks:
                     active_hook = hook if is_own else replace(hook, block=self.replacement_blocks[hook.index].block)
-                    self._hook_attention(stack, active_hook, core, dispatch)
-                    replace_cross_processors(stack, self.spec, active_hook.block, current)
+                    install_attention(stack, self.spec, active_hook, core, dispatch, is_whole)
+                    replace_cross_processors(stack, self.spec, active_hook.block, now)
+                if wrap_block_call(stack, hook.block, compile_ if is_own else None, wrap, varying):
+                    compiled.append(hook.name)
                 if is_own and hook.name not in compiled:
                     cache_signatures(stack, hook.block)
                     fuse(stack, hook)
-            self._hook_output(stack, policy)
-            first = 0 in owned or bool(self.replacement_blocks)
-            if first:
-                embed_patches(stack, self.spec, self.transformer, current)
-            memo.install_hooks(stack, self.transformer, first=first, compiled=compiled)
+            memo.install_hooks(stack, compiled)
             yield
 
-    def _hook_forward(self, stack: ExitStack, policy: BlockPolicy, current: Callable[[], Generation]) -> None:
-        forward = self.transformer.forward
-        names = list_parameter_names(self.transformer)
-
-        def forward_micro_batches(*args: Any, **kwargs: Any) -> Any:
-            now, inputs = current(), dict(zip(names, args, strict=False)) | kwargs
-            grid = now.get_branch_constant("grid", lambda: self.spec.grid(self.transformer, inputs))
-            batch_size = int(inputs["hidden_states"].shape[0])
-            micro_batches = policy.begin_transformer_call(grid, batch_size)
-            if len(micro_batches) == 1:
-                result = forward(*args, **kwargs)
-            else:
-                results, dims = [], self.batch_dims.find_dims(inputs, "hidden_states", batch_size)
-                assert dims is not None  # the family's table says it
-                for index, batch_range in enumerate(micro_batches):
-                    policy.begin_micro_batch(index)
-                    select = operator.itemgetter(slice(batch_range.start, batch_range.stop))
-                    results.append(forward(**dims.slice_arguments(inputs, select)))
-                result = join_batch_results(results)
-            policy.end_transformer_call()
-            return result
-
-        override_attribute(stack, self.transformer, "forward", forward_micro_batches)
-
-    def _hook_block(
-        self, hook: BlockHook, policy: BlockPolicy, current: Callable[[], Generation], block_forward: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        forward: Callable[..., Any] = self.replacement_blocks.get(hook.index) or block_forward
-        io, names, streams = hook.io, list_parameter_names(hook.block), "text" in hook.io.returns
-
-        def forward_through_policy(*args: Any, **kwargs: Any) -> Any:
-            call = dict(zip(names, args, strict=False)) | kwargs
-
-            def compute_block(state: TokenState) -> TokenState:
-                call["hidden_states"] = state.image
-                if streams:
-                    call["encoder_hidden_states"] = state.text
-                _slice_token_arguments(call, io, current())
-                out = forward(**call)
-                named = dict(zip(io.returns, out if isinstance(out, tuple) else (out,), strict=True))
-                return TokenState(named["image"], named.get("text"))
-
-            state = TokenState(call["hidden_states"], call["encoder_hidden_states"] if streams else None)
-            state = policy.run_block(hook.index, compute_block, state)
-            if not streams:
-                return state.image
-            return tuple(state.text if name == "text" else state.image for name in io.returns)
-
-        return forward_through_policy
-
-    def _hook_attention(
-        self, stack: ExitStack, hook: BlockHook, core: Callable[..., LayerAttention], dispatch: Any
-    ) -> None:
-        for name, attention in hook.list_attentions():
-            layer, joint = f"{hook.name}.{name}", name in hook.io.attn
-            processor = self._make_processor(attention.processor, layer, joint, core, dispatch)
-            override_attribute(stack, attention, "processor", processor)
-
-    def _make_processor(
-        self, stock: Any, layer: str, joint: bool, core: Callable[..., LayerAttention], dispatch: Any
-    ) -> Any:
-        if self.spec.processor is not None:
-            return self.spec.processor(core(layer, None, joint=joint, through_dispatch=False))
-        attend = core(layer, stock._attention_backend, joint=joint, through_dispatch=True)
-        if self.spec.overlapped is not None and attend.overlaps:
-            return self.spec.overlapped(attend)
-        processor = copy.copy(stock)
-        processor._parallel_config = attend
-        processor._attention_backend = dispatch(stock._attention_backend)
-        return processor
-
-    def _hook_output(self, stack: ExitStack, policy: BlockPolicy) -> None:
-        head = self.transformer.get_submodule(self.spec.out)
-        forward, width = head.forward, int(head.out_features)  # type: ignore[arg-type]
-        override_attribute(stack, head, "forward", lambda x: policy.run_output(forward, x, width))
+    def _wrap_block(self, calls: BlockCalls, hook: BlockHook, forward: Callable[..., Any]) -> Callable[..., Any]:
+        return calls.wrap_block(hook, self.replacement_blocks.get(hook.index) or forward)
 
 
 class CallCountHooks(TransformerHooks):
@@ -408,7 +323,7 @@ class CallCountHooks(TransformerHooks):
         self,
         policy: BlockPolicy,
         owned: range,
-        current: Callable[[], Generation],
+        now: Generation,
         core: Callable[..., LayerAttention],
         dispatch: Any,
         *,
@@ -417,26 +332,156 @@ class CallCountHooks(TransformerHooks):
         compile_: CompileFunction | None = None,
     ) -> Iterator[None]:
         """Installs only the count of calls, and a memory of what the family declares constant."""
-        compiled = []
         with ExitStack() as stack:
-            whole = find_compiler(pipe, self.transformer) is not None
-            if compile_ is not None and not whole:
-                for hook in self.chain:
-                    if wrap_block_call(stack, hook.block, compile_, lambda forward: forward):
-                        compiled.append(hook.name)
-            if not whole:
-                for hook in self.chain:
-                    replace_cross_processors(stack, self.spec, hook.block, current)
-                OutputMemoizer(self.spec, current).install_hooks(stack, self.transformer, first=True, compiled=compiled)
-            wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, current))
+            for model in self.models:
+                model._install_counter(stack, now, pipe, compile_)  # type: ignore[attr-defined]
             yield
 
+    def _install_counter(self, stack: ExitStack, now: Generation, pipe: Any, compile_: CompileFunction | None) -> None:
+        compiled, whole = [], find_compiler(pipe, self.transformer) is not None
+        if compile_ is not None and not whole:
+            for hook in self.chain:
+                if wrap_block_call(stack, hook.block, compile_, lambda forward: forward):
+                    compiled.append(hook.name)
+        if not whole:
+            for hook in self.chain:
+                replace_cross_processors(stack, self.spec, hook.block, now)
+            OutputMemoizer(self.transformer, self.spec, now, self._label).install_hooks(stack, compiled)
+        wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now))
 
-def count_model_calls(current: Callable[[], Generation], forward: Callable[..., Any]) -> Callable[..., Any]:
+
+class OutputMemoizer:
+    """Remembers what modules return that do not see the latents, so that it is computed once and not for each patch.
+
+    A family declares some. Others are found when a call is surveyed, with NaN for latents: modules that the model's own
+    forward calls, once, in front of the blocks, and gives the same with the latents as they are. What they return
+    counts for a step, in all of whose patches a pipeline gives the same conditions, and for as long as they are given
+    the same memory, unchanged. What is made of the latents there is read on the first stage alone: others keep it.
+
+    Args:
+        transformer, spec: the model, and what is known of it.
+        now: the generation under way.
+        label: before the names of its modules.
+        first: whether this rank has the first stage.
+    """
+
+    def __init__(
+        self, transformer: nn.Module, spec: ModelSpec, now: Generation, label: str = "", *, first: bool = True
+    ) -> None:
+        self._transformer, self._spec, self._now, self._label, self._first = transformer, spec, now, label, first
+        self._remembered: dict[str, bool] = {}  # by name, whether for the whole generation
+        self._excluded: set[str] = set()
+        self._is_watching = False
+        self._unproven: dict[str, Any] = {}  # what modules were given in a survey, until they are called again
+
+    def install_hooks(self, stack: ExitStack, compiled: Sequence[str] = ()) -> None:
+        """Overrides the forwards of modules until the stack is closed: now, and when a call was surveyed.
+
+        Args:
+            stack: undoes it.
+            compiled: blocks within which nothing is remembered: what they call is part of their graph.
+        """
+        self._stack = stack
+        for patterns, lasts in ((self._spec.constant, True), (self._spec.per_step, False)):
+            for pattern in patterns:
+                for name, module in match_modules(self._transformer, pattern):
+                    if not any(f"{self._label}{name}".startswith(f"{block}.") for block in compiled):
+                        self._remember_output(name, module, lasts=lasts)
+
+    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], has_begun: Callable[[], bool]) -> Any:
+        """Surveys a call, and remembers from now on what modules in front of the blocks return.
+
+        Args:
+            run: makes the call.
+            blocks: the lists of blocks.
+            has_begun: whether the first block was called.
+
+        Returns:
+            What `run` does.
+        """
+        given, of_latents = dict[str, Any](), dict[str, bool]()
+        called, active = set[str](), list[str]()
+
+        def note_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            if name in called:
+                self._excluded.add(name)
+            elif not active:
+                given[name] = args, kwargs
+            called.add(name)
+            active.append(name)
+
+        def note_output(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            active.pop()
+            parts = output if isinstance(output, tuple) else (output,)
+            # The forward may write into what is not a tensor unseen.
+            if has_begun() or any(isinstance(part, list | dict) for part in parts):
+                self._excluded.add(name)
+            of_latents[name] = bool(parts) and all(map(has_nan, parts))
+
+        with ExitStack() as watched:
+            for name, module in self._transformer.named_modules():
+                if name and not any(f"{name}.".startswith(f"{each}.") for each in blocks):
+                    for register, note in (
+                        (module.register_forward_pre_hook, note_call),
+                        (module.register_forward_hook, note_output),
+                    ):
+                        watched.callback(register(functools.partial(note, name), with_kwargs=True).remove)
+            watched.callback(setattr, self, "_is_watching", False)
+            self._is_watching = True
+            result = run()
+        reads_latents = has_nan(result)
+        for name in given:
+            lasts = of_latents[name]
+            if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:
+                self._excluded.add(name)
+            elif not lasts:
+                self._unproven[name] = given[name]
+            if name not in self._remembered and name not in self._excluded:
+                self._remember_output(name, self._transformer.get_submodule(name), lasts=lasts, is_found=True)
+        return result
+
+    def _remember_output(self, name: str, module: nn.Module, *, lasts: bool, is_found: bool = False) -> None:
+        """What a module returns counts for a step, or `lasts`; if `is_found`, also as long as it is given the same."""
+        now, forward, path = self._now, module.forward, f"{self._label}{name}"
+        excluded, compares = self._excluded if is_found else set(), is_found and not lasts
+
+        def forward_once(*args: Any, **kwargs: Any) -> Any:
+            is_unproven = name in self._unproven and not self._is_watching
+            if is_unproven and not _are_equal(self._unproven.pop(name), (args, kwargs)):
+                excluded.add(name)
+            if now.is_surveyed or name in excluded:
+                return forward(*args, **kwargs)
+            step, patch = now.micro_step
+            key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, filter(torch.is_tensor, args)))
+            known = now.memory.outputs.get(key)
+            if (
+                known is None
+                or not (lasts or (known.step == step and patch is not None) or known.is_given_same(args, kwargs))
+                or known.versions != tuple(map(READ_VERSION, known.tensors))  # the forward wrote into it
+            ):
+                output = forward(*args, **kwargs)
+                known = now.memory.outputs[key] = RememberedOutput(output, (args, kwargs) if compares else None)
+            known.step = step
+            return known.output
+
+        self._remembered[name] = lasts
+        override_attribute(self._stack, module, "forward", forward_once)
+
+
+def _are_equal(values: Any, others: Any) -> bool:
+    """Whether two calls were given the same numbers. Waits for the device."""
+    some, more = pytree.tree_leaves(values), pytree.tree_leaves(others)
+    return len(some) == len(more) and all(
+        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y
+        for x, y in zip(some, more, strict=True)
+    )
+
+
+def count_model_calls(now: Generation, forward: Callable[..., Any]) -> Callable[..., Any]:
     """A model's forward after which the next branch of guidance is at hand."""
 
     def forward_and_count(*args: Any, **kwargs: Any) -> Any:
-        now = current()
+        now.check_under_way()
         result = forward(*args, **kwargs)
         now.advance_branch()
         return result
@@ -444,16 +489,9 @@ def count_model_calls(current: Callable[[], Generation], forward: Callable[..., 
     return functools.update_wrapper(forward_and_count, forward)
 
 
-def _slice_token_arguments(call: dict[str, Any], io: BlockIO, now: Generation) -> None:
-    if now.has_all_image_tokens:
-        return
-    patch = now.micro_step.patch
-    for name, cut in io.tokens.items():
-        if (value := call.get(name)) is not None:
-            make = functools.partial(cut, value, View(now.branch_layout, now.get_own_part(patch)))
-            call[name] = now.memory.get_cached_slice((name, now.branch, patch), value, make)
-
-
-def _list_varying_arguments(io: BlockIO, current: Callable[[], Generation]) -> Sequence[str]:
+def _list_varying_arguments(anatomy: ListAnatomy, now: Generation) -> Sequence[str]:
     """The arguments of a block that have another number of tokens from patch to patch."""
-    return ("hidden_states", "encoder_hidden_states", *io.tokens) if current().branch_layout.num_patches > 1 else ()
+    if now.branch_layout.num_patches == 1:
+        return ()
+    cut = (name for name, kinds in anatomy.arguments.items() if is_cut(kinds))
+    return tuple(filter(None, (anatomy.image, anatomy.text, *cut)))

@@ -67,17 +67,6 @@ def bypass_compiled_model(stack: ExitStack, pipe: Any, model: nn.Module) -> None
         override_attribute(stack, model, COMPILED_CALL_ATTRIBUTE, None)
 
 
-def bypass_all_compiled(stack: ExitStack, pipe: Any, model: nn.Module) -> bool:
-    """Makes a model run uncompiled until the stack is closed; returns whether something in it was compiled."""
-    was_compiled = bool(_find_compiled_wrappers(pipe, model))
-    bypass_compiled_model(stack, pipe, model)
-    for module in model.modules():
-        if get_compiled_call(module) is not None:
-            override_attribute(stack, module, COMPILED_CALL_ATTRIBUTE, None)
-            was_compiled = True
-    return was_compiled
-
-
 def wrap_model_call(stack: ExitStack, pipe: Any, model: nn.Module, wrap: Callable[[ForwardCall], ForwardCall]) -> None:
     """Puts something around a pipeline's calls of its model, compiled or not, until the stack is closed."""
     owner, name = model, "forward" if get_compiled_call(model) is None else COMPILED_CALL_ATTRIBUTE
@@ -184,7 +173,7 @@ class CustomOp:
     """A function of tensors, whose result is a new tensor of the shape, type and device of the first.
 
     Args:
-        fn: `(*tensors, scale) -> tensor`.
+        fn: `(*tensors, scale) -> tensor`, the last of which is a mask.
         turn: an integer tensor that every call adds 1 to; compiled calls that share it keep their order.
     """
 
@@ -194,11 +183,11 @@ class CustomOp:
         self.number = torch.tensor(number)
         _CUSTOM_OPS[number] = self
 
-    def __call__(self, *tensors: Tensor | None, scale: float | None = None) -> Tensor:
+    def __call__(self, *tensors: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
         """Calls the function, as an operator in compiled code."""
         if not torch.compiler.is_compiling():
-            return self.fn(*tensors, scale=scale)
-        out: Tensor = torch.ops.ditile.hidden(tensors, self.number, self.turn, scale)
+            return self.fn(*tensors, mask, scale=scale)
+        out: Tensor = torch.ops.ditile.hidden([*tensors, mask], self.number, self.turn, scale)
         return out
 
 

@@ -22,6 +22,7 @@ from diffusers.models.activations import GELU
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import override_attribute
 
 STREAMS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
@@ -52,12 +53,12 @@ class FusedProjections:
     """
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self._linears = linears
         self._forwards: list[Callable[[Tensor], Tensor]] = [linear.forward for linear in linears]
         self._widths = [linear.out_features for linear in linears]
         self._weight = pack_parameters([linear.weight for linear in linears])
         self._bias = None if linears[0].bias is None else pack_parameters([linear.bias for linear in linears])
-        self._addresses = self._read_addresses()
+        names = ("weight",) if linears[0].bias is None else ("weight", "bias")
+        self._addresses = {(linear, name): getattr(linear, name).data_ptr() for linear in linears for name in names}
         self._tokens: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
@@ -68,15 +69,14 @@ class FusedProjections:
             if not self._outputs:
                 self._tokens = None
             return output
-        if index or torch.is_grad_enabled() or self._read_addresses() != self._addresses:
+        if index or torch.is_grad_enabled():
             return self._forwards[index](x)
+        for (linear, name), address in self._addresses.items():
+            if getattr(linear, name).data_ptr() != address:
+                return self._forwards[index](x)
         outputs: tuple[Tensor, ...] = functional.linear(x, self._weight, self._bias).split(self._widths, dim=-1)
         self._tokens, self._outputs = x, dict(enumerate(outputs[1:], start=1))
         return outputs[0]
-
-    def _read_addresses(self) -> list[int]:
-        """Where in memory the parameters lie."""
-        return [p.data_ptr() for linear in self._linears for p in (linear.weight, linear.bias) if p is not None]
 
 
 def pack_parameters(parameters: Sequence[Tensor]) -> Tensor:
@@ -119,24 +119,18 @@ def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
 
 
-def compute_linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """GELU of a linear layer's output in one kernel: `[..., k]` and `[n, k]` to `[..., n]`; see `can_fuse_gelu`."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], approximate)
-    return out
-
-
-def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, may_round: Callable[[], bool]) -> None:
+def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, now: Generation) -> None:
     """Makes one kernel of each linear layer of a block and the GELU behind it; on CPUs alone.
 
     Args:
         stack: undoes it when it is closed.
         block: its modules are looked through.
         device: where it runs.
-        may_round: whether it may round otherwise now.
+        now: the generation under way, which says where it may round otherwise.
     """
     for owner, name, linear, activation, place in _find_gelu_pairs(block):
         if is_plain_linear(linear, device) and can_fuse_gelu(device, linear.weight.dtype):
-            fused = FusedGELU(owner, name, linear, getattr(activation, place), activation.approximate, may_round)
+            fused = FusedGELU(owner, name, linear, getattr(activation, place), activation.approximate, now)
             override_attribute(stack, linear, "forward", fused.run_linear)
             override_attribute(stack, activation, place, fused.run_activation)
 
@@ -149,7 +143,7 @@ class FusedGELU:
         linear: the layer.
         activation: the GELU behind it.
         approximate: "none" or "tanh", as in `torch.nn.GELU`.
-        may_round: whether it may round otherwise now.
+        now: the generation under way, which says where it may round otherwise.
     """
 
     def __init__(
@@ -159,17 +153,25 @@ class FusedGELU:
         linear: nn.Linear,
         activation: Callable[[Tensor], Tensor],
         approximate: str,
-        may_round: Callable[[], bool],
+        now: Generation,
     ) -> None:
         self._owner, self._name, self._linear, self._approximate = owner, name, linear, approximate
-        self._product, self._activation, self._may_round = linear.forward, activation, may_round
+        self._product, self._activation, self._now = linear.forward, activation, now
         self._activated: Tensor | None = None
 
-    def run_linear(self, x: Tensor) -> Tensor:
+    def run_linear(self, x: Tensor) -> Any:
         """`[..., k]` to `[..., n]`; with GELU applied, where that may round otherwise."""
-        if not self._may_fuse(x):
+        if (
+            not self._now.may_round
+            or getattr(self._owner, self._name) is not self._linear
+            or x.dtype != torch.float32
+            or not x.numel()
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+        ):
             return self._product(x)
-        self._activated = compute_linear_gelu(x, self._linear.weight, self._linear.bias, self._approximate)
+        weight, bias = self._linear.weight, self._linear.bias
+        self._activated = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], self._approximate)
         return self._activated
 
     def run_activation(self, x: Tensor) -> Tensor:
@@ -178,11 +180,6 @@ class FusedGELU:
             return self._activation(x)
         self._activated = None
         return x
-
-    def _may_fuse(self, x: Tensor) -> bool:
-        free = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-        is_one = x.dtype == torch.float32 and x.numel() > 0 and getattr(self._owner, self._name) is self._linear
-        return self._may_round() and is_one and free
 
 
 def _find_gelu_pairs(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any, str]]:

@@ -1,19 +1,24 @@
 """Generation: the state of one batch of images while they are computed, from `set_timesteps` to the last `step`.
 
 It has the micro-step and the guidance branch that the pipeline is at, and the memory that survives a step.
-Hooks, attention and scheduler read it; only the loop writes it. It is dropped when the call ends.
+Hooks, attention and scheduler are given it before the call, and read it; only the loop writes it. All that it holds is
+dropped when the call ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ditile.errors import StateError
+from ditile.hooks.block_policy import CallForm
 from ditile.hooks.kv_store import GenerationMemory
-from ditile.plan.layout import DUMMY_TEXT, Layout, Split, TokenShard
-from ditile.plan.schedule import MicroStep
+from ditile.hooks.pieces import Piece
+from ditile.hooks.token_arguments import Runs
+from ditile.plan.anatomy import FURTHER
+from ditile.plan.layout import DUMMY_TEXT, Grid, Layout, Split, TokenShard
+from ditile.plan.schedule import MicroStep, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +29,13 @@ class LayerTokens:
         runs: for each rank that shares them out, where its tokens are in the whole sequence, in its own order.
         index: this rank among them.
         length: of the whole sequence.
-        image: where the image is in it.
+        image: where the image is in it; empty in a layer of text alone.
         dummies: tokens here that stand for absent text, in front or behind; no other rank sees them.
         dummies_first: whether they are in front.
+        are_none: whether no rank has any: the text is not computed at this micro-step.
+        patches: of the sequence.
+        rank_lengths: tokens of each rank, without dummies.
+        real_tokens: this rank's tokens without the dummies.
     """
 
     runs: tuple[tuple[range, ...], ...]
@@ -35,18 +44,37 @@ class LayerTokens:
     image: range
     dummies: int
     dummies_first: bool
+    are_none: bool = False
+    patches: int = 1
+    rank_lengths: tuple[int, ...] = field(init=False, compare=False)
+    real_tokens: slice = field(init=False, compare=False)
 
-    @property
-    def rank_lengths(self) -> tuple[int, ...]:
-        """Tokens of each rank, without dummies."""
-        return tuple(sum(map(len, runs)) for runs in self.runs)
+    def __post_init__(self) -> None:
+        lengths = tuple(sum(map(len, runs)) for runs in self.runs)
+        real = slice(self.dummies, None) if self.dummies_first else slice(0, lengths[self.index])
+        object.__setattr__(self, "rank_lengths", lengths)
+        object.__setattr__(self, "real_tokens", real if self.dummies else slice(None))
 
-    @property
-    def real_tokens(self) -> slice:
-        """This rank's tokens without the dummies."""
-        if not self.dummies:
-            return slice(None)
-        return slice(self.dummies, None) if self.dummies_first else slice(0, self.rank_lengths[self.index])
+    def locate_further_keys(self, kind: str, own: int | None) -> int:
+        """How many keys of tokens are in front of further ones, see `FURTHER` of `plan/anatomy.py`.
+
+        Args:
+            kind: of the attention call.
+            own: keys of this rank's tokens, dummies among them; None for those of the whole sequence.
+        """
+        length = self.length if own is None else own
+        if kind[0] == FURTHER:
+            return 0
+        if kind[1:] == FURTHER:
+            return length
+        image = len(self.image)
+        if own is not None:
+            image = sum(len(run) for run in self.runs[self.index] if run.start in self.image)
+        return image if kind[0] == "N" else length - image
+
+
+LayoutKey = tuple[int, bool]
+"""A branch, and whether a call of it is computed whole."""
 
 
 @dataclass(slots=True)
@@ -54,7 +82,9 @@ class Generation:
     """Where the pipeline is, and what must survive.
 
     Attributes:
-        ages, keeps_keys, is_stale: methods of the schedule.
+        schedule: of the steps, as far as it is known.
+        rounds_otherwise: whether products may round otherwise than those of one process, in any step.
+        is_under_way: whether the pipeline's loop is running.
         split, index: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
         branch: counts the transformer calls since the last `scheduler.step`.
@@ -62,13 +92,25 @@ class Generation:
         batch: rows of a call.
         micro_batch: counts the runs of rows, where a call is computed in several.
         batch_range: the rows of the micro-batch at hand; None is all.
-        layouts: of each branch, known once its first call has reached the blocks.
+        is_whole: whether the call at hand is computed whole by every rank that shares out tokens, see `Anatomy.modes`.
+        whole_steps: the steps of such calls, as far as a rehearsal found them.
+        layouts: of each branch, and of its calls that are computed whole; known once one of them has been surveyed.
+        forms: of each call that was surveyed, by its branch, model, and the shapes and names of its arguments.
+        form: of the call at hand.
+        is_surveyed: whether blocks are passed by in the call at hand, which does not count.
+        rehearsed_patch: the patch whose places a rehearsal finds out; None in a call that counts.
+        called_models: in a rehearsal, and whether they were called to compute a whole.
+        pieces: of the latents, by scheduler and patch; none where latents are not cut.
+        prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
         warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
+        is_stale: whether keys of the step before are read in the step at hand.
+        keeps_keys: whether keys of the step at hand are, or may be, read in the next one.
+        may_round: whether products may round otherwise in the step at hand.
     """
 
-    ages: Callable[[MicroStep], tuple[int, ...]]
-    keeps_keys: Callable[[int], bool]
-    is_stale: Callable[[int], bool] = lambda step: False
+    schedule: Schedule = Schedule(stages=1, patches=1, steps=1, warmup=1)
+    rounds_otherwise: bool = False
+    is_under_way: bool = False
     split: Split = Split()
     index: int = 0
     branches: Callable[[int, int], Sequence[int]] = lambda step, calls: range(calls)
@@ -81,54 +123,125 @@ class Generation:
     batch_range: range | None = None
     warmup_split: Split | None = None
     warmup_index: int = 0
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    _parts: dict[tuple[int, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
-    _tokens: dict[tuple[int, int | None, bool], LayerTokens] = field(default_factory=dict)
+    is_whole: bool = False
+    is_stale: bool = False
+    keeps_keys: bool = False
+    may_round: bool = False
+    whole_steps: frozenset[int] = frozenset()
+    layouts: dict[LayoutKey, Layout] = field(default_factory=dict)
+    forms: dict[tuple[object, ...], CallForm] = field(default_factory=dict)
+    form: CallForm = field(default_factory=lambda: CallForm(Grid(1, 1), 0, 0, frozenset()))
+    is_surveyed: bool = False
+    rehearsed_patch: int | None = None
+    called_models: set[tuple[object, bool]] = field(default_factory=set)
+    pieces: list[list[Piece]] = field(default_factory=list)
+    prediction_pieces: dict[int, dict[int, list[Piece]]] = field(default_factory=dict)
+    _parts: dict[tuple[LayoutKey, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
+    _tokens: dict[tuple[LayoutKey, int | None, str], LayerTokens] = field(default_factory=dict)
+    _runs: dict[tuple[LayoutKey, int | None], Runs] = field(default_factory=dict)
+
+    def become(self, other: Generation) -> None:
+        """Another generation begins, or there is none: all is as in `other`. Those who were given this one keep it."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
+
+    def check_under_way(self) -> Generation:
+        """Returns itself; raises `StateError` if the pipeline's loop is not running."""
+        if not self.is_under_way:
+            raise StateError(
+                "the transformer was called outside the pipeline's loop over scheduler.timesteps; "
+                "call the runner, or restore() it to use the transformer by itself"
+            )
+        return self
+
+    def enter_micro_step(self, micro: MicroStep) -> None:
+        """A micro-step begins."""
+        self.micro_step = micro
+        self.is_stale, self.keeps_keys = (
+            self.schedule.reads_stale_keys(micro.step),
+            self.schedule.keeps_keys(micro.step),
+        )
+        self.may_round = self.rounds_otherwise or self.is_stale
 
     @property
     def branch_layout(self) -> Layout:
         """The layout of the branch that is being computed."""
-        return self.layouts[self.branch]
+        return self.layouts[self.branch, self.is_whole]
 
-    def list_rank_parts(self, patch: int | None, branch: int | None = None) -> tuple[TokenShard, ...]:
-        """What each rank of the sequence axes has of a patch (None: of the image), in this branch or another."""
-        branch = self.branch if branch is None else branch
-        if (branch, patch) not in self._parts:
-            split, _ = self._get_split(patch)
-            self._parts[branch, patch] = split.shard_tokens(self.layouts[branch], patch)
-        return self._parts[branch, patch]
+    @property
+    def layout_key(self) -> LayoutKey:
+        """Names the layout of the call at hand."""
+        return self.branch, self.is_whole
 
-    def get_own_part(self, patch: int | None, branch: int | None = None) -> TokenShard:
+    def forget_layout(self) -> None:
+        """Forgets how the tokens of the branch at hand are cut: it has others now."""
+        self.layouts.pop(self.layout_key)
+        caches: list[dict[Any, Any]] = [self._parts, self._tokens, self._runs]
+        for known in caches:
+            for key in [key for key in known if key[0] == self.layout_key]:
+                known.pop(key)
+
+    def list_rank_parts(self, patch: int | None, of: LayoutKey | None = None) -> tuple[TokenShard, ...]:
+        """What each rank of the sequence axes has of a patch (None: of the image), in this call or one of a layout."""
+        key = self.layout_key if of is None else of
+        if (key, patch) not in self._parts:
+            split, _ = self._get_split(patch, key[1])
+            self._parts[key, patch] = split.shard_tokens(self.layouts[key], patch)
+        return self._parts[key, patch]
+
+    def get_own_part(self, patch: int | None, of: LayoutKey | None = None) -> TokenShard:
         """What this rank has of a patch (None: of the image)."""
-        _, index = self._get_split(patch)
-        return self.list_rank_parts(patch, branch)[index]
+        _, index = self._get_split(patch, self.is_whole if of is None else of[1])
+        return self.list_rank_parts(patch, of)[index]
 
     @property
     def has_all_image_tokens(self) -> bool:
         """Whether this rank computes all tokens of the image at this micro-step."""
-        return self.micro_step.patch is None and self._get_split(None)[0].num_ranks == 1
+        return self.micro_step.patch is None and self._get_split(None, self.is_whole)[0].num_ranks == 1
 
-    def _get_split(self, patch: int | None) -> tuple[Split, int]:
+    def _get_split(self, patch: int | None, is_whole: bool) -> tuple[Split, int]:
         """How ranks share out a patch (None: the image), and this rank's place among them."""
+        if is_whole:
+            return Split(), 0
         if patch is None and self.warmup_split is not None:
             return self.warmup_split, self.warmup_index
         return self.split, self.index
 
-    def get_layer_tokens(self, *, joint: bool) -> LayerTokens:
-        """The tokens of an attention layer at this micro-step; `joint` is whether it sees the text too."""
-        key = (self.branch, self.micro_step.patch, joint)
+    def get_layer_tokens(self, kind: str) -> LayerTokens:
+        """The tokens of an attention layer at this micro-step: `N` of the image, `T` of the text, `J` of both."""
+        key = ((self.branch, self.is_whole), self.micro_step.patch, kind)
         if key not in self._tokens:
             layout, parts = self.branch_layout, self.list_rank_parts(self.micro_step.patch)
-            joint = joint and layout.joint != "none"
-            runs = tuple(layout.locate_in_sequence(part, joint=joint) for part in parts)
-            _, own_index = self._get_split(self.micro_step.patch)
-            dummies = 0 if parts[own_index].text or not joint else DUMMY_TEXT
-            length = layout.image_tokens + (layout.text if joint else 0)
+            _, own_index = self._get_split(self.micro_step.patch, self.is_whole)
+            sees_text = kind != "N" and layout.joint != "none"
+            dummies = 0 if parts[own_index].text or not sees_text else DUMMY_TEXT
             first = layout.joint == "text_first"
+            if kind == "T":
+                runs: tuple[tuple[range, ...], ...] = tuple((part.text,) if part.text else () for part in parts)
+                self._tokens[key] = LayerTokens(
+                    runs, own_index, layout.text, range(0), dummies, first, not any(runs), layout.num_patches
+                )
+                return self._tokens[key]
+            runs = tuple(layout.locate_in_sequence(part, joint=sees_text) for part in parts)
+            length = layout.image_tokens + (layout.text if sees_text else 0)
             start = length - layout.image_tokens if first else 0
             image = range(start, start + layout.image_tokens)
-            self._tokens[key] = LayerTokens(runs, own_index, length, image, dummies, first)
+            self._tokens[key] = LayerTokens(runs, own_index, length, image, dummies, first, patches=layout.num_patches)
         return self._tokens[key]
+
+    def get_argument_runs(self, patch: int | None) -> Runs:
+        """Where this rank's tokens of a patch (None: of the image) are among those of each kind."""
+        key = ((self.branch, self.is_whole), patch)
+        if key not in self._runs:
+            layout, part = self.branch_layout, self.get_own_part(patch)
+            # What belongs to a dummy is that of any token of the text, which may be of one token.
+            text = (part.text,) if part.text else (range(min(1, layout.text)),) * DUMMY_TEXT
+            first = layout.joint == "text_first"
+            start = 0 if first else layout.image_tokens
+            words = tuple(range(start + run.start, start + run.stop) for run in text)
+            pixels = layout.locate_in_sequence(TokenShard(range(0), part.image), joint=True)
+            self._runs[key] = {"N": part.image, "T": text, "J": words + pixels if first else pixels + words}
+        return self._runs[key]
 
     def get_branch_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A value that is constant in the calls of this branch and micro-batch; `make` computes it once."""

@@ -11,18 +11,46 @@ from ditile.errors import ModelError
 
 
 class KeyPaddingMask(NamedTuple):
-    """Which keys of all ranks that share out the tokens are attended to.
+    """Which keys of all ranks that share out the tokens are attended to, boolean or additive.
 
     Attributes:
-        ring_masks: for each rank along ring, of the keys of its whole ulysses line: boolean or additive
-            `[B or 1, own heads or 1, 1, keys]`. Where this rank has all tokens it is the mask as it was given.
+        ring_masks: for each rank along ring, of the keys of its whole ulysses line:
+            `[B or 1, own heads or 1, queries or 1, keys]`.
+        covers_sequence: whether the keys are those of the whole sequence, and not of the patch at hand alone.
     """
 
     ring_masks: tuple[Tensor, ...]
+    covers_sequence: bool = False
 
     def join_ring_masks(self) -> Tensor:
         """The mask of all keys, in the order of the ranks."""
-        return torch.cat(self.ring_masks, dim=-1)
+        return self.ring_masks[0] if len(self.ring_masks) == 1 else torch.cat(self.ring_masks, dim=-1)
+
+
+class FurtherKeys(NamedTuple):
+    """Keys and values that no token at hand is the source of, such as those of a prompt: every rank has them whole.
+
+    Attributes:
+        keys, values: `[B, n, own heads, H]`.
+        mask: which of them are attended to, `[B or 1, own heads or 1, 1, n]`; None is all.
+        at: how many keys of this rank's tokens are in front of them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    at: int
+
+    def join_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """These among others `[B, S, N, H]`; `mask` is of the others, and is given where these have one."""
+        at, joined = self.at, list[Tensor]()
+        for others, own in ((k, self.keys), (v, self.values)):
+            joined.append(torch.cat([others[:, :at], own, others[:, at:]], dim=1))
+        if mask is not None and self.mask is not None:
+            shape = torch.broadcast_shapes(mask.shape[:3], self.mask.shape[:3])
+            whole, own = (x.expand(*shape, x.shape[3]) for x in (mask, self.mask))
+            mask = torch.cat([whole[..., :at], own, whole[..., at:]], dim=3)
+        return joined[0], joined[1], mask
 
 
 class AttentionOptions(NamedTuple):
@@ -31,36 +59,30 @@ class AttentionOptions(NamedTuple):
     Attributes:
         mask: which keys are attended to; None is all.
         scale: of the scores; None is 1 / sqrt(head size).
+        further: keys that are attended to beside those of tokens.
     """
 
     mask: KeyPaddingMask | None = None
     scale: float | None = None
+    further: FurtherKeys | None = None
 
 
-def normalize_key_mask(mask: Tensor, batch: int) -> Tensor:
-    """A mask of keys alone, boolean or additive, as `[B or 1, N or 1, 1, keys]`.
+def expand_mask(mask: Tensor, batch: int) -> Tensor:
+    """A mask as `[B or 1, N or 1, queries or 1, keys]`; one that is the same for every query has one row of them.
 
     Args:
-        mask: `[B, keys]`, or `[B or 1, N or 1, queries or 1, keys]` that is the same for every query.
+        mask: `[B, keys]`, `[queries, keys]`, `[B, queries, keys]` or of four dimensions.
         batch: B.
-
-    Raises:
-        ModelError: if it may differ from query to query, so that it cannot be cut like the keys.
     """
     if mask.ndim == 2 and mask.shape[0] in (1, batch):
         return mask[:, None, None]
-    if mask.ndim == 4 and (mask.shape[2] == 1 or mask.stride(2) == 0):
-        return mask[:, :, :1]
-    raise ModelError(
+    mask = mask[:, None] if mask.ndim == 3 else mask.view((1,) * (4 - mask.ndim) + mask.shape)
+    return mask[:, :, :1] if mask.stride(2) == 0 else mask
+
+
+def make_pairs_error(mask: Tensor) -> ModelError:
+    """The error for a mask that differs from query to query and is not of the whole sequence."""
+    return ModelError(
         f"an attention mask of shape {tuple(mask.shape)} tells queries apart, and only one of keys, [B, keys] or "
-        "[B, 1, 1, keys], can be cut with the tokens; run this model with ulysses=1 and ring=1"
+        "[B, 1, 1, keys], or of all queries and keys can be cut with the tokens; use a plan of data, cfg or tensor"
     )
-
-
-def refuse_key_masks(extra: AttentionOptions, layer: str) -> None:
-    """Raises `ModelError` if there is a mask: stale keys are kept without one."""
-    if extra.mask is not None:
-        raise ModelError(
-            f"{layer} masks keys, which stale keys are kept without; use ulysses or ring in place of pipefusion and "
-            "distrifusion"
-        )

@@ -12,16 +12,21 @@ another. It is computed where the tensors are, and leaves a GPU by one asynchron
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ditile.distributed.transport import HostCopy, PendingMessages
 from ditile.errors import StateError
 
 NEVER = -1
+
+READ_SHAPE, READ_VERSION = operator.attrgetter("shape"), operator.attrgetter("_version")
+"""Of a tensor: the version counts what is written into its memory."""
 
 
 class KeyStore:
@@ -42,13 +47,14 @@ class KeyStore:
     ) -> None:
         self._length, self._branch, self._relative_change = length, branch, relative_change
         self.buffers: tuple[Tensor, Tensor] | None = None
+        self.mask: Tensor | None = None
         self.incoming: PendingMessages | None = None
         self.written = [NEVER] * segments
 
     @property
     def buffer_bytes(self) -> int:
         """Bytes of both buffers."""
-        return 0 if self.buffers is None else sum(b.numel() * b.element_size() for b in self.buffers)
+        return 0 if self.buffers is None else 2 * self.buffers[0].nbytes
 
     def write_keys(
         self, k: Tensor, v: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
@@ -62,7 +68,9 @@ class KeyStore:
             batch_size: rows in all.
         """
         at, first = 0, self.buffers is None
-        buffers = self._ensure_buffers(k, k.shape[0] if batch_range is None else batch_size)
+        rows, buffers = k.shape[0] if batch_range is None else batch_size, self.buffers
+        if buffers is None or buffers[0].shape[0] != rows:
+            buffers = self._make_buffers(k, rows)
         where = slice(None) if batch_range is None else slice(batch_range.start, batch_range.stop)
         for run in runs:
             for buffer, fresh in zip(buffers, (k, v), strict=True):
@@ -74,6 +82,25 @@ class KeyStore:
             at += len(run)
         return buffers
 
+    def write_mask(
+        self, mask: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
+    ) -> Tensor:
+        """Writes which of these keys are attended to, `[B or 1, N or 1, 1, n]`; returns that of all keys.
+
+        Args:
+            mask: of the keys that were just written.
+            runs, batch_range, batch_size: as of `write_keys`; a mask for every row has one.
+        """
+        rows = 1 if mask.shape[0] == 1 else mask.shape[0] if batch_range is None else batch_size
+        if self.mask is None:
+            self.mask = mask.new_zeros((rows, *mask.shape[1:3], self._length))
+        into = self.mask if batch_range is None or rows == 1 else self.mask[batch_range.start : batch_range.stop]
+        at = 0
+        for run in runs:
+            into[..., run.start : run.stop] = mask[..., at : at + len(run)]
+            at += len(run)
+        return into
+
     def mark_written(self, step: int, segment: int | None = None) -> None:
         """Notes the step that wrote a segment, or all of them."""
         for k in range(len(self.written)) if segment is None else (segment,):
@@ -83,16 +110,15 @@ class KeyStore:
         """How many steps old each segment is; None if it was never written."""
         return tuple(None if at == NEVER else step - at for at in self.written)
 
-    def _ensure_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+    def _make_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
         """The buffers, zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
-        if self.buffers is None:
-            shape = (batch_size, like.shape[2], self._length, like.shape[3])
-            self.buffers = (like.new_zeros(shape).transpose(1, 2), like.new_zeros(shape).transpose(1, 2))
-        elif self.buffers[0].shape[0] != batch_size:
+        if self.buffers is not None:
             raise StateError(
                 f"the batch changed from {self.buffers[0].shape[0]} to {batch_size} rows in mid-run, and stale "
                 "keys belong to rows; keep guidance on for the whole run, or use warmup equal to the steps"
             )
+        shape = (batch_size, like.shape[2], self._length, like.shape[3])
+        self.buffers = (like.new_zeros(shape).transpose(1, 2), like.new_zeros(shape).transpose(1, 2))
         return self.buffers
 
 
@@ -117,10 +143,47 @@ class AgeChecks:
 
 
 class SliceEntry(NamedTuple):
-    """A part of a value, and the value that it was cut from."""
+    """A part of a value, the value that it was cut from, and what that held, if it is a dictionary."""
 
     value: Any
     source: Any
+    held: tuple[Any, ...]
+
+
+class RememberedOutput:
+    """What a module returned.
+
+    Args:
+        output: its output.
+        given: what it was given, if that is to be compared.
+
+    Attributes:
+        step: in which it was last used.
+        tensors, versions: of the output, as it was.
+    """
+
+    def __init__(self, output: Any, given: Any) -> None:
+        self.output, self._given, self.step = output, given, NEVER
+        self._memory = None if given is None else _describe_memory(given)
+        self.tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and not x.is_inference()]
+        self.versions = tuple(map(READ_VERSION, self.tensors))
+
+    def is_given_same(self, args: Any, kwargs: Any) -> bool:
+        """Whether a module is given the same memory now, in which nothing was changed."""
+        return self._given is not None and _describe_memory((args, kwargs)) == self._memory
+
+
+def _describe_memory(values: Any) -> list[Any]:
+    """Equal for the same values in the same memory, as long as one of them is held."""
+    described: list[Any] = []
+    for leaf in pytree.tree_leaves(values):
+        if not isinstance(leaf, Tensor):
+            described.append(leaf if isinstance(leaf, int | float | str | None) else id(leaf))
+        elif leaf.is_inference() or leaf.is_meta:  # whether it was changed is not known
+            described.append(object())
+        else:
+            described.append((leaf.data_ptr(), leaf._version, leaf.shape, leaf.stride(), leaf.dtype))
+    return described
 
 
 class GenerationMemory:
@@ -128,6 +191,9 @@ class GenerationMemory:
 
     Args:
         relative_change: records how much keys and values change, if given.
+
+    Attributes:
+        outputs: of modules that need not compute them again.
     """
 
     def __init__(self, relative_change: RelativeChange | None = None) -> None:
@@ -135,7 +201,7 @@ class GenerationMemory:
         self._stores: dict[tuple[int, str], KeyStore] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._constants: dict[Hashable, Any] = {}
-        self._step_constants: dict[Hashable, Any] = {}
+        self.outputs: dict[Hashable, RememberedOutput] = {}
         self._slices: dict[Hashable, SliceEntry] = {}
 
     def get_key_store(self, branch: int, layer: str, length: int, segments: int) -> KeyStore:
@@ -155,7 +221,7 @@ class GenerationMemory:
     @property
     def key_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(store.buffer_bytes for store in self._stores.values())
+        return sum(map(operator.attrgetter("buffer_bytes"), self._stores.values()))
 
     def forget_branch_keys(self, branch: int) -> None:
         """Drops the keys and values of a guidance branch that this rank will not compute again."""
@@ -177,26 +243,19 @@ class GenerationMemory:
             self._constants[key] = make()
         return self._constants[key]
 
-    def get_step_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """A value that does not change during a step, made once per step."""
-        if key not in self._step_constants:
-            self._step_constants[key] = make()
-        return self._step_constants[key]
-
     def get_cached_slice(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
         """The part of `source` that a patch needs, cut anew only when `source` is another object."""
         entry = self._slices.get(key)
-        if entry is None or entry.source is not source:
-            entry = self._slices[key] = SliceEntry(make(), source)
+        # A model may fill one dictionary anew for each of its blocks.
+        held = tuple(source.values()) if isinstance(source, dict) else ()
+        if entry is None or entry.source is not source or any(map(operator.is_not, held, entry.held)):
+            entry = self._slices[key] = SliceEntry(make(), source, held)
         return entry.value
-
-    def forget_step_constants(self) -> None:
-        """Forgets what was constant within the step."""
-        self._step_constants.clear()
 
     def forget_constants(self) -> None:
         """Forgets what was constant in the generation: a callback may have changed what it was made of."""
         self._constants.clear()
+        self.outputs.clear()
         self._slices.clear()
 
 

@@ -29,11 +29,14 @@ class WatchedMethod:
     Args:
         watch: is called in place of the method, with the method as its first argument.
         stock: the method.
-        on_copy: is called when the instance is copied.
+        on_copy: (plain method of the copy) -> what the copy has instead; called when the instance is copied.
     """
 
     def __init__(
-        self, watch: Callable[..., Any], stock: Callable[..., Any], on_copy: Callable[[], None] = lambda: None
+        self,
+        watch: Callable[..., Any],
+        stock: Callable[..., Any],
+        on_copy: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda stock: stock,
     ) -> None:
         functools.update_wrapper(self, stock)
         self._watch, self._stock, self._on_copy = watch, stock, on_copy
@@ -42,8 +45,7 @@ class WatchedMethod:
         return self._watch(self._stock, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        self._on_copy()
-        return copy.deepcopy(self._stock, memo)
+        return self._on_copy(copy.deepcopy(self._stock, memo))
 
 
 def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> None:

@@ -1,18 +1,25 @@
 """What a module holds: how to take it out and put it back, how many bytes it takes, and what of it is quantized.
 
 A placeholder is a module without weights and children that stays in its place: nothing of it is saved, moved or
-counted. Quantized weights are treated alike, whether ditile, diffusers or the user has quantized them.
+counted. It keeps the parts that the model's forward computes with outside of the module. Quantized weights are treated
+alike, whether ditile, diffusers or the user has quantized them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
 from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
+
+from ditile.errors import ModelError
+from ditile.hooks.overrides import override_attribute
+
+_MARK = "_is_placeholder_of_ditile"
 
 ModuleContents = tuple[dict[str, Any], ...]
 """What is in a module: children, parameters, buffers."""
@@ -27,8 +34,23 @@ class ReplacementBlock(Protocol):
         """The block's forward."""
 
 
-def turn_into_placeholder(module: nn.Module) -> ModuleContents:
-    """Takes everything out of a module, and returns it."""
+def turn_into_placeholder(module: nn.Module, kept: Iterable[str] = ()) -> ModuleContents:
+    """Takes everything out of a module but the parts at the paths `kept`, and returns all of it."""
+    parts = {path: module.get_submodule(path) for path in kept}
+    contents = _empty_module(module)
+    for path, part in parts.items():
+        owner, source = module, contents[0]
+        *parents, name = path.split(".")
+        for parent in parents:
+            if parent not in owner._modules:
+                owner._modules[parent] = _copy_without_contents(source[parent])
+            owner, source = owner.get_submodule(parent), source[parent]._modules
+        owner._modules[name] = part
+    vars(module)[_MARK] = True
+    return contents
+
+
+def _empty_module(module: nn.Module) -> ModuleContents:
     containers = _list_contents(module)
     contents = tuple(dict(container) for container in containers)
     for container in containers:
@@ -36,16 +58,60 @@ def turn_into_placeholder(module: nn.Module) -> ModuleContents:
     return contents
 
 
+def _copy_without_contents(module: nn.Module) -> nn.Module:
+    copied = copy.copy(module)
+    for name in ("_modules", "_parameters", "_buffers"):
+        vars(copied)[name] = {}
+    vars(copied)[_MARK] = True
+    return copied
+
+
 def restore_contents(module: nn.Module, contents: ModuleContents) -> None:
     """Puts back what `turn_into_placeholder` took out."""
+    vars(module).pop(_MARK, None)
     for container, content in zip(_list_contents(module), contents, strict=True):
         container.clear()
         container.update(content)
 
 
+class PartView:
+    """What of a part of a block may be read without its weights, such as its attention processor.
+
+    Args:
+        part: of another block of the same class.
+        kept: what the block itself kept of it, if anything.
+    """
+
+    def __init__(self, part: nn.Module, kept: nn.Module | None) -> None:
+        self._part, self._kept = part, kept
+
+    def __getattr__(self, name: str) -> Any:
+        if self._kept is not None and name in self._kept._modules:
+            return self._kept._modules[name]
+        value = getattr(self._part, name)
+        if isinstance(value, nn.Module | Tensor):
+            raise ModelError(
+                f"the model's forward computes with {name} of {type(self._part).__name__} outside of its block, "
+                "which is on another stage; use a plan with pipefusion=1"
+            )
+        return value
+
+
+def lend_parts(stack: contextlib.ExitStack, placeholder: nn.Module, block: nn.Module) -> None:
+    """Lets a model's forward read of a placeholder, until the stack is closed, what is alike in all its blocks.
+
+    Args:
+        stack: undoes it.
+        placeholder: has no parts.
+        block: of the same class, which has.
+    """
+    for name, part in block.named_children():
+        override_attribute(stack, placeholder, name, PartView(part, placeholder._modules.get(name)))
+
+
 def is_placeholder(module: nn.Module) -> bool:
-    """Whether a module has neither children nor parameters. An activation function has none either."""
-    return not module._modules and not module._parameters
+    """Whether a module was turned into a placeholder."""
+    return _MARK in vars(module)
 
 
 @contextlib.contextmanager

@@ -28,14 +28,25 @@ class HeadExchange(Protocol):
 
     overlaps: bool
 
-    def exchange_tokens_for_heads(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """q, k and v `[B, own tokens, N, H]` to `[B, tokens of the ulysses ranks, own heads, H]`."""
+    def exchange_tokens_for_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
+    ) -> tuple[Tensor, ...]:
+        """q, k and v `[B, own tokens, N, H]` to `[B, tokens of the ulysses ranks, own heads, H]`.
+
+        Args:
+            q, k, v: as a layer makes them.
+            tokens: of q.
+            keys: the tokens of k and v.
+        """
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """The same of q, k and v that are yet to be made, in this order."""
 
     def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """The way back, `[B, tokens of the ulysses ranks, own heads, H]` to `[B, own tokens, heads, H]`."""
+
+    def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
+        """This rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
 
 
 class KeySource(Protocol):
@@ -120,6 +131,9 @@ class BatchShare(Protocol):
 
     def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
         """Checks the prediction and the latents that the scheduler is about to be stepped with."""
+
+    def check_streams(self, number: int) -> None:
+        """Checks how many schedulers an iteration stepped."""
 
     def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of this rank's rows of `[images, ...]`."""

@@ -24,7 +24,12 @@ from ditile.models.block_lists import (
     look_up_block_lists,
 )
 from ditile.models.block_table import find_table_entry
-from ditile.models.source import find_token_parameters, list_forward_parameters, unwrap_module
+from ditile.models.source import (
+    find_token_parameters,
+    list_forward_parameters,
+    list_pipeline_parts,
+    unwrap_module,
+)
 from ditile.plan.spec import BlockList, Flow
 
 PREFIXES = ("transformer", "single", "double", "joint", "visual", "blocks", "layers")
@@ -177,8 +182,7 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
     """
     if isinstance(pipe, nn.Module):
         return [pipe]
-    parts = getattr(pipe, "components", None) or getattr(pipe, "__dict__", {})
-    modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
+    modules = {name: part for name, part in list_pipeline_parts(pipe).items() if isinstance(part, nn.Module)}
     transformers = [
         part for name, part in modules.items() if "transformer" in name or find_table_entry(type(unwrap_module(part)))
     ]

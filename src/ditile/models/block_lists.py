@@ -14,7 +14,6 @@ from torch import nn
 
 from ditile.errors import ModelError
 from ditile.models.block_table import TRANSFORMER_TABLE, TransformerEntry, find_table_entry
-from ditile.models.registry import find_model_spec, list_model_specs
 from ditile.models.source import (
     BlockCall,
     find_token_parameters,
@@ -23,7 +22,7 @@ from ditile.models.source import (
     read_block_calls,
     unwrap_module,
 )
-from ditile.plan.spec import BlockList, Flow, ModelSpec
+from ditile.plan.spec import BlockList, Flow
 
 _PREPARES = re.compile(r"refiner|(^|_)(text|txt|context|caption|prompt)(_|$)")
 """Lists with such a name prepare tokens once, ahead of the chain."""
@@ -39,14 +38,12 @@ def find_block_lists(transformer: nn.Module) -> list[BlockList]:
 
 
 def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
-    """The lists of a transformer by its `ModelSpec` or the table; empty if neither knows it.
+    """The lists of a transformer by the table; empty if it does not know it.
 
     Raises:
         ModelError: if its blocks may not be left out.
     """
     model = unwrap_module(transformer)
-    if (spec := find_model_spec(model)) is not None:
-        return _build_lists_from_spec(model, spec)
     entry = find_table_entry(type(model))
     return _build_lists_from_entry(model, entry) if entry is not None else []
 
@@ -100,8 +97,7 @@ def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.Modul
 
 def supported_pipelines() -> tuple[int, list[str]]:
     """The diffusers pipelines whose transformer has known lists: how many they are, and their names."""
-    known = {cls.__name__ for cls in list_model_specs()}
-    known |= {name for name, row in TRANSFORMER_TABLE.items() if not row.refusal}
+    known = {name for name, row in TRANSFORMER_TABLE.items() if not row.refusal}
     names = sorted(name for name, models in map_pipeline_components().items() if models & known)
     return len(names), names
 
@@ -115,15 +111,6 @@ def map_pipeline_components() -> dict[str, set[str]]:
             annotations = [str(p.annotation) for p in inspect.signature(cls.__init__).parameters.values()]
             components[name] = {word for annotation in annotations for word in re.findall(r"\w+", annotation)}
     return components
-
-
-def _build_lists_from_spec(model: nn.Module, spec: ModelSpec) -> list[BlockList]:
-    lists = []
-    for name, io in spec.blocks.items():
-        blocks = get_module_list(model, name)
-        image, text = find_token_parameters(list_forward_parameters(blocks[0]) if len(blocks) else [])
-        lists.append(BlockList(name, tuple(blocks), Flow(io.returns, image, text)))
-    return lists
 
 
 def _build_lists_from_entry(model: nn.Module, entry: TransformerEntry) -> list[BlockList]:

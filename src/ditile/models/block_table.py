@@ -87,6 +87,7 @@ TRANSFORMER_TABLE: Mapping[str, TransformerEntry] = {
     ),
     "Flux2Transformer2DModel": define_two_lists(TEXT_IMAGE, JOINT, _KEYS),
     "Flux3Transformer2DModel": define_one_list(TEXT_IMAGE, "single_transformer_blocks"),
+    "FluxTransformer2DModel": define_two_lists(TEXT_IMAGE, TEXT_IMAGE),
     "GlmImageTransformer2DModel": define_one_list(IMAGE_TEXT, note=_KEYS),
     "HeliosTransformer3DModel": define_one_list(IMAGE, "blocks", _CHUNKS),
     "HiDreamImageTransformer2DModel": TransformerEntry(
@@ -132,6 +133,7 @@ TRANSFORMER_TABLE: Mapping[str, TransformerEntry] = {
     "OmniGenTransformer2DModel": define_one_list(JOINT, "layers"),
     "OvisImageTransformer2DModel": define_two_lists(TEXT_IMAGE, TEXT_IMAGE),
     "PRXTransformer2DModel": define_one_list(IMAGE, "blocks"),
+    "PixArtTransformer2DModel": define_one_list(IMAGE),
     "PriorTransformer": define_one_list(JOINT),
     "QwenImage21Transformer2DModel": TransformerEntry(
         lists={"transformer_blocks": JOINT}, has_rows=False, note=f"modulation has a row more than tokens; {_KEYS}"
@@ -140,6 +142,7 @@ TRANSFORMER_TABLE: Mapping[str, TransformerEntry] = {
     "RFD4ProteinaTransformer": TransformerEntry(
         refusal="features of pairs are updated between blocks from what these return"
     ),
+    "SD3Transformer2DModel": define_one_list(TEXT_IMAGE),
     "SanaTransformer2DModel": define_one_list(IMAGE),
     "SanaVideoTransformer3DModel": define_one_list(IMAGE),
     "SanaWMLTX2RefinerTransformer3DModel": define_one_list(IMAGE, note=_KEYS),

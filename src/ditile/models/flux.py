@@ -8,12 +8,11 @@ operations.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers import FluxKontextPipeline, FluxTransformer2DModel
+from diffusers import FluxTransformer2DModel
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
 from torch import Tensor, nn
@@ -26,11 +25,9 @@ from ditile.models.tokens import (
     TEXT_STREAM,
     defer_joint_projections,
     explain_ip_adapter_refusal,
-    linear_embed,
-    slice_rotary_tables,
 )
 from ditile.plan.layout import Grid
-from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
+from ditile.plan.spec import Conditioning, ModelSpec
 
 
 class FluxOverlappedProcessor:
@@ -75,17 +72,7 @@ def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     ids = inputs["img_ids"]
     ids = ids[0] if ids.ndim == 3 else ids
     columns = int(ids[-1, 2] - ids[0, 2]) + 1
-    return Grid(ids.shape[0] // columns, columns, columns)
-
-
-def explain_flux_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why a call of Kontext or with IP-adapters is refused; None for other calls."""
-    if isinstance(pipe, FluxKontextPipeline):
-        return (
-            f"{type(pipe).__name__} has the tokens of a second picture behind those of the latents, which cannot be "
-            "cut into patches of one; use data or cfg alone"
-        )
-    return explain_ip_adapter_refusal(call)
+    return Grid(ids.shape[0] // columns, columns)
 
 
 def read_flux_conditioning(call: Mapping[str, Any]) -> Conditioning:
@@ -114,23 +101,18 @@ TENSOR_TOKENS = JOINT_TENSOR_TOKENS | {
     "single_transformer_blocks.*.norm": {"return": "text+image"},
     "single_transformer_blocks.*.proj_out": {"return": "text+image"},
 }
-_ROTARY = BlockIO(returns=("text", "image"), tokens={"image_rotary_emb": slice_rotary_tables})
 
 FLUX = ModelSpec(
     name="FLUX.1",
     pipelines=("FluxPipeline", "FluxImg2ImgPipeline"),
-    blocks={
-        "transformer_blocks": replace(_ROTARY, text=TEXT_STREAM),
-        "single_transformer_blocks": _ROTARY,
-    },
+    is_packed=True,
     joint="text_first",
-    latent_dim=1,
+    text_modules=TEXT_STREAM,
     grid=read_flux_grid,
     latent_per_token=lambda config: 2,
     conditioning=read_flux_conditioning,
     example=make_flux_inputs,
     image_tokens="x_embedder",
-    embed=linear_embed,
     constant=("context_embedder", "pos_embed"),
     per_step=(
         "time_text_embed",
@@ -144,5 +126,5 @@ FLUX = ModelSpec(
     tensor=FluxTransformer2DModel._tp_plan,
     tensor_tokens=TENSOR_TOKENS,
     batch=("img_ids", "txt_ids"),
-    refuse=explain_flux_refusal,
+    refuse=lambda pipe, call: explain_ip_adapter_refusal(call),
 )

@@ -70,7 +70,6 @@ class KnownModel:
         if plan.divides_the_batch_alone:
             return
         if not self.has_spec:
-            plan.check_planned(self.transformer)
             return
         sides = (int(call.get(name) or getattr(self, name)) // self.token_side for name in ("height", "width"))
         rows, columns = (None, None) if call.get("use_resolution_binning", self.bins_sizes) else sides

@@ -17,10 +17,9 @@ from ditile.models.tokens import (
     defer_projections,
     image_grid,
     make_empty_latents,
-    patch_embed,
 )
 from ditile.plan.layout import Grid
-from ditile.plan.spec import BlockIO, Conditioning, Constant, ModelSpec
+from ditile.plan.spec import Conditioning, Constant, ModelSpec
 
 KEY_UNIT = 64
 """Text keys are left out in units of this size: torch's kernels sum a unit in one order, whatever follows it."""
@@ -112,16 +111,12 @@ TENSOR_TOKENS = {f"transformer_blocks.*.{name}": {what: "image"} for name, what 
 PIXART = ModelSpec(
     name="PixArt",
     pipelines=("PixArtAlphaPipeline", "PixArtSigmaPipeline"),
-    blocks={"transformer_blocks": BlockIO(attn=("attn1",))},
-    joint="none",
-    latent_dim=2,
     grid=image_grid,
     latent_per_token=lambda config: int(config["patch_size"]),
     example=make_pixart_inputs,
     conditioning=lambda call: Conditioning(rows=1 + (call.get("guidance_scale", 4.5) > 1)),
     constant=("caption_projection", "transformer_blocks.*.attn2.to_k", "transformer_blocks.*.attn2.to_v"),
     per_step=("adaln_single",),
-    embed=patch_embed,
     processor=PixArtSelfAttention,
     cross={"attn2": PixArtCrossAttention},
     stock=(AttnProcessor2_0,),

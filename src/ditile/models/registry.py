@@ -6,25 +6,24 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
-from diffusers.models._modeling_parallel import ContextParallelInput
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
 from ditile.hooks.compile import unwrap_compiled
 from ditile.models.block_table import TRANSFORMER_TABLE, find_diffusers_class
 from ditile.models.flux import FLUX
+from ditile.models.known import ASSETS
 from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
-from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
-from ditile.plan.spec import Conditioning, ModelSpec
+from ditile.plan.spec import ModelSpec
 
 _SPECS: dict[type, ModelSpec] = {
     FluxTransformer2DModel: FLUX,
@@ -34,17 +33,8 @@ _SPECS: dict[type, ModelSpec] = {
 
 UNKNOWN_MODEL = ModelSpec(
     name="a model without a ModelSpec",
-    blocks={},
-    joint="none",
-    latent_dim=1,
-    grid=lambda transformer, inputs: Grid(1, 1, 1),
-    latent_per_token=lambda config: 1,
-    conditioning=lambda call: Conditioning(),
 )
 """Nothing is known, so nothing is cut but the batch."""
-
-_TIMESTEP_TABLES = ("ChronoEditTransformer3DModel", "LTX2VideoTransformer3DModel", "LTXVideoTransformer3DModel")
-"""Models that take a timestep for each token where the first frames are given, which diffusers' tables leave whole."""
 
 _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
 
@@ -63,13 +53,15 @@ class Family:
 def register(transformer: type[nn.Module], spec: ModelSpec) -> None:
     """Adds (or replaces) the `ModelSpec` of a transformer class.
 
+    Args:
+        transformer: the class.
+        spec: what it has beyond its anatomy.
+
     Raises:
-        ModelError: if `transformer` is no module class, or the spec lists no blocks.
+        ModelError: if `transformer` is no module class.
     """
     if not (isinstance(transformer, type) and issubclass(transformer, nn.Module)):
         raise ModelError(f"register needs a class of torch.nn.Module, and got {transformer!r}")
-    if not spec.blocks:
-        raise ModelError(f"the spec of {transformer.__name__} lists no blocks; name its ModuleLists")
     _SPECS[transformer] = spec
 
 
@@ -78,27 +70,9 @@ def find_model_spec(transformer: object) -> ModelSpec | None:
     return next((_SPECS[cls] for cls in type(transformer).__mro__ if cls in _SPECS), None)
 
 
-def require_model_spec(transformer: nn.Module) -> ModelSpec:
-    """The `ModelSpec` of a transformer.
-
-    Raises:
-        ModelError: if there is none.
-    """
-    spec = find_model_spec(transformer)
-    if spec is not None:
-        return spec
-    name = type(transformer).__name__
-    inside = [type(module).__name__ for module in transformer.modules() if type(module) in _SPECS]
-    if inside:
-        raise ModelError(
-            f"{name} wraps a {inside[0]}, which alone can be cut into stages; set pipe.transformer to what is inside "
-            "(peft: get_base_model(), which keeps its LoRAs)"
-        )
-    known = ", ".join(sorted(cls.__name__ for cls in _SPECS))
-    raise ModelError(
-        f"{name} has no ModelSpec, so it cannot be cut; data and cfg work without one, and ulysses and ring with "
-        f"parallelize(..., cp_plan={{...}}); known are {known}; ditile.register(cls, ModelSpec(...)) adds one"
-    )
+def choose_model_spec(transformer: object) -> ModelSpec:
+    """The `ModelSpec` of a transformer; where there is none, one that says nothing."""
+    return find_model_spec(transformer) or UNKNOWN_MODEL
 
 
 def list_model_specs() -> dict[type[nn.Module], ModelSpec]:
@@ -111,45 +85,72 @@ def list_families() -> list[Family]:
     known = [
         Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
     ]
-    classes = {name: getattr(diffusers, name) for name in sorted(dir(diffusers)) if "Transformer" in name}
-    plans = [name for name, cls in classes.items() if getattr(cls, "_cp_plan", None) and cls not in _SPECS]
-    lists = [name for name in sorted(TRANSFORMER_TABLE) if not TRANSFORMER_TABLE[name].refusal]
-    lists = [name for name in lists if find_diffusers_class(name) not in (None, *_SPECS)]
+    proven = read_proven_columns()
+    lists = [name for name in TRANSFORMER_TABLE if not TRANSFORMER_TABLE[name].refusal]
+    found = {cls.__name__ for cls in _SPECS}
+    names = sorted(name for name in {*proven, *lists} - found if find_diffusers_class(name) is not None)
     tables = [
-        Family(_CLASS_SUFFIX.sub("", name), name, (), *_describe_rung(name, planned=name in plans))
-        for name in dict.fromkeys((*plans, *lists))
+        Family(_CLASS_SUFFIX.sub("", name), name, *_describe_rung(name, *proven.get(name, ((), frozenset()))))
+        for name in names
     ]
+    tables.sort(key=lambda family: _RUNGS.index(family.rung.removesuffix(", caches")))
     others = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
     return [*known, *tables, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
 
 
-def _describe_rung(name: str, *, planned: bool) -> tuple[str, str]:
-    """The rung of a transformer without a `ModelSpec`, and why it is on it."""
-    row = TRANSFORMER_TABLE.get(name)
-    rungs, notes = (["ulysses, ring"], ["diffusers has a _cp_plan of it"]) if planned else ([], [])
+def read_proven_columns() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
+    """Transformer class -> its pipelines, and the columns of `assets/families.json` that one of their calls holds."""
+    table = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    proven: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
+    for family in table["families"]:
+        pipelines, columns = proven.get(family["transformer"], ((), frozenset()))
+        names = tuple(dict.fromkeys((*pipelines, family["pipeline"])))
+        proven[family["transformer"]] = (
+            names,
+            columns | {each for each in table["columns"] if each not in family["holes"]},
+        )
+    return proven
+
+
+_SEQUENCE = {"ulysses", "ring", "distrifusion"}
+_RUNGS = ("PipeFusion, ulysses, ring", "ulysses, ring", "caches", "data, cfg")
+
+
+def _describe_rung(name: str, pipelines: tuple[str, ...], columns: frozenset[str]) -> tuple[tuple[str, ...], str, str]:
+    """The pipelines of a transformer without a `ModelSpec`, the rung that it is on, and why."""
+    row, rungs, notes = TRANSFORMER_TABLE.get(name), [], []
+    if columns >= _SEQUENCE:
+        rungs = [_RUNGS[0] if columns >= {"pipefusion", "stale"} else _RUNGS[1]]
+        notes = ["its anatomy is derived"]
     if row is not None and not row.refusal:
         rungs, notes = [*rungs, "caches"], [*notes, "its blocks are listed"]
     if row is not None and row.note:
         notes.append(row.note)
-    return ", ".join(rungs), "; ".join(notes)
+    return pipelines, ", ".join(rungs) or _RUNGS[-1], "; ".join(notes)
 
 
-def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
-    """The model that a pipeline calls in its loop: its transformer, or its U-Net; the module itself, if compiled.
+def find_denoisers(pipe: diffusers.DiffusionPipeline) -> dict[str, nn.Module]:
+    """The models that a pipeline calls in its loop, by name: one, or two of a class in turns; themselves, if compiled.
 
     Raises:
-        ModelError: if it has neither, or two of them in turns.
+        ModelError: if it has none, or two that differ in their classes.
     """
     for name in ("transformer", "unet"):
-        model = getattr(pipe, name, None)
-        if isinstance(model, nn.Module):
-            if getattr(pipe, f"{name}_2", None) is not None:
-                raise ModelError(f"{type(pipe).__name__} calls two models in turns, {name} and {name}_2; one is known")
-            return unwrap_compiled(model)
+        names = [each for each in (name, f"{name}_2") if isinstance(getattr(pipe, each, None), nn.Module)]
+        models = {each: unwrap_compiled(getattr(pipe, each)) for each in names}
+        if len({type(model) for model in models.values()}) > 1:
+            raise ModelError(f"{type(pipe).__name__} calls models of two classes in turns, {' and '.join(names)}")
+        if models:
+            return models
     raise ModelError(f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide")
 
 
-def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec:
+def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
+    """The first model that a pipeline calls in its loop; raises as `find_denoisers`."""
+    return next(iter(find_denoisers(pipe).values()))
+
+
+def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
     """The `ModelSpec` of the model of a pipeline, or `UNKNOWN_MODEL` where the plan needs none.
 
     Raises:
@@ -161,40 +162,22 @@ def select_plan_spec(pipe: diffusers.DiffusionPipeline, plan: Plan) -> ModelSpec
     if plan.cfg > 1 and "pag_scale" in parameters:
         raise PlanError(f"cfg={plan.cfg}: {name} tells branches of guidance apart inside attention; use data instead")
     if plan.divides_the_batch_alone:
-        return find_model_spec(model) or UNKNOWN_MODEL
+        return choose_model_spec(model)
     if "pag_scale" in parameters and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
         raise ModelError(
             f"{name} puts an attention of its own into the transformer while it runs, which would see this rank's "
             "tokens alone; use data or tensor"
         )
-    if getattr(pipe, "controlnet", None) is not None:
+    if getattr(pipe, "controlnet", None) is not None and plan.pipefusion * plan.num_patches > 1:
         raise ModelError(
-            f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use data or "
-            "cfg alone"
+            f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use a plan "
+            "with pipefusion=1 and patches=1"
         )
-    if "mask_image" in parameters:
+    called = list(find_denoisers(pipe).values())
+    others = [part for part in pipe.components.values() if type(part) is type(model) and part not in called]
+    if others and plan.pipefusion * plan.num_patches > 1:
         raise ModelError(
-            f"{name} paints parts of the latents over between steps, behind the scheduler; use data or cfg alone"
+            f"{name} calls a second {type(model).__name__} in its loop, which needs the whole fresh latents on every "
+            "stage; use a plan with pipefusion=1 and patches=1"
         )
-    return require_model_spec(model)
-
-
-def find_cp_plans(pipe: diffusers.DiffusionPipeline, cp_plan: Mapping[str, Any] | None) -> dict[str, Mapping[str, Any]]:
-    """The table of splits of each transformer of a pipeline; none where it has a `ModelSpec`, or no table.
-
-    Args:
-        pipe: the pipeline.
-        cp_plan: the table to use; None is that of the transformer's own class.
-    """
-    cp_plans = {}
-    for name in ("transformer", "transformer_2"):
-        if isinstance(transformer := getattr(pipe, name, None), nn.Module):
-            transformer, table = unwrap_compiled(transformer), cp_plan
-            if table is None and find_model_spec(transformer) is None:
-                table = getattr(type(transformer), "_cp_plan", None)
-                if table is not None and type(transformer).__name__ in _TIMESTEP_TABLES:
-                    timestep = ContextParallelInput(split_dim=1, expected_dims=2)
-                    table = table | {"": {"timestep": timestep} | table.get("", {})}
-            if table is not None:
-                cp_plans[name] = table
-    return cp_plans
+    return choose_model_spec(model)

@@ -22,10 +22,9 @@ from ditile.models.tokens import (
     explain_ip_adapter_refusal,
     image_grid,
     make_empty_latents,
-    patch_embed,
 )
 from ditile.plan.layout import Grid
-from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
+from ditile.plan.spec import Conditioning, ModelSpec
 
 
 class SD3Attention:
@@ -87,14 +86,12 @@ TENSOR_TOKENS = JOINT_TENSOR_TOKENS | {
 SD3 = ModelSpec(
     name="Stable Diffusion 3 / 3.5",
     pipelines=("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline"),
-    blocks={"transformer_blocks": BlockIO(returns=("text", "image"), image_attn=("attn2",), text=TEXT_STREAM)},
     joint="image_first",
-    latent_dim=2,
+    text_modules=TEXT_STREAM,
     grid=image_grid,
     latent_per_token=lambda config: int(config["patch_size"]),
     conditioning=read_sd3_conditioning,
     example=make_sd3_inputs,
-    embed=patch_embed,
     constant=("context_embedder",),
     per_step=(
         "time_text_embed",

@@ -6,6 +6,7 @@ Nothing is guessed: what the source does not say is None, and the caller asks th
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,11 @@ class BlockCall:
     def bind_arguments(self, parameters: Sequence[str]) -> dict[str, str]:
         """Parameter of the block -> its argument."""
         return {**dict(zip(parameters, self.positional, strict=False)), **self.named}
+
+
+def list_pipeline_parts(pipe: Any) -> dict[str, Any]:
+    """What a pipeline consists of, by name, with what its class can make itself and `components` leaves out."""
+    return {**(getattr(pipe, "components", None) or {}), **getattr(pipe, "__dict__", {})}
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
@@ -157,6 +163,41 @@ def _parse_function(function: Callable[..., Any]) -> ast.FunctionDef | None:
     except (OSError, TypeError, SyntaxError):
         return None
     return body if isinstance(body, ast.FunctionDef) else None
+
+
+@functools.cache
+def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozenset[str]]:
+    """The lines of a pipeline's loop in which it goes on with a part of the latents that it steps.
+
+    Returns:
+        Each line -> the names of which none may be false for it to be run.
+    """
+    function, cuts = _parse_function(pipeline_call), dict[str, frozenset[str]]()
+    loops = [] if function is None else [node for node in ast.walk(function) if isinstance(node, ast.For)]
+    for loop in loops:
+        calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+        steps = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "step"]
+        stepped = {arg.id for step in steps for arg in step.args[2:3] if isinstance(arg, ast.Name)}
+        for node, names in _walk_guarded(loop.body, frozenset()):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
+                ends = {getattr(each, "id", None) for each in (node.value.value, *node.targets)}
+                if len(ends) == 1 and ends <= stepped:
+                    cuts[ast.unparse(node)] = names
+    return cuts
+
+
+def _walk_guarded(body: Sequence[ast.stmt], names: frozenset[str]) -> Iterator[tuple[ast.stmt, frozenset[str]]]:
+    """Statements, each with the names that are true where it is run; what a plain `if` asks for, and `and`."""
+    for node in body:
+        yield node, names
+        if isinstance(node, ast.If):
+            every = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+            is_and = not isinstance(node.test, ast.BoolOp) or isinstance(node.test.op, ast.And)
+            asked = {each.id for each in every if isinstance(each, ast.Name) and is_and}
+            yield from _walk_guarded(node.body, names | asked)
+            yield from _walk_guarded(node.orelse, names)
+        elif isinstance(node, ast.For | ast.While | ast.With):
+            yield from _walk_guarded(node.body, names)
 
 
 def _walk_own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:

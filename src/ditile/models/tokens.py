@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ditile.hooks.overrides import override_attribute
 from ditile.hooks.protocols import DeferredTensor
-from ditile.plan.layout import DUMMY_TEXT, Grid
-from ditile.plan.spec import View
+from ditile.plan.layout import Grid
 
 TEXT_STREAM = (
     "norm1_context",
@@ -50,25 +47,13 @@ def image_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     """The grid of `[B, C, H, W]` latents that the transformer cuts into square patches."""
     size: int = transformer.config.patch_size  # type: ignore[assignment, union-attr]
     height, width = inputs["hidden_states"].shape[-2:]
-    return Grid(height // size, width // size, size)
+    return Grid(height // size, width // size)
 
 
 def make_empty_latents(config: Mapping[str, Any], grid: Grid) -> Tensor:
     """Latents `[1, C, H, W]` of a grid, for their shape alone."""
     side = int(config["patch_size"])
     return torch.empty(1, config["in_channels"], grid.rows * side, grid.tokens_per_row * side)
-
-
-def slice_joint_table(table: Tensor, view: View) -> Tensor:
-    """The rows of a per-token table `[text + image, ...]` (text first) that a view needs; dummy text reads any rows."""
-    layout, part = view
-    text = table[part.text.start : part.text.stop] if part.text else table[:DUMMY_TEXT]
-    return torch.cat([text, *(table[layout.text + run.start : layout.text + run.stop] for run in part.image)])
-
-
-def slice_rotary_tables(tables: tuple[Tensor, Tensor], view: View) -> tuple[Tensor, Tensor]:
-    """Rotary tables (cos, sin) of a joint sequence with the text first."""
-    return slice_joint_table(tables[0], view), slice_joint_table(tables[1], view)
 
 
 def defer_projections(
@@ -120,43 +105,3 @@ def explain_ip_adapter_refusal(call: Mapping[str, Any]) -> str | None:
             if call.get(argument) is not None:
                 return f"IP-adapter images are not supported by PipeFusion; leave {argument} out"
     return None
-
-
-def linear_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
-    """Embeds runs of tokens `[B, S, C]` by a Linear; see `ModelSpec.embed`."""
-
-    def embed_linear_run(tokens: Tensor, run: range) -> Tensor:
-        return forward(tokens[:, run.start : run.stop])
-
-    return embed_linear_run
-
-
-def patch_embed(module: Any, forward: Forward) -> Callable[[Tensor, range], Tensor]:
-    """Embeds runs of tokens of latents `[B, C, H, W]` as diffusers' `PatchEmbed` does; see `ModelSpec.embed`.
-
-    That is a convolution without overlap, and positions: what the module adds to zeros, computed once.
-    """
-    known: dict[torch.Size, Tensor] = {}
-
-    def read_positions(latents: Tensor, width: int) -> Tensor:
-        shape = latents.shape[2:]
-        if shape not in known:
-            grid = (length // module.patch_size for length in shape)
-            nothing = torch.zeros(1, width, *grid, device=latents.device)
-            with ExitStack() as stack:
-                override_attribute(stack, module.proj, "forward", lambda _: nothing)
-                known[shape] = forward(latents[:1])
-        return known[shape]
-
-    def embed_patch_run(latents: Tensor, run: range) -> Tensor:
-        side = module.patch_size
-        per_row = latents.shape[3] // side
-        top, bottom = run.start // per_row, -(-run.stop // per_row)
-        rows = module.proj(latents[:, :, top * side : bottom * side]).flatten(2).transpose(1, 2)
-        tokens = rows[:, run.start - top * per_row : run.stop - top * per_row]
-        if module.layer_norm:
-            tokens = module.norm(tokens)
-        placed: Tensor = tokens + read_positions(latents, tokens.shape[2])[:, run.start : run.stop]
-        return placed.to(tokens.dtype)
-
-    return embed_patch_run

@@ -7,8 +7,7 @@ p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ra
     ring           2 (n - 1) / n L b (p + t) C e      keys and values, passed round; gathered once for a store
     distrifusion   2 (n - 1) / n L b p C e            keys and values of a rank's own patch to all
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
-    prediction     the own part of the prediction, to the n - 1 that share out the tokens; where they share out a text
-                   that cross attention sees (LTX-Video), 2 (n - 1) / n L b t C e more, its keys and values
+    prediction     the own part of the tokens behind the last block, to the n - 1 that share out the tokens
     cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to the other half
     latents        the stepped patches, from the last stage to the first; others of a warmup group get the whole
     weights        warmup_mode=sequence: own blocks to each of the n - 1 others, in every call of a synchronous step
@@ -221,7 +220,7 @@ def count_owner_key_bytes(job: PlannedCall, owner: int, *, joint: bool) -> int:
 
 def count_prediction_bytes(job: PlannedCall, place: RankCoordinates) -> int:
     """Bytes of the prediction of the tokens of one stage of a warmup group, in one call."""
-    return job.warmup_shards[place.stage].image_tokens * job.weights.out * job.count_number_bytes(place)
+    return job.warmup_shards[place.stage].image_tokens * job.shape.token_channels * job.count_number_bytes(place)
 
 
 def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
@@ -283,9 +282,7 @@ def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: M
     ]
     if gathers:
         whole_step = micro.patch is None and job.plan.num_patches > 1
-        if place.stage == job.plan.pipefusion - 1:
-            sizes.append((part.image_tokens * job.weights.out, 1))
-        elif whole_step:
+        if place.stage == job.plan.pipefusion - 1 or whole_step:
             sizes.append((part.image_tokens * job.shape.token_channels, 1))
         if place.stage > 0 and whole_step:
             patches = job.step_schedule.list_patches(micro)
@@ -341,11 +338,8 @@ def _iterate_prediction_exchanges(
         return
     number = (n - 1) * job.count_number_bytes(place)
     yield RepeatedExchange(
-        "prediction", number * job.shard_tokens(micro.patch)[place.rank].image_tokens * job.weights.out
+        "prediction", number * job.shard_tokens(micro.patch)[place.rank].image_tokens * job.shape.token_channels
     )
-    if text_tokens := len(pick_even_chunk(range(job.shape.cross_text_tokens), n, place.rank)):
-        size = 2 * number * text_tokens * job.shape.token_channels
-        yield RepeatedExchange("prediction", size, sum(job.count_layers(place).values()))
 
 
 def _iterate_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:

@@ -8,7 +8,7 @@ that a rank's tokens of a whole step are those of its patches, one after the oth
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -29,11 +29,10 @@ DUMMY_TEXT = 2
 
 
 class Grid(NamedTuple):
-    """The token rows of an image: how many, tokens in each, and latent units along `latent_dim` in each."""
+    """The token rows of an image: how many, and tokens in each. Patches are runs of whole rows."""
 
     rows: int
     tokens_per_row: int
-    units_per_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,19 @@ class Layout:
             ends.append(ends[-1] + rows)
         return cls(grid, text, joint, tuple(ends))
 
+    def cut_alike(self, grid: Grid, text: int, shift: int) -> Layout:
+        """The layout of another branch of guidance, whose patches have the same part of the image.
+
+        Args:
+            grid: of its tokens.
+            text: its text tokens.
+            shift: how many rows later the image begins in its sequence.
+        """
+        ends = [0]
+        for end in self.cuts[1:-1]:
+            ends.append(max(ends[-1] + 1, end + shift))
+        return replace(self, grid=grid, text=text, cuts=(*ends, grid.rows))
+
     @property
     def num_patches(self) -> int:
         """The number of patches."""
@@ -95,11 +107,6 @@ class Layout:
         """The image tokens of a patch, counted among image tokens."""
         width = self.grid.tokens_per_row
         return slice(self.cuts[patch] * width, self.cuts[patch + 1] * width)
-
-    def locate_latents(self, patch: int) -> slice:
-        """The latent units of a patch along the latents' `latent_dim`."""
-        height = self.grid.units_per_row
-        return slice(self.cuts[patch] * height, self.cuts[patch + 1] * height)
 
     def carries_text(self, patch: int | None) -> bool:
         """Whether the text is computed with a patch (None: the whole image)."""

@@ -313,16 +313,6 @@ class Plan:
             f"or fewer stages and ulysses or tensor beside them"
         )
 
-    def check_planned(self, model: str) -> None:
-        """Raises `PlanError` unless a model that has a table of splits and no `ModelSpec` can be divided like this."""
-        for name in ("pipefusion", "distrifusion", "tensor", "patches", "async_ulysses"):
-            value = getattr(self, name)
-            if value is True or (value or 1) > 1:
-                raise PlanError(
-                    f"{name}={value} needs a ModelSpec, and {model} has a table of splits alone, which gives ulysses, "
-                    f"ring, data and cfg; try ulysses={self.world}, or ditile.register({model}, ModelSpec(...))"
-                )
-
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON types; `Plan(**d)` is its inverse."""
         return dataclasses.asdict(self)

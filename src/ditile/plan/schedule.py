@@ -148,6 +148,13 @@ class Schedule:
         """The micro-step that computes a patch."""
         return MicroStep(step, None if self.is_synchronous(step) or self.distrifusion > 1 else patch)
 
+    def find_following(self, micro: MicroStep) -> MicroStep | None:
+        """The micro-step after another; None behind the last one."""
+        if not self.is_last_of_step(micro):
+            assert micro.patch is not None
+            return MicroStep(micro.step, micro.patch + 1)
+        return self.list_micro_steps(micro.step + 1)[0] if micro.step + 1 < self.steps else None
+
     def split_micro_batches(self, micro: MicroStep) -> list[range]:
         """The runs of rows that a call of a micro-step computes one after the other."""
         split = self.mode == "pipelined" and micro.patch is None and self.distrifusion == 1

@@ -64,7 +64,6 @@ class Shape:
         latent_elements: elements of one image's latents.
         element_size: bytes of an activation.
         frames: latent frames of a video.
-        cross_text_tokens: text tokens of cross attention that ranks share out; every layer sees all of them.
     """
 
     height: int
@@ -80,7 +79,6 @@ class Shape:
     latent_elements: int
     element_size: int
     frames: int = 1
-    cross_text_tokens: int = 0
 
     @classmethod
     def from_call(
@@ -100,13 +98,13 @@ class Shape:
         rows, columns = height // (vae_scale * side), width // (vae_scale * side)
         conditioning = spec.conditioning(call)
         images = count_images(call)
-        packed = spec.latent_dim == 1
+        packed = spec.is_packed
         channels = int(config["in_channels"])
         return cls(
             height=height,
             width=width,
             steps=int(call["num_inference_steps"]),
-            grid=Grid(rows, columns, columns if packed else side),
+            grid=Grid(rows, columns),
             text=0 if spec.joint == "none" else conditioning.text,
             batch=images * conditioning.rows,
             images=images,
@@ -179,7 +177,9 @@ def count_images(call: Mapping[str, Any]) -> int:
     each = math.prod(int(value) for name, value in call.items() if _PER_PROMPT.fullmatch(name) and value)
     if call.get("prompt") is None and "image" not in call and isinstance(size := call.get("batch_size"), int):
         return size
-    embeds = sorted(name for name in call if name.startswith("prompt_embeds"))
+    # Of each layer of a text encoder, embeddings have the layer in front.
+    found = [name for name in call if name.startswith("prompt_embeds")]
+    embeds = sorted(found, key=lambda name: (getattr(call[name], "ndim", 0) > 3, name))
     for name in ("prompt", *embeds, "class_labels", "image_embeds", "image"):
         if (value := call.get(name)) is not None:
             is_batch = isinstance(value, list | tuple) or getattr(value, "ndim", 0) > (3 if name == "image" else 0)

@@ -6,44 +6,15 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ditile.plan.layout import Grid, Joint, Layout, TokenShard
+from ditile.plan.anatomy import Anatomy
+from ditile.plan.layout import Grid, Joint
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-
-class View(NamedTuple):
-    """The tokens that a transformer call computes on this rank."""
-
-    layout: Layout
-    part: TokenShard
-
-
-Slicer = Callable[[Any, View], Any]
-"""Cuts a per-token argument down to the tokens of a view."""
+    from torch import nn
 
 
 Constant = Callable[[Hashable, Callable[[], Any]], Any]
 """(key, make) -> what `make` returned when it was first asked for in this generation."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockIO:
-    """How a block of a listed `ModuleList` reads and returns its tokens.
-
-    Attributes:
-        returns: the streams in the order that the block returns them.
-        tokens: per-token arguments and how each is cut.
-        attn: attributes of the block that hold its attention over the whole sequence (text and image).
-        image_attn: attributes that hold attention over image tokens alone, in a model that has joint attention too.
-        text: sub-modules that see the text alone; where none is named, all see both streams of a block.
-    """
-
-    returns: tuple[str, ...] = ("image",)
-    tokens: Mapping[str, Slicer] = field(default_factory=dict)
-    attn: tuple[str, ...] = ("attn",)
-    image_attn: tuple[str, ...] = ()
-    text: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +67,15 @@ class ModelSpec:
     Attributes:
         name: what people call it.
         pipelines: diffusers pipelines that were tried with it.
-        blocks: `ModuleList` name -> how its blocks read tokens, in the order of execution.
-        joint: where the text lies in the sequence of joint attention.
-        latent_dim: the dimension of the pipeline's latents that patches cut.
-        grid: (transformer, arguments of forward) -> the token grid of the image.
+        grid: (transformer, arguments of forward) -> the rows of image tokens, which patches do not cut; None where
+            they may be cut anywhere.
+        joint: where the text lies in the sequence of joint attention, for planning.
+        is_packed: whether latents are tokens already, `[B, tokens, C]`.
         latent_per_token: transformer's config -> side of a token in latent pixels of the VAE.
         conditioning: call arguments -> text, batch and calls, for tables and dry runs.
         example: (config, grid, text tokens) -> arguments of the forward with one row, for the planner, which counts
             the work of the forward; only their shapes matter.
         image_tokens: embeds the latents; its value is read on the first stage only.
-        embed: (that module, its forward) -> a function (latents, range) -> the embedding of this run of tokens; with
-            None all tokens are embedded for every patch.
         out: makes the prediction of each token.
         constant: modules whose output does not change during a generation; `*` stands for one name.
         per_step: modules whose output does not change during a step.
@@ -121,20 +90,20 @@ class ModelSpec:
         tensor_tokens: module pattern -> argument, or "return" -> stream ("image", "text", "text+image"): where
             split_scheme=sequence gathers and scatters tokens.
         batch: arguments of the transformer that have no rows, whatever their length.
+        text_modules: patterns of sub-modules of blocks that see the text alone.
+        anatomy: what its dimensions count, where that cannot be derived.
         refuse: (pipeline, call arguments) -> why they cannot be honoured exactly, or None.
     """
 
     name: str
-    blocks: Mapping[str, BlockIO]
-    joint: Joint
-    latent_dim: int
-    grid: Callable[[nn.Module, Mapping[str, Any]], Grid]
-    latent_per_token: Callable[[Mapping[str, Any]], int]
-    conditioning: Callable[[Mapping[str, Any]], Conditioning]
+    latent_per_token: Callable[[Mapping[str, Any]], int] = lambda config: 1
+    conditioning: Callable[[Mapping[str, Any]], Conditioning] = lambda call: Conditioning()
+    grid: Callable[[nn.Module, Mapping[str, Any]], Grid] | None = None
+    is_packed: bool = False
+    joint: Joint = "none"
     example: Callable[[Mapping[str, Any], Grid, int], dict[str, Any]] | None = None
     pipelines: tuple[str, ...] = ()
     image_tokens: str = "pos_embed"
-    embed: Callable[[nn.Module, Callable[..., Tensor]], Callable[[Tensor, range], Tensor]] | None = None
     out: str = "proj_out"
     constant: tuple[str, ...] = ()
     per_step: tuple[str, ...] = ()
@@ -144,5 +113,7 @@ class ModelSpec:
     stock: tuple[type, ...] = ()
     tensor: Mapping[str, Any] = field(default_factory=dict)
     tensor_tokens: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    text_modules: tuple[str, ...] = ()
     batch: tuple[str, ...] = ()
+    anatomy: Anatomy | None = None
     refuse: Callable[[Any, Mapping[str, Any]], str | None] = lambda pipe, call: None

@@ -19,8 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditile.errors import ModelError
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.overrides import match_modules, override_attribute
+from ditile.hooks.overrides import list_parameter_names, match_modules, override_attribute
+from ditile.models.anatomies import build_block_hooks
+from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.layout import Grid
 from ditile.plan.spec import ModelSpec
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
@@ -29,7 +30,7 @@ Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
 """Whose tokens a kernel works on; `once` is none, for work that is the same for any picture."""
 
-GRID, TEXT = Grid(19, 37, 37), 59
+GRID, TEXT = Grid(19, 37), 59
 """703 tokens of the image and 59 of the text: neither is a width of a model, or a multiple of the other."""
 MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 """The places of the two factors."""
@@ -130,7 +131,7 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
     """
     if spec.example is None:
         raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
-    hooks = TransformerHooks(transformer, spec)
+    hooks = build_block_hooks(transformer, spec)
     config: Any = transformer.config
     tracker = FootprintTracker(_count_live_numbers)
     recorder = _KernelRecorder(tracker.attend_to_keys)
@@ -140,7 +141,7 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
             kind = (type(hook.block), *((name, tuple(p.shape)) for name, p in hook.block.named_parameters()))
             # A block that is built like an earlier one does not run: it passes its inputs on.
             if kind in kinds:
-                override_attribute(stack, hook.block, "forward", _make_passthrough(hook.io.returns))
+                override_attribute(stack, hook.block, "forward", _make_passthrough(hook.block, hook.anatomy))
             first = kinds.setdefault(kind, hook.index)
             recorder.alike[hook.index] = first
             for name in ("block step", "block once"):
@@ -297,12 +298,13 @@ def select_stream_length(stream: Stream, image: int, text: int) -> int:
     return image + text if stream == "both" else 1
 
 
-def _make_passthrough(returns: tuple[str, ...]) -> Callable[..., Any]:
+def _make_passthrough(block: nn.Module, anatomy: ListAnatomy) -> Callable[..., Any]:
     """A forward that passes image and text on, for a block that is built like an earlier one."""
+    names = list_parameter_names(block)
 
-    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        text = kwargs.get("encoder_hidden_states", args[0] if args else None)
-        out = tuple(text if stream == "text" else hidden_states for stream in returns)
-        return out if len(out) > 1 else out[0]
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        call = dict(zip(names, args, strict=False)) | kwargs
+        out = tuple(call[anatomy.text or ""] if stream == "text" else call[anatomy.image] for stream in anatomy.returns)
+        return out if anatomy.is_tuple else out[0]
 
     return forward

@@ -255,7 +255,7 @@ class OpPricer:
         return RankTokens(
             batch=batch,
             image=image,
-            text=text or self._text_tokens_per_rank,
+            text=text or self._basis.text_tokens,
             image_keys=keys.image_tokens,
             text_keys=keys.text or self._basis.text_tokens,
             heads=job.count_heads(place) / job.shape.heads,
@@ -263,12 +263,6 @@ class OpPricer:
             share=subgroup_tokens / (image + text) if subgroup_tokens else 1.0,
             fused=self._fuses and (plan.rounds_otherwise or self.op_schedule.reads_stale_keys(micro.step)),
         )
-
-    @property
-    def _text_tokens_per_rank(self) -> int:
-        """Tokens of text outside of the sequence that a rank computes: all, unless ranks share them out."""
-        ranks = self.job.token_split.num_ranks if self.job.shape.cross_text_tokens else 1
-        return -(-self._basis.text_tokens // ranks)
 
     def _add_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
         """The load of a call with its exchanges: the device waits for the bytes, the host starts each exchange."""

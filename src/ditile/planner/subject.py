@@ -15,7 +15,8 @@ from torch import nn
 from ditile.errors import LoadError, ModelError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.placeholders import init_on_meta_device
-from ditile.models.registry import require_model_spec
+from ditile.models.anatomies import build_block_hooks
+from ditile.models.registry import choose_model_spec
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
@@ -127,13 +128,13 @@ class PlanSubject:
 
     @cached_property
     def model_spec(self) -> ModelSpec:
-        """The spec of its family. Raises `ModelError` if there is none."""
-        return self.family or (require_model_spec(self.transformer) if self.table is None else self.table.spec)
+        """The spec of its family."""
+        return self.family or (choose_model_spec(self.transformer) if self.table is None else self.table.spec)
 
     @cached_property
     def block_hooks(self) -> TransformerHooks:
         """Hooks for its blocks, which are not installed."""
-        return TransformerHooks(self.transformer, self.model_spec)
+        return build_block_hooks(self.transformer, self.model_spec)
 
     @cached_property
     def parameter_counts(self) -> Weights:
@@ -233,9 +234,7 @@ class PlanSubject:
         shape = Shape.from_call(self.model_spec, config, self.vae_scale, element_size, filled)
         if self.table is None:
             return shape
-        return self.table.add_frames(
-            shape, int(filled.get("num_frames", 1)), self.frames_of_latent, self.count_text_tokens(filled)
-        )
+        return self.table.add_frames(shape, int(filled.get("num_frames", 1)), self.frames_of_latent)
 
     def make_plan_job(self, plan: Plan, shape: Shape) -> PlannedCall:
         """The call under a plan.
@@ -245,7 +244,7 @@ class PlanSubject:
         """
         kind = type(self.transformer).__name__
         if self.table is not None:
-            check_family_plan(plan, kind, in_turns=self.others > 0)
+            check_family_plan(plan, self.coder.__name__, in_turns=self.others > 0)
         plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights)
         if key not in self._stages:

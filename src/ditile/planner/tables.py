@@ -21,11 +21,11 @@ from torch import nn
 
 from ditile.errors import ModelError, PlanError
 from ditile.models.registry import list_model_specs
-from ditile.models.tokens import image_grid
+from ditile.parallel.vae.vae import PROVEN
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
-from ditile.plan.spec import BlockIO, Conditioning, ModelSpec
+from ditile.plan.spec import Conditioning, ModelSpec
 
 NUM_TEXT_TOKENS = 512
 """The default of pipelines with the text in the sequence."""
@@ -48,7 +48,6 @@ class FamilyTable:
         channels: the name of the latent channels in the VAE's config.
         text_tokens: tokens of text that cross attention sees, unless the call says how many; 0 if they are in the
             sequence.
-        splits_text_tokens: whether ranks share those tokens out, so that every layer gathers their keys.
         is_video: whether a call has frames.
         decodes_frames: whether the latents of the VAE have a dim of frames, also for a single picture.
     """
@@ -57,11 +56,10 @@ class FamilyTable:
     scale: Callable[[Any], VaeScale]
     channels: str = "z_dim"
     text_tokens: int = 0
-    splits_text_tokens: bool = False
     is_video: bool = False
     decodes_frames: bool = True
 
-    def add_frames(self, shape: Shape, frames: int, of_latent: int, text_tokens: int) -> Shape:
+    def add_frames(self, shape: Shape, frames: int, of_latent: int) -> Shape:
         """The shape of a call with all its frames.
 
         Raises:
@@ -76,25 +74,25 @@ class FamilyTable:
             grid=shape.grid._replace(rows=shape.grid.rows * times),
             frames=times,
             latent_elements=shape.latent_elements * times,
-            cross_text_tokens=text_tokens if self.splits_text_tokens else 0,
         )
 
 
-def check_family_plan(plan: Plan, kind: str, *, in_turns: bool) -> None:
+def check_family_plan(plan: Plan, coder: str, *, in_turns: bool) -> None:
     """Raises `PlanError` unless such a family can run under a plan.
 
     Args:
-        kind: the transformer's class.
+        coder: the class of its VAE.
         in_turns: whether the pipeline has two transformers.
     """
-    plan.check_planned(kind)
     if in_turns and not splits_only_tokens(plan):
         raise PlanError(
             f"cfg={plan.cfg} data={plan.data}: the pipeline calls two models in turns, and one is known; "
             "use ulysses or ring"
         )
-    if plan.vae == "rows":
-        raise PlanError(f"vae=rows divides an AutoencoderKL, and the VAE beside {kind} is another; use vae=whole")
+    if plan.vae == "rows" and coder not in PROVEN:
+        raise PlanError(
+            f"vae=rows: whether {coder} can be divided by rows is only seen when it is loaded; use vae=whole"
+        )
 
 
 def splits_only_tokens(plan: Plan) -> bool:
@@ -181,21 +179,11 @@ def _get_qwen_conditioning(call: Mapping[str, Any]) -> Conditioning:
     )
 
 
-def _make_unit_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
-    """A grid of one token, because the latents are not cut into rows."""
-    return Grid(1, 1, 1)
-
-
-STREAMS = BlockIO(returns=("text", "image"))
-
 WAN = FamilyTable(
     spec=ModelSpec(
         name="Wan",
         pipelines=("WanPipeline",),
-        blocks={"blocks": BlockIO(attn=("attn1",))},
         joint="none",
-        latent_dim=3,
-        grid=image_grid,
         latent_per_token=lambda config: int(config["patch_size"][1]),
         example=_make_wan_inputs,
         conditioning=lambda call: Conditioning(calls=1 + (call["guidance_scale"] > 1)),
@@ -209,10 +197,8 @@ LTX = FamilyTable(
     spec=ModelSpec(
         name="LTX-Video",
         pipelines=("LTXPipeline",),
-        blocks={"transformer_blocks": BlockIO(attn=("attn1",))},
         joint="none",
-        latent_dim=1,
-        grid=_make_unit_grid,
+        is_packed=True,
         latent_per_token=lambda config: 1,
         example=_make_ltx_inputs,
         conditioning=lambda call: Conditioning(rows=1 + (call["guidance_scale"] > 1)),
@@ -221,17 +207,14 @@ LTX = FamilyTable(
     scale=lambda vae: VaeScale(vae.spatial_compression_ratio, vae.temporal_compression_ratio),
     channels="latent_channels",
     text_tokens=128,
-    splits_text_tokens=True,
     is_video=True,
 )
 QWEN = FamilyTable(
     spec=ModelSpec(
         name="Qwen-Image",
         pipelines=("QwenImagePipeline",),
-        blocks={"transformer_blocks": STREAMS},
         joint="text_first",
-        latent_dim=1,
-        grid=_make_unit_grid,
+        is_packed=True,
         latent_per_token=lambda config: 2,
         example=_make_qwen_inputs,
         conditioning=_get_qwen_conditioning,
@@ -243,10 +226,8 @@ FLUX2 = FamilyTable(
     spec=ModelSpec(
         name="FLUX.2",
         pipelines=("Flux2Pipeline",),
-        blocks={"transformer_blocks": STREAMS, "single_transformer_blocks": BlockIO()},
         joint="text_first",
-        latent_dim=1,
-        grid=_make_unit_grid,
+        is_packed=True,
         latent_per_token=lambda config: 2,
         example=_make_flux2_inputs,
         conditioning=lambda call: Conditioning(text=call.get("max_sequence_length", NUM_TEXT_TOKENS)),

@@ -48,7 +48,7 @@ from ditile.models.adapter import (
     resolve_adapter,
 )
 from ditile.models.block_lists import find_model_entry
-from ditile.models.source import unwrap_module
+from ditile.models.source import list_pipeline_parts, unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.plan.plan import Plan
 from ditile.runner.quantize import quantize
@@ -398,8 +398,7 @@ def _install_caches(
 
 def _warn_of_replaced_model(pipe: Any, transformer: nn.Module) -> None:
     """Warns if a cached model is no longer the pipeline's, nor within one of its components."""
-    parts = getattr(pipe, "components", None) or vars(pipe)
-    modules = [unwrap_module(part) for part in parts.values() if isinstance(part, nn.Module)]
+    modules = [unwrap_module(part) for part in list_pipeline_parts(pipe).values() if isinstance(part, nn.Module)]
     if transformer not in modules and not any(transformer is each for part in modules for each in part.modules()):
         name = type(pipe).__name__
         warnings.warn(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditile.distributed import env
+from ditile.distributed import env, rng
 from ditile.distributed.console import mark_open_line
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.pulse import note_work_alone
@@ -56,7 +56,7 @@ class StepEndCallbacks:
 
     def __init__(self, pipe: Any, mesh: Mesh, call: dict[str, Any], device: torch.device, watch: CallMeter) -> None:
         self._pipe, self._mesh, self._device, self._watch = pipe, mesh, device, watch
-        self._callback = call.get("callback_on_step_end")
+        self._callback, self._generator = call.get("callback_on_step_end"), call.get("generator")
         self._legacy, self._every = call.get("callback"), call.get("callback_steps", 1)
         names = getattr(self._callback, "tensor_inputs", None) or call.get("callback_on_step_end_tensor_inputs")
         self._names = ["latents"] if names is None else list(names)
@@ -92,7 +92,13 @@ class StepEndCallbacks:
             return open_progress_bar(total) if iterable is None else iterate_with_bar(iterable)
 
         override_attribute(stack, self._pipe, "progress_bar", progress_bar)
-        return StepCallbacks(self._handle_loop_begin, self._handle_step_end, self._wants_latents, env.report_progress)
+        return StepCallbacks(
+            self._handle_loop_begin,
+            self._handle_step_end,
+            self._wants_latents,
+            env.report_progress,
+            rng.list_generators(self._generator, self._device),
+        )
 
     def _handle_loop_begin(self, steps: int) -> None:
         self._steps = steps
@@ -103,7 +109,7 @@ class StepEndCallbacks:
         return self._tensors or (every > 0 and self._is_step_visible(step) and step % every == 0)
 
     def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
-        now = self.loop.get_generation()
+        now = self.loop.generation
         text = next((layout.text for layout in now.layouts.values()), None)
         self._watch.record_step_end(now.memory.key_bytes, text)
         if self.decodes_alone and step == self._steps - 1:

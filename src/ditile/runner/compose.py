@@ -18,14 +18,16 @@ from ditile.cache.cached import TransformerCache, find_transformer_cache
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.errors import ModelError, StateError
-from ditile.hooks.block_hooks import BlockHook, CallCountHooks, LayerAttention, TransformerHooks
+from ditile.hooks.block_hooks import CallCountHooks, TransformerHooks
+from ditile.hooks.block_policy import BlockHook, LayerAttention
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.fused import fuse_linear_gelu, fuse_projections
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
-from ditile.parallel.attention import intercept
+from ditile.models.anatomies import build_block_hooks, find_anatomy
+from ditile.models.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
     FreshKeys,
@@ -34,15 +36,13 @@ from ditile.parallel.attention.core import (
     StaleKeys,
     skip_ring_gather,
 )
-from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel
+from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel, register_backend
 from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, WarmupGroupKeys
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
-from ditile.parallel.sequence.cp_hooks import ContextParallelAttention, ContextParallelHooks, MaskOrigins
-from ditile.parallel.sequence.cp_plan import ContextParallelSplits
 from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
 from ditile.parallel.sequence.ring import RingGather, RingKeys
@@ -51,6 +51,7 @@ from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import ShardedTransformer, find_tensor_table, shard_weights
 from ditile.parallel.text.encoders import After, TextEncoders
 from ditile.parallel.vae.vae import ParallelVAE
+from ditile.plan.anatomy import Anatomy
 from ditile.plan.layout import Split
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.shape import Weights, count_images
@@ -102,6 +103,11 @@ class Composition:
         return self.block_hooks.spec
 
     @property
+    def is_planned(self) -> bool:
+        """Whether enough is known of the model to tell the shape of a call from its arguments."""
+        return self.spec.example is not None
+
+    @property
     def trace(self) -> GenerationTrace:
         """Records a call, where that is asked for."""
         return self.mesh.traffic.trace
@@ -141,9 +147,11 @@ class Composition:
             decisions: the groups of ranks that decide together on what caches leave out; None without caches.
             first: whether rank 0 alone needs the pictures.
         """
-        spec, images = self.spec, count_images(call)
-        dims = self.block_hooks.batch_dims
-        batch = DataCfgBatch(self.mesh, self.model, images=images, latent_dim=spec.latent_dim, batch_dims=dims)
+        images = count_images(call)
+        models, dims = [model.transformer for model in self.block_hooks.models], self.block_hooks.batch_dims
+        batch = DataCfgBatch(
+            self.mesh, models, images=images, batch_dims=dims, inputs=self.block_hooks.anatomy.inputs or None
+        )
         # Before the hooks of blocks, which lie around those of caches.
         for cache in self.model_caches:
             cache.renew_hooks()
@@ -153,7 +161,7 @@ class Composition:
                 stack.enter_context(self.parallel_vae.install_forwards())
             stack.enter_context(self._install_block_hooks())
             # Behind the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
-            batch.install_batch_hooks(stack, self.pipe, self.loop.get_generation, first=first)
+            batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first)
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
@@ -164,7 +172,7 @@ class Composition:
         return self.block_hooks.install_hooks(
             self.pipefusion,
             self.resident_blocks,
-            self.loop.get_generation,
+            self.loop.generation,
             self.attention.build_layer_attention,
             self.attention.choose_dispatch_backend,
             pipe=self.pipe,
@@ -175,18 +183,25 @@ class Composition:
     @contextmanager
     def _attach_caches(self, batch: DataCfgBatch, decisions: AgreementGroups) -> Iterator[None]:
         """Gives the caches the loop's clock and an agreement with other ranks, for the length of a call."""
-        loop, chain = self.loop, self.block_hooks.chain
-        names = {block_hook.block: block_hook.name for block_hook in chain}
-        stages = {chain[k].block: stage for stage, blocks in enumerate(self.stages) for k in blocks}
+        loop, chains = self.loop, [model.chain for model in self.block_hooks.models]
+        names = {block_hook.block: block_hook.name for chain in chains for block_hook in chain}
+        stages = {chain[k].block: stage for chain in chains for stage, blocks in enumerate(self.stages) for k in blocks}
         agreement = StageAgreement(
-            decisions, self.mesh, loop.get_generation, lambda: batch.is_split_by_calls, names, stages
+            decisions, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages
         )
         # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
         images = (lambda: None) if self.plan.attends_to_stale_keys else (lambda: loop.num_images)
+        divided = [model.transformer for model in self.block_hooks.models]
+
+        def count_all_images() -> int | None:
+            return None if loop.num_images is None else batch.num_images
+
         with ExitStack() as stack:
             for cache in self.model_caches:
                 begin, end = cache.begin_generation, cache.end_generation
-                clock = LoopClock(loop.get_generation, lambda: loop.num_steps, self.plan, images, begin, end)
+                # A model that is not divided is called on all images in every replica.
+                own = images if cache.transformer in divided else count_all_images
+                clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, own, begin, end)
                 loop.when_over.append(clock.end_generation)
                 stack.enter_context(cache.use_clock_and_agreement(clock, agreement))
             stack.callback(loop.when_over.clear)
@@ -199,18 +214,12 @@ class Composition:
 
     def _fuse_small_products(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merges several products into one, because the products of a patch are small, and small ones are slow."""
-
-        def is_stale() -> bool:
-            now = self.loop.get_generation()
-            return now.is_stale(now.micro_step.step)
-
         # async_ulysses sends q while k is computed, so it needs them apart.
         if not self.plan.async_ulysses:
-            fuse_projections(stack, block_hook.list_attentions(), self.device)
-        if self.plan.rounds_otherwise:
-            fuse_linear_gelu(stack, block_hook.block, self.device, lambda: True)
-        elif self.plan.attends_to_stale_keys:
-            fuse_linear_gelu(stack, block_hook.block, self.device, is_stale)
+            own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
+            fuse_projections(stack, own, self.device)
+        if self.plan.rounds_otherwise or self.plan.attends_to_stale_keys:
+            fuse_linear_gelu(stack, block_hook.block, self.device, self.loop.generation)
 
 
 class LayerAttentionBuilder:
@@ -221,7 +230,6 @@ class LayerAttentionBuilder:
         loop: knows the generation under way.
         kernel: the attention kernel; None is that of each processor.
         warmup_group: the stages that compute the synchronous steps together, if they do.
-        splits: what is split in the current call, if the model has a table of splits.
         checks: asserts the ages of keys, if given.
 
     Attributes:
@@ -238,64 +246,58 @@ class LayerAttentionBuilder:
         loop: Loop,
         kernel: DiffusersKernel | None,
         warmup_group: WarmupGroup | None,
-        splits: ContextParallelSplits | None,
         checks: AgeChecks | None,
     ) -> None:
-        self._pipe, self._plan, self._mesh, self._current = pipe, plan, mesh, loop.get_generation
-        self._kernel, self._warmup_group, self._splits, self._checks = kernel, warmup_group, splits, checks
+        self._pipe, self._plan, self._mesh, self._now = pipe, plan, mesh, loop.generation
+        self._kernel, self._warmup_group, self._checks = kernel, warmup_group, checks
         self._exchange = self._build_exchange()
         # All layers write this one tensor, which keeps their messages in order where blocks are compiled.
         self._turn = torch.tensor(0)
 
     def choose_dispatch_backend(self, backend: Any) -> Any:
         """The name of the backend that calls ditile's attention, given the backend that a processor names."""
-        return intercept.register_backend(backend if self._kernel is None else self._kernel.backend)
+        return register_backend(backend if self._kernel is None else self._kernel.backend)
 
-    def build_layer_attention(self, layer: str, backend: Any, *, joint: bool, through_dispatch: bool) -> LayerAttention:
+    def build_layer_attention(self, layer: str, backend: Any, *, kind: str, through_dispatch: bool) -> LayerAttention:
         """The attention of a layer.
 
         Args:
             layer: its name in the model.
             backend: the kernel that its processor names.
-            joint: whether its sequence includes the text.
+            kind: of its tokens, as in `ListAnatomy.attention`.
             through_dispatch: whether its processor goes through diffusers' dispatch of attention.
         """
         kernel = self._kernel or (DiffusersKernel(backend) if through_dispatch else NATIVE)
         sequence, ulysses, traffic = self._mesh.sequence, self._mesh["ulysses"], self._mesh.traffic
-        current, exchange, turn = self._current, self._exchange, self._turn
+        now, exchange, turn = self._now, self._exchange, self._turn
         keys = self._build_layer_keys(layer, kernel)
-        if self._splits is not None:
-            source = MaskOrigins(self._splits, cached=bool(find_model_caches(self._pipe)))
-            gathered = GatheredKeyMaskSource(sequence, ulysses, traffic, source)
-            core = AttentionCore(current, exchange, keys, gathered, joint=joint, turn=turn)
-            return ContextParallelAttention(self._splits, core.attend_to_tokens, kernel, gathered, source)
         alone = sequence.num_ranks == 1
         masks = LocalKeyMaskSource() if alone else GatheredKeyMaskSource(sequence, ulysses, traffic)
-        return AttentionCore(current, exchange, keys, masks, joint=joint, turn=turn)
+        return AttentionCore(now, exchange, keys, masks, kind=kind, turn=turn)
 
     def _build_exchange(self) -> HeadExchange:
         axis, traffic = self._mesh["ulysses"], self._mesh.traffic
         if axis.num_ranks == 1:
             return NoExchange()
         if self._plan.async_ulysses:
-            return OverlappedUlysses(axis, traffic, traffic.trace, self._current)
-        return UlyssesExchange(axis, traffic)
+            return OverlappedUlysses(axis, traffic, traffic.trace, self._now, uneven=self._plan.uaa is not False)
+        return UlyssesExchange(axis, traffic, uneven=self._plan.uaa is not False)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
         """The source of a layer's keys: fresh ones, those of the ring, or stale ones."""
-        current, check, traffic = self._current, self._checks, self._mesh.traffic
+        now, check, traffic = self._now, self._checks, self._mesh.traffic
         ring, distrifusion = self._mesh["ring"], self._mesh["distrifusion"]
         if distrifusion.num_ranks > 1:
-            return DistriFusionKeys(current, layer, distrifusion, kernel, traffic, check=check)
+            return DistriFusionKeys(now, layer, distrifusion, kernel, traffic, check=check)
         fresh = FreshKeys(kernel) if ring.num_ranks == 1 else RingKeys(ring, kernel, traffic)
         keys: KeySource = fresh
         if self._plan.num_patches > 1:
             gather = skip_ring_gather if ring.num_ranks == 1 else RingGather(ring, traffic)
-            keys = self.stale_keys(current, layer, kernel, fresh, gather, check=check)
+            keys = self.stale_keys(now, layer, kernel, fresh, gather, check=check)
         if self._warmup_group is None:
             return keys
         # Around the others: it replaces them in the steps that the group computes.
-        return WarmupGroupKeys(current, layer, self._warmup_group, kernel, keys)
+        return WarmupGroupKeys(now, layer, self._warmup_group, kernel, keys)
 
 
 class CompositionOptions(NamedTuple):
@@ -304,7 +306,6 @@ class CompositionOptions(NamedTuple):
     keep_weights: bool
     text_after: After = "keep"
     attention: str | None = None
-    cp_plan: Mapping[str, Any] | None = None
     compile: bool = False
     checks: AgeChecks | None = None
 
@@ -321,7 +322,7 @@ def compose_strategies(
     """
     keep = options.keep_weights
     # All that may raise comes first, so that an error leaves the pipeline as it was.
-    block_hooks, splits = _build_block_hooks(pipe, plan, mesh, options)
+    block_hooks = _build_block_hooks(pipe, plan, options)
     model, spec = block_hooks.transformer, block_hooks.spec
     stages = divide_into_stages(block_hooks, plan)
     kernel = _find_kernel(options.attention, model, device, plan)
@@ -329,7 +330,7 @@ def compose_strategies(
     encoders = TextEncoders(pipe, plan.text, *ranks, keep=keep, after=options.text_after)
     parallel_vae = _build_parallel_vae(pipe, plan, mesh)
     # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
-    warmup_group = _build_warmup_group(block_hooks, stages, plan, mesh)
+    warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh)
     # Before `claim_blocks`, which clears `loaded_blocks`.
     is_loaded_in_part = block_hooks.loaded_blocks is not None
     own, tensor = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages), mesh["tensor"]
@@ -344,17 +345,23 @@ def compose_strategies(
     move_pipeline(pipe, device)
     # The loop drives the stage, and attention asks the loop for the generation under way.
     trace, stage = mesh.traffic.trace, stages[mesh.stage_index]
-    pipefusion = PipeFusion(mesh, stage, plan, spec.joint, trace, sharded.streams, warmup_group)
+    pipefusion = PipeFusion(mesh, stage, plan, block_hooks.anatomy.joint, trace, sharded.streams, warmup_group)
     token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
-    loop = Loop(pipefusion, mesh, plan, token_split, latent_dim=spec.latent_dim, trace=trace)
-    attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, splits, options.checks)
+    loop = Loop(pipefusion, mesh, plan, token_split, trace, may_change=_may_change(block_hooks))
+    attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
     return Composition(pipe, plan, mesh, device, *built, options.compile)
 
 
+def _may_change(block_hooks: TransformerHooks) -> bool:
+    """Whether the pipeline calls another model in some steps, or one in another mode."""
+    return block_hooks.other is not None or any(model.anatomy.modes for model in block_hooks.models)
+
+
 def find_model_caches(pipe: Any) -> list[TransformerCache]:
-    """The caches of the models that a pipeline calls now."""
-    return [cache for model in find_loop_models(pipe) if (cache := find_transformer_cache(model)) is not None]
+    """The caches of a pipeline's models, also of those that every rank calls whole, such as one without a prompt."""
+    models = {unwrap_compiled(part): None for part in list_pipeline_parts(pipe).values() if isinstance(part, nn.Module)}
+    return [cache for model in models if (cache := find_transformer_cache(model)) is not None]
 
 
 def find_loop_models(pipe: Any) -> list[nn.Module]:
@@ -372,7 +379,6 @@ def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]
     name = type(block_hooks.transformer).__name__
     if block_hooks.chain:
         plan.check(Facts(model=name, blocks=len(block_hooks.chain)))
-        plan.check(Facts(model=name, heads=int(block_hooks.transformer.config["num_attention_heads"])))  # type: ignore[index]
         return divide_blocks(block_hooks, plan)
     return [range(0)] * plan.pipefusion
 
@@ -397,47 +403,37 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 
 def check_pipeline(pipe: Any) -> None:
-    """Raises `ModelError` unless this is a pipeline: it has a model that it calls in its loop."""
+    """Raises `ModelError` unless this is a pipeline: it has a model that it calls in its loop, and a scheduler."""
     if not any(isinstance(getattr(pipe, name, None), nn.Module) for name in DENOISER_NAMES):
         raise ModelError(
             f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; give a pipeline of "
             "diffusers"
         )
+    scheduler = getattr(pipe, "scheduler", None)
+    if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):
+        others = [name for name, part in vars(pipe).items() if hasattr(part, "set_timesteps")]
+        raise ModelError(
+            f"{type(pipe).__name__} has no part `scheduler` that it steps in its loop"
+            f"{', but ' * bool(others)}{' and '.join(others)}, so its steps cannot be told apart; call it on one device"
+        )
 
 
-def _build_block_hooks(
-    pipe: Any, plan: Plan, mesh: Mesh, options: CompositionOptions
-) -> tuple[TransformerHooks, ContextParallelSplits | None]:
-    """The hooks for a model, by its spec or its table of splits, and what that table splits in its calls."""
+def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> TransformerHooks:
+    """The hooks for the models of a pipeline."""
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
-    tables = {} if calls_whole_model else registry.find_cp_plans(pipe, options.cp_plan)
-    if tables:
-        return _build_context_parallel_hooks(pipe, plan, mesh, tables, compile=options.compile)
     spec = registry.select_plan_spec(pipe, plan)
-    block_hooks = (CallCountHooks if calls_whole_model else TransformerHooks)(registry.find_loop_model(pipe), spec)
+    block_hooks: TransformerHooks | None = None
+    models = registry.find_denoisers(pipe)
+    for name, model in reversed(models.items()):
+        label = f"{name}:" if len(models) > 1 else ""
+        if calls_whole_model:
+            anatomy = find_anatomy(model) or Anatomy({}, "none")
+            block_hooks = CallCountHooks(model, spec, anatomy, block_hooks, label)
+        else:
+            block_hooks = build_block_hooks(model, spec, block_hooks, label)
+    assert block_hooks is not None
     _check_model_divisible(pipe, plan, block_hooks, options.attention, options.compile)
-    return block_hooks, None
-
-
-def _build_context_parallel_hooks(
-    pipe: Any, plan: Plan, mesh: Mesh, tables: Mapping[str, Mapping[str, Any]], *, compile: bool
-) -> tuple[ContextParallelHooks, ContextParallelSplits | None]:
-    """For models that have a table of splits: all weights on every rank, one stage, one patch."""
-    transformers = {name: unwrap_compiled(getattr(pipe, name)) for name in tables}
-    kind = type(next(iter(transformers.values()))).__name__
-    # It raises for two models that are called in turns: their branches of guidance cannot be shared out.
-    if plan.cfg * plan.data > 1:
-        registry.find_loop_model(pipe)
-    if compile:
-        raise ModelError(f"compile=True: the tokens of {kind} are split in the midst of its forward; leave it out")
-    plan.check_planned(kind)
-    splits = None
-    if mesh.sequence.num_ranks > 1:
-        splits = ContextParallelSplits(mesh.sequence, mesh.traffic, uneven=plan.uaa is not False)
-    block_hooks = ContextParallelHooks(transformers, list(tables.values()), splits, intercept.install_redirect)
-    for heads in block_hooks.head_counts:
-        plan.check(Facts(model=kind, heads=heads))
-    return block_hooks, splits
+    return block_hooks
 
 
 def _check_model_divisible(
@@ -445,7 +441,7 @@ def _check_model_divisible(
 ) -> None:
     """Refuses a model that cannot be divided so, before anything is touched."""
     model = block_hooks.transformer
-    if attention is not None and not block_hooks.spec.blocks:
+    if attention is not None and not block_hooks.chain:
         raise ModelError(
             f"attention={attention!r}: nothing is known of the attention of {type(model).__name__}; leave it out, or "
             "choose the kernel with set_attention_backend"
@@ -454,6 +450,11 @@ def _check_model_divisible(
         raise ModelError(
             f"compile=True: nothing is known of the blocks of {type(model).__name__}; leave it out, and compile the "
             "whole: pipe.transformer = torch.compile(pipe.transformer)"
+        )
+    if plan.warmup_mode != "serial" and any(each.anatomy.modes for each in block_hooks.models):
+        raise ModelError(
+            f"warmup_mode={plan.warmup_mode}: {type(model).__name__} keeps keys of the first step in a cache of its "
+            "own, which is not shared out; use serial"
         )
     if block_hooks.has_placeholders() and block_hooks.loaded_blocks is None:
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
@@ -468,11 +469,15 @@ def _check_model_divisible(
 
 
 def _build_warmup_group(
-    block_hooks: TransformerHooks, stages: list[range], plan: Plan, mesh: Mesh
+    pipe: Any, block_hooks: TransformerHooks, stages: list[range], plan: Plan, mesh: Mesh
 ) -> WarmupGroup | None:
     """The stages that compute the synchronous steps together, where the plan has some."""
     if plan.warmup_mode not in ("sequence", "separate"):
         return None
+    if block_hooks.other is not None:
+        raise ModelError(
+            f"warmup_mode={plan.warmup_mode}: {type(pipe).__name__} calls two models in turns; use serial or pipelined"
+        )
     if plan.warmup_mode == "separate":
         return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
     weight_stream = WeightStream(block_hooks, stages, mesh)

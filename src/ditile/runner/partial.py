@@ -23,9 +23,10 @@ from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
 from ditile.errors import LoadError
-from ditile.hooks.block_hooks import LoadedBlocks, TransformerHooks
+from ditile.hooks.block_hooks import LoadedBlocks
 from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models import registry
+from ditile.models.anatomies import build_block_hooks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_call_guard, read_partial_encoder
@@ -129,12 +130,12 @@ def load_partial_transformer(
         config: the path of its config.json.
 
     Raises:
-        ModelError: if it has no spec.
+        ModelError: if its anatomy is not known.
         PlanError: if it cannot be cut as the plan says.
         LoadError: if files or weights are missing or corrupt, those of other ranks too.
     """
     made = _build_empty_model(cls, config.parent, dtype)
-    block_hooks, at = TransformerHooks(made, registry.require_model_spec(made)), compute_coordinates(plan, rank)
+    block_hooks, at = build_block_hooks(made, registry.choose_model_spec(made)), compute_coordinates(plan, rank)
     owned = select_local_blocks(divide_into_stages(block_hooks, plan), at["pipefusion"], plan.num_whole_stages)
     stored_variant = variant if variant is not None and _has_variant_files(locate, variant) else None
     checkpoint = Checkpoint.open_checkpoint(locate, STEM, stored_variant)

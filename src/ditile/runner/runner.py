@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ditile import errors
 from ditile.cache.agreement import AgreementGroups
 from ditile.distributed import env, rng
-from ditile.distributed.mesh import Communicators, build_mesh, find_local_rank, pick_device
+from ditile.distributed.mesh import Communicators, Mesh, build_mesh, find_local_rank, pick_device
 from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
@@ -30,8 +30,8 @@ from ditile.errors import DitileError, ModelError, StateError
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
-from ditile.hooks.step_memory import explain_hook_refusal
-from ditile.parallel.batch.shares import extract_prediction
+from ditile.models.source import find_latent_cuts
+from ditile.models.step_memory import explain_hook_refusal
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
@@ -46,8 +46,9 @@ from ditile.runner.compose import (
     find_loop_models,
     move_pipeline,
 )
+from ditile.runner.prove import ensure_anatomies
 from ditile.runner.report import CallMeter, Report
-from ditile.runner.table import describe_plan, describe_whole_model
+from ditile.runner.table import describe_derived_model, describe_plan
 
 LOG = logging.getLogger("ditile")
 
@@ -186,7 +187,7 @@ class Runner:
 
     def job(self) -> PlannedCall | None:
         """The last call, or before the first the pipeline's default call, as numbers; None without a spec."""
-        if not self._parts.spec.blocks:
+        if not self._parts.is_planned:
             return None
         parts, shape = self._parts, self._last or self._build_call_shape({})
         if self.report is not None and self.report.text_tokens is not None:
@@ -197,7 +198,8 @@ class Runner:
         """A table of device, place, blocks, tokens, parameters, keys and bytes per step of each rank, for `job`."""
         name, job, counts = type(self.pipe).__name__, self.job(), self._parameter_counts
         if job is None:
-            return describe_whole_model(name, type(self._parts.model).__name__, self.plan, self.devices, counts)
+            model, stages = type(self._parts.model).__name__, self._parts.stages
+            return describe_derived_model(name, model, self.plan, self.devices, counts, stages)
         return describe_plan(name, job, self.devices, counts)
 
     def __repr__(self) -> str:
@@ -273,11 +275,25 @@ class Runner:
         num_steps = num_steps if isinstance(num_steps, int) else None
         if reason := explain_hook_refusal(find_loop_models(self.pipe), self.plan, num_steps):
             return reason
-        reason = self._parts.spec.refuse(self.pipe, call)
+        reason = self._parts.spec.refuse(self.pipe, call) or self._find_latent_cut(call)
         # Without known blocks there are no patches: every rank steps whole images.
-        if reason is None and self._parts.spec.blocks:
+        if reason is None and self._parts.block_hooks.chain:
             reason = _find_statistics_refusal(self.pipe, call)
         return reason or self._parts.find_refusal_reason()
+
+    def _find_latent_cut(self, call: Mapping[str, Any]) -> str | None:
+        """Why a call that goes on with a part of its latents cannot be divided into patches, or None."""
+        if not self.plan.attends_to_stale_keys and self.plan.pipefusion == 1:
+            return None
+        known = {name: parameter.default for name, parameter in self._signature.parameters.items()} | dict(call)
+        for line, names in find_latent_cuts(inspect.unwrap(self._kind.__call__)).items():
+            if all(known.get(name, True) for name in names):
+                remedy = "".join(f", or {name}=False" for name in sorted(names & known.keys()))
+                return (
+                    f"{self._kind.__name__} goes on with a part of its latents in mid-run ({line}), and patches and "
+                    f"stale keys belong to one size; use a plan without pipefusion, patches and distrifusion{remedy}"
+                )
+        return None
 
     def _describe_loras(self) -> dict[str, str]:
         """The LoRAs of the model that is divided."""
@@ -285,7 +301,7 @@ class Runner:
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
         """Raises `PlanError`, before anything runs, for a call that the plan does not fit."""
-        if not self._parts.spec.blocks:
+        if not self._parts.is_planned:
             return
         shape = self._build_call_shape(call)
         # Prompt embeddings may have any length, so the number of text tokens is not checked.
@@ -334,7 +350,7 @@ class DecodeChecks:
 
     def _decode(self, name: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = decode(*args, **kwargs)
-        decoded = extract_prediction(result)
+        decoded = result if isinstance(result, Tensor) else result[0]
         if isinstance(decoded, Tensor) and not decoded.isfinite().all():
             self._complaint = (
                 f"{name} decoded the latents into NaN or infinite numbers, in {decoded.dtype}; decode in float32 or "
@@ -370,8 +386,8 @@ def parallelize(
         text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
             call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
         attention: the kernel of all attention that ditile computes, as diffusers names it; by default the pipeline's.
-        cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; by default that of the transformer's
-            class, where it has no `ModelSpec`.
+        cp_plan: a table in the format of diffusers' `_cp_plan`. It is not needed: which dimensions count tokens is
+            derived from calls of the model.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
         groups: process groups that several runners share, of which only one runs at a time; by default its own.
@@ -389,7 +405,11 @@ def parallelize(
     mesh, origin = build_mesh(plan, groups, chosen), torch.device(pipe.device)
     if checks is None and env.should_check_key_ages():
         checks = AgeChecks()
-    options = CompositionOptions(keep_weights, text_after, attention, cp_plan, compile, checks)
+    if cp_plan is not None:
+        LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
+    if attention is not None or not plan.divides_the_batch_alone:
+        ensure_anatomies(pipe, _build_single_runner)
+    options = CompositionOptions(keep_weights, text_after, attention, compile, checks)
     composition = compose_strategies(pipe, plan, mesh, chosen, options)
     # Behind all that may raise: the other ranks would wait here for a rank that raised.
     mesh.connect_groups(plan, chosen)
@@ -420,6 +440,13 @@ def _check_value_alike(name: str, rank: int, value: Any, other_rank: int, other:
         raise StateError(
             f"rank {rank} was called with {name}={text} and rank {other_rank} with {other_text}; call all ranks alike"
         )
+
+
+def _build_single_runner(pipe: Any, plan: Plan) -> Runner:
+    """A runner of a plan of one rank, whoever else there is, where the pipeline is."""
+    device = torch.device(pipe.device)
+    composition = compose_strategies(pipe, plan, Mesh(0, 1), device, CompositionOptions(keep_weights=True))
+    return Runner(composition, origin=device, keep_weights=True)
 
 
 def _find_statistics_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:

@@ -63,14 +63,24 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
     )
 
 
-def describe_whole_model(
-    pipeline: str, model: str, plan: Plan, devices: Sequence[str], parameters: Sequence[int]
+def describe_derived_model(
+    pipeline: str, model: str, plan: Plan, devices: Sequence[str], parameters: Sequence[int], stages: Sequence[range]
 ) -> str:
-    """The same table for a model without a `ModelSpec`: every rank has all of its weights, and no stale keys."""
-    table = _make_rank_table()
+    """The same table for a model without a `ModelSpec`, of whose calls nothing is known before they are made.
+
+    Args:
+        pipeline, model: the names of their classes.
+        plan: of the ranks.
+        devices, parameters: of each rank.
+        stages: the blocks of each stage; empty where a model is not cut.
+    """
+    table, keeps_keys = _make_rank_table(), plan.attends_to_stale_keys
     for rank, device in enumerate(devices):
-        weights = f"{parameters[rank] / 1e6:,.2f} M"
-        table.add_row(str(rank), device, _format_rank_place(plan, rank), "all", UNKNOWN, weights, "0 B", UNKNOWN)
+        weights, place = f"{parameters[rank] / 1e6:,.2f} M", compute_coordinates(plan, rank)["pipefusion"]
+        owned = stages[place] if plan.pipefusion > 1 else range(0)
+        blocks = f"{owned.start}-{owned.stop - 1} ({len(owned)})" if owned else "all"
+        keys = UNKNOWN if keeps_keys else "0 B"
+        table.add_row(str(rank), device, _format_rank_place(plan, rank), blocks, UNKNOWN, weights, keys, UNKNOWN)
     return _render_as_text(f"{pipeline}: {model}, which has no ModelSpec", f"plan: {plan}", table)
 
 

@@ -15,7 +15,7 @@ from ditile.distributed.mesh import Axis, build_mesh
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError
 from ditile.hooks.generation import LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask, normalize_key_mask, refuse_key_masks
+from ditile.hooks.key_padding import expand_mask
 from ditile.parallel.attention.core import AttentionCore, FreshKeys, NoExchange
 from ditile.parallel.attention.kernel import NATIVE
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
@@ -28,7 +28,7 @@ from tests.pool import Pool
 from tests.runner.cases import MAKE, different, divided, run
 
 LENGTH, BATCH, SIZE = 23, 2, 8
-MASKS = ("none", "flat", "boolean", "additive", "by head", "whole blocks", "expanded")
+MASKS = ("none", "flat", "boolean", "additive", "by head", "whole blocks", "expanded", "pairs")
 
 
 def mask_of(kind: str, heads: int) -> Tensor | None:
@@ -40,6 +40,10 @@ def mask_of(kind: str, heads: int) -> Tensor | None:
         return seen
     if kind == "whole blocks":  # all that the first of two or three ranks has
         seen[1, :12] = False
+    if kind == "pairs":
+        return torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & seen[:, None, None] | torch.eye(
+            LENGTH, dtype=torch.bool
+        )
     if kind == "expanded":
         return seen[:, None, None].expand(-1, 1, LENGTH, -1)
     if kind in ("boolean", "whole blocks"):
@@ -63,11 +67,12 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
     results = []
     for kind in MASKS:
         whole = mask_of(kind, heads)
-        core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), joint=False, turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
-        mask = None if whole is None else whole[..., mine]
+        core = AttentionCore(lambda: None, exchange, keys, gathered(mesh), turn=torch.tensor(0))  # type: ignore[arg-type, return-value]
+        # One that tells queries apart is given whole.
+        mask = whole if whole is None or kind == "pairs" else whole[..., mine]
         own_qkv = (q[:, mine], k[:, mine], v[:, mine])
         got = core.attend_to_tokens(tokens, *own_qkv, mask=mask, scale=0.3)
-        wanted = NATIVE(q, k, v, mask=None if whole is None else normalize_key_mask(whole, BATCH), scale=0.3)
+        wanted = NATIVE(q, k, v, mask=None if whole is None else expand_mask(whole, BATCH), scale=0.3)
         results.append((got, wanted[:, mine]))
         sent = dict(mesh.traffic.calls)
         assert torch.equal(core.attend_to_tokens(tokens, *own_qkv, mask=whole, scale=0.3), got), (
@@ -111,11 +116,13 @@ def test_a_mask_travels_once(pool: Pool) -> None:
         assert calls == [1, 1, 2, 2]
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 5, 5), (5, 5), (2, 1, 5), (5,)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1, 5, 5), (5, 5), (2, 5, 5), (1, 1, 5, 10)], ids=str)
 def test_masks_that_cannot_be_cut(shape: tuple[int, ...]) -> None:
-    """A failure means that a mask of queries is cut as if it were one of keys."""
+    """A failure means that a mask of the queries at hand is cut as if it were one of all of them."""
+    masks = GatheredKeyMaskSource(Axis("sequence", (0, 1), 0, object()), Axis(), Traffic())  # type: ignore[arg-type]
+    tokens = LayerTokens(((range(5),), (range(5, 10),)), 0, 10, range(10), 0, False)
     with pytest.raises(ModelError, match="tells queries apart"):
-        normalize_key_mask(torch.ones(shape, dtype=torch.bool), 2)
+        masks.gather_key_mask(torch.ones(shape, dtype=torch.bool), 2, tokens, 4)
 
 
 @pytest.mark.parametrize("keys", [1, 4, 6, 46])
@@ -145,13 +152,6 @@ def masked_words(plans: list[dict[str, int]]) -> None:
 def test_a_mask_of_the_whole_sequence(pool: Pool, plans: list[dict[str, int]]) -> None:
     """As a user gives it. A failure means that every rank takes it for one of its own keys."""
     pool.run(masked_words, Plan(**plans[0]).world, plans)
-
-
-def test_stale_keys_take_no_mask() -> None:
-    """A failure means that PipeFusion attends to keys that are masked."""
-    refuse_key_masks(AttentionOptions(), "blocks.0.attn")
-    with pytest.raises(ModelError, match=r"blocks\.0\.attn masks keys"):
-        refuse_key_masks(AttentionOptions(KeyPaddingMask((torch.ones(1, 1, 1, 5, dtype=torch.bool),))), "blocks.0.attn")
 
 
 def test_merging_nothing_changes_nothing() -> None:

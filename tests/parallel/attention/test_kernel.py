@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 
 from ditile.errors import ModelError
-from ditile.parallel.attention import intercept, kernel
+from ditile.parallel.attention import kernel
 from ditile.parallel.attention.kernel import (
     ATEN_KERNELS,
     LSE_ARGUMENTS,
@@ -196,4 +196,4 @@ def test_order_and_dropout_are_refused(also: dict[str, Any]) -> None:
     """A failure means that causal attention is computed as if it were not."""
     x = torch.zeros(1, 2, 1, 4)
     with pytest.raises(ModelError):
-        intercept.dispatch_to_core(NATIVE, x, x, x, **also)
+        kernel.dispatch_to_core(NATIVE, x, x, x, **also)

@@ -7,6 +7,7 @@ CFG, one image under data) is bitwise.
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from typing import Any
 
@@ -317,6 +318,27 @@ def unguided(name: str) -> None:
 def test_guidance_that_is_off(pool: Pool, name: str) -> None:
     """xDiT crashes at guidance of 1 or less. A failure means that so do we, or that half of the ranks do nothing."""
     pool.run(unguided, 2, name)
+
+
+def predict_twice() -> None:
+    pipe = made("pixart sigma")
+    forward = pipe.transformer.forward
+
+    @functools.wraps(forward)
+    def forward_twice(*args: Any, **kwargs: Any) -> Any:
+        (prediction,) = forward(*args, **kwargs)
+        return prediction, prediction.clone()
+
+    pipe.transformer.forward = forward_twice
+    with divided(pipe, data=2) as runner:
+        message = r"makes 2 predictions, and the pipeline steps 1 scheduler\(s\) .* use data=1"
+        with pytest.raises(ModelError, match=message):
+            run(runner, "pixart sigma", **FOUR)
+
+
+def test_a_prediction_that_steps_no_latents(pool: Pool) -> None:
+    """A failure means that a pipeline may return zeros where the rows of other replicas are."""
+    pool.run(predict_twice, 2)
 
 
 def test_rows() -> None:

@@ -83,7 +83,8 @@ class Own(DiffusionPipeline):  # type: ignore[misc]
 
     @torch.no_grad()
     def __call__(self, prompt: Any, way: str, generator: Any = None) -> Any:
-        """`way`: both branches in each step; the second late; the first used early; one; more latents, odd; NaN."""
+        """`way`: both branches in each step; the second late; the first computed with, written elsewhere, or read
+        early, or read so in later steps; one; more latents, odd; NaN."""
         latents = torch.randn(({"more": 4, "odd": 3}.get(way, 2), 4, 8, 8), generator=generator, dtype=torch.float64)
         latents = latents * torch.nan if way == "sick" else latents
         text = torch.linspace(-1, 1, 2 * 5 * tiny.WIDTH, dtype=torch.float64).view(2, 1, 5, tiny.WIDTH)
@@ -91,7 +92,11 @@ class Own(DiffusionPipeline):  # type: ignore[misc]
         for i, t in enumerate(self.scheduler.timesteps):
             words = [one.expand(len(latents), -1, -1) for one in text]
             wanted = self.unet(latents, t, encoder_hidden_states=words[0]).sample
-            used = wanted * 3.0 if way == "early" else None
+            used = (wanted.clone() * 3.0).mul_(1.0) if way == "early" else None
+            if way == "written":
+                latents.new_zeros(latents.shape)[:] = wanted
+            if way == "read" or (way == "read later" and i):
+                used = wanted * float(wanted.sign().prod() * 0 + 3)
             if way != "one" and (way != "late" or i >= 2):
                 unwanted = self.unet(latents, t, words[1], return_dict=False)[0]
                 wanted = unwanted + (used if used is not None else 3.0 * wanted) - 3.0 * unwanted
@@ -102,7 +107,9 @@ class Own(DiffusionPipeline):  # type: ignore[misc]
 REFUSED: dict[str, tuple[type[DitileError], str]] = {
     "late": (ModelError, "UNet2DConditionModel was called once, with one row for each image; raise guidance_scale"),
     "one": (ModelError, "was called once"),
-    "early": (StateError, "computed with one prediction before it asked for the next.*use cfg=1"),
+    "written": (ModelError, "the pipeline writes it into another tensor by __setitem__ before the next one.*use cfg=1"),
+    "read": (ModelError, "the pipeline asks for numbers of it by __float__ before the next one.*use cfg=1"),
+    "read later": (StateError, "used one prediction before it asked for the next.*use cfg=1"),
     "odd": (ModelError, r"has 3 row\(s\) for 2 image\(s\).*data=1 and cfg=1"),
 }
 
@@ -117,7 +124,8 @@ def calls_in_turn() -> None:
         way: pipe(["a", "b"], way, torch.Generator().manual_seed(1)) for way in ("both", "late", "early", "one", "more")
     }
     with divided(pipe, cfg=2) as runner:
-        same(runner(["a", "b"], "both", torch.Generator().manual_seed(1)), plain["both"], "the same calls, shared out")
+        for way in ("early", "both"):
+            same(runner(["a", "b"], way, torch.Generator().manual_seed(1)), plain[way], f"{way}: the calls, shared out")
         assert runner.report is not None
         assert runner.report.sent["cfg"] == 3 * 2 * 4 * 8 * 8 * 8, "the first step is whole on both"
         close(runner(["a", "b"], "more", torch.Generator().manual_seed(1)), plain["more"], "two copies under cfg")
@@ -176,12 +184,12 @@ def test_what_cannot_be_shared_out_is_refused(pool: Pool) -> None:
 def no_more() -> None:
     pipe = tiny.stable_diffusion()
     for plan in (Plan(pipefusion=2), Plan(ulysses=2), Plan(tensor=2)):
-        with pytest.raises(ModelError, match="UNet2DConditionModel has no ModelSpec.*data and cfg work without one"):
+        with pytest.raises(ModelError, match="UNet2DConditionModel is not in the table.*data and cfg work without one"):
             parallelize(pipe, plan)
     with pytest.raises(PlanError, match="StableDiffusionPAGPipeline tells branches of guidance apart.*use data"):
         parallelize(tiny.stable_diffusion(StableDiffusionPAGPipeline), Plan(cfg=2))
-    pipe.unet_2 = pipe.unet
-    with pytest.raises(ModelError, match="calls two models in turns, unet and unet_2"):
+    pipe.prior_scheduler, pipe.scheduler = pipe.scheduler, None
+    with pytest.raises(ModelError, match="has no part `scheduler` that it steps in its loop, but prior_scheduler, so"):
         parallelize(pipe, Plan(data=2))
     pipe.unet = None
     with pytest.raises(ModelError, match="has no transformer and no unet"):

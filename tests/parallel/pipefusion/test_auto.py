@@ -147,8 +147,7 @@ class LateDrift(RelativeChange):
 def test_a_late_number_is_waited_for_when_the_device_has_work() -> None:
     """Not as a step begins, but once its first micro-step is under way; and each vote is cast once."""
     warmup = AdaptiveWarmup(Mesh(0, 1), LateDrift(), 0.6)
-    now = Schedule(1, 2, 9, 3)
-    generation = Generation(now.compute_key_ages, now.keeps_keys)
+    generation = Generation(Schedule(1, 2, 9, 3))
     for step in range(4):
         warmup.decide_synchronous_step(step)
         late = warmup._changes

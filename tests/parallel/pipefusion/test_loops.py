@@ -37,13 +37,14 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection
 
-from ditile.errors import StateError
+from ditile.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from tests import tiny
 from tests.families import FAMILIES, noise
 from tests.parallel.batch.test_batch import close
 from tests.pool import Pool
 from tests.runner.cases import divided, same
+from tests.zoo import ZOO
 
 Made = tuple[Any, dict[str, Any]]
 TWO = ["a red circle", "a ring"]
@@ -194,8 +195,8 @@ class Unpacking(PixArtSigmaPipeline):  # type: ignore[misc]
         step = self.scheduler.step
 
         def unpacked(*args: Any, **kwargs: Any) -> Any:
-            latents, _ = step(*args, **kwargs)
-            return (latents,)
+            latents, original = step(*args, **kwargs)
+            return (latents + 0 * original.mean(),)
 
         self.scheduler.step = unpacked
         return super().prepare_extra_step_kwargs(*args)
@@ -203,7 +204,7 @@ class Unpacking(PixArtSigmaPipeline):  # type: ignore[misc]
 
 def of_one_patch() -> None:
     pipe = tiny.quiet(Unpacking(**tiny.pixart().components | {"scheduler": DDIMScheduler(beta_end=0.004)}))
-    says = "Unpacking takes more than latents from DDIMScheduler.*use a plan without pipefusion and patches"
+    says = "takes more than latents from its scheduler.*use a plan without pipefusion and patches"
     with divided(pipe, patches=2) as runner, pytest.raises(StateError, match=says):
         runner(**tiny.arguments("pixart"))
 
@@ -247,7 +248,7 @@ def indexed() -> None:
         for bar in (False, True):
             with divided(pipe, patches=2, warmup=warmup) as runner:
                 got = runner(inputs, counted := [], bar=bar)
-            assert counted == iterations
+            assert counted == [0, 0, *iterations], "behind a rehearsal of each patch"
             if warmup == 4:
                 same(got, wanted, bar)
             assert torch.isfinite(got).all()
@@ -258,3 +259,16 @@ def test_an_iteration_has_the_number_of_its_step(pool: Pool) -> None:
     """A failure means that a pipeline takes the number of a micro-step for that of a step, or that its module keeps
     what was put under it."""
     pool.run(indexed, 1)
+
+
+def control(stages: int) -> str:
+    """What is said when later blocks are given what the forward makes of the latents."""
+    pipe, call = ZOO["wan-vace"].make(), ZOO["wan-vace"].call()
+    with divided(pipe, pipefusion=stages, patches=3, warmup=1) as runner, pytest.raises(ModelError) as refusal:
+        runner(**call)
+    return str(refusal.value)
+
+
+def test_blocks_that_are_given_what_is_made_of_the_latents(pool: Pool) -> None:
+    """Two stages have the latents: see the families. A failure means that a third computes with those of step 0."""
+    assert all("first and the last stage have; use pipefusion=2" in said for said in pool.run(control, 3, 3))

@@ -20,7 +20,7 @@ from ditile.hooks.kv_store import AgeChecks
 from ditile.parallel.sequence import distrifusion, ring
 from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.ring import RingKeys
-from ditile.plan.schedule import MicroStep
+from ditile.plan.schedule import MicroStep, Schedule
 
 OWN = 1
 GROUP: Any = object()
@@ -131,9 +131,7 @@ def test_distrifusion_waits_for_a_layer_one_step_later(monkeypatch: pytest.Monke
     """
     log: list[str] = []
     lengths, steps = (3, 2, 2), 4
-    generation = Generation(
-        ages=lambda micro: (0,) * 3, keeps_keys=lambda step: step < steps - 1, is_stale=lambda step: step > 0
-    )  # fmt: skip
+    generation = Generation(Schedule(stages=1, patches=1, steps=steps, warmup=1, distrifusion=3))
 
     def start_exchange(sends: Any, receives: Any, like: Tensor, *_: Any) -> Sent:
         step = float(generation.micro_step.step)
@@ -143,11 +141,10 @@ def test_distrifusion_waits_for_a_layer_one_step_later(monkeypatch: pytest.Monke
     monkeypatch.setattr(distrifusion, "start_exchange", start_exchange)
     axis, kernel = Axis("distrifusion", (0, 1, 2), OWN, GROUP), Exactly(log)
     layers = {
-        name: DistriFusionKeys(lambda: generation, name, axis, kernel, Traffic(), check=AgeChecks())
-        for name in ("a", "b")
+        name: DistriFusionKeys(generation, name, axis, kernel, Traffic(), check=AgeChecks()) for name in ("a", "b")
     }
     for step in range(steps):
-        generation.micro_step = MicroStep(step, None)
+        generation.enter_micro_step(MicroStep(step, None))
         fresh = torch.full((1, 2, 1, 1), float(step))
         for at, keys in layers.items():  # noqa: B007 (what is sent has its name)
             keys.attend_to_keys(fresh, fresh, fresh, tokens_of(lengths), AttentionOptions())

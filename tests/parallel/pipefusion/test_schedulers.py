@@ -13,9 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import ditile
+from ditile import Plan
 from ditile.errors import ModelError
 from tests.pool import Pool, share
 from tests.runner.cases import MAKE, call_of, different, divided, same
+from tests.zoo import ZOO
+from tests.zoo.rows import list_tensors
 
 STEPS = 4
 
@@ -153,3 +157,17 @@ def stale(key: str, stages: int, warmup: int = 1) -> Any:
     pipe.scheduler = scheduler("pixart sigma", EPSILON[key])
     with divided(pipe, pipefusion=stages, patches=3, warmup=warmup) as runner:
         return runner(**call_of("pixart sigma")).images
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["cosmos", "chrono-edit-reasoning"])
+def test_a_pipeline_that_changes_its_scheduler_in_the_loop(name: str) -> None:
+    """The first counts it back and steps once more, the second cuts its history; one process and no patches.
+
+    A failure means that the scheduler that a pipeline sees is not the one that is stepped.
+    """
+    entry = ZOO[name]
+    pipe = entry.make()
+    wanted = pipe(**entry.call())
+    runner = ditile.parallelize(pipe, Plan(), keep_weights=True)
+    assert torch.equal(list_tensors(runner(**entry.call()))[0], list_tensors(wanted)[0])

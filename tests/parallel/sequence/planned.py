@@ -1,4 +1,4 @@
-"""What the tests of plans as tables share: tiny transformers that have one, and a pipeline that only denoises."""
+"""Tiny transformers of several kinds, and a pipeline that only denoises."""
 
 from __future__ import annotations
 
@@ -19,23 +19,9 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.pipelines.flux.pipeline_output import FluxPipelineOutput
 
 from tests.tiny import quiet, randomise
-
-LUMINA2_PLAN = {
-    "layers.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
-    "layers.*": {
-        "attention_mask": ContextParallelInput(split_dim=1, expected_dims=2),
-        "image_rotary_emb": ContextParallelInput(split_dim=1, expected_dims=3),
-    },
-    "norm_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
-}
-PIXART_PLAN = {
-    "transformer_blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)},
-    "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
-}
 
 
 class Denoising(DiffusionPipeline):  # type: ignore[misc]
@@ -142,8 +128,6 @@ def chronoedit(rows: int, columns: int, text: int) -> tuple[Any, Any, dict[str, 
 
 MAKE = {"qwen": qwen, "ltx": ltx, "flux2": flux2, "wan": wan, "lumina2": lumina2}
 MAKE |= {f"{make.__name__} from a picture": partial(from_a_picture, make) for make in (ltx, wan, chronoedit)}
-PLANS: dict[str, Any] = {"lumina2": LUMINA2_PLAN}
-"""Of those whose class has none."""
 
 
 def denoising(name: str, rows: int, columns: int, text: int) -> tuple[Denoising, dict[str, Any]]:

@@ -40,7 +40,7 @@ class Job(NamedTuple):
         patches: the rows of three patches, the text counted as work of the first.
         rows: rows of a transformer call.
         calls: transformer calls in a step.
-        out: channels that the head makes of a token.
+        out: channels of a token behind the blocks.
     """
 
     layers: list[list[int]]
@@ -52,9 +52,9 @@ class Job(NamedTuple):
 
 
 JOBS = {
-    "flux true cfg": Job([[12]] * 5, (3, 2), (3, 4, 3), rows=1, calls=2, out=16),
+    "flux true cfg": Job([[12]] * 5, (3, 2), (3, 4, 3), rows=1, calls=2, out=32),
     "pixart sigma": Job([[0]] * 4, (3, 1), (3, 4, 3), rows=2, calls=1, out=32),
-    "sd3.5 medium": Job([[28, 0], [28, 0], [28], [28]], (2, 2), (2, 4, 4), rows=2, calls=1, out=16),
+    "sd3.5 medium": Job([[28, 0], [28, 0], [28], [28]], (2, 2), (2, 4, 4), rows=2, calls=1, out=32),
 }
 DISTRI_ROWS = {2: (5, 5), 3: (3, 4, 3), 4: (2, 3, 3, 2)}
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.models.registry import require_model_spec
+from ditile.models.anatomies import find_anatomy
+from ditile.models.registry import choose_model_spec
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.tensor import ShardedTransformer, find_tensor_table, shard_weights
 from ditile.plan.layout import pick_even_chunk
@@ -32,7 +33,7 @@ def axis() -> Axis:
 @contextmanager
 def sharded(transformer: Any, scheme: str, traffic: Traffic | None = None) -> Iterator[ShardedTransformer]:
     """The model with a share of its weights; with "sequence" its chain of blocks has a share of the tokens."""
-    spec, traffic = require_model_spec(transformer), traffic or Traffic()
+    spec, traffic = choose_model_spec(transformer), traffic or Traffic()
     streams = spec.tensor_tokens if scheme == "sequence" else None
     cut = shard_weights(transformer, find_tensor_table(transformer, spec), axis(), traffic, sequence=streams, keep=True)
     with _tokens_shared(transformer, cut) if streams else _nothing():
@@ -48,8 +49,9 @@ def _nothing() -> Iterator[None]:
 @contextmanager
 def _tokens_shared(transformer: nn.Module, cut: ShardedTransformer) -> Iterator[None]:
     """Cuts the tokens before the first block and gathers those of the image behind the last."""
-    spec, line = require_model_spec(transformer), axis()
-    chain = [(block, io) for name, io in spec.blocks.items() for block in transformer.get_submodule(name).children()]
+    anatomy, line = find_anatomy(transformer), axis()
+    assert anatomy is not None
+    chain = [(block, io) for name, io in anatomy.lists.items() for block in transformer.get_submodule(name).children()]
     (first, io), (last, returns) = chain[0], (chain[-1][0], chain[-1][1].returns)
     exchange = TensorCollectives(line, Traffic())
 

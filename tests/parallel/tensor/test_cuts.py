@@ -15,7 +15,7 @@ from torch import nn
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError, StateError
-from ditile.models.registry import require_model_spec
+from ditile.models.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCut, TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
 from tests import tiny
@@ -25,7 +25,7 @@ FF = {"net.0.proj": "colwise", "net.2": "rowwise"}
 
 def cut(model: Any, ranks: int = 2, table: Any = None) -> None:
     """This process has no group: what is not refused before that fails with another error."""
-    table = table or find_tensor_table(model, require_model_spec(model))
+    table = table or find_tensor_table(model, choose_model_spec(model))
     shard_weights(model, table, Axis("tensor", tuple(range(ranks))), Traffic())
 
 
@@ -117,7 +117,7 @@ def test_projections_that_were_fused_and_unfused_are_cut(make: Callable[[], Any]
     """The right call is named, and helps. A failure means that a model stays refused, as some keep a flag for ever."""
     model = make().transformer
     model.fuse_qkv_projections()
-    table = find_tensor_table(model, require_model_spec(model))
+    table = find_tensor_table(model, choose_model_spec(model))
     with pytest.raises(ModelError, match=r"fused projections.* call pipe.transformer.unfuse_qkv_projections\(\)"):
         TensorCuts.match_tensor_table(model, table, 0, 2)
     model.unfuse_qkv_projections()
@@ -193,5 +193,5 @@ def test_hollow_blocks_of_other_stages_are_passed_over() -> None:
     model = tiny.flux().transformer
     for block in model.transformer_blocks:
         block._modules.clear()
-    styles = TensorCuts.match_tensor_table(model, find_tensor_table(model, require_model_spec(model)), 0, 2).styles
+    styles = TensorCuts.match_tensor_table(model, find_tensor_table(model, choose_model_spec(model)), 0, 2).styles
     assert styles and all(path.startswith("single_transformer_blocks.") for path in styles)

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.models.registry import require_model_spec
+from ditile.models.anatomies import find_anatomy
+from ditile.models.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
 from tests import tiny
@@ -76,7 +77,7 @@ def from_parts(family: str) -> tuple[float, float]:
     plain = forward(whole, call)
     with torch.device("meta"):
         model = type(whole).from_config(whole.config).eval()
-    cut = shard_weights(model, find_tensor_table(model, require_model_spec(model)), axis(), Traffic())
+    cut = shard_weights(model, find_tensor_table(model, choose_model_spec(model)), axis(), Traffic())
     mine = {}
     for name, weight in whole.state_dict().items():
         part = cut.select_shard(name, tuple(weight.shape))
@@ -102,7 +103,7 @@ def test_the_parts_of_all_ranks_are_the_whole_and_every_linear_of_a_block_is_cut
     """What is neither cut nor a modulation would be the same weights, and the same work, on every rank."""
     model = with_heads(family)
     cuts = [
-        TensorCuts.match_tensor_table(model, find_tensor_table(model, require_model_spec(model)), index, 3)
+        TensorCuts.match_tensor_table(model, find_tensor_table(model, choose_model_spec(model)), index, 3)
         for index in range(3)
     ]
     for name, weight in model.state_dict().items():
@@ -115,7 +116,9 @@ def test_the_parts_of_all_ranks_are_the_whole_and_every_linear_of_a_block_is_cut
             for micro_batch in part.pieces:
                 seen.movedim(part.dim, 0)[micro_batch] += 1
         assert torch.all(seen == (3 if part is None else 1)), name
-    lists = tuple(require_model_spec(model).blocks)
+    anatomy = find_anatomy(model)
+    assert anatomy is not None
+    lists = tuple(anatomy.lists)
     linears = {path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     uncut = {path for path in linears if path.startswith(lists)} - set(cuts[0].styles)
     assert all(path.endswith((".norm.linear", ".norm1.linear", ".norm1_context.linear")) for path in uncut), uncut
@@ -125,6 +128,6 @@ def test_one_rank_is_the_plain_model() -> None:
     """The null case edits nothing."""
     model, call = with_heads("sd3"), inputs("sd3")
     before, weights = forward(model, call), model.state_dict()
-    cut = shard_weights(model, find_tensor_table(model, require_model_spec(model)), Axis("tensor"), Traffic())
+    cut = shard_weights(model, find_tensor_table(model, choose_model_spec(model)), Axis("tensor"), Traffic())
     assert cut.select_shard("transformer_blocks.0.ff.net.2.weight", (48, 192)) is None
     assert torch.equal(forward(model, call), before) and model.state_dict().keys() == weights.keys()

@@ -17,7 +17,7 @@ import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError
-from ditile.parallel.vae.halo import PictureRows, Strip
+from ditile.parallel.vae.halo import GroupLinks, PictureRows, Strip
 from ditile.parallel.vae.layers import normalize_strip
 from ditile.parallel.vae.vae import ParallelVAE
 from tests import tiny
@@ -166,7 +166,7 @@ def normed(height: int) -> list[float]:
     norm: Any = tiny.randomise(nn.GroupNorm(4, 8))
     wanted = norm(x)
     exact = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double())
-    strip = Strip(axis(), Traffic(), None)
+    strip = Strip(GroupLinks(axis(), Traffic()))
     own = strip.select_own_rows(x)
     results = strip.gather_picture(normalize_strip(norm, own, strip))
     parts = strip.start_strip_gather(
@@ -247,16 +247,32 @@ def circular(vae: AutoencoderKL) -> None:
     vae.decoder.conv_out.padding_mode = "circular"
 
 
+class FarSighted(nn.Module):
+    """A convolution whose rows see the mean of the picture, which no rank has alone."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.inner(x)
+        return made + x.mean()
+
+
+def far_sighted(vae: AutoencoderKL) -> None:
+    vae.decoder.conv_in = FarSighted(vae.decoder.conv_in)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (adapted, "decoder.conv_in cannot be divided by rows: a Sequential is not known; unload"),
+        (far_sighted, "AutoencoderKL.decode by rows differs from the whole by .*; use vae=whole"),
         (sliced_attention, "SlicedAttnProcessor is not stock; call vae.set_attn_processor"),
         (hooked, "encoder.conv_in .* its forward is replaced; remove the hook"),
-        (circular, "decoder.conv_out .* dilated, or not padded with zeros"),
+        (circular, "pads rows by .*circular.*; use vae=whole"),
     ],
 )
-def test_what_is_not_known_is_refused(change: Any, message: str) -> None:
+def test_what_is_not_exact_is_refused(change: Any, message: str) -> None:
     """A failure means a picture with seams instead of an error."""
     vae = autoencoder("pixart")
     parallel = ParallelVAE(vae, Axis(), Traffic())
@@ -267,12 +283,18 @@ def test_what_is_not_known_is_refused(change: Any, message: str) -> None:
         ParallelVAE(vae, Axis(), Traffic())
 
 
+def test_other_autoencoders_are_tried() -> None:
+    """What is not known is divided if that is exact, and said so if it cannot be seen."""
+    changed = autoencoder("pixart")
+    adapted(changed)
+    ParallelVAE(changed, Axis(), Traffic())
+    ParallelVAE(
+        AutoencoderTiny(encoder_block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4), Axis(), Traffic()
+    )
+
+
 def test_other_refusals() -> None:
     """A failure means that options or inputs that cannot be honoured are taken silently."""
-    with pytest.raises(
-        ModelError, match="AutoencoderTiny cannot be divided by rows, only AutoencoderKL; use vae=whole"
-    ):
-        ParallelVAE(AutoencoderTiny(), Axis(), Traffic())
     vae = autoencoder("pixart")
     for size in (0, True, 8.0, "8"):
         with pytest.raises(PlanError, match="block_size=.* is not a whole number of at least 1; try block_size=64"):

@@ -7,18 +7,21 @@ It gets them after projections, qk-norm and rope. Each part has a null object, s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
+from ditile.errors import ModelError
 from ditile.hooks.compile import CustomOp
 from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask, refuse_key_masks
-from ditile.hooks.kv_store import AgeChecks
+from ditile.hooks.key_padding import AttentionOptions, FurtherKeys, KeyPaddingMask, expand_mask, make_pairs_error
+from ditile.hooks.kv_store import AgeChecks, KeyStore
 from ditile.hooks.protocols import AttentionKernel, DeferredTensor, HeadExchange, KeyGather, KeyMaskSource, KeySource
+from ditile.hooks.token_arguments import take_runs
+from ditile.plan.anatomy import FURTHER, drop_further_keys
 from ditile.plan.layout import merge_ranges
 
 
@@ -26,34 +29,32 @@ class AttentionCore:
     """One attention layer.
 
     Args:
-        current: the generation under way.
+        now: the generation under way.
         exchange, keys, masks: the parts of that chain, and what gathers a mask of keys.
-        joint: whether the layer sees the text too.
+        kind: of its tokens, as in `ListAnatomy.attention`: one letter, or one of its queries and one of its keys; or
+            with further keys.
         turn: shared by layers whose order is to be kept, where they are compiled.
 
     Attributes:
+        attend: `(q, k, v, *, mask, scale)`, `[B, S, N, H]` to the same, where S counts the tokens of the micro-step at
+            hand; dummies become zeros.
         overlaps: whether `attend_overlapped` gains anything.
     """
 
     def __init__(
         self,
-        current: Callable[[], Generation],
+        now: Generation,
         exchange: HeadExchange,
         keys: KeySource,
         masks: KeyMaskSource,
         *,
-        joint: bool,
+        kind: str = "N",
         turn: Tensor,
     ) -> None:
-        self._current, self._exchange, self._keys, self._masks = current, exchange, keys, masks
-        self._joint, self._custom_op = joint, CustomOp(self._attend_to_current_tokens, turn)
+        self._now, self._exchange, self._keys, self._masks = now, exchange, keys, masks
+        self._further, self._kind = kind if FURTHER in kind else "", drop_further_keys(kind)
+        self.attend = CustomOp(self._attend_to_current_tokens, turn)
         self.overlaps = exchange.overlaps
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
-    ) -> Tensor:
-        """`[B, S, N, H]` to the same, where S counts the tokens of the micro-step at hand; dummies become zeros."""
-        return self._custom_op(q, k, v, mask, scale=scale)
 
     def attend_overlapped(
         self, makers: Sequence[DeferredTensor], *, mask: Tensor | None = None, scale: float | None = None
@@ -65,7 +66,7 @@ class AttentionCore:
         if torch.compiler.is_compiling():
             q, k, v = (make() for make in makers)
             return self.attend(q, k, v, mask=mask, scale=scale)
-        tokens, heads = self._current().get_layer_tokens(joint=self._joint), 0
+        tokens, heads = self._now.get_layer_tokens(self._kind), 0
 
         def make_without_dummies(make: DeferredTensor) -> Tensor:
             nonlocal heads
@@ -74,37 +75,93 @@ class AttentionCore:
             return x[:, tokens.real_tokens] if tokens.dummies else x
 
         q, k, v = self._exchange.exchange_overlapped([partial(make_without_dummies, make) for make in makers], tokens)
-        return self._attend_to_heads(tokens, q, k, v, heads, mask, scale)
+        return self._attend_to_heads(tokens, tokens, q, k, v, heads, mask, scale)
 
     def attend_to_tokens(
-        self, tokens: LayerTokens, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float | None
+        self,
+        tokens: LayerTokens,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        keys: LayerTokens | None = None,
+        mask: Tensor | None,
+        scale: float | None,
     ) -> Tensor:
-        """The same over the tokens that are given.
+        """The same over the tokens that are given; `keys` are those of k and v, where they are others than those of q.
 
         Raises:
             ModelError: if the mask is not one of keys alone.
         """
-        heads = q.shape[2]
+        heads, keys, further = q.shape[2], tokens if keys is None else keys, None
+        if self._further and k.shape[1] > q.shape[1]:
+            k, v, mask, further = self._take_further_keys(q, k, v, mask, tokens)
         if tokens.dummies:
-            real = tokens.real_tokens
-            q, k, v = q[:, real], k[:, real], v[:, real]
-        q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens)
-        return self._attend_to_heads(tokens, q, k, v, heads, mask, scale)
+            q = q[:, tokens.real_tokens]
+        if keys.dummies:
+            k, v = k[:, keys.real_tokens], v[:, keys.real_tokens]
+        if keys is not tokens and mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
+            raise make_pairs_error(mask)
+        q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens, keys)
+        return self._attend_to_heads(tokens, keys, q, k, v, heads, mask, scale, further)
 
     def _attend_to_current_tokens(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None
     ) -> Tensor:
-        tokens = self._current().get_layer_tokens(joint=self._joint)
-        return self.attend_to_tokens(tokens, q, k, v, mask=mask, scale=scale)
+        now, kind = self._now, self._kind
+        tokens = now.get_layer_tokens(kind[0])
+        keys = tokens if len(kind) == 1 else now.get_layer_tokens(kind[1])
+        return self.attend_to_tokens(tokens, q, k, v, keys=keys, mask=mask, scale=scale)
+
+    def _take_further_keys(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: LayerTokens
+    ) -> tuple[Tensor, Tensor, Tensor | None, FurtherKeys]:
+        """The keys and values of tokens, the mask of these alone, and the further keys with theirs.
+
+        Raises:
+            ModelError: if a mask tells queries apart, or is of another number of keys.
+        """
+        own, count, heads = q.shape[1], k.shape[1] - q.shape[1], q.shape[2]
+        at = tokens.locate_further_keys(self._further, own)
+        (k, more_k), (v, more_v) = (_take_apart(x, at, count, 1) for x in (k, v))
+        more_mask = None
+        if mask is not None:
+            whole = mask.shape[-1] == tokens.length + count
+            if not whole and mask.shape[-1] != own + count:
+                raise ModelError(
+                    f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; "
+                    f"give one of {own + count} or {tokens.length + count} keys, or use a plan of data, cfg or tensor"
+                )
+            places = tokens.locate_further_keys(self._further, None if whole else own)
+            mask, more_mask = _take_apart(mask, places, count, mask.ndim - 1)
+            more_mask = expand_mask(more_mask, q.shape[0])
+            if more_mask.shape[2] > 1:
+                raise make_pairs_error(more_mask)
+            if more_mask.shape[1] > 1:
+                more_mask = self._exchange.select_own_heads(more_mask.transpose(1, 2), heads).transpose(1, 2)
+        more_k, more_v = (self._exchange.select_own_heads(x, heads) for x in (more_k, more_v))
+        at = max(0, at - tokens.dummies) if tokens.dummies_first else min(at, own - tokens.dummies)
+        return k, v, mask, FurtherKeys(more_k, more_v, more_mask, at)
 
     def _attend_to_heads(
-        self, tokens: LayerTokens, q: Tensor, k: Tensor, v: Tensor, heads: int, mask: Tensor | None, scale: float | None
+        self,
+        tokens: LayerTokens,
+        keys: LayerTokens,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None,
+        scale: float | None,
+        further: FurtherKeys | None = None,
     ) -> Tensor:
         """Attends to this rank's heads of `heads` in all, and trades them for its tokens."""
-        key_padding_mask = None if mask is None else self._masks.gather_key_mask(mask, q.shape[0], tokens, heads)
+        key_padding_mask = None
+        if mask is not None and not keys.are_none:
+            key_padding_mask = self._masks.gather_key_mask(mask, q.shape[0], keys, heads)
         out = q
         if q.shape[2]:  # there may be more ranks than heads
-            out = self._keys.attend_to_keys(q, k, v, tokens, AttentionOptions(key_padding_mask, scale))
+            out = self._keys.attend_to_keys(q, k, v, keys, AttentionOptions(key_padding_mask, scale, further))
         out = self._exchange.exchange_heads_for_tokens(out, tokens, heads)
         if not tokens.dummies:
             return out
@@ -117,7 +174,9 @@ class NoExchange:
 
     overlaps = False
 
-    def exchange_tokens_for_heads(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, ...]:
+    def exchange_tokens_for_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
+    ) -> tuple[Tensor, ...]:
         """Returns q, k and v as they are."""
         return q, k, v
 
@@ -129,14 +188,33 @@ class NoExchange:
         """Returns the output as it is."""
         return out
 
+    def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
+        """Returns keys or values as they are."""
+        return x
+
 
 class LocalKeyMaskSource:
-    """This rank has all keys and queries, so a mask may also differ from query to query."""
+    """This rank has all tokens of the patch at hand, so a mask may also differ from query to query."""
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """The mask without dummies; one of `[B, keys]` becomes `[B, 1, 1, keys]`."""
-        is_flat = mask.ndim == 2 and mask.shape[0] in (1, batch)
-        return KeyPaddingMask(((mask[:, None, None] if is_flat else mask)[..., tokens.real_tokens],))
+        """The mask without dummies: of the keys of the patch; of all keys, where it tells queries apart.
+
+        Raises:
+            ModelError: if it tells queries apart and is not of all keys.
+        """
+        mask, own, runs = expand_mask(mask, batch), tokens.rank_lengths[tokens.index], tokens.runs[tokens.index]
+        is_partial = own != tokens.length
+        if is_partial and mask.shape[2] == tokens.length:
+            mask = take_runs(mask, runs, 2)
+        elif mask.shape[2] == own + tokens.dummies:
+            mask = mask[:, :, tokens.real_tokens]
+        covers_sequence = is_partial and mask.shape[3] == tokens.length
+        if mask.shape[2] > 1:
+            if is_partial and not covers_sequence:
+                raise make_pairs_error(mask)
+            return KeyPaddingMask((mask,), covers_sequence)
+        mask = take_runs(mask, runs, 3) if covers_sequence else mask[..., tokens.real_tokens]
+        return KeyPaddingMask((mask,))
 
 
 class FreshKeys:
@@ -147,7 +225,10 @@ class FreshKeys:
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
-        return self._kernel(q, k, v, mask=extra.mask.ring_masks[0] if extra.mask else None, scale=extra.scale)
+        mask = extra.mask.ring_masks[0] if extra.mask else None
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
+        return self._kernel(q, k, v, mask=mask, scale=extra.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +239,7 @@ class StaleKeys:
     section 3.4). Ranks that share out the patch along ring gather its fresh keys once, so that all hold the same.
 
     Attributes:
-        current: the generation under way.
+        now: the generation under way.
         layer: the layer's name in the model.
         kernel: attends.
         fresh: attends where nothing is stale or kept.
@@ -166,7 +247,7 @@ class StaleKeys:
         check: asserts that the ages of the keys are what the schedule says, if given.
     """
 
-    current: Callable[[], Generation]
+    now: Generation
     layer: str
     kernel: AttentionKernel
     fresh: KeySource
@@ -174,23 +255,49 @@ class StaleKeys:
     check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`. Raises `ModelError` if keys are masked."""
-        now = self.current()
+        """The output of the queries, `[B, S, N, H]`."""
+        now = self.now
         step, patch = now.micro_step
-        refuse_key_masks(extra, self.layer)
-        if patch is None and not now.keeps_keys(step):
+        if patch is None and not now.keeps_keys:
             return self.fresh.attend_to_keys(q, k, v, tokens, extra)
-        store = now.memory.get_key_store(now.branch, self.layer, tokens.length, now.branch_layout.num_patches)
-        k, v = self.gather(k, v, tokens)
-        whole = store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
-        store.mark_written(step, patch)
+        store = now.memory.get_key_store(now.branch, self.layer, tokens.length, tokens.patches)
+        mask = store.mask
+        # Keys of the text are those of the patch that it is computed with, which is the first of the step.
+        if not tokens.are_none:
+            k, v = self.gather(k, v, tokens)
+            store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
+            mask = None if extra.mask is None else self._keep_mask(store, extra.mask, tokens)
+            store.mark_written(step, patch if tokens.image else None)
         if patch is None:
             # The keys keep the order in which they came: the result is bit-identical to one process.
-            return self.kernel(q, k, v, scale=extra.scale)
+            if extra.further is not None:
+                k, v, mask = extra.further.join_keys(k, v, mask)
+            return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+        if not q.shape[1]:  # queries of a text that is not computed with this patch
+            return q
+        assert store.buffers is not None
         if self.check is not None:
             where = f"{self.layer} at {now.micro_step} branch {now.branch}"
-            self.check.expect_ages(store, step, now.ages(now.micro_step), where)
-        return self.kernel(q, *whole, scale=extra.scale)
+            ages = now.schedule.compute_key_ages(now.micro_step)
+            self.check.expect_ages(store, step, ages if tokens.image else [0] * len(ages), where)
+        k, v = store.buffers
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
+        return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+
+    def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
+        """Writes the mask of fresh keys into the store; returns that of the keys that are attended to now."""
+        now, joined = self.now, mask.join_ring_masks()
+        if mask.covers_sequence:
+            return joined
+        kept = store.write_mask(joined, merge_rank_runs(tokens), now.batch_range, now.batch)
+        return joined if now.micro_step.patch is None else kept
+
+
+def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tensor]:
+    """What is around `count` places from `at` on along a dimension, and what is in them."""
+    before, taken, behind = x.split([at, count, x.shape[dim] - at - count], dim)
+    return (torch.cat([before, behind], dim) if at and behind.shape[dim] else behind if not at else before), taken
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,13 @@
-"""Kernels: `(q, k, v) -> out` in `[B, S, N, H]`, chosen apart from any split; and the same with log-sum-exp."""
+"""Kernels: `(q, k, v) -> out` in `[B, S, N, H]`, chosen apart from any split; and the same with log-sum-exp.
+
+A backend of diffusers that calls the core of a layer is registered beside the stock ones. It is named by no processor
+but those that hold an `AttentionCore`, so nothing process-wide changes: text encoders, VAE and other pipelines never
+reach it.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +23,8 @@ from torch.nn import functional
 
 from ditile.distributed.pulse import is_out_of_memory
 from ditile.errors import ModelError
+from ditile.hooks.attention_hooks import refuse_causal_and_dropout
+from ditile.hooks.protocols import AttentionKernel
 
 ATEN_KERNELS = {
     AttentionBackendName.NATIVE: "",
@@ -209,3 +217,40 @@ def _repeat_grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
     """Grouped-query heads, repeated; the queries have at least one head."""
     repeat = q.shape[2] // k.shape[2]
     return (k, v) if repeat == 1 else (k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2))
+
+
+@functools.cache
+def register_backend(kernel: AttentionBackendName | None) -> AttentionBackendName:
+    """Registers a backend that calls the core of a layer, or `kernel` where there is none; returns its name.
+
+    It is an instance of the closed enum without being one of its members.
+    """
+    value = "ditile" if kernel is None else f"ditile {kernel.value}"
+    name = str.__new__(AttentionBackendName, value)
+    name._name_, name._value_ = value.upper(), value
+    _AttentionBackendRegistry.register(name)(functools.partial(dispatch_to_core, DiffusersKernel(kernel)))
+    return name
+
+
+def dispatch_to_core(
+    kernel: AttentionKernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor:
+    """Passes q, k and v `[B, S, N, H]` to the core of the layer; where there is none, to the kernel.
+
+    Raises:
+        ModelError: if attention is causal or drops out.
+    """
+    if dropout_p or is_causal:
+        refuse_causal_and_dropout(dropout_p, is_causal)
+    attend = kernel if _parallel_config is None else _parallel_config.attend
+    out: Tensor = attend(query, key, value, mask=attn_mask, scale=scale)
+    return out

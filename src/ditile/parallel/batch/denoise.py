@@ -7,14 +7,15 @@ rows of this replica's images and of this half's guidance branches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import AsyncMax, describe_dtype, gather_json
@@ -23,17 +24,20 @@ from ditile.hooks.batch_rows import BatchDimFinder
 from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
-from ditile.hooks.step_memory import explain_branch_refusal
+from ditile.hooks.pieces import Piece
+from ditile.hooks.token_arguments import knows_rows, slice_rows
+from ditile.models.step_memory import explain_branch_refusal
+from ditile.parallel.batch.deferred import DeferredWork
 from ditile.parallel.batch.shares import (
     BatchSlice,
     CfgExchange,
     Receivers,
     ReplicaImages,
-    Span,
-    extract_prediction,
-    narrow_to_span,
-    replace_prediction,
+    extract_predictions,
+    fill_piece,
+    replace_predictions,
 )
+from ditile.plan.anatomy import ROWS, Kinds, describe_mode
 
 
 class DataCfgBatch:
@@ -41,21 +45,30 @@ class DataCfgBatch:
 
     Args:
         mesh: the axes, and groups for what must be agreed.
-        model: what the pipeline calls.
+        models: what the pipeline calls, one or the other.
         images: how many the pipeline makes.
-        latent_dim: the dimension of a prediction that patches cut.
-        batch_dims: finds which dimension of each argument of the model is the batch.
+        batch_dims: finds which dimension of each argument of the models is the batch.
+        inputs: the kinds of their arguments, where these are known.
+
+    Attributes:
+        num_images: how many the pipeline makes.
     """
 
     def __init__(
-        self, mesh: Mesh, model: nn.Module, *, images: int, latent_dim: int, batch_dims: BatchDimFinder
+        self,
+        mesh: Mesh,
+        models: Sequence[nn.Module],
+        *,
+        images: int,
+        batch_dims: BatchDimFinder,
+        inputs: Mapping[str, Kinds] | None = None,
     ) -> None:
-        self._mesh, self._model, self._images, self._dim = mesh, model, images, latent_dim
+        self._mesh, self._models, self._model, self.num_images = mesh, models, models[0], images
         self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
-        self._names = list_parameter_names(model)
+        self._names, self._inputs, self._returns_list = list_parameter_names(self._model), inputs, False
         self.begin_generation()
 
     @property
@@ -66,25 +79,35 @@ class DataCfgBatch:
     @property
     def is_split_by_calls(self) -> bool:
         """Whether the halves compute calls of their own, now that the first step is over."""
-        return self._by_calls and self._current().micro_step.step > 0
+        return self._by_calls and self._splits_calls(self._now.micro_step.step)
 
-    def install_batch_hooks(
-        self, stack: ExitStack, pipe: Any, current: Callable[[], Generation], *, first: bool
-    ) -> None:
+    def _splits_calls(self, step: int) -> bool:
+        """Whether the halves compute calls of their own in a step.
+
+        Where calls have another mode than in the step before, what they return may have another shape, and every rank
+        computes all of them once.
+        """
+        if not self._by_calls or step == 0:
+            return False
+        whole = self._now.whole_steps
+        return step not in self._changed_steps and (step in whole) == (step - 1 in whole)
+
+    def install_batch_hooks(self, stack: ExitStack, pipe: Any, now: Generation, *, first: bool) -> None:
         """Hooks the batch into the model, and the images into the decoder, until the stack is closed.
 
         Args:
-            current: the generation under way.
+            now: the generation under way.
             first: whether rank 0 alone needs the pictures.
         """
         if self._data.size == self._cfg.size == 1:
             return
-        self._current = current
+        self._now = now
 
         def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             return functools.update_wrapper(functools.partial(self._call_model, forward), forward)
 
-        wrap_model_call(stack, pipe, self._model, wrap_forward)
+        for model in self._models:
+            wrap_model_call(stack, pipe, model, wrap_forward)
         to: Receivers = ("none" if self._mesh.image.index else "first") if first else "all"
         self._data.install_decoder(stack, getattr(pipe, "vae", None), to, lambda: self._over)
 
@@ -94,14 +117,17 @@ class DataCfgBatch:
         """A generation begins."""
         self._over = self._announced = self._by_calls = False
         self._hole: Tensor | None = None
-        self._predictions: dict[int, Tensor] = {}
+        self._predictions: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
-        self._row: tuple[str, list[int]] = ("", [])  # of a prediction, where this rank makes none
+        self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
+        self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
+        self._rows: list[tuple[str, list[int]]] = []  # of each prediction, where this rank makes none
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
+        self._deferred = DeferredWork()
 
     def select_branches(self, step: int, calls: int) -> Sequence[int]:
         """Which of the calls of a step this rank computes."""
-        if not self._by_calls or step == 0:
+        if not self._splits_calls(step):
             return range(calls)
         return [call for call in range(calls) if self._cfg.is_own_call(call)]
 
@@ -114,11 +140,11 @@ class DataCfgBatch:
         """
         if self._data.size == self._cfg.size == 1:
             return
-        now = self._current()
+        now = self._now
         # One row for each image, or as many as the last call had.
-        if sample.shape[0] not in (self._images, self._images * self._num_branches.get(now.branch - 1, 1)):
+        if sample.shape[0] not in (self.num_images, self.num_images * self._num_branches.get(now.branch - 1, 1)):
             raise ModelError(
-                f"the latents have {sample.shape[0]} row(s) and the call asks for {self._images} image(s), so rows "
+                f"the latents have {sample.shape[0]} row(s) and the call asks for {self.num_images} image(s), so rows "
                 "cannot be shared out; use a plan with data=1 and cfg=1"
             )
         if not self._by_calls:
@@ -128,12 +154,32 @@ class DataCfgBatch:
                 f"cfg={self._cfg.size} shares out branches of guidance, and {type(self._model).__name__} was called "
                 "once, with one row for each image; raise guidance_scale above 1, or use cfg=1"
             )
+        if now.calls is None:
+            self._deferred.end()
         if now.calls is not None and now.branch != now.calls:
             raise self._make_calls_error(now, now.branch)
-        if now.micro_step.step == 1 and self._hole is None and self._is_last and not self.is_idle:
+        if self._splits_calls(now.micro_step.step) and self._hole is None and self._is_last and not self.is_idle:
             # A NaN that the model itself did not make. It is read at the end, so that nothing waits for a GPU here.
-            has_nan = torch.stack([torch.isnan(calls).any() for calls in self._predictions.values()]).any()
-            self._hole = torch.isnan(self._data.view_own_images(prediction)).any() & ~has_nan
+            own = [prediction for calls in self._predictions.values() for prediction in calls]
+            has_nan = torch.stack([torch.isnan(prediction).any() for prediction in own]).any()
+            is_early = bool(self._deferred.problem)
+            self._hole = torch.isnan(self._data.view_own_images(prediction)).any() & ~has_nan | is_early
+
+    def check_streams(self, number: int) -> None:
+        """Checks, at the end of an iteration, that each prediction of the model steps latents, which come together.
+
+        Args:
+            number: of schedulers that were stepped.
+
+        Raises:
+            ModelError: if there are more predictions.
+        """
+        predictions = max(map(len, self._predictions.values()), default=0)
+        if self._data.size > 1 and number < predictions:
+            raise ModelError(
+                f"data={self._data.size}: {type(self._model).__name__} makes {predictions} predictions, and the "
+                f"pipeline steps {number} scheduler(s) with them, whose latents alone come together; use data=1"
+            )
 
     def view_own_images(self, batch: Tensor) -> Tensor:
         """A view of this rank's rows of `[images, ...]`."""
@@ -147,7 +193,7 @@ class DataCfgBatch:
         """The loop is over.
 
         Raises:
-            StateError: if the pipeline used a prediction before it was filled in.
+            StateError: if the pipeline used a prediction before it was filled in, and that could not be done again.
         """
         self._over = True
         by_calls, hole = self._by_calls, self._hole
@@ -159,23 +205,26 @@ class DataCfgBatch:
         self._mesh.traffic.count_message("control", 8)
         if hole_max.wait_for_max():
             raise StateError(
-                "the pipeline computed with one prediction before it asked for the next, and cfg=2 fills both in when "
-                "the last is there; use cfg=1"
+                "the pipeline used one prediction before it asked for the next, as it did not in its first step, and "
+                "cfg=2 fills both in when the last is there; use cfg=1"
             )
 
     # A call of the model
 
     def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        now = self._current()
+        now = self._now.check_under_way()
+        # Every rank finds out where patches are, by all rows.
+        if now.rehearsed_patch is not None:
+            return forward(*args, **kwargs)
         branch, step = now.branch, now.micro_step.step
-        batch = self._find_noisy_input(args, kwargs)[1]
-        every = BatchSlice.from_batch_size(batch.shape[0], self._images)
+        name, batch = self._find_noisy_input(args, kwargs)
+        every = BatchSlice.from_batch_size(len(batch), self.num_images)
         if branch == step == 0 and now.calls is None:
             self._by_calls = self._cfg.size > 1 and every.num_branches == 1
             if self._by_calls and (reason := explain_branch_refusal(self._model)):
                 raise ModelError(reason)
         before = self._num_branches.get(branch, every.num_branches)
-        if every.num_branches != before and now.is_stale(step):
+        if every.num_branches != before and now.is_stale:
             raise StateError(
                 f"the batch changed from {before} to {every.num_branches} branches of guidance in step {step}, and "
                 "stale keys belong to branches; keep guidance on for the whole run, or use warmup equal to the steps"
@@ -184,103 +233,185 @@ class DataCfgBatch:
         if self._by_calls and every.num_branches > 1:
             raise self._make_calls_error(now, every.num_branches * (branch + 1))
         batch_slice = replace(every, images=self._data.images)
-        by_calls = self._by_calls and step > 0
+        mode = f"{describe_mode(kwargs)} {[tuple(x.shape) for x in pytree.tree_leaves(batch[:1])]}"
+        if self._modes.setdefault(branch, mode) != mode:
+            self._changed_steps.add(step)
+        self._modes[branch] = mode
+        by_calls = self._splits_calls(step)
         if by_calls and now.calls is not None and branch >= now.calls:
             raise self._make_calls_error(now, branch + 1)
+        self._begin_deferred_work(now)
         if self.is_idle:
-            return self._make_idle_result(now, batch, kwargs)
+            return self._defer(self._make_idle_result(now, batch, kwargs), is_absent=False)
         if not by_calls:
             self._compute_batch_slice(forward, args, kwargs, self._cfg.restrict_to_half(batch_slice))
             if self._is_last:
-                self._cfg.exchange_branches(self._predictions[branch], batch_slice, self._find_fresh_span(now, branch))
+                for k, prediction in enumerate(self._predictions[branch]):
+                    self._cfg.exchange_branches(prediction, batch_slice, self._find_fresh_piece(now, branch, k))
         elif self._cfg.is_own_call(branch):
             self._compute_batch_slice(forward, args, kwargs, batch_slice)
         else:
             self._skip_foreign_call(now, batch_slice)
-        if by_calls and self._is_last and branch + 1 == now.calls:
-            calls = [self._predictions[call] for call in range(now.calls)]
-            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_span(now, branch))
-        return replace_prediction(self._results[branch], self._predictions[branch])
+        is_complete = by_calls and self._is_last and branch + 1 == now.calls
+        if is_complete:
+            self._complete_calls(branch, batch_slice)
+        result = self._hand_on(replace_predictions(self._results[branch], self._predictions[branch]))
+        is_absent = by_calls and self._is_last and not is_complete and not self._cfg.is_own_call(branch)
+        return self._defer(result, is_absent=is_absent)
 
-    def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Tensor]:
-        """The name of the noisy input, which is the first argument, and its value."""
+    def _complete_calls(self, last: int, batch_slice: BatchSlice) -> None:
+        """The last call of a step was made: all halves get the predictions of the others."""
+        for k in range(len(self._predictions[last])):
+            calls = [self._predictions[call][k] for call in range(last + 1)]
+            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(self._now, last, k))
+        self._deferred.finish()
+
+    def _begin_deferred_work(self, now: Generation) -> None:
+        """A call of a step is next. In the first step every rank sees what cannot be done again.
+
+        Raises:
+            ModelError: if the pipeline uses the last prediction so that this could not be done again.
+        """
+        if not now.branch:
+            self._deferred = DeferredWork()
+        elif self._by_calls and now.calls is None and self._deferred.problem:
+            raise ModelError(
+                f"cfg={self._cfg.size} shares out calls of {type(self._model).__name__}, and the pipeline "
+                f"{self._deferred.problem} before the next one is made, and so before it is there; use cfg=1"
+            )
+
+    def _defer(self, result: Any, *, is_absent: bool) -> Any:
+        """A result whose uses are noted, if it is not there yet; in the first step any, to see whether they can be."""
+        is_first = self._by_calls and self._now.calls is None
+        return pytree.tree_map_only(Tensor, self._deferred.defer, result) if is_absent or is_first else result
+
+    def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Sequence[Tensor]]:
+        """The name of the noisy input, which is the first argument, and its value: a tensor, or a list of its rows."""
         name = next((name for name in (*self._names[:1], "hidden_states", "sample") if name in kwargs), "")
         name, batch = (self._names[0], args[0]) if args else (name, kwargs.get(name))
-        if not isinstance(batch, Tensor):
+        is_list = self._find_kinds(name) == (ROWS,) and isinstance(batch, list)
+        if not isinstance(batch, Tensor) and not is_list:
             raise ModelError(
                 f"{type(self._model).__name__} takes its input as {type(batch).__name__}, which is not split by rows; "
                 "use a plan with data=1 and cfg=1"
             )
-        return name, batch
+        return name, cast(Sequence[Tensor], batch)
+
+    def _find_kinds(self, name: str) -> Kinds:
+        """What is known of an argument of the model."""
+        return () if self._inputs is None else self._inputs.get(name, ())
+
+    def _hand_on(self, result: Any) -> Any:
+        """A result as the model returns it: where it takes a list of rows, it returns one."""
+        return _map_rows(result, Tensor, lambda rows: list(rows.unbind())) if self._returns_list else result
 
     def _compute_batch_slice(
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
     ) -> None:
-        """Calls the model on some rows, and writes its result into the full-size prediction."""
-        now = self._current()
+        """Calls the model on some rows, and writes its result into the full-size predictions."""
+        now = self._now
         branch, size = now.branch, batch_slice.batch_size
-        cut_positional, cut_named, own = self._slice_arguments(args, kwargs, batch_slice)
+        cut_positional, cut_named, is_cut = self._slice_arguments(args, kwargs, batch_slice)
         result = forward(*cut_positional, **cut_named)
+        if not isinstance(self._find_noisy_input(args, kwargs)[1], Tensor):
+            result, self._returns_list = _map_rows(result, list, torch.stack), True
         self._results[branch] = result
-        prediction = own(extract_prediction(result))
-        self._agree_on_row(prediction)
-        shape = (size, *prediction.shape[1:])
-        whole = self._predictions.get(branch)
-        if whole is None or now.micro_step.patch is None or whole.shape != shape:
-            # A new tensor, as the pipeline may have kept the last one.
-            whole = self._predictions[branch] = prediction.new_zeros(shape)
-        batch_slice.write_slice(whole, prediction)
+        predictions = extract_predictions(result, batch_slice.slice_size if is_cut else size)
+        if not is_cut and len(predictions) > 1 and batch_slice.slice_size < size:
+            raise ModelError(
+                f"{type(self._model).__name__} makes {len(predictions)} tensors and can only be called on all "
+                f"{size} rows, so it is not known what of these has rows; use a plan with data=1 and cfg=1"
+            )
+        if not is_cut:
+            predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
+        self._agree_on_rows(predictions)
+        shapes = [(size, *prediction.shape[1:]) for prediction in predictions]
+        wholes = self._predictions.get(branch)
+        if wholes is None or now.micro_step.patch is None or [tuple(whole.shape) for whole in wholes] != shapes:
+            # New tensors, as the pipeline may have kept the last ones.
+            wholes = [prediction.new_zeros(shape) for prediction, shape in zip(predictions, shapes, strict=True)]
+            self._predictions[branch] = wholes
+        for whole, prediction in zip(wholes, predictions, strict=True):
+            batch_slice.write_slice(whole, prediction)
 
     def _slice_arguments(
         self, args: Sequence[Any], kwargs: dict[str, Any], batch_slice: BatchSlice
-    ) -> tuple[list[Any], dict[str, Any], Callable[[Tensor], Tensor]]:
-        """The arguments of a call on some rows, and what takes these rows of its result: all of it, unless the model
-        can only be called on the whole batch."""
+    ) -> tuple[list[Any], dict[str, Any], bool]:
+        """The arguments of a call on some rows, and whether they were cut: some models can only be called on all."""
         if batch_slice.slice_size == batch_slice.batch_size:
-            return list(args), kwargs, lambda prediction: prediction
+            return list(args), kwargs, False
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
-        inputs, noisy = dict(zip(names, args, strict=True)) | kwargs, self._find_noisy_input(args, kwargs)[0]
+        inputs = dict(zip(names, args, strict=True)) | kwargs
+        noisy, batch = self._find_noisy_input(args, kwargs)
+        if self._inputs is not None and knows_rows(inputs, self._inputs, noisy, len(batch)):
+            cut = slice_rows(inputs, self._inputs, functools.partial(_select_rows, batch_slice))
+            return [cut.pop(name) for name in names], cut, True
+        if not isinstance(batch, Tensor):
+            raise ModelError(
+                f"{type(self._model).__name__} takes its input as a list, and what else of its arguments has rows is "
+                "not known; use a plan with data=1 and cfg=1"
+            )
         dims = self._batch_dims.find_dims(inputs, noisy, batch_slice.batch_size)
         if dims is None:
-            return list(args), kwargs, batch_slice.select_batch
+            return list(args), kwargs, False
         cut = dims.slice_arguments(inputs, batch_slice.select_batch)
-        return [cut.pop(name) for name in names], cut, lambda prediction: prediction
+        return [cut.pop(name) for name in names], cut, True
 
     def _skip_foreign_call(self, now: Generation, batch_slice: BatchSlice) -> None:
         """Skips a call of another half: its prediction is NaN until it arrives."""
         branch = now.branch
-        if now.micro_step.step == 1 and now.micro_step.patch in (None, 0):
+        if now.micro_step.patch in (None, 0):
             now.memory.forget_branch_keys(branch)
         if now.micro_step.patch is None:
-            self._predictions[branch] = torch.zeros_like(self._predictions[branch])
+            self._predictions[branch] = [torch.zeros_like(prediction) for prediction in self._predictions[branch]]
         if self._is_last:
-            first_branch = batch_slice.view_as_grid(self._predictions[branch])[0]
-            narrow_to_span(first_branch, self._find_fresh_span(now, branch)).fill_(torch.nan)
+            for k, prediction in enumerate(self._predictions[branch]):
+                first_branch = batch_slice.view_as_grid(prediction)[0]
+                fill_piece(first_branch, self._find_fresh_piece(now, branch, k), torch.nan)
         now.advance_branch()
 
-    def _make_idle_result(self, now: Generation, batch: Tensor, kwargs: dict[str, Any]) -> Any:
+    def _make_idle_result(self, now: Generation, batch: Sequence[Tensor], kwargs: dict[str, Any]) -> Any:
         """A rank without images does not call the model: zeros as large as the others' predictions."""
-        self._agree_on_row(None)
+        self._agree_on_rows(None)
         now.advance_branch()
         # The dtype may be another than the latents': under autocast it is that of the last product.
-        dtype, trailing = self._row
-        zeros = batch.new_zeros((batch.shape[0], *trailing), dtype=getattr(torch, dtype))
-        return Transformer2DModelOutput(sample=zeros) if kwargs.get("return_dict", True) else (zeros,)
+        rows = len(batch)
+        zeros = [batch[0].new_zeros((rows, *trailing), dtype=getattr(torch, dtype)) for dtype, trailing in self._rows]
+        if not kwargs.get("return_dict", True):
+            return self._hand_on(tuple(zeros))
+        if len(zeros) > 1:
+            raise ModelError(
+                f"{type(self._model).__name__} returns {len(zeros)} tensors in an object, and a rank without images "
+                "can only make a tuple of them; use a lower data degree"
+            )
+        return self._hand_on(Transformer2DModelOutput(sample=zeros[0]))
 
-    def _agree_on_row(self, prediction: Tensor | None) -> None:
-        """Where some replica is idle, rank 0 sends once the dtype and shape of a prediction's row; all must call it."""
+    def _agree_on_rows(self, predictions: Sequence[Tensor] | None) -> None:
+        """Where some replica is idle, rank 0 sends once the dtypes and shapes of predictions' rows; all call it."""
         if not self._announced and self._data.has_idle_replica:
-            mine = None if prediction is None else [describe_dtype(prediction), list(prediction.shape[1:])]
-            self._row = tuple(gather_json(mine, self._mesh.everyone)[0])
+            mine = None if predictions is None else [[describe_dtype(x), list(x.shape[1:])] for x in predictions]
+            self._rows = gather_json(mine, self._mesh.everyone)[0]
         self._announced = True
 
-    def _find_fresh_span(self, now: Generation, branch: int) -> Span | None:
-        """What is fresh of a prediction at the micro-step at hand."""
+    def _find_fresh_piece(self, now: Generation, branch: int, output: int) -> Piece | None:
+        """What is fresh of a prediction of a call at the micro-step at hand; None is all of it."""
         patch = now.micro_step.patch
-        return None if patch is None else (self._dim, now.layouts[branch].locate_latents(patch))
+        return None if patch is None else now.prediction_pieces[branch][patch][output]
 
     def _make_calls_error(self, now: Generation, calls: int) -> StateError:
         return StateError(
             f"the pipeline called {type(self._model).__name__} {calls} times in step {now.micro_step.step} and "
             f"{now.calls} times before; cfg=2 shares out calls, whose number must not change in mid-run; use cfg=1"
         )
+
+
+def _select_rows(batch_slice: BatchSlice, rows: Any) -> Any:
+    """The rows of a slice, of a tensor or a list with an item for each row of the batch."""
+    if isinstance(rows, Tensor):
+        return batch_slice.select_batch(rows)
+    return [rows[k] for k in batch_slice.select_batch(torch.arange(len(rows))).tolist()]
+
+
+def _map_rows(result: Any, kind: type, make: Callable[[Any], Any]) -> Any:
+    """A model's result with something else in place of what is of a type."""
+    return pytree.tree_map_only(kind, make, result, is_leaf=lambda value: isinstance(value, kind))

@@ -4,9 +4,9 @@ Diffusers puts the branches of guidance one after the other in the batch: all im
 
 **cfg** (arXiv 2207.12598): branches that share a batch are split by rows, and every half gets the others' rows after
 each call. Branches that are calls of their own go to the halves in turn: what a half does not compute is NaN until the
-last call of the step returns, and filled in place then. The number of calls is learnt in step 0, which every half
-computes whole. Only what is fresh travels: in an asynchronous micro-step of PipeFusion one patch of the prediction, and
-on the last stage alone.
+last call of the step returns, and filled in place then; `deferred.py` does again what was computed with it before. The
+number of calls is learnt in step 0, which every half computes whole. Only what is fresh travels: in an asynchronous
+micro-step of PipeFusion one patch of the prediction, and on the last stage alone.
 
 **data**: each replica computes the model's rows of its own images, and all hold all images at the end. Every replica
 runs the pipeline on the latents of the whole batch, which is cheap: noise is drawn once for the batch, by one generator
@@ -18,26 +18,26 @@ they were made. A replica without images calls no model, and takes part in all m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_exchange, start_gather
 from ditile.errors import ModelError
 from ditile.hooks.batch_rows import slice_batch_arguments
 from ditile.hooks.overrides import override_attribute
+from ditile.hooks.pieces import Piece, list_predictions
 from ditile.plan.layout import pick_even_chunk
 
 CFG, LATENTS, PICTURES = "cfg", "data", "pictures"
 """The kinds under which bytes are counted."""
 Receivers = Literal["all", "first", "none"]
-Span = tuple[int, slice]
-"""A dimension, and the part of it that is fresh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,29 +95,26 @@ class BatchSlice:
         self.view_as_grid(batch).copy_(values.unflatten(0, (len(self.branches), len(self.images))))
 
 
-def extract_prediction(result: Any) -> Tensor:
-    """The tensor that a model returns, bare, in a tuple or in one of diffusers' output objects."""
-    prediction: Tensor = result if isinstance(result, Tensor) else result[0]
-    return prediction
-
-
-def replace_prediction(result: Any, prediction: Tensor) -> Any:
-    """A model's result with another tensor in it.
+def extract_predictions(result: Any, rows: int) -> list[Tensor]:
+    """The tensors that a model returns, such as the predictions of a video and its sound.
 
     Raises:
-        ModelError: if the model returns more tensors, whose rows are not known.
+        ModelError: if one of them has not that many rows.
     """
-    if isinstance(result, Tensor):
-        return prediction
-    others = list(result.values())[1:] if isinstance(result, dict) else list(result[1:])
-    if any(isinstance(other, Tensor) for other in others):
-        raise ModelError(
-            f"a model returned {len(others) + 1} values and cfg and data know what to do with one; "
-            "use a plan with data=1 and cfg=1"
-        )
-    if isinstance(result, tuple):
-        return (prediction, *others)
-    return type(result)(**{**result, next(iter(result)): prediction})
+    predictions = list_predictions(result)
+    for prediction in predictions:
+        if not prediction.ndim or prediction.shape[0] != rows:
+            raise ModelError(
+                f"a model returned {len(predictions)} tensors, one of shape {tuple(prediction.shape)}, and was given "
+                f"{rows} row(s), so it is not known whose rows these are; use a plan with data=1 and cfg=1"
+            )
+    return predictions
+
+
+def replace_predictions(result: Any, predictions: Iterable[Tensor]) -> Any:
+    """A model's result with other tensors in it."""
+    others = iter(predictions)
+    return pytree.tree_map_only(Tensor, lambda _: next(others), result)
 
 
 class CfgExchange:
@@ -143,45 +140,56 @@ class CfgExchange:
         """Whether a call of a step is this half's."""
         return call % self.size == self._axis.index
 
-    def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, span: Span | None) -> None:
+    def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, piece: Piece | None) -> None:
         """Fills the rows of the other halves into a full-size prediction, which has this half's rows."""
         if self._axis.group is None or batch_slice.num_branches < self.size:
             return
         of_half = [self.restrict_to_half(batch_slice, half) for half in range(self.size)]
-        fresh = narrow_to_span(prediction, span)
+        fresh = take_piece(prediction, piece)
         own = self.restrict_to_half(batch_slice).select_batch(fresh)
         shapes = [(theirs.slice_size, *own.shape[1:]) for theirs in of_half]
         received = start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
         for half, (theirs, part) in enumerate(zip(of_half, received, strict=True)):
             if half != self._axis.index:
-                _write_span(prediction, theirs, part, span)
+                _write_piece(prediction, theirs, part, piece)
 
-    def exchange_calls(self, predictions: Sequence[Tensor], batch_slice: BatchSlice, span: Span | None) -> None:
+    def exchange_calls(self, predictions: Sequence[Tensor], batch_slice: BatchSlice, piece: Piece | None) -> None:
         """Fills in the full-size predictions of the calls of the other halves; all those of a step at once."""
         assert self._axis.group is not None
         calls = range(len(predictions))
         of_half = [calls[half :: self.size] for half in range(self.size)]
-        fresh = [batch_slice.select_batch(narrow_to_span(prediction, span)) for prediction in predictions]
+        fresh = [batch_slice.select_batch(take_piece(prediction, piece)) for prediction in predictions]
         own = torch.cat([fresh[call] for call in of_half[self._axis.index]])
         shapes = [(len(theirs) * batch_slice.slice_size, *own.shape[1:]) for theirs in of_half]
         received = start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
         for half, (theirs, parts) in enumerate(zip(of_half, received, strict=True)):
             if half != self._axis.index:
                 for call, part in zip(theirs, parts.split(batch_slice.slice_size), strict=True):
-                    _write_span(predictions[call], batch_slice, part, span)
+                    _write_piece(predictions[call], batch_slice, part, piece)
 
 
-def narrow_to_span(x: Tensor, span: Span | None) -> Tensor:
-    """The part of a tensor within a span."""
-    return x if span is None else x.narrow(span[0], span[1].start, span[1].stop - span[1].start)
+def take_piece(x: Tensor, piece: Piece | None) -> Tensor:
+    """A piece of a tensor `[rows, ...]`; all of it for None."""
+    return x if piece is None else piece.take(x)
 
 
-def _write_span(prediction: Tensor, batch_slice: BatchSlice, part: Tensor, span: Span | None) -> None:
+def fill_piece(x: Tensor, piece: Piece | None, value: float) -> None:
+    """Fills a piece of some rows of a contiguous tensor with a number."""
+    fresh = take_piece(x, piece)
+    if piece is None:
+        x.fill_(value)
+    else:
+        piece.put(x, torch.full_like(fresh, value))
+
+
+def _write_piece(prediction: Tensor, batch_slice: BatchSlice, part: Tensor, piece: Piece | None) -> None:
     """Writes the fresh part of some rows."""
-    into = batch_slice.view_as_grid(prediction)
-    if span is not None:
-        into = narrow_to_span(into, (span[0] + 1, span[1]))  # rows are two dimensions here
-    into.copy_(part.unflatten(0, into.shape[:2]))
+    if piece is None:
+        batch_slice.write_slice(prediction, part)
+        return
+    rows = batch_slice.select_batch(prediction).clone(memory_format=torch.contiguous_format)
+    piece.put(rows, part)
+    batch_slice.write_slice(prediction, rows)
 
 
 class ReplicaImages:
@@ -246,8 +254,9 @@ class ReplicaImages:
                 return decode(z, *args, **kwargs)
             own = slice_batch_arguments({"args": (z, *args), "kwargs": kwargs}, self._all, self._select_decode_inputs)
             result = decode(*own["args"], **own["kwargs"])
-            pictures = extract_prediction(result)[: len(self.images)]
-            return replace_prediction(result, self._gather_images(pictures, PICTURES, to))
+            rows = 1 if self.has_no_images else len(self.images)
+            pictures = [x[: len(self.images)] for x in extract_predictions(result, rows)]
+            return replace_predictions(result, [self._gather_images(x, PICTURES, to) for x in pictures])
 
         override_attribute(stack, vae, "decode", functools.update_wrapper(decode_own_images, decode))
 

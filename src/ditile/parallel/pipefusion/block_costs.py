@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ditile.hooks.block_hooks import BlockHook, TransformerHooks
-from ditile.hooks.placeholders import build_meta_model
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.block_policy import BlockHook
 from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.plan.plan import Plan
 from ditile.plan.stages import cut_stages
@@ -82,7 +82,7 @@ class CostModel:
         head: Any = hooks.transformer.get_submodule(hooks.spec.out)
         itemsize = min(head.weight.dtype.itemsize, 4)
         if hooks.has_placeholders():
-            hooks = TransformerHooks(build_meta_model(hooks.transformer), hooks.spec)
+            hooks = hooks.copy_to_meta()
         spec, config = hooks.spec, dict(hooks.transformer.config)  # type: ignore[arg-type]
         ends = [hooks.transformer.get_submodule(name) for name in (spec.image_tokens, spec.out)]
         first, last = (sum(_iterate_matrix_sizes(module)) for module in ends)
@@ -104,7 +104,7 @@ class CostModel:
             patches: M.
             ridge: tokens below which a linear layer gets no faster.
         """
-        layout = Layout.cut_into_patches(Grid(self.side, self.side, 1), min(patches, self.side), self.text, self.joint)
+        layout = Layout.cut_into_patches(Grid(self.side, self.side), min(patches, self.side), self.text, self.joint)
         dummies = DUMMY_TEXT if self.text else 0
         micros = [
             MicroStepTokens(layout.count_rows(p) * self.side, self.text if layout.carries_text(p) else dummies)
@@ -128,6 +128,10 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
     """The blocks of each stage under a plan; the same on every rank, whichever blocks are placeholders there."""
     if plan.pipefusion == 1 or plan.stage_blocks is not None:
         return cut_stages([1.0] * len(hooks.chain), plan.pipefusion, plan.stage_blocks)
+    if cost_model is None and hooks.spec.example is None:
+        # Nothing is known of the sizes of its pictures, so a weight costs the same wherever it is.
+        sizes = [float(sum(p.numel() for p in hook.block.parameters())) for hook in hooks.chain]
+        return cut_stages(sizes, plan.pipefusion, None, plan.stage_weights)
     cost_model = cost_model or CostModel.from_model_hooks(hooks)
     costs = cost_model.count_costs(plan.num_patches, RIDGE[cost_model.itemsize])
     return cut_stages(costs.blocks, plan.pipefusion, None, plan.stage_weights, (costs.first, costs.last))
@@ -136,14 +140,22 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
 def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook) -> BlockMatrices:
     """The linear layers that run in every micro-step, and the attention."""
     rare = (*hooks.spec.constant, *hooks.spec.per_step)
-    other = "both" if "text" in hook.io.returns and not hook.io.text else "image"
+    sees_text = hook.anatomy.text is not None
+    of_text = hooks.spec.text_modules if _has_text_modules(hook, hooks.spec.text_modules) else ()
+    other = "both" if (sees_text or hook.anatomy.joint != "none") and not of_text else "image"
     matrices = Counter[str]()
     for path, module in hook.block.named_modules():
         size = sum(_iterate_matrix_sizes(module)) if not module._modules else 0
         if size and not any(_is_inside_pattern(f"{hook.name}.{path}", pattern) for pattern in rare):
-            matrices["text" if any(_is_inside_pattern(path, pattern) for pattern in hook.io.text) else other] += size
+            matrices["text" if any(_is_inside_pattern(path, pattern) for pattern in of_text) else other] += size
     joint = hooks.spec.joint != "none" and hooks.spec.conditioning({}).text > 0
-    return BlockMatrices(matrices, [joint and name in hook.io.attn for name, _ in hook.list_attentions()])
+    return BlockMatrices(matrices, [joint and hook.sees_text(path) for path, _ in hook.list_attentions()])
+
+
+def _has_text_modules(hook: BlockHook, patterns: Sequence[str]) -> bool:
+    """Whether a block has modules that see the text alone."""
+    paths = [path for path, _ in hook.block.named_modules()]
+    return any(_is_inside_pattern(path, pattern) for path in paths for pattern in patterns)
 
 
 def _iterate_matrix_sizes(module: nn.Module) -> Iterator[int]:

@@ -8,7 +8,7 @@ the last stage to the first on a group of their own, and nothing blocks but the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,14 @@ from torch import Tensor
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PeerChannel, start_gather
-from ditile.errors import StateError
-from ditile.hooks.block_hooks import TokenState
+from ditile.errors import ModelError, PlanError, StateError
+from ditile.hooks.block_calls import write_tokens
+from ditile.hooks.block_policy import CallForm, TokenState
 from ditile.hooks.generation import Generation
 from ditile.hooks.protocols import TokenStreams
 from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
-from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, write_tokens
-from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
+from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
+from ditile.plan.layout import DUMMY_TEXT, Joint, Layout
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.schedule import Op, OpKind, Schedule
 
@@ -57,10 +58,12 @@ class PipeFusion:
         warmup_group: WarmupGroup | None = None,
     ) -> None:
         self.stage, self.stages, self.owned = mesh.stage_index, mesh.num_stages, owned
+        self._active_blocks = frozenset((0, *owned, owned.stop))
         self._plan, self._joint, self._trace, self.warmup_group = plan, joint, trace, warmup_group
         self._patches, self._streams = plan.num_patches, streams
         self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
-        self._widths: dict[int, int] = {}
+        self._widths: dict[int, tuple[int, int]] = {}  # of image and text tokens, by branch
+        self._start_of_image = 0
         self._dummies: dict[tuple[int, int], Tensor] = {}
         self._activations_in: ReceivePrefetcher | None = None
         self._activations_out: PeerChannel | None = None
@@ -120,7 +123,7 @@ class PipeFusion:
         self._widths.clear()
         self._ops: Iterator[Op] = iter(())
         self._start: Any = None
-        self._latents: tuple[tuple[int, ...], int] | None = None
+        self._latents: Sequence[Tensor] = ()
 
     def end_generation(self, *, clean: bool) -> None:
         """Ends a generation: waits for what was sent or, after an error, abandons it in the channels for good."""
@@ -137,7 +140,8 @@ class PipeFusion:
         if self.warmup_group is not None:
             self.warmup_group.end_generation(clean=clean)
         self._dummies.clear()
-        # This object outlives the picture: without this the keys would stay in memory.
+        # This object outlives the picture: without this its keys and latents would stay in memory.
+        self._latents = ()
         del self.generation
 
     # The loop
@@ -159,19 +163,32 @@ class PipeFusion:
             self._cleared = sure
         if self._latents_in is not None:
             for sure in range(self._returned + 1, min(step + 1, schedule.steps - 1)):
-                self._latents_in.expect_messages([MessageKey(sure, patch) for patch in range(self._patches)])
+                self._latents_in.expect_messages(
+                    key for patch in range(self._patches) for key in self._list_latent_keys(sure, patch)
+                )
                 self._returned = sure
 
-    def receive_stepped_patches(self, latents: Tensor, latent_dim: int, ops: list[Op], *, write: bool) -> None:
-        """Writes the stepped patches that `ops` receive into the first stage's latents, or only drains them."""
-        self._latents = (tuple(latents.shape), latent_dim)
+    def receive_stepped_patches(self, latents: Sequence[Tensor], ops: list[Op], *, write: bool) -> None:
+        """Writes the stepped patches that `ops` receive into the first stage's latents, or only drains them.
+
+        Args:
+            latents: of each scheduler that the pipeline steps.
+            ops: receive a patch each.
+            write: whether they are news.
+        """
+        self._latents = latents
         for op in ops:
             assert self._latents_in is not None and op.patch is not None
-            with self._trace.record_span("take", op.step, op.patch):
-                patch = self._latents_in.receive_message(MessageKey(op.step, op.patch), latents)
-            span = self.generation.layouts[0].locate_latents(op.patch)
-            if write:
-                latents.narrow(latent_dim, span.start, span.stop - span.start).copy_(patch)
+            for key in self._list_latent_keys(op.step, op.patch):
+                with self._trace.record_span("take", op.step, op.patch):
+                    patch = self._latents_in.receive_message(key, latents[key.branch])
+                if write:
+                    self.generation.pieces[key.branch][op.patch].put(latents[key.branch], patch)
+
+    def _list_latent_keys(self, step: int, patch: int) -> list[MessageKey]:
+        """The messages of a stepped patch: one for each scheduler that steps some of it, in place of the branch."""
+        pieces = enumerate(self.generation.pieces)
+        return [MessageKey(step, patch, index) for index, each in pieces if not each[patch].is_empty]
 
     def send_stepped_patch(self, patch: Tensor) -> None:
         """Sends a stepped patch to the first stage."""
@@ -180,7 +197,57 @@ class PipeFusion:
 
     # The block hooks
 
-    def begin_transformer_call(self, grid: Grid, batch_size: int) -> list[range]:
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether a call of the transformer computes part of its tokens or blocks here."""
+        return self._patches > 1 or self.stages > 1 or self._sequence.num_ranks > 1
+
+    def begin_branch(self, form: CallForm) -> None:
+        """A call of this form is about to be made: cuts its tokens into patches, where that was not done yet.
+
+        Every branch of guidance is cut where the first one is, whatever the length of its text: a patch of the
+        prediction is made of the same patch of each.
+        """
+        now = self.generation
+        if form.returns_text and self.warmup_group is not None:
+            raise PlanError(
+                f"warmup_mode={self._plan.warmup_mode}: the model makes a result of two streams, as of a video and its "
+                "sound, and ranks that share out synchronous steps send one; use serial or pipelined"
+            )
+        if form.returns_text and form.text < self._sequence.num_ranks:
+            raise PlanError(
+                f"the second stream, as a sound, has {form.text} tokens, and {self._sequence.num_ranks} ranks share "
+                "them out; use a lower ring or ulysses degree, or a longer video"
+            )
+        if now.layout_key in now.layouts:
+            known = now.branch_layout
+            if (known.grid, known.text) == (form.grid, form.text):
+                return
+            if now.pieces or now.is_stale:
+                raise StateError(
+                    f"a call has {form.grid.rows * form.grid.tokens_per_row} image and {form.text} text tokens and had "
+                    f"{known.image_tokens} and {known.text} before; patches and stale keys belong to one size, so use "
+                    "a plan without pipefusion, patches and distrifusion"
+                )
+            now.forget_layout()
+            now.memory.forget_branch_keys(now.branch)
+        self._plan.check(Facts(rows=form.grid.rows))
+        # The last stage steps the latents, so it has what the first one gets.
+        if self.stages > 2 and form.fed and (fed := [name for name, flag in form.fed.items() if flag]):
+            raise ModelError(
+                f"pipefusion={self.stages}: {fed[0]} is given what the forward makes of the latents, which only the "
+                "first and the last stage have; use pipefusion=2"
+            )
+        layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
+        if now.is_whole:
+            pass  # its patches are but parts of messages
+        elif now.branch and (0, False) in now.layouts:
+            layout = now.layouts[0, False].cut_alike(form.grid, form.text, form.start - self._start_of_image)
+        else:
+            self._start_of_image = form.start
+        now.layouts[now.layout_key] = layout
+
+    def begin_transformer_call(self, batch_size: int) -> list[range]:
         """The transformer is called on a batch: the ops of this call are due.
 
         Returns:
@@ -199,7 +266,6 @@ class PipeFusion:
                 f"the batch changed from {now.batch} to {batch_size} rows in mid-run, and what stages send each other "
                 "has those of the first step; keep guidance on for the whole run, or use pipefusion=1"
             )
-        self._grid = grid
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
         return micro_batches
 
@@ -209,11 +275,13 @@ class PipeFusion:
         now.micro_batch, now.batch_range = micro_batch, self.schedule.split_micro_batches(now.micro_step)[micro_batch]
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch, micro_batch)
 
+    def select_active_blocks(self, blocks: range) -> Collection[int]:
+        """In a step of the stages: the first block, own blocks, and the first one behind these."""
+        return blocks if self._active_warmup_group else self._active_blocks
+
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """Cuts the tokens at the first block, receives at the first own block, and sends behind the last own block."""
-        if index == 0:
-            state = self._enter_first_block(state)
-        if group := self._active_warmup_group:
+        """Receives at the first own block, and sends behind the last own block."""
+        if self.warmup_group is not None and (group := self._active_warmup_group):
             return group.run_block(index, block, state, self.generation)
         if index == self.owned.start:
             state = self._receive_activations(state)
@@ -221,58 +289,84 @@ class PipeFusion:
             self._send_activations(state)
         return block(state) if index in self.owned else state
 
-    def run_output(self, head: Callable[[Tensor], Tensor], x: Tensor, width: int) -> Tensor:
-        """The prediction, full-size: this patch fresh, the others as they were last. Zeros where nobody reads it."""
-        now, layout = self.generation, self.generation.branch_layout
-        shape = (x.shape[0], layout.image_tokens, width)
+    def leave_blocks(self, state: TokenState) -> TokenState | None:
+        """All tokens: those of this patch fresh, the others as they were last. None where nobody reads them."""
+        now = self.generation
         if group := self._active_warmup_group:
-            prediction = group.compute_prediction(head, x, width, now, self._ops)
+            tokens = group.gather_image_tokens(state.image, now, self._ops)
             self._record_compute()
-            return prediction
+            return TokenState(tokens, None) if self.is_last_stage else None
         if not self.is_last_stage:
-            return now.memory.get_persistent_buffer(("prediction", now.branch, now.micro_batch), shape, x)
-        fresh = self._streams.gather_stream(head(x), now.get_own_part(now.micro_step.patch).image_tokens)
+            return None
+        part = now.get_own_part(now.micro_step.patch)
+        image = self._streams.gather_stream(state.image, part.image_tokens)
+        text = state.text if now.form.returns_text else None
+        if text is not None:
+            text = self._streams.gather_stream(text, len(part.text) or DUMMY_TEXT)
         self._record_compute()
-        if now.has_all_image_tokens:
-            return fresh
-        whole = now.memory.get_persistent_buffer(("prediction", now.branch, now.micro_batch), shape, fresh)
+        if now.has_all_image_tokens and not now.keeps_keys:
+            return TokenState(image, text)
         parts = now.list_rank_parts(now.micro_step.patch)
-        shapes = [(fresh.shape[0], part.image_tokens, fresh.shape[2]) for part in parts]
-        gathered = start_gather(fresh, shapes, self._sequence.group, self._traffic, "prediction").wait_for_tensors()
-        for part, rank_prediction in zip(parts, gathered, strict=True):
-            write_tokens(whole, rank_prediction, part.image)
+        every = self._gather_tokens("image", image, now.branch_layout.image_tokens, [part.image for part in parts])
+        every_text = None
+        if text is not None:
+            text_runs = [(part.text,) for part in parts]
+            own_text = text if part.text else text[:, :0]
+            every_text = self._gather_tokens("text", own_text, now.branch_layout.text, text_runs)
+        # Those of a whole step are kept for the next one: the pipeline may look at all of a prediction.
+        return TokenState(image, text) if now.has_all_image_tokens else TokenState(every, every_text)
+
+    def _gather_tokens(self, stream: str, own: Tensor, length: int, runs: Sequence[Sequence[range]]) -> Tensor:
+        """All tokens of a stream, in which those of the ranks are written where `runs` says."""
+        now, (rows, _, width) = self.generation, own.shape
+        batch, part = (rows, range(rows)) if now.batch_range is None else (now.batch, now.batch_range)
+        whole = now.memory.get_persistent_buffer((stream, now.branch), (batch, length, width), own)
+        whole = whole[part.start : part.stop]
+        lengths = [sum(map(len, each)) for each in runs]
+        if any(lengths):
+            shapes = [(rows, count, width) for count in lengths]
+            gathered = start_gather(own, shapes, self._sequence.group, self._traffic, "prediction").wait_for_tensors()
+            for each, rank_tokens in zip(runs, gathered, strict=True):
+                write_tokens(whole, rank_tokens, each)
         return whole
 
     def end_transformer_call(self) -> None:
         """The transformer returns."""
         self.generation.advance_branch()
 
-    def _enter_first_block(self, state: TokenState) -> TokenState:
-        """Cuts the tokens down to those of the patch; two dummy tokens stand for a text that does not belong to it."""
+    def enter_blocks(self, state: TokenState) -> TokenState:
+        """The tokens of the patch; two dummy tokens stand for a text that does not belong to it."""
         now = self.generation
-        if now.branch not in now.layouts:
-            length = 0 if state.text is None else state.text.shape[1]
-            self._plan.check(Facts(rows=self._grid.rows))
-            now.layouts[now.branch] = Layout.cut_into_patches(self._grid, self._patches, length, self._joint)
-        self._widths[now.branch], self._dtype = state.image.shape[2], state.image.dtype
+        text_width = 0 if state.text is None else state.text.shape[2]
+        self._widths[now.branch], self._dtype = (state.image.shape[2], text_width), state.image.dtype
         if group := self._active_warmup_group:
             self._start = self._trace.mark_point()
-            return group.enter_first_block(state, now, self._get_dummy_text(state))
+            return group.enter_blocks(state, now, self._get_dummy_text(state))
         if self.stage > 0 and now.micro_step.step == 0:
             self._expect_call_messages()
+        if self.stage == 0:
+            return self.cut_tokens(state)
+        # Here the forward's own tokens are never read: they only have the length of those that will be received.
         part = now.get_own_part(now.micro_step.patch)
+        own = self._streams.locate_own_share(part.image_tokens)
+        text = self._cut_text(state)
+        return TokenState(state.image[:, : own.stop - own.start], text)
+
+    def cut_tokens(self, state: TokenState) -> TokenState:
+        """Of all tokens those of the patch that this rank computes."""
+        text, part = self._cut_text(state), self.generation.get_own_part(self.generation.micro_step.patch)
+        own = self._streams.locate_own_share(part.image_tokens)
+        runs = [state.image[:, run.start : run.stop] for run in part.image]
+        image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
+        return TokenState(_arrange_like(image[:, own], state.image), text)
+
+    def _cut_text(self, state: TokenState) -> Tensor | None:
+        part = self.generation.get_own_part(self.generation.micro_step.patch)
         text = None if state.text is None else state.text[:, part.text.start : part.text.stop]
         if not part.text:
             text = self._get_dummy_text(state)
         self._streams.set_stream_lengths(part.image_tokens, 0 if text is None else text.shape[1])
-        text = None if text is None else text[:, self._streams.locate_own_share(text.shape[1])]
-        own = self._streams.locate_own_share(part.image_tokens)
-        # Here the forward's own tokens are never read: they only have the length of those that will be received.
-        if self.stage > 0:
-            return TokenState(state.image[:, : own.stop - own.start], text)
-        runs = [state.image[:, run.start : run.stop] for run in part.image]
-        image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
-        return TokenState(image[:, own].contiguous(), text)
+        return None if text is None else text[:, self._streams.locate_own_share(text.shape[1])]
 
     @property
     def _active_warmup_group(self) -> WarmupGroup | None:
@@ -302,14 +396,17 @@ class PipeFusion:
             return state
         now, streams = self.generation, self._streams
         part = now.get_own_part(now.micro_step.patch)
-        own = streams.locate_own_share(len(part.text))
-        length = own.stop - own.start
-        text = parts[0][:, :length].contiguous() if part.text else state.text
-        parts[0] = parts[0][:, length:]
+        width, text_width = self._widths[now.branch]
+        text = state.text
+        if part.text:
+            own = streams.locate_own_share(len(part.text))
+            numbers = (own.stop - own.start) * text_width
+            text, parts[0] = parts[0][:, :numbers].unflatten(1, (-1, text_width)).contiguous(), parts[0][:, numbers:]
+        parts = [x.unflatten(1, (-1, width)) for x in parts]
         if len(parts) > 1:
             whole = [streams.gather_stream(x, now.get_own_part(patch).image_tokens) for patch, x in enumerate(parts)]
             parts = [torch.cat(whole, dim=1)[:, streams.locate_own_share(part.image_tokens)]]
-        return TokenState(parts[0].contiguous(), text)
+        return TokenState(_arrange_like(parts[0], state.image), text)
 
     def _send_activations(self, state: TokenState) -> None:
         self._record_compute()
@@ -323,9 +420,10 @@ class PipeFusion:
             if whole_step:  # patch after patch
                 message = image[:, at : at + part.image_tokens][:, streams.locate_own_share(part.image_tokens)]
                 at += part.image_tokens
+            message = message.flatten(1)
             if part.text:
                 assert state.text is not None
-                message = torch.cat([state.text, message], dim=1)
+                message = torch.cat([state.text.flatten(1), message], dim=1)
             if message.dtype != self._dtype:
                 raise StateError(
                     f"blocks made {message.dtype} of {self._dtype}, which the next stage waits for, as under "
@@ -375,12 +473,22 @@ class PipeFusion:
         if key.branch not in self._widths:
             return None
         rows = self.schedule.split_micro_batches(self.schedule.find_micro_step(key.step, key.patch))[key.micro_batch]
-        part = self.generation.get_own_part(key.patch, key.branch)
-        owns = [self._streams.locate_own_share(length) for length in (len(part.text), part.image_tokens)]
-        return (len(rows), sum(own.stop - own.start for own in owns), self._widths[key.branch])
+        part = self.generation.get_own_part(key.patch, (key.branch, key.step in self.generation.whole_steps))
+        owns = [self._streams.locate_own_share(length) for length in (part.image_tokens, len(part.text))]
+        pairs = zip(owns, self._widths[key.branch], strict=True)
+        return (len(rows), sum((own.stop - own.start) * width for own, width in pairs))
 
     def _compute_latent_shape(self, key: MessageKey) -> tuple[int, ...] | None:
-        assert self._latents is not None
-        shape, dim = self._latents
-        span = self.generation.layouts[0].locate_latents(key.patch)
-        return (*shape[:dim], span.stop - span.start, *shape[dim + 1 :])
+        if not self._latents:
+            return None
+        return self.generation.pieces[key.branch][key.patch].shape(self._latents[key.branch])
+
+
+def _arrange_like(x: Tensor, like: Tensor) -> Tensor:
+    """Tokens `[B, n, C]` in memory as the model has them, token after token or channel after channel.
+
+    A sum over channels rounds otherwise in the other order.
+    """
+    if like.stride(1) >= like.stride(2):
+        return x.contiguous()
+    return x.transpose(1, 2).contiguous().transpose(1, 2)

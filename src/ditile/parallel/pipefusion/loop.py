@@ -3,12 +3,15 @@
 `scheduler.set_timesteps` leaves timesteps that iterate in micro-steps: they yield each synchronous step once and each
 asynchronous one M times. `scheduler.step` steps the current patch alone. Whatever the pipeline does in between
 (guidance, casts, concatenation) happens in its own code on full-size tensors.
+
+A pipeline may step other latents by other schedulers in the same iteration, as those of a sound by a copy of its
+scheduler. Their pieces are found, stepped and sent as those of the first are: a patch without any of them steps none.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ditile.distributed import rng
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import AsyncMax, broadcast_tensor
@@ -24,21 +28,22 @@ from ditile.errors import ModelError, StateError
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import GenerationMemory, RelativeChange
 from ditile.hooks.overrides import WatchedMethod, override_attribute, replace_globals
+from ditile.hooks.pieces import Piece
 from ditile.hooks.protocols import BatchShare
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.patch_schedulers import (
+    PatchExtra,
     PatchSchedulers,
     StepTimesteps,
     extract_sample,
-    find_argument_names,
     replace_latents,
 )
+from ditile.parallel.pipefusion.rehearsal import Rehearsal
+from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, OpKind, Schedule
-
-OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 
 
 @dataclass(slots=True)
@@ -50,12 +55,14 @@ class StepCallbacks:
         on_step_end: called with (step, timestep, latents) at the end of each step; latents are whole only where wanted.
         wants_latents: which steps need the whole latents on every rank.
         progress: called at each micro-step, to show that this rank is alive.
+        generators: which the pipeline may draw from.
     """
 
     on_loop_begin: Callable[[int], None]
     on_step_end: Callable[[int, Any, Tensor], None]
     wants_latents: Callable[[int], bool]
     progress: Callable[[], None]
+    generators: Sequence[torch.Generator] = ()
 
 
 class Loop:
@@ -66,11 +73,12 @@ class Loop:
         mesh: for decisions and the final broadcast.
         plan: patches and warmup.
         split: how ranks share out the tokens.
-        latent_dim: the dimension of the latents that patches cut.
         trace: records each op.
+        may_change: whether the pipeline calls another model, or one in another mode, in some steps.
 
     Attributes:
         when_over: called after the last step.
+        generation: the one under way, or none.
     """
 
     def __init__(
@@ -79,60 +87,59 @@ class Loop:
         mesh: Mesh,
         plan: Plan,
         split: Split,
-        *,
-        latent_dim: int,
         trace: GenerationTrace,
+        *,
+        may_change: bool = False,
     ) -> None:
         self._pipefusion, self._mesh, self._trace = pipefusion, mesh, trace
-        self._plan, self._split, self._dim = plan, split, latent_dim
+        self._may_change = may_change
+        self._plan, self._split = plan, split
         # Replicas exchange latents at the end, so they must stop at the same step.
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
-        self._generation: Generation | None = None
-        self._latents: Tensor | None = None
+        self.generation = Generation()
+        self._main: SteppedLatents | None = None
+        self._streams: list[SteppedLatents] = []  # in the order in which the pipeline steps them
         self._timestep: Tensor | None = None
-        self._copies: PatchSchedulers | None = None
         self._adaptive_warmup: AdaptiveWarmup | None = None
         self._relative_change: RelativeChange | None = None
 
     def install_scheduler_hooks(self, stack: ExitStack, pipe: Any, batch: BatchShare, callbacks: StepCallbacks) -> None:
-        """Overrides the scheduler that a pipeline has now until the stack is closed.
+        """Overrides the schedulers that a pipeline has now, and their copies, until the stack is closed.
 
         Args:
             batch: which images and calls are this rank's.
         """
         self._pipe, self._scheduler, self._batch, self._callbacks = pipe, pipe.scheduler, batch, callbacks
-        self._call = inspect.signature(self._scheduler.step)
-        self._roles = find_argument_names(self._call)
-        mine: dict[str, Callable[..., Any]] = {
-            "set_timesteps": self._set_timesteps,
-            "step": self._step_scheduler,
-            "scale_model_input": self._scale_model_input,
-        }
-        for name in OVERRIDES:
-            stock = getattr(self._scheduler, name, None)
-            if stock is not None:
-                override_attribute(stack, self._scheduler, name, WatchedMethod(mine[name], stock))
+        others = [each for each in vars(pipe).values() if hasattr(each, "set_timesteps") and hasattr(each, "step")]
+        for scheduler in {id(each): each for each in (self._scheduler, *others)}.values():
+            for name in OVERRIDES:
+                # Only the timesteps of the pipeline's own scheduler drive its loop.
+                if hasattr(scheduler, name) and (name != "set_timesteps" or scheduler is self._scheduler):
+                    watched = self._watch_method(scheduler, name, getattr(scheduler, name))
+                    override_attribute(stack, scheduler, name, watched)
         stack.callback(self._leave_pipeline)
 
-    def get_generation(self) -> Generation:
-        """The generation under way.
+    def _watch_method(self, scheduler: Any, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        """What a scheduler has in place of one of its methods; a copy that is made before the loop has the same."""
+        if name == "set_timesteps":
+            return WatchedMethod(self._set_timesteps, stock)
+        mine = self._step_scheduler if name == "step" else self._scale_model_input
 
-        Raises:
-            StateError: if the pipeline's loop is not running.
-        """
-        if self._generation is None:
-            raise StateError(
-                "the transformer was called outside the pipeline's loop over scheduler.timesteps; "
-                "call the runner, or restore() it to use the transformer by itself"
-            )
-        return self._generation
+        def watch_copy(copied: Callable[..., Any]) -> Callable[..., Any]:
+            owner = getattr(copied, "__self__", None)
+            # What is copied in the loop, as by a callback, is nobody's of the pipeline.
+            is_for_loop = owner is not None and not self.generation.is_under_way
+            return self._watch_method(owner, name, copied) if is_for_loop else copied
+
+        return WatchedMethod(functools.partial(mine, scheduler), stock, watch_copy)
 
     @property
     def closing_step(self) -> int | None:
-        """The step whose last micro-step was just done; None within a step."""
-        micro = self.get_generation().micro_step
-        return micro.step if self._schedule.is_last_of_step(micro) else None
+        """The step whose last micro-step was just done; None within a step, or a rehearsal."""
+        now = self.generation
+        is_rehearsal = now.rehearsed_patch is not None
+        return now.micro_step.step if not is_rehearsal and self._schedule.is_last_of_step(now.micro_step) else None
 
     @property
     def num_steps(self) -> int:
@@ -142,7 +149,8 @@ class Loop:
     @property
     def num_images(self) -> int | None:
         """Images of this replica; None before the first step ended."""
-        return None if self._latents is None else int(self._batch.view_own_images(self._latents).shape[0])
+        latents = None if self._main is None else self._main.latents
+        return None if latents is None else int(self._batch.view_own_images(latents).shape[0])
 
     @property
     def synchronous_steps(self) -> list[int]:
@@ -151,13 +159,15 @@ class Loop:
 
     def forget_constants(self) -> None:
         """Forgets what was constant: a callback may have changed it."""
-        self.get_generation().memory.forget_constants()
+        self.generation.memory.forget_constants()
 
     def drop_generation(self) -> None:
         """Forgets the generation. One that ended by an error leaves its messages behind."""
-        if self._generation is not None:
+        if self.generation.is_under_way:
             self._pipefusion.end_generation(clean=False)
-        self._generation = self._latents = self._copies = self._adaptive_warmup = self._relative_change = None
+        self.generation.become(Generation())
+        self._main = self._adaptive_warmup = self._relative_change = None
+        self._streams = []
         timesteps = vars(self._scheduler).get("timesteps")
         if isinstance(timesteps, StepTimesteps):
             self._scheduler.timesteps = timesteps.to_plain_tensor()
@@ -180,7 +190,7 @@ class Loop:
 
         Pipelines index sigmas and timesteps by that number, and compare it with the number of steps.
         """
-        if self._plan.num_patches == 1:
+        if self._plan.num_patches * self._plan.pipefusion == 1 and not self._rehearses_changes:
             return pipeline_call
         return replace_globals(pipeline_call, {"enumerate": self._enumerate_steps})
 
@@ -188,8 +198,8 @@ class Loop:
         """`enumerate`, which numbers the timestep of a micro-step by its step."""
         for count, item in enumerate(iterable, start):
             # By identity: it may come through a progress bar.
-            is_driven = self._generation is not None and item is self._timestep
-            yield start + self.get_generation().micro_step.step if is_driven else count, item
+            is_driven = self.generation.is_under_way and item is self._timestep
+            yield start + self.generation.micro_step.step if is_driven else count, item
 
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says.
@@ -197,20 +207,28 @@ class Loop:
         If the pipeline asks for the second one before it has called the model, it gets the other timesteps as they are.
         """
         generation = self._begin_generation(timesteps)
+        main = self._main = SteppedLatents(self._scheduler, type(self._pipe).__name__)
+        self._streams = [main]
+        if self._has_partial_latents or self._rehearses_changes:
+            yield from self._rehearse(timesteps)
+            if not self._streams:
+                self._finish_generation(stopped=False)
+                yield from timesteps[1:]
+                return
         step = 0
         while step < self._schedule.steps:
             self._begin_step(step)
             for micro in self._schedule.list_micro_steps(step):
                 yield from self._run_micro_step(micro, timesteps[step])
-                if not self._stepped:
+                if not main.is_stepped:
                     self._finish_generation(stopped=False)
                     yield from timesteps[1:]
                     return
+                self._batch.check_streams(len(self._streams))
                 if self._adaptive_warmup is not None:
                     self._adaptive_warmup.start_change_sum()
-            generation.memory.forget_step_constants()
-            if self._adaptive_warmup is not None and self._latents is not None:
-                self._adaptive_warmup.record_step_changes(generation, self._latents.shape[0])
+            if self._adaptive_warmup is not None and main.latents is not None:
+                self._adaptive_warmup.record_step_changes(generation, main.latents.shape[0])
             step += 1
         self._finish_generation(stopped=step < len(timesteps))
 
@@ -218,23 +236,25 @@ class Loop:
         schedule = Schedule.from_plan(self._plan if not self._batch.is_idle else Plan(), len(timesteps))
         self._batch.begin_generation()
         self._relative_change = RelativeChange(self._mesh["cfg"].index) if schedule.adaptive else None
-        generation = Generation(
-            schedule.compute_key_ages,
-            schedule.keeps_keys,
-            schedule.reads_stale_keys,
-            self._split,
-            self._mesh.sequence.index,
-            self._batch.select_branches,
-            GenerationMemory(self._relative_change),
+        generation = self.generation
+        generation.become(
+            Generation(
+                schedule,
+                self._plan.rounds_otherwise,
+                True,
+                self._split,
+                self._mesh.sequence.index,
+                self._batch.select_branches,
+                GenerationMemory(self._relative_change),
+            )
         )
         warmup_group = self._pipefusion.warmup_group
         if warmup_group is not None:
             generation.warmup_split = Split(warmup_group.size)
             generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
-        self._schedule, self._generation, self._timesteps = schedule, generation, timesteps
-        self._latents = self._copies = None
+        self._schedule, self._timesteps = schedule, timesteps
         self._stop_flags: list[AsyncMax] = []
-        self._finite_flags: list[Tensor] = []  # of each step on the device, where they wait to be read
+        self._finite_flags: dict[int, Tensor] = {}  # of each step on the device, where they wait to be read
         self._adaptive_warmup = (
             None
             if self._relative_change is None
@@ -246,60 +266,90 @@ class Loop:
         self._callbacks.on_loop_begin(len(timesteps))
         return generation
 
+    def _rehearse(self, timesteps: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Iterations before the first step: see `rehearsal.py`. Without one the pipeline calls no model in its loop."""
+        now, saved = self.generation, rng.read_generator_states(self._callbacks.generators)
+        self._streams = []  # each is added when it is first stepped
+        rehearsal = Rehearsal(now, self._streams, type(self._pipe).__name__)
+        steps = self._schedule.steps if self._may_change else 1
+        patches = self._plan.num_patches if self._has_partial_latents else 0
+        for timestep in rehearsal.iterate_calls(timesteps, steps, patches):
+            self._timestep = timestep
+            self._callbacks.progress()
+            yield timestep
+        if not self._streams:
+            return
+        rng.restore_generators(self._callbacks.generators, saved)
+        self._schedule = replace(self._schedule, again=self._schedule.again | rehearsal.changed_steps)
+        if self._has_partial_latents:
+            for each in self._streams:
+                each.end_rehearsal(self._plan.num_patches, adaptive=self._schedule.adaptive)
+            now.pieces = [each.pieces for each in self._streams]
+
     def _begin_step(self, step: int) -> None:
         """Starts to agree on stopping; what was agreed in the step before says whether the next step runs.
 
         With warmup=auto the ranks of an image agree on changes too, which say whether this step is synchronous.
         """
-        assert self._generation is not None
         self._stop_flags.append(AsyncMax(self._stop_group, int(self._stop_wanted), self._mesh.traffic))
         if self._stop_group is not None:
             self._mesh.traffic.count_message("control", 8)
         if step > 0 and self._stop_flags[step - 1].wait_for_max() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
-            self._generation.keeps_keys = self._schedule.keeps_keys
         if (
             self._adaptive_warmup is not None
             and self._adaptive_warmup.decide_synchronous_step(step)
             and step >= self._schedule.warmup
         ):
             self._schedule = replace(self._schedule, again=self._schedule.again | {step})
-            self._generation.is_stale = self._schedule.reads_stale_keys
+        self.generation.schedule = self._schedule
         self._pipefusion.prepare_step(step, self._schedule)
 
     def _run_micro_step(self, micro: MicroStep, timestep: Tensor) -> Iterator[Tensor]:
         """One micro-step: yields until the pipeline has stepped the scheduler."""
-        assert self._generation is not None
-        self._generation.micro_step = micro
+        self.generation.enter_micro_step(micro)
         self._callbacks.progress()
-        self._exchange_latents(micro)
-        self._stepped, self._timestep = False, timestep
-        while not self._stepped:
+        if self._schedule.adaptive:
+            self._exchange_latents(micro)
+        self._timestep = timestep
+        for each in self._streams:
+            each.is_stepped = False
+        while not self._is_stepped:
             yield timestep
             wanted = self._note_interrupt()
-            if not self._stepped and not wanted:
-                if micro == next(iter(self._schedule.list_micro_steps(0))) and not self._generation.branch:
+            if not self._is_stepped and not wanted:
+                if micro == next(iter(self._schedule.list_micro_steps(0))) and not self.generation.branch:
                     return
                 raise StateError(f"{type(self._pipe).__name__} went on without stepping its scheduler at {micro}")
 
+    @property
+    def _is_stepped(self) -> bool:
+        """Whether all schedulers were stepped in the micro-step at hand."""
+        return all(map(operator.attrgetter("is_stepped"), self._streams))
+
     def _exchange_latents(self, micro: MicroStep) -> None:
-        """What goes between stages before the model is called: the latents of the step before."""
+        """What goes between stages before the model is called in a micro-step: the latents of the step before.
+
+        It is not known in advance which micro-step follows where warmup decides by itself.
+        """
+        for each in self._streams:
+            each.release_patches(self._schedule.list_patches(micro))
         ops = list(self._schedule.iter_ops_before_call(self._pipefusion.stage, micro))
         if not ops:
             return
-        assert self._latents is not None
-        own, warmup_group = self._batch.view_own_images(self._latents), self._pipefusion.warmup_group
-        write = self._synced != micro.step - 1
+        own = [self._batch.view_own_images(each.latents) for each in self._streams if each.latents is not None]
+        warmup_group, write = self._pipefusion.warmup_group, self._synced != micro.step - 1
         takes = [op for op in ops if op.kind is OpKind.RECEIVE_STEPPED_PATCH]
         if takes:
-            self._pipefusion.receive_stepped_patches(own, self._dim, takes, write=write)
+            self._pipefusion.receive_stepped_patches(own, takes, write=write)
         for op in ops:
-            if op.kind is OpKind.SEND_WHOLE_LATENTS and warmup_group is not None:
-                warmup_group.send_whole_latents(own, op)
-            elif op.kind is OpKind.RECEIVE_WHOLE_LATENTS and warmup_group is not None:
-                whole = warmup_group.receive_whole_latents(own)
-                if write:
-                    own.copy_(whole)
+            for latents in own:
+                if op.kind is OpKind.SEND_WHOLE_LATENTS and warmup_group is not None:
+                    warmup_group.send_whole_latents(latents, op)
+                elif op.kind is OpKind.RECEIVE_WHOLE_LATENTS and warmup_group is not None:
+                    whole = warmup_group.receive_whole_latents(latents)
+                    if write:
+                        latents.copy_(whole)
 
     def _note_interrupt(self) -> bool:
         """Holds back `pipe._interrupt` until all ranks agree on the step."""
@@ -317,7 +367,7 @@ class Loop:
         if stopped:
             self._pipe._interrupt = True
         self._pipefusion.end_generation(clean=True)
-        self._generation = None
+        self.generation.become(Generation())
         for done in self.when_over:
             done()
         self._batch.end_generation()
@@ -326,7 +376,7 @@ class Loop:
     def _check_finite_latents(self) -> None:
         """Raises `ModelError` on all ranks if latents became NaN or infinite on one: they would be a black picture."""
         # Read once for all steps, because reading waits for a GPU.
-        finite = torch.stack(self._finite_flags).tolist() if self._finite_flags else []
+        finite = torch.stack([*self._finite_flags.values()]).tolist() if self._finite_flags else []
         steps = self._schedule.steps
         left = steps - finite.index(False) if False in finite else 0
         most_left = AsyncMax(self._stop_group, left, self._mesh.traffic).wait_for_max()
@@ -340,68 +390,139 @@ class Loop:
 
     # The scheduler
 
-    def _scale_model_input(self, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        timestep = args[0] if args else kwargs.get("timestep")
-        patches = self._schedule.list_patches(self.get_generation().micro_step) if self._is_stepping_rank else range(1)
-        return self._get_patch_schedulers().scale_sample(sample, timestep, patches, read=self._pipefusion.reads_latents)
+    def _find_stream(self, scheduler: Any) -> SteppedLatents | None:
+        """What a scheduler steps; None where its own method will do: outside of the loop, or where all have all of it.
 
-    def _step_scheduler(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        call = dict(self._call.bind(*args, **kwargs).arguments)
-        call |= call.pop("kwargs", {})
-        model_output, timestep, sample = (call.pop(name) for name in self._roles)
-        now = self.get_generation()
-        self._batch.check_prediction(model_output, sample)
-        self._copy_new_latents(sample)
-        if self._is_stepping_rank:
-            result = self._step_patches(model_output, timestep, call)
+        Raises:
+            StateError: if the pipeline's own scheduler is stepped outside of the loop, or another one only now.
+        """
+        if scheduler is self._scheduler:
+            self.generation.check_under_way()
+            stream = self._main
+        elif not self.generation.is_under_way or not (self._has_partial_latents or self._mesh["data"].num_ranks > 1):
+            return None
         else:
-            result = self._step_on_corner(model_output, timestep, call)
-        assert self._latents is not None
+            stream = next((each for each in self._streams if each.scheduler is scheduler), None)
+        stream = stream or SteppedLatents(scheduler, type(self._pipe).__name__)
+        if stream not in self._streams:
+            if self._has_partial_latents and self.generation.rehearsed_patch != 0:
+                raise StateError(
+                    f"{type(self._pipe).__name__} steps a scheduler that it did not step before, so what that steps "
+                    "cannot be cut into patches; use a plan without pipefusion and patches"
+                )
+            self._streams.append(stream)
+        return stream
+
+    def _scale_model_input(
+        self, scheduler: Any, stock: Callable[..., Tensor], sample: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        timestep = args[0] if args else kwargs.get("timestep")
+        if scheduler is self._scheduler:
+            self.generation.check_under_way()
+        stream = next((each for each in (self._main, *self._streams) if each and each.scheduler is scheduler), None)
+        if stream is None:
+            return stock(sample, *args, **kwargs)
+        patches = self._schedule.list_patches(self.generation.micro_step) if self._is_stepping_rank else range(1)
+        return self._get_copies(stream).scale_sample(sample, timestep, patches, read=self._pipefusion.reads_latents)
+
+    def _step_scheduler(self, scheduler: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stream = self._find_stream(scheduler)
+        if stream is None:
+            return stock(*args, **kwargs)
+        model_output, timestep, sample, call = stream.bind_step_call(*args, **kwargs)
+        now = self.generation
+        if now.rehearsed_patch is not None:
+            return self._note_rehearsal(stream, model_output, timestep, sample, call)
+        if stream is self._main:
+            self._batch.check_prediction(model_output, sample)
+        # A pipeline may step a first time to see the picture without noise, and count back.
+        is_again = stream.is_stepped
+        if not self._has_partial_latents:
+            self._get_copies(stream).take_state(stream.scheduler)
+        stream.copy_new_latents(sample, now, partial=self._has_partial_latents, synced=self._synced)
+        if self._is_stepping_rank:
+            result = self._step_patches(stream, model_output, timestep, call)
+        else:
+            result = self._step_on_corner(stream, model_output, timestep, call)
+        stream.is_stepped = True
+        if self._is_stepped:
+            self._send_stepped_patches(now.micro_step)
         last = now.micro_step.step == self._schedule.steps - 1
         if self._schedule.is_last_of_step(now.micro_step):
-            self._end_step(now.micro_step.step, timestep)
-        now.end_micro_step()
-        self._stepped = True
-        whole = functools.partial(self._complete_step_extras, last=last)
+            self._end_step(stream, now.micro_step.step, timestep, is_again=is_again)
+        # Already now, so that what the pipeline makes of the latents that it is given has all that is to come. Messages
+        # have one order whatever a micro-step brings: what is sent waits for all streams, and all is received at once.
+        following = self._schedule.find_following(now.micro_step)
+        is_due = self._is_stepped if self._pipefusion.is_last_stage else stream is self._streams[0]
+        if following is not None and not self._schedule.adaptive:
+            stream.release_patches(self._schedule.list_patches(following))
+            if is_due:
+                self._exchange_latents(following)
+        if stream is self._main and not is_again:
+            now.end_micro_step()
+        assert stream.latents is not None
+        whole = functools.partial(self._complete_step_extras, stream, last=last)
         return replace_latents(
-            result, self._latents, whole, keep=not self._has_partial_latents and self._mesh["data"].num_ranks == 1
+            result, stream.latents, whole, keep=not self._has_partial_latents and self._mesh["data"].num_ranks == 1
         )
 
-    def _complete_step_extras(self, extras: Sequence[Any], *, last: bool) -> list[Any]:
+    def _note_rehearsal(
+        self, stream: SteppedLatents, prediction: Tensor, timestep: Any, sample: Tensor, call: dict[str, Any]
+    ) -> Any:
+        """Where NaN came out are the latents of the rehearsed patch; the latents stay as they are."""
+        stream.note_rehearsal(prediction, sample, is_cut=self._has_partial_latents)
+        # Each rehearsal is a first step, before which nothing was made besides latents.
+        first = {name: None if isinstance(value, PatchExtra) else value for name, value in call.items()}
+        zeros = torch.zeros_like(prediction)
+        result = self._get_copies(stream).step_on_corner(zeros, timestep, sample, first, closes=False)
+        stream.reset_step_index()
+        if stream is self._main:
+            self.generation.branch = 0
+        assert stream.latents is not None
+        whole = functools.partial(self._complete_step_extras, stream, last=False)
+        return replace_latents(result, stream.latents, whole, keep=False)
+
+    def _complete_step_extras(self, stream: SteppedLatents, extras: Sequence[Any], *, last: bool) -> list[Any]:
         """What a step made besides latents: of all images after the last step, of this replica's images before."""
-        if self._has_partial_latents and extras:
-            raise StateError(
-                f"{type(self._pipe).__name__} takes more than latents from {type(self._scheduler).__name__}, which "
-                "has made it of one patch here; use a plan without pipefusion and patches"
-            )
-        assert self._latents is not None
-        own = [self._latents if self._batch.is_idle else one for one in extras]
+        if self._has_partial_latents:
+            return [PatchExtra(index) for index in range(len(extras))]
+        own = [stream.latents if self._batch.is_idle else one for one in extras]
         return [self._batch.gather_latents(one) if last and isinstance(one, Tensor) else one for one in own]
 
-    def _step_patches(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
-        now = self.get_generation()
+    def _step_patches(self, stream: SteppedLatents, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
+        now, copies = self.generation, self._get_copies(stream)
+        assert stream.latents is not None
         result: Any = None
-        patch: Tensor | None = None
-        for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, now.micro_step):
-            assert op.patch is not None and self._latents is not None
-            span = self._locate_patch(op.patch)
-            if op.kind is OpKind.SEND_STEPPED_PATCH:
-                assert patch is not None
-                self._pipefusion.send_stepped_patch(self._batch.view_own_images(patch))
+        stream.stepped_patches.clear()
+        for patch in self._schedule.list_patches(now.micro_step):
+            piece = self._locate_patch(stream, patch)
+            if piece.is_empty:  # such as a sound in any patch but the first
+                copies.skip_patch(call, stream.latents.device)
                 continue
-            with self._trace.record_span("step", op.step, op.patch):
-                patch, result = self._get_patch_schedulers().step_patch(
-                    op.patch, prediction, timestep, self._latents, (self._dim, span), call
-                )
-                self._write_patch(patch, span)
+            with self._trace.record_span("step", now.micro_step.step, patch):
+                stepped, result = copies.step_patch(patch, prediction, timestep, stream.latents, piece, call)
+                self._record_change(stream, stepped, piece)
+            stream.stepped_patches[patch] = stream.held_patches[patch] = stepped
+        if self._schedule.patches == 1:
+            stream.release_patches(range(1))
+        if result is None:
+            result = copies.step_on_corner(prediction, timestep, stream.latents, call, closes=False)
         return result
 
-    def _locate_patch(self, patch: int) -> slice:
+    def _send_stepped_patches(self, micro: MicroStep) -> None:
+        """Sends the patches of a micro-step to the first stage, patch after patch."""
+        if not self._is_stepping_rank:
+            return
+        for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, micro):
+            for stream in self._streams:
+                if op.kind is OpKind.SEND_STEPPED_PATCH and op.patch in stream.stepped_patches:
+                    patch = stream.stepped_patches.pop(op.patch)
+                    self._pipefusion.send_stepped_patch(self._batch.view_own_images(patch))
+
+    def _locate_patch(self, stream: SteppedLatents, patch: int) -> Piece:
         """Where a patch is in the latents; all of them where latents are not cut."""
-        assert self._latents is not None
-        if self._has_partial_latents:
-            return self.get_generation().layouts[0].locate_latents(patch)
-        return slice(0, self._latents.shape[self._dim])
+        assert stream.latents is not None
+        return stream.pieces[patch] if self._has_partial_latents else Piece.of_all(stream.latents)
 
     @property
     def _is_stepping_rank(self) -> bool:
@@ -409,65 +530,63 @@ class Loop:
         return self._pipefusion.is_last_stage and not self._batch.is_idle
 
     @property
+    def _rehearses_changes(self) -> bool:
+        """Whether no latents are cut, and keys are stale where nothing changed all the same."""
+        return self._may_change and self._plan.distrifusion > 1
+
+    @property
     def _has_partial_latents(self) -> bool:
         """Whether latents are stepped patch by patch, or on another stage."""
         return self._schedule.patches > 1 or self._schedule.stages > 1
 
-    def _step_on_corner(self, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
-        assert self._latents is not None
-        closes = self._schedule.is_last_of_step(self.get_generation().micro_step)
-        result = self._get_patch_schedulers().step_on_corner(prediction, timestep, self._latents, call, closes=closes)
-        self._latents = self._latents.to(extract_sample(result).dtype)
+    def _step_on_corner(self, stream: SteppedLatents, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
+        assert stream.latents is not None
+        closes = self._schedule.is_last_of_step(self.generation.micro_step)
+        result = self._get_copies(stream).step_on_corner(prediction, timestep, stream.latents, call, closes=closes)
+        stream.latents = stream.latents.to(extract_sample(result).dtype)
         return result
 
-    def _copy_new_latents(self, sample: Tensor) -> None:
-        """Takes over the latents that the pipeline begins with, or that a callback gave it; never the user's own."""
-        if sample is self._latents:
-            return
-        micro = self.get_generation().micro_step
-        after_callback = micro.patch in (None, 0) and self._synced == micro.step - 1
-        if self._latents is not None and self._has_partial_latents and not after_callback:
-            raise StateError(
-                f"{type(self._pipe).__name__} replaced the latents between steps, behind the scheduler, at {micro}; "
-                "such a pipeline cannot be divided into patches"
-            )
-        self._latents = sample.clone()
-
-    def _write_patch(self, patch: Tensor, span: slice) -> None:
-        assert self._latents is not None
-        if patch.dtype != self._latents.dtype:
-            self._latents = self._latents.to(patch.dtype)
-        before = self._latents.narrow(self._dim, span.start, span.stop - span.start)
+    def _record_change(self, stream: SteppedLatents, patch: Tensor, piece: Piece) -> None:
+        assert stream.latents is not None
+        if patch.dtype != stream.latents.dtype:
+            stream.latents = stream.latents.to(patch.dtype)
+        before = piece.take(stream.latents)
         if self._relative_change is not None:
             self._relative_change.record_change(
                 ("latents", 0, 0), self._batch.view_own_images(patch), self._batch.view_own_images(before)
             )
-        before.copy_(patch)
 
-    def _end_step(self, step: int, timestep: Any) -> None:
+    def _end_step(self, stream: SteppedLatents, step: int, timestep: Any, *, is_again: bool) -> None:
         """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""
-        assert self._latents is not None
-        self._get_patch_schedulers().sync_step_index(self._scheduler)
+        assert stream.latents is not None
+        copies = self._get_copies(stream)
+        if self._has_partial_latents:
+            copies.sync_step_index(stream.scheduler)
+        else:
+            copies.give_state(stream.scheduler)
         last = step == self._schedule.steps - 1
         if self._is_stepping_rank:
-            self._finite_flags.append(torch.isfinite(self._batch.view_own_images(self._latents)).all())
+            fresh = [stream.latents, *stream.held_patches.values()]
+            finite = torch.stack([torch.isfinite(self._batch.view_own_images(x)).all() for x in fresh]).all()
+            known = self._finite_flags.get(step)
+            self._finite_flags[step] = finite if known is None else known & finite.to(known.device)
         wanted = self._callbacks.wants_latents(step)
+        if last or wanted:
+            stream.release_patches(range(self._schedule.patches))
         self._synced = step if wanted else self._synced
         # Over the replicas first, so that the broadcast along the stages carries all images.
         if (last or wanted) and self._pipefusion.is_last_stage:
-            self._latents = self._batch.gather_latents(self._latents)
+            stream.latents = self._batch.gather_latents(stream.latents)
         stages = self._mesh["pipefusion"]
         if (last or wanted) and stages.group is not None:
             kind = "result" if last else "callback"
-            self._latents = broadcast_tensor(
-                self._latents, stages.num_ranks - 1, stages.group, self._mesh.traffic, kind
+            stream.latents = broadcast_tensor(
+                stream.latents, stages.num_ranks - 1, stages.group, self._mesh.traffic, kind
             )
-        self._callbacks.on_step_end(step, timestep, self._latents)
+        if stream is self._main and not is_again:
+            self._callbacks.on_step_end(step, timestep, stream.latents)
 
-    def _get_patch_schedulers(self) -> PatchSchedulers:
-        if self._copies is None:
-            patches = self._plan.num_patches if self._is_stepping_rank else 1
-            self._copies = PatchSchedulers(
-                self._scheduler, OVERRIDES, self._plain, patches, len(self._timesteps), self._roles
-            )
-        return self._copies
+    def _get_copies(self, stream: SteppedLatents) -> PatchSchedulers:
+        patches = self._plan.num_patches if self._is_stepping_rank else 1
+        timesteps = self._plain if stream is self._main else stream.scheduler.timesteps
+        return stream.get_copies(patches, timesteps, len(self._timesteps))

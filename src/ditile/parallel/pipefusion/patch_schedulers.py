@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ditile.distributed import rng
 from ditile.errors import StateError
+from ditile.hooks.pieces import Piece
 
-Span = tuple[int, slice]
 STEP_ARGUMENTS = ("model_output", "timestep", "sample")
 
 
@@ -45,12 +45,28 @@ class PatchSchedulers:
         self._stochastic: bool | None = None
         self._names = names
         self._saved: list[Tensor] = []
+        self._drawn: list[Tensor] = []
         self._shadowed: Any = None
+        self._extras: dict[int, Sequence[Any]] = {}
+        self._is_given = False
 
     def sync_step_index(self, scheduler: Any) -> None:
         """Tells the stock scheduler, which is never stepped, where it would be: in-painting pipelines read it there."""
         if "_step_index" in vars(scheduler):
             scheduler._step_index = self._copies[0]._step_index
+
+    def take_state(self, scheduler: Any) -> None:
+        """Takes what the pipeline has changed in the stock scheduler since `give_state`; of latents that are whole."""
+        if self._is_given:
+            vars(self._copies[0]).update({name: vars(scheduler)[name] for name in self._list_state()})
+
+    def give_state(self, scheduler: Any) -> None:
+        """Brings the stock scheduler to where the only copy is: pipelines count it back, or cut its history."""
+        self._is_given = True
+        vars(scheduler).update({name: vars(self._copies[0])[name] for name in self._list_state()})
+
+    def _list_state(self) -> list[str]:
+        return [name for name in vars(self._copies[0]) if name != "timesteps"]
 
     def scale_sample(self, x: Tensor, timestep: Any, patches: range, *, read: bool) -> Tensor:
         """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
@@ -75,13 +91,19 @@ class PatchSchedulers:
             generators = rng.list_generators(call.get("generator"), sample.device)
             saved = rng.read_generator_states(generators)
             corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
+            cut = {
+                name: value[corner[: value.ndim]] if _is_like(value, sample) else value for name, value in call.items()
+            }
             scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
-            self._shadowed = self._step_copy(scheduler, prediction[corner], timestep, sample[corner], call)
+            extras = self._extras.get(-1)
+            self._shadowed = self._step_copy(scheduler, prediction[corner], timestep, sample[corner], cut, -1)
+            if not closes:
+                self._extras[-1] = extras or ()
             rng.restore_generators(generators, saved)
         return self._shadowed
 
     def step_patch(
-        self, patch: int, prediction: Tensor, timestep: Any, sample: Tensor, span: Span, call: Mapping[str, Any]
+        self, patch: int, prediction: Tensor, timestep: Any, sample: Tensor, piece: Piece, call: Mapping[str, Any]
     ) -> tuple[Tensor, Any]:
         """Steps one patch. Returns its new latents and the scheduler's own result.
 
@@ -89,7 +111,7 @@ class PatchSchedulers:
             patch: which.
             prediction, sample: full tensors, fresh at the patch.
             timestep: the step's timestep.
-            span: (dimension, slice) of the patch.
+            piece: where the patch is.
             call: further arguments of `scheduler.step`.
 
         Raises:
@@ -97,15 +119,18 @@ class PatchSchedulers:
         """
         generators = rng.list_generators(call.get("generator"), sample.device)
         before = rng.read_generator_states(generators)
-        part = _copy_patch(prediction, span), _copy_patch(sample, span)
+        # The scheduler may keep them, and the tensors themselves are written over in the next step.
+        part = piece.take(prediction).clone(), piece.take(sample).clone()
+        cut = {name: piece.take_prefix(value) if _is_like(value, sample) else value for name, value in call.items()}
         if self._stochastic is None:
             probe = copy.deepcopy(self._copies[patch])
             for _ in range(self._probes):
-                self._step_copy(probe, part[0], timestep, part[1], call)
+                self._step_copy(probe, part[0], timestep, part[1], cut, patch)
+            self._extras.pop(patch, None)
             self._stochastic = rng.has_state_change(generators, before)
             rng.restore_generators(generators, before)
         if not self._stochastic:
-            result = self._step_copy(self._copies[patch], part[0], timestep, part[1], call)
+            result = self._step_copy(self._copies[patch], part[0], timestep, part[1], cut, patch)
             if rng.has_state_change(generators, before):
                 raise StateError(
                     f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
@@ -115,28 +140,52 @@ class PatchSchedulers:
         if patch == 0:
             self._saved = before
         rng.restore_generators(generators, self._saved)
-        result = self._step_copy(self._copies[patch], prediction.clone(), timestep, sample.clone(), call)
-        return _narrow_to_patch(extract_sample(result), span), result
+        result = self._step_copy(self._copies[patch], prediction.clone(), timestep, sample.clone(), call, patch)
+        self._drawn = rng.read_generator_states(generators)
+        return piece.take(extract_sample(result)), result
+
+    def skip_patch(self, call: Mapping[str, Any], device: torch.device) -> None:
+        """A patch in which nothing of these latents is stepped: random numbers go on behind those of the step."""
+        if self._stochastic:
+            rng.restore_generators(rng.list_generators(call.get("generator"), device), self._drawn)
 
     def _step_copy(
-        self, scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any]
+        self, scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any], patch: int
     ) -> Any:
-        return scheduler.step(**dict(zip(self._names, (prediction, timestep, sample), strict=True)), **call)
+        """Steps a copy; what it made of this patch besides latents in the step before is given to it again."""
+        extras = self._extras.get(patch, ())
+        own = {name: value.select(extras) if isinstance(value, PatchExtra) else value for name, value in call.items()}
+        result = scheduler.step(**dict(zip(self._names, (prediction, timestep, sample), strict=True)), **own)
+        self._extras[patch] = result[1:] if isinstance(result, tuple) else ()
+        return result
+
+
+class PatchExtra:
+    """Stands for what steps made of the patches besides latents, which the pipeline may give to the next step alone."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def select(self, extras: Sequence[Any]) -> Any:
+        """That of one patch; None if it was not stepped yet."""
+        return extras[self._index] if self._index < len(extras) else None
+
+    def __getattr__(self, name: str) -> Any:
+        raise StateError(
+            "the pipeline takes more than latents from its scheduler, which has made it of one patch here; use a plan "
+            "without pipefusion and patches"
+        )
+
+
+def _is_like(value: Any, sample: Tensor) -> bool:
+    """Whether an argument of `step` has the first dimensions of the latents, such as a timestep for each token."""
+    return isinstance(value, Tensor) and 1 < value.ndim <= sample.ndim and value.shape == sample.shape[: value.ndim]
 
 
 def find_argument_names(step: inspect.Signature) -> Sequence[str]:
     """What a scheduler calls the prediction, the timestep and the latents: CogVideoX's has others between these."""
     names = list(step.parameters)
     return STEP_ARGUMENTS if set(STEP_ARGUMENTS) <= set(names) else names[:3]
-
-
-def _narrow_to_patch(x: Tensor, span: Span) -> Tensor:
-    return x.narrow(span[0], span[1].start, span[1].stop - span[1].start)
-
-
-def _copy_patch(x: Tensor, span: Span) -> Tensor:
-    """A patch of a tensor, which the scheduler may keep: the tensor itself is written over in the next step."""
-    return _narrow_to_patch(x, span).clone()
 
 
 def extract_sample(result: Any) -> Tensor:

@@ -16,9 +16,12 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import PeerChannel, start_exchange, start_gather
-from ditile.hooks.block_hooks import TokenState, TransformerHooks
+from ditile.errors import ModelError
+from ditile.hooks.block_calls import write_tokens
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.block_policy import TokenState
 from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, refuse_key_masks
+from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask
 from ditile.hooks.protocols import AttentionKernel, KeySource
 from ditile.parallel.attention.core import merge_rank_runs
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
@@ -103,7 +106,7 @@ class WarmupGroup:
 
     # A call of the transformer
 
-    def enter_first_block(self, state: TokenState, now: Generation, dummies: Tensor | None) -> TokenState:
+    def enter_blocks(self, state: TokenState, now: Generation, dummies: Tensor | None) -> TokenState:
         """A member's share of the tokens, at the first block."""
         if not self.is_member:
             return state
@@ -125,34 +128,34 @@ class WarmupGroup:
             if self.weight_stream is not None:
                 self.weight_stream.receive_block(index)
             return block(state)
-        if index in self._owned and now.keeps_keys(now.micro_step.step):
+        if index in self._owned and now.keeps_keys:
             self._receive_keys(index, state, now)
         return state
 
-    def compute_prediction(
-        self, head: Callable[[Tensor], Tensor], x: Tensor, width: int, now: Generation, ops: Iterator[Op]
-    ) -> Tensor:
-        """The prediction, whole on the last stage; zeros where nobody reads it."""
-        fresh = head(x) if self.is_member else None
+    def gather_image_tokens(self, own: Tensor, now: Generation, ops: Iterator[Op]) -> Tensor:
+        """The image tokens behind the last block `[B, N, C]`, whole on the last stage; elsewhere not to be read.
+
+        Args:
+            own: those of a member.
+        """
         if self.weight_stream is not None:
             self.weight_stream.release_weights()
-        if fresh is not None and self.stage == self.last and self.size == 1:
-            return fresh
-        whole = now.memory.get_persistent_buffer(
-            ("prediction", now.branch), (x.shape[0], now.branch_layout.image_tokens, width), x
-        )
-        parts = now.list_rank_parts(None)
-        if fresh is not None and self.stage == self.last:
-            write_tokens(whole, fresh, parts[self.stage].image)
+        if self.is_member and self.stage == self.last and self.size == 1:
+            return own
+        shape = (own.shape[0], now.branch_layout.image_tokens, own.shape[2])
+        parts, whole = now.list_rank_parts(None), own
+        if self.stage == self.last:
+            whole = now.memory.get_persistent_buffer(("image", now.branch), shape, own)
+            if self.is_member:
+                write_tokens(whole, own, parts[self.stage].image)
         for op in ops:
             if op.kind is OpKind.SEND_PREDICTION:
-                assert fresh is not None
-                self._channels[self.stage, self.last, PREDICTION].send_tensor(fresh)
+                self._channels[self.stage, self.last, PREDICTION].send_tensor(own)
             elif op.kind is OpKind.RECEIVE_PREDICTION:
                 assert op.peer is not None
                 part = parts[op.peer]
-                shape = (x.shape[0], part.image_tokens, width)
-                write_tokens(whole, self._receive_tensor((op.peer, self.last, PREDICTION), shape, x), part.image)
+                shape = (own.shape[0], part.image_tokens, own.shape[2])
+                write_tokens(whole, self._receive_tensor((op.peer, self.last, PREDICTION), shape, own), part.image)
         return whole
 
     # Keys and values
@@ -173,11 +176,28 @@ class WarmupGroup:
         k, v = torch.cat(parts, dim=2)
         return k, v
 
-    def store_or_send_keys(self, layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation) -> None:
+    def gather_mask(self, mask: KeyPaddingMask, layer: str, tokens: LayerTokens) -> Tensor:
+        """The mask of the keys of all members `[B or 1, N or 1, 1, keys]`, in their order."""
+        own = mask.join_ring_masks()
+        if self.size == 1:
+            return own
+        if self.size <= self.last or mask.covers_sequence:
+            raise ModelError(
+                f"{layer} masks keys, which warmup_mode=separate does not send to other stages, nor masks of pairs "
+                "along a warmup group; use another warmup_mode"
+            )
+        flat = own.to(torch.uint8) if own.dtype == torch.bool else own
+        shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
+        parts = start_gather(flat, shapes, self._group, self._traffic, KEYS).wait_for_tensors()
+        return torch.cat(parts, dim=3).to(own.dtype)
+
+    def store_or_send_keys(
+        self, layer: str, k: Tensor, v: Tensor, mask: Tensor | None, tokens: LayerTokens, now: Generation
+    ) -> None:
         """Writes keys of the whole image into this stage's store, or sends them to the stage that owns the layer."""
         owner = self._find_layer_owner(layer)
         if owner == self.stage:
-            _write_keys(layer, k, v, tokens, now)
+            _write_keys(layer, k, v, tokens, now, mask)
         elif owner >= self.size and self.stage == 0:
             self._channels[0, owner, KEYS].send_tensor(torch.stack([k, v]))
 
@@ -190,7 +210,7 @@ class WarmupGroup:
     def _receive_keys(self, index: int, state: TokenState, now: Generation) -> None:
         hook = self._hooks.chain[index]
         for name, attention in hook.list_attentions():
-            tokens = now.get_layer_tokens(joint=name in hook.io.attn)
+            tokens = now.get_layer_tokens("J" if hook.sees_text(name) else "N")
             size = attention.to_k.out_features // attention.heads
             shape = (2, state.image.shape[0], tokens.length, attention.heads, size)
             k, v = self._receive_tensor((0, self.stage, KEYS), shape, state.image)
@@ -207,40 +227,42 @@ class WarmupGroupKeys:
     """Whose keys a layer attends to: in a step of the warmup group those of its members, else those of `others`.
 
     Attributes:
-        current: the generation under way.
+        now: the generation under way.
         layer: the layer's name in the model.
         warmup_group: gathers and keeps.
         kernel: attends.
         others: attends in all other steps.
     """
 
-    current: Callable[[], Generation]
+    now: Generation
     layer: str
     warmup_group: WarmupGroup
     kernel: AttentionKernel
     others: KeySource
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`. Raises `ModelError` if keys are masked."""
-        now = self.current()
+        """The output of the queries, `[B, S, N, H]`.
+
+        Raises:
+            ModelError: if keys are masked and go to stages outside of the group, or queries are told apart.
+        """
+        now = self.now
         if now.micro_step.patch is not None:
             return self.others.attend_to_keys(q, k, v, tokens, extra)
-        refuse_key_masks(extra, self.layer)
         k, v = self.warmup_group.gather_keys(k, v, tokens)
-        if now.keeps_keys(now.micro_step.step):
-            self.warmup_group.store_or_send_keys(self.layer, k, v, tokens, now)
-        return self.kernel(q, k, v, scale=extra.scale)
+        mask = None if extra.mask is None else self.warmup_group.gather_mask(extra.mask, self.layer, tokens)
+        if now.keeps_keys:
+            self.warmup_group.store_or_send_keys(self.layer, k, v, mask, tokens, now)
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
+        return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
 
-def _write_keys(layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation) -> None:
-    store = now.memory.get_key_store(now.branch, layer, tokens.length, now.branch_layout.num_patches)
+def _write_keys(
+    layer: str, k: Tensor, v: Tensor, tokens: LayerTokens, now: Generation, mask: Tensor | None = None
+) -> None:
+    store = now.memory.get_key_store(now.branch, layer, tokens.length, tokens.patches)
     store.write_keys(k, v, merge_rank_runs(tokens))
+    if mask is not None:
+        store.write_mask(mask, merge_rank_runs(tokens))
     store.mark_written(now.micro_step.step)
-
-
-def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
-    """Writes tokens `[B, n, C]` at the places `runs` of a whole sequence `[B, S, C]`."""
-    at = 0
-    for run in runs:
-        whole[:, run.start : run.stop] = values[:, at : at + len(run)]
-        at += len(run)

@@ -21,7 +21,7 @@ from ditile.distributed.transport import PendingMessages, gather_json, start_bro
 from ditile.errors import ModelError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.overrides import ACCELERATE_FORWARD
-from ditile.hooks.placeholders import build_meta_model, list_quantized_parameters
+from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.plan.cost import ALIGNMENT
 
 BLOCKS_AHEAD = 2
@@ -82,7 +82,7 @@ class WeightStream:
         own = [_lay_out_tensors(self._blocks[index]) for index in stages[mesh.stage_index]]
         self._entries = _gather_block_specs(own, stages, mesh)
         if hooks.has_placeholders():
-            hooks = TransformerHooks(build_meta_model(hooks.transformer), hooks.spec)
+            hooks = hooks.copy_to_meta()
         self._buffers: list[Tensor] = []
         self._pending_broadcasts: dict[int, PendingMessages] = {}
         self._current_weights: dict[int, dict[str, Tensor]] = {}

@@ -7,7 +7,6 @@ layer's image tokens and keeps the keys of the whole image for every layer, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import PendingMessages, Traffic, start_exchange
 from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, refuse_key_masks
+from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask
 from ditile.hooks.kv_store import AgeChecks, KeyStore
 from ditile.hooks.protocols import AttentionKernel
 from ditile.parallel.sequence.ring import collect_rank_runs
@@ -34,7 +33,7 @@ class DistriFusionKeys:
     """The keys of one layer on one rank.
 
     Attributes:
-        current: the generation under way.
+        now: the generation under way.
         layer: the layer's name in the model.
         axis: the ranks that own a patch each.
         kernel: attends.
@@ -42,7 +41,7 @@ class DistriFusionKeys:
         check: asserts that the ages of the keys are what the schedule says, if given.
     """
 
-    current: Callable[[], Generation]
+    now: Generation
     layer: str
     axis: Axis
     kernel: AttentionKernel
@@ -50,16 +49,17 @@ class DistriFusionKeys:
     check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`. Raises `ModelError` if keys are masked."""
-        refuse_key_masks(extra, self.layer)
-        now, own = self.current(), self.axis.index
-        step, stale = now.micro_step.step, now.is_stale(now.micro_step.step)
+        """The output of the queries, `[B, S, N, H]`."""
+        now, own = self.now, self.axis.index
+        if not tokens.image:  # every rank has all of the text
+            return self.kernel(q, k, v, mask=extra.mask.ring_masks[own] if extra.mask else None, scale=extra.scale)
+        step, stale = now.micro_step.step, now.is_stale
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, self.axis.num_ranks)
         if store.incoming is not None:
             self._receive_patch_keys(store, tokens, step - 1)
         whole = store.write_keys(k, v, collect_rank_runs(tokens, self.axis.num_ranks)[own])
         store.mark_written(step, own)
-        if not stale or now.keeps_keys(step):
+        if not stale or now.keeps_keys:
             store.incoming = self._send_patch_keys(k, v, tokens)
         if not stale:
             self._receive_patch_keys(store, tokens, step)
@@ -67,7 +67,22 @@ class DistriFusionKeys:
             self.check.expect_ages(
                 store, step, compute_patch_ages(own, self.axis.num_ranks, stale), f"{self.layer} in step {step}"
             )
-        return self.kernel(q, *whole, scale=extra.scale)
+        mask = None if extra.mask is None else self._join_masks(extra.mask, tokens)
+        k, v = whole
+        if extra.further is not None:
+            k, v, mask = extra.further.join_keys(k, v, mask)
+        return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+
+    def _join_masks(self, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
+        """The mask of all keys in the order of the sequence, from those of every rank."""
+        first = mask.ring_masks[0]
+        whole = first.new_zeros((*first.shape[:3], tokens.length))
+        for part, runs in zip(mask.ring_masks, collect_rank_runs(tokens, self.axis.num_ranks), strict=True):
+            at = 0
+            for run in runs:
+                whole[..., run.start : run.stop] = part[..., at : at + len(run)]
+                at += len(run)
+        return whole
 
     def _send_patch_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> PendingMessages:
         """Starts to send this patch's keys to the others. Messages of all layers take as much memory as their keys."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_gather
 from ditile.errors import ModelError
 from ditile.hooks.generation import LayerTokens
-from ditile.hooks.key_padding import KeyPaddingMask, normalize_key_mask
+from ditile.hooks.key_padding import KeyPaddingMask, expand_mask, make_pairs_error
+from ditile.hooks.token_arguments import take_runs
 from ditile.plan.layout import pick_even_chunk
 
 KIND = "masks"
@@ -22,13 +23,8 @@ MAX_CACHED_MASKS = 1024  # guidance branches x the layers that share one core
 class CachedMask(NamedTuple):
     """A gathered mask, and what it was made from, kept so that no other object gets its identity."""
 
-    source: tuple[object, ...]
+    source: Tensor
     mask: KeyPaddingMask
-
-
-def identify_mask(mask: Tensor) -> tuple[object, ...]:
-    """The mask itself: it is remembered as long as the layer is given the same tensor."""
-    return (mask,)
 
 
 class GatheredKeyMaskSource:
@@ -38,19 +34,11 @@ class GatheredKeyMaskSource:
         axis: all ranks that share out the tokens, those along ulysses inside.
         ulysses: those that share out the heads too.
         traffic: counts bytes.
-        source: the objects that a mask follows from: while they are the same, so is the mask. None if that is unknown.
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        ulysses: Axis,
-        traffic: Traffic,
-        source: Callable[[Tensor], tuple[object, ...] | None] = identify_mask,
-    ) -> None:
+    def __init__(self, axis: Axis, ulysses: Axis, traffic: Traffic) -> None:
         assert axis.group is not None
         self._axis, self._group, self._ulysses, self._traffic = axis, axis.group, ulysses, traffic
-        self._source = source
         self._cached_masks: dict[Hashable, CachedMask] = {}
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
@@ -63,28 +51,31 @@ class GatheredKeyMaskSource:
             heads: how many there are, to keep this rank's; None keeps all.
 
         Raises:
-            ModelError: if it tells queries apart, or is of another number of keys.
+            ModelError: if it tells queries apart and is not of the whole sequence, or is of another number of keys.
         """
-        flat, own = normalize_key_mask(mask, batch), tokens.rank_lengths[tokens.index] + tokens.dummies
+        flat, own = expand_mask(mask, batch), tokens.rank_lengths[tokens.index] + tokens.dummies
+        if flat.shape[2] > 1 and flat.shape[2:] != (tokens.length, tokens.length):
+            raise make_pairs_error(flat)
         if flat.shape[-1] != own and not _covers_all_keys(flat, tokens):
             raise ModelError(
                 f"an attention mask of {flat.shape[-1]} keys came with {own} keys of {tokens.length} on this rank; "
                 "give one of all of them, or of those here, or run this model with ulysses=1 and ring=1"
             )
-        source = self._source(mask)
-        if source is None:
-            return self._assemble_mask(flat, tokens, heads)
-        key = (tokens.runs, flat.shape, heads, *map(id, source))
+        key = (tokens.runs, flat.shape, heads, id(mask))
         if key not in self._cached_masks:
             if len(self._cached_masks) >= MAX_CACHED_MASKS:
                 self._cached_masks.clear()
-            self._cached_masks[key] = CachedMask(source, self._assemble_mask(flat, tokens, heads))
+            self._cached_masks[key] = CachedMask(mask, self._assemble_mask(flat, tokens, heads))
         return self._cached_masks[key].mask
 
     def _assemble_mask(self, mask: Tensor, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """From `[B or 1, N or 1, 1, keys]`; a mask of all keys is cut, and nothing travels."""
+        """From `[B or 1, N or 1, queries or 1, keys]`; a mask of all keys is cut, and nothing travels."""
         if mask.stride(1) == 0:
             mask = mask[:, :1]
+        if mask.shape[2] > 1:
+            first = tokens.index // self._ulysses.num_ranks * self._ulysses.num_ranks
+            line = tokens.runs[first : first + self._ulysses.num_ranks]
+            mask = take_runs(mask, [run for runs in line for run in runs], 2)
         if _covers_all_keys(mask, tokens):
             parts = [torch.cat([mask[..., run.start : run.stop] for run in runs], dim=-1) for runs in tokens.runs]
         else:

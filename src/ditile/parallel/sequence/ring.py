@@ -47,7 +47,10 @@ class RingKeys:
                 shape = (*block.shape[:2], length, *block.shape[3:])
                 coming = start_shift(block, shape, self._group, self._traffic, KIND)
             mask = extra.mask.ring_masks[(self._axis.index - turn) % size] if extra.mask else None
-            part = self._kernel.attend_with_lse(q, block[0], block[1], mask=mask, scale=extra.scale)
+            k, v = block
+            if turn == 0 and extra.further is not None:
+                k, v, mask = extra.further.join_keys(k, v, mask)
+            part = self._kernel.attend_with_lse(q, k, v, mask=mask, scale=extra.scale)
             merged = part if merged is None else merge_attention(merged, part)
             if coming is not None:
                 (block,) = coming.wait_for_tensors()

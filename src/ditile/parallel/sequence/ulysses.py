@@ -15,7 +15,7 @@ layer, M heads of this rank (of all tensors that travel together, where they are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -25,9 +25,11 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PendingMessages, Traffic, start_all_to_all
+from ditile.errors import PlanError
 from ditile.hooks.generation import Generation, LayerTokens
 from ditile.hooks.protocols import DeferredTensor
 from ditile.plan.layout import pick_even_chunk
+from ditile.plan.plan import format_divisors
 
 KIND = "ulysses"
 
@@ -80,31 +82,45 @@ class UlyssesExchange:
     Args:
         axis: the ranks that share out the tokens and the heads.
         traffic: counts bytes.
+        uneven: whether one rank may have a head more than another.
     """
 
     overlaps = False
 
-    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, traffic: Traffic, *, uneven: bool = True) -> None:
         assert axis.group is not None
+        self._uneven = uneven
         self._index, self._ranks, self._group, self._traffic = axis.index, len(axis.ranks), axis.group, traffic
 
     def exchange_tokens_for_heads(
-        self, q_BPNH: Tensor, k_BPNH: Tensor, v_BPNH: Tensor, tokens: LayerTokens
+        self, q_BPNH: Tensor, k_BPNH: Tensor, v_BPNH: Tensor, tokens: LayerTokens, keys: LayerTokens
     ) -> tuple[Tensor, ...]:
         """q, k, v `[B, own tokens, N, H]` to `[B, tokens of all ranks, own heads, H]`, in the order of the ranks."""
         num_heads = q_BPNH.shape[2]
+        self._check_heads(num_heads)
         k_BPNH, v_BPNH = self._repeat_uneven_heads(k_BPNH, num_heads), self._repeat_uneven_heads(v_BPNH, num_heads)
-        shares = self._get_shares(tokens, num_heads, k_BPNH.shape[2], v_BPNH.shape[2])
-        return self._receive_heads(self._send_heads((q_BPNH, k_BPNH, v_BPNH), shares), shares, q_BPNH)
+        if keys is tokens:
+            return self._exchange_tensors((q_BPNH, k_BPNH, v_BPNH), tokens)
+        return (*self._exchange_tensors((q_BPNH,), tokens), *self._exchange_tensors((k_BPNH, v_BPNH), keys))
+
+    def _exchange_tensors(self, tensors: Sequence[Tensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
+        """Tensors of the same tokens, which travel together."""
+        shares = self._get_shares(tokens, *(x_BPNH.shape[2] for x_BPNH in tensors))
+        if tokens.are_none:
+            runs = zip(tensors, shares.heads[self._index], strict=True)
+            return tuple(x_BPNH[:, :, run.start : run.stop] for x_BPNH, run in runs)
+        return self._receive_heads(self._send_heads(tensors, shares), shares, tensors[0])
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """The same of q, k and v that are yet to be made: here they are made before any travels."""
         q_BPNH, k_BPNH, v_BPNH = (make() for make in makers)
-        return self.exchange_tokens_for_heads(q_BPNH, k_BPNH, v_BPNH, tokens)
+        return self.exchange_tokens_for_heads(q_BPNH, k_BPNH, v_BPNH, tokens, tokens)
 
     def exchange_heads_for_tokens(self, out_BSMH: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """`[B, tokens of all ranks, own heads, H]` to `[B, own tokens, N, H]`."""
         shares, (batch, _, own_heads, size) = self._get_shares(tokens, heads), out_BSMH.shape
+        if tokens.are_none:
+            return out_BSMH.new_empty((batch, 0, heads, size))
         receives, sends = shares.size_messages(batch * size)
         length = shares.lengths[self._index]
         if shares.is_even:
@@ -115,6 +131,12 @@ class UlyssesExchange:
         (received,) = self._start(flat, sends, receives).wait_for_tensors()
         messages = zip(received.split(receives), shares.num_heads, strict=True)
         return torch.cat([message.view(batch, length, count, size) for message, count in messages], dim=2)
+
+    def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
+        """This rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
+        x = self._repeat_uneven_heads(x, heads)
+        own = pick_even_chunk(range(x.shape[2]), self._ranks, self._index)
+        return x[:, :, own.start : own.stop]
 
     def _send_heads(self, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
         """Starts to send each rank its heads of some tensors `[B, P, N, H]`, and to receive this rank's."""
@@ -153,6 +175,13 @@ class UlyssesExchange:
     def _get_shares(self, tokens: LayerTokens, *heads: int) -> HeadAndTokenShares:
         return share_heads_and_tokens(tokens, heads, self._index, self._ranks)
 
+    def _check_heads(self, heads: int) -> None:
+        if heads % self._ranks and not self._uneven:
+            raise PlanError(
+                f"ulysses={self._ranks} does not divide the {heads} heads of a layer and uaa is off; try "
+                f"{format_divisors(heads)}, or leave uaa out"
+            )
+
     def _repeat_uneven_heads(self, x_BPNH: Tensor, heads: int) -> Tensor:
         """Grouped-query heads are repeated where a rank's queries would need half a group."""
         groups = x_BPNH.shape[2]
@@ -163,23 +192,32 @@ class OverlappedUlysses(UlyssesExchange):
     """Each projection travels while the next one is computed.
 
     Args:
-        axis, traffic: as above.
-        trace, current: record when each exchange began and ended.
+        axis, traffic, uneven: as above.
+        trace, now: record when each exchange began and ended.
     """
 
     overlaps = True
 
-    def __init__(self, axis: Axis, traffic: Traffic, trace: GenerationTrace, current: Callable[[], Generation]) -> None:
-        super().__init__(axis, traffic)
-        self._trace, self._current = trace, current
+    def __init__(
+        self,
+        axis: Axis,
+        traffic: Traffic,
+        trace: GenerationTrace,
+        now: Generation,
+        *,
+        uneven: bool = True,
+    ) -> None:
+        super().__init__(axis, traffic, uneven=uneven)
+        self._trace, self._now = trace, now
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """q, k and v, each made and sent before the next is made: three exchanges."""
-        (step, patch), branch = self._current().micro_step, self._current().branch
+        (step, patch), branch = self._now.micro_step, self._now.branch
         under_way: list[tuple[Tensor, HeadAndTokenShares, PendingMessages, object]] = []
         for name, make in zip("qkv", makers, strict=True):
             with self._trace.record_span(f"project {name}", step, patch, branch):
                 x_BPNH = make()
+            self._check_heads(under_way[0][0].shape[2] if under_way else x_BPNH.shape[2])
             x_BPNH = self._repeat_uneven_heads(x_BPNH, (under_way[0][0] if under_way else x_BPNH).shape[2])
             shares = self._get_shares(tokens, x_BPNH.shape[2])
             under_way.append((x_BPNH, shares, self._send_heads([x_BPNH], shares), self._trace.mark_point()))

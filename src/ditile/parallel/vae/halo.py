@@ -8,15 +8,15 @@ of input rows; whoever has the input row at its place owns the output row. A `St
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import PendingMessages, Traffic, start_exchange, start_gather
+from ditile.distributed.transport import Traffic, start_exchange, start_gather
 from ditile.errors import ModelError
 
 
@@ -152,49 +152,147 @@ KIND = "vae"
 """The kind under which its bytes are counted."""
 
 
-class Strip:
-    """This rank's rows. Tensors are `[B, C, rows, W]`.
+class PendingRows(Protocol):
+    """Rows under way."""
+
+    def wait_for_tensors(self) -> list[Tensor]: ...
+
+
+class RowLinks(Protocol):
+    """How rows travel between the ranks of a picture.
 
     Attributes:
-        rows: how the picture is cut at the resolution that the coder has come to; the modules that change the
-            resolution change it.
+        index: this rank.
+        num_ranks: how many there are.
+    """
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    def start_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor
+    ) -> PendingRows:
+        """Starts messages to and from several peers; `receives` are (peer, shape) of tensors like one."""
+
+    def start_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> PendingRows:
+        """Starts to exchange a tensor with every rank; theirs have these shapes. All arrive, in rank order."""
+
+
+class GroupLinks:
+    """Links over a process group.
+
+    Args:
+        axis: the ranks of a picture.
+        traffic: counts what is sent, as "vae".
+    """
+
+    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+        self.index, self.num_ranks = axis.index, axis.num_ranks
+        self._group, self._traffic = axis.group, traffic
+
+    def start_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor
+    ) -> PendingRows:
+        """As `RowLinks` says."""
+        return start_exchange(sends, receives, like, self._group, self._traffic, KIND)
+
+    def start_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> PendingRows:
+        """As `RowLinks` says."""
+        return start_gather(x, shapes, self._group, self._traffic, KIND)
+
+
+class Strip:
+    """This rank's rows of a picture or a video. Tensors are `[B, C, rows, W]` or `[B, C, T, rows, W]`.
+
+    Attributes:
+        rows: how the picture is cut at the resolution of the tensor that was looked at last.
         block_size: output rows that a convolution makes at a time; None for all.
     """
 
-    def __init__(self, axis: Axis, traffic: Traffic, block_size: int | None) -> None:
-        self.rows = PictureRows.split_evenly(0, axis.num_ranks)
+    def __init__(self, links: RowLinks, block_size: int | None = None) -> None:
+        self.rows = PictureRows.split_evenly(0, links.num_ranks)
         self.block_size = block_size
-        self._axis, self._traffic = axis, traffic
+        self._links, self._rank = links, links.index
+        self._known: list[PictureRows] = []
+
+    @property
+    def own_height(self) -> int:
+        """The rows that this rank has."""
+        return self.rows.rows_per_rank[self._rank]
 
     @property
     def picture_share(self) -> float:
         """The part of the picture that this rank has."""
-        return self.rows.rows_per_rank[self._axis.index] / self.rows.picture_height
+        return self.rows.rows_per_rank[self._rank] / self.rows.picture_height
 
-    def select_own_rows(self, picture: Tensor) -> Tensor:
-        """Cuts a picture that all ranks have; returns this rank's rows of it."""
-        self.rows = PictureRows.split_evenly(picture.shape[2], self._axis.num_ranks)
-        own = self.rows.select_rank_rows(self._axis.index)
-        return picture[:, :, own.start : own.stop]
+    def select_own_rows(self, picture: Tensor, unit: int = 1) -> Tensor:
+        """Cuts a picture that all ranks have; returns this rank's rows of it.
+
+        Args:
+            picture: all rows.
+            unit: a power of two: rows of which strips have a whole number, or else of half as many, and so on, so that
+                each has whole rows at the lowest resolution of a coder.
+        """
+        height, num_ranks = picture.shape[-2], self._links.num_ranks
+        while unit > 1 and (height % unit or height < unit * num_ranks):
+            unit //= 2
+        rows = PictureRows.split_evenly(height // unit, num_ranks)
+        self.rows = PictureRows(tuple(cut * unit for cut in rows.cuts))
+        self._known = [self.rows]
+        own = self.rows.select_rank_rows(self._rank)
+        return picture.narrow(-2, own.start, len(own))
+
+    def find_rows(self, height: int) -> None:
+        """Finds out at which resolution a tensor of so many own rows is, and sets `rows` to it.
+
+        Besides what operations with a window made there may be resolutions that views made: a whole number of rows of
+        each known row, or one of each such number.
+
+        Raises:
+            ModelError: if the tensor has no such number of rows.
+        """
+        rank = self._rank
+        if self.rows.rows_per_rank[rank] == height:
+            return
+        for rows in reversed(self._known):
+            if rows.rows_per_rank[rank] == height:
+                self.rows = rows
+                return
+        for rows in self._known:
+            own = rows.rows_per_rank[rank]
+            if own and not height % own:
+                self._remember_rows(PictureRows(tuple(cut * (height // own) for cut in rows.cuts)))
+                return
+            if height and not own % height and not any(cut % (own // height) for cut in rows.cuts):
+                self._remember_rows(PictureRows(tuple(cut // (own // height) for cut in rows.cuts)))
+                return
+        raise ModelError(
+            f"a coder makes {height} rows of a strip of {self._known[0].rows_per_rank[rank]}, so that it cannot be "
+            "divided by rows; use vae=whole"
+        )
+
+    def _remember_rows(self, rows: PictureRows) -> None:
+        self.rows = rows
+        if rows not in self._known:
+            self._known.append(rows)
 
     def begin_operation(self, window: RowWindow) -> Halo:
         """Returns this rank's part in an operation, and cuts the picture as its output is cut."""
-        part = plan_halo_exchange(self.rows, window, self._axis.index)
-        self.rows = window.divide_output_rows(self.rows)
+        part = plan_halo_exchange(self.rows, window, self._rank)
+        self._remember_rows(window.divide_output_rows(self.rows))
         return part
 
     def start_halo_exchange(self, x: Tensor, part: Halo) -> Callable[[], list[tuple[range, Tensor]]]:
         """Starts to send and to receive halo rows; returns what waits for all rows that this rank can see."""
-        batch, channels, _, width = x.shape
         start = part.own.start
         parts = (*part.above, *part.below)
-        exchange = start_exchange(
-            [(peer, x[:, :, rows.start - start : rows.stop - start]) for peer, rows in part.sends],
-            [(peer, (batch, channels, len(rows), width)) for peer, rows in parts],
+        exchange = self._links.start_exchange(
+            [(peer, x.narrow(-2, rows.start - start, len(rows))) for peer, rows in part.sends],
+            [(peer, (*x.shape[:-2], len(rows), x.shape[-1])) for peer, rows in parts],
             x,
-            self._axis.group,
-            self._traffic,
-            KIND,
         )
 
         def wait_for_rows() -> list[tuple[range, Tensor]]:
@@ -204,31 +302,32 @@ class Strip:
 
         return wait_for_rows
 
-    def start_strip_gather(self, x: Tensor, units: int = 1) -> PendingMessages:
+    def start_strip_gather(self, x: Tensor, units: int = 1) -> PendingRows:
         """Starts to gather the strips of all ranks, rows first: `[units * rows, ...]`, `units` to a row."""
         shapes = [(units * size, *x.shape[1:]) for size in self.rows.rows_per_rank]
-        return start_gather(x, shapes, self._axis.group, self._traffic, KIND)
+        return self._links.start_gather(x, shapes)
 
     def gather_picture(self, x: Tensor) -> Tensor:
         """The whole picture, on every rank."""
-        return torch.cat(self.start_strip_gather(x.movedim(2, 0)).wait_for_tensors()).movedim(0, 2).contiguous()
+        self.find_rows(x.shape[-2])
+        return torch.cat(self.start_strip_gather(x.movedim(-2, 0)).wait_for_tensors()).movedim(0, -2).contiguous()
 
     def gather_picture_on_first(self, x: Tensor) -> Tensor:
         """The whole picture on the first rank; elsewhere zeros around this rank's own rows."""
-        sizes, first = self.rows.rows_per_rank, self._axis.index == 0
+        self.find_rows(x.shape[-2])
+        sizes, first = self.rows.rows_per_rank, self._rank == 0
         peers = [rank for rank in range(1, len(sizes)) if sizes[rank]]
-        batch, channels, _, width = x.shape
         sends = [] if first or not x.numel() else [(0, x)]
-        receives = [(rank, (batch, channels, sizes[rank], width)) for rank in peers] if first else []
-        parts = start_exchange(sends, receives, x, self._axis.group, self._traffic, KIND).wait_for_tensors()
+        receives = [(rank, (*x.shape[:-2], sizes[rank], x.shape[-1])) for rank in peers] if first else []
+        parts = self._links.start_exchange(sends, receives, x).wait_for_tensors()
         if first:
-            return torch.cat([x, *parts], dim=2)
-        own = self.rows.select_rank_rows(self._axis.index)
-        whole = x.new_zeros(batch, channels, self.rows.picture_height, width)
-        whole[:, :, own.start : own.stop] = x
+            return torch.cat([x, *parts], dim=-2)
+        own = self.rows.select_rank_rows(self._rank)
+        whole = x.new_zeros(*x.shape[:-2], self.rows.picture_height, x.shape[-1])
+        whole.narrow(-2, own.start, len(own)).copy_(x)
         return whole
 
     def gather_equal_shapes(self, x: Tensor) -> Tensor:
         """Tensors of one shape from all ranks, `[ranks, ...]`."""
-        shapes = [tuple(x.shape)] * self._axis.num_ranks
-        return torch.stack(start_gather(x, shapes, self._axis.group, self._traffic, KIND).wait_for_tensors())
+        shapes = [tuple(x.shape)] * self._links.num_ranks
+        return torch.stack(self._links.start_gather(x, shapes).wait_for_tensors())

@@ -1,24 +1,23 @@
-"""Parallel VAE: each rank codes its own rows of the picture, and the result equals the undivided one.
+"""Parallel VAE: each rank codes its own rows of the picture or video, and the result equals the undivided one.
 
-diffusers' own `Encoder.forward` and `Decoder.forward` run on every rank, on a strip. What looks beyond a pixel meets
-the other strips: convolutions exchange halo rows with their neighbours, group norms share their statistics, attention
-gathers keys and values. Weights are whole on every rank; activations are a share. The idea is DistVAE's.
+diffusers' own encoder and decoder run on every rank, on a strip. What looks beyond a pixel meets the other strips:
+convolutions exchange halo rows with their neighbours, group norms share their statistics, attention gathers keys and
+values. A cache of frames holds rows of the strip. Weights are whole on every rank; activations are a share. The idea is
+DistVAE's.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from diffusers import AutoencoderKL
-from diffusers.models.attention_processor import Attention
+from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 from diffusers.models.autoencoders.vae import Decoder, Encoder
-from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
-from diffusers.models.unets import unet_2d_blocks as blocks
 from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 
@@ -26,37 +25,31 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, PlanError
 from ditile.hooks.overrides import override_attribute
-from ditile.parallel.vae.halo import RowWindow, Strip
+from ditile.hooks.placeholders import build_meta_model
+from ditile.parallel.vae.halo import GroupLinks, Strip
 from ditile.parallel.vae.layers import (
-    STOCK,
-    RowAttention,
-    StripConvolution,
+    RowFunctions,
+    build_strip_convolution,
     is_plain_residual,
-    normalize_strip,
     run_residual_block,
 )
+from ditile.parallel.vae.prove import prove_rows
 from ditile.plan.checks import check_whole_number
 
-CONTAINER_TYPES = {
-    Encoder,
-    Decoder,
-    blocks.UNetMidBlock2D,
-    blocks.DownEncoderBlock2D,
-    blocks.AttnDownEncoderBlock2D,
-    blocks.UpDecoderBlock2D,
-    blocks.AttnUpDecoderBlock2D,
-    ResnetBlock2D,
-    nn.ModuleList,
-}
-"""What only calls its children, and adds."""
-PIXELWISE_TYPES = {nn.Linear, nn.Dropout, nn.SiLU, nn.ReLU, nn.GELU, nn.Mish}
-"""What never looks beyond a pixel."""
-DIVISIBLE_TYPES = {nn.Conv2d, nn.GroupNorm, Attention, Upsample2D, Downsample2D}
-"""What has a version by rows."""
+PROVEN = frozenset({
+    "AutoencoderKL", "AutoencoderKLCogVideoX", "AutoencoderKLCosmos", "AutoencoderKLFlux2", "AutoencoderKLHunyuanImage",
+    "AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video", "AutoencoderKLLTXVideo",
+    "AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21",
+    "AutoencoderKLWan",
+})  # fmt: skip
+"""Classes whose division is under test; others are tried when they are divided first."""
+LEAST_UNIT = 32
+STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
+"""The processors with the same result as `AttnProcessor2_0`."""
 
 
 class ParallelVAE:
-    """An `AutoencoderKL` whose `encode` and `decode` are divided by rows over the ranks of an axis.
+    """An autoencoder whose `encode` and `decode` are divided by rows over the ranks of an axis.
 
     Args:
         vae: as it is on every rank; slicing and tiling work as ever, and each slice or tile is divided.
@@ -97,28 +90,119 @@ class ParallelVAE:
             ModelError: if the autoencoder was changed since into one that cannot be divided.
         """
         check_vae_divisible(self.vae)
-        strip = Strip(self.axis, self.traffic, self.block_size)
-        picture = strip.gather_picture if self.gather == "all" else strip.gather_picture_on_first
         with ExitStack() as stack:
             if self.axis.num_ranks > 1 or self.block_size is not None:
-                for name, coder in _iterate_coders(self.vae):
-                    _install_row_forwards(stack, coder, strip, picture if name == "decoder" else strip.gather_picture)
+                strip = Strip(GroupLinks(self.axis, self.traffic), self.block_size)
+                install_row_forwards(stack, self.vae, strip, first=self.gather == "first")
             yield
 
 
+def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: bool = False) -> None:
+    """Overrides the forwards of an autoencoder's coders, on the instances, until the stack is closed.
+
+    Args:
+        first: whether the first rank alone gets what is decoded.
+    """
+    functions = RowFunctions(strip)
+    for name, coder in _iterate_coders(vae):
+        gather = strip.gather_picture_on_first if first and name == "decoder" else strip.gather_picture
+        unit = find_row_unit(vae) if name == "encoder" else 1
+        _install_coder_forward(stack, coder, functions, strip, gather, unit)
+        if strip.block_size is not None:
+            for module in coder.modules():
+                if isinstance(module, ResnetBlock2D) and is_plain_residual(module):
+                    _divide_module(stack, module, functions, partial(run_residual_block, module, strip=strip))
+        for module in coder.modules():
+            if isinstance(module, Attention) and type(module.processor) in STOCK:
+                override_attribute(stack, module, "processor", AttnProcessor2_0())
+            elif isinstance(module, nn.SiLU) and isinstance(coder, Encoder | Decoder):
+                # It is only called on what a norm has just made, which nobody else reads.
+                override_attribute(stack, module, "inplace", True)
+            elif isinstance(module, Upsample2D) and _doubles_rows(module):
+                # Halo rows travel before they are doubled.
+                conv: Any = module.conv
+                _divide_module(stack, module, functions, build_strip_convolution(conv, strip, scale=2))
+
+
+def _install_coder_forward(
+    stack: ExitStack,
+    coder: nn.Module,
+    functions: RowFunctions,
+    strip: Strip,
+    gather: Callable[[Tensor], Tensor],
+    unit: int,
+) -> None:
+    whole = coder.forward
+
+    def code_own_rows(sample: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and sample.requires_grad:
+            raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
+        with torch.no_grad():
+            own = strip.select_own_rows(sample, unit)
+            with functions:
+                result = whole(own, *args, **kwargs)
+            # What comes beside the picture, as a cache of frames, is this rank's.
+            return (gather(result[0]), *result[1:]) if isinstance(result, tuple) else gather(result)
+
+    override_attribute(stack, coder, "forward", code_own_rows)
+
+
+def _divide_module(
+    stack: ExitStack, module: nn.Module, functions: RowFunctions, forward: Callable[[Tensor], Tensor]
+) -> None:
+    """Overrides a module that is given a strip alone by what divides it itself."""
+
+    def forward_strip(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        with functions.pause():
+            return forward(x)
+
+    override_attribute(stack, module, "forward", forward_strip)
+
+
+def _doubles_rows(module: Upsample2D) -> bool:
+    conv: Any = getattr(module, "conv", None)
+    is_plain = isinstance(conv, nn.Conv2d) and conv.padding_mode == "zeros" and conv.dilation == (1, 1)
+    return bool(is_plain and module.use_conv and module.norm is None and module.interpolate)
+
+
+def find_row_unit(vae: Any) -> int:
+    """Rows of a picture of which every strip of an encoder has a whole number, if it can: at least a row of latents."""
+    names = ("spatial_compression_ratio", "scale_factor_spatial")
+    ratios = [vars(vae).get(name) or vae.config.get(name) for name in names]
+    return max((LEAST_UNIT, *(ratio for ratio in ratios if isinstance(ratio, int))))
+
+
 def check_vae_divisible(vae: Any) -> None:
-    """Refuses an autoencoder that cannot be divided exactly.
+    """Refuses an autoencoder that cannot be divided exactly: one that is not as its class makes it is tried.
 
     Raises:
         ModelError: if it cannot; the message names the module, and what would work.
     """
-    if not isinstance(vae, AutoencoderKL):
-        raise ModelError(f"{type(vae).__name__} cannot be divided by rows, only AutoencoderKL; use vae=whole")
+    kind, structure = type(vae).__name__, _describe_structure(vae)
+    if _checked.get(vae) == structure:
+        return
+    if not dict(_iterate_coders(vae)):
+        raise ModelError(f"{kind} has no encoder and no decoder that could be divided by rows; use vae=whole")
     for part, coder in _iterate_coders(vae):
         for name, module in coder.named_modules(prefix=part):
-            reason = _find_module_refusal(module)
-            if reason:
-                raise ModelError(f"{type(vae).__name__}.{name} cannot be divided by rows: {reason}, or use vae=whole")
+            if reason := _find_module_refusal(module):
+                raise ModelError(f"{kind}.{name} cannot be divided by rows: {reason}, or use vae=whole")
+    if kind not in PROVEN or structure != _describe_structure(build_meta_model(vae)):
+        prove_rows(vae, install_row_forwards)
+    _checked[vae] = structure
+
+
+_checked: weakref.WeakKeyDictionary[Any, list[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+"""What was found to be divisible."""
+
+
+def _describe_structure(vae: nn.Module) -> list[tuple[Any, ...]]:
+    """The modules of the coders, with what may be replaced on them."""
+    return [
+        (name, type(module), getattr(module, "padding_mode", ""), type(getattr(module, "processor", None)))
+        for part, coder in _iterate_coders(vae)
+        for name, module in coder.named_modules(prefix=part)
+    ] + [(name, "forward") for name, module in vae.named_modules() if "forward" in vars(module)]
 
 
 def _iterate_coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -130,61 +214,9 @@ def _iterate_coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _find_module_refusal(module: nn.Module) -> str | None:
-    """Why a module cannot be divided, and what would help; None if it can."""
-    kind = type(module)
-    if kind not in CONTAINER_TYPES | PIXELWISE_TYPES | DIVISIBLE_TYPES:
-        return f"a {kind.__name__} is not known; unload the adapter or undo the change that brought it"
+    """Why a module cannot be divided, and what would help; None if nothing is known against it."""
     if "forward" in vars(module):
         return "its forward is replaced; remove the hook that offloads or casts it"
-    if isinstance(module, nn.Conv2d):
-        if module.padding_mode != "zeros" or isinstance(module.padding, str) or module.dilation != (1, 1):
-            return "its convolution is dilated, or not padded with zeros; use one that is not"
-    elif isinstance(module, Attention):
-        if type(module.processor) not in STOCK:
-            return f"{type(module.processor).__name__} is not stock; call vae.set_attn_processor(AttnProcessor2_0())"
-        if any(getattr(module, name) is not None for name in ("spatial_norm", "norm_q", "norm_k")):
-            return "it has a norm that is not a group norm; use an autoencoder of SD, SD3, FLUX or PixArt"
-    elif isinstance(module, Upsample2D | Downsample2D):
-        plain = module.norm is None and isinstance(getattr(module, "conv", None), nn.Conv2d) and module.use_conv
-        if not plain or not getattr(module, "interpolate", True):
-            return "it does not resample by a convolution alone; use an autoencoder of SD, SD3, FLUX or PixArt"
+    if isinstance(module, Attention) and type(module.processor) not in STOCK:
+        return f"{type(module.processor).__name__} is not stock; call vae.set_attn_processor(AttnProcessor2_0())"
     return None
-
-
-def _install_row_forwards(stack: ExitStack, coder: nn.Module, strip: Strip, gather: Callable[[Tensor], Tensor]) -> None:
-    """Overrides the forwards of a coder's modules, on the instances, until the stack is closed."""
-    whole = coder.forward
-
-    def code_own_rows(sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if torch.is_grad_enabled() and sample.requires_grad:
-            raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
-        with torch.no_grad():
-            return gather(whole(strip.select_own_rows(sample), *args, **kwargs))
-
-    override_attribute(stack, coder, "forward", code_own_rows)
-    for module in coder.modules():
-        if isinstance(module, nn.GroupNorm):
-            override_attribute(stack, module, "forward", partial(normalize_strip, module, strip=strip))
-        elif isinstance(module, Attention):
-            override_attribute(stack, module, "processor", RowAttention(strip))
-        elif isinstance(module, nn.SiLU):
-            # It is only called on what a norm has just made, which nobody else reads.
-            override_attribute(stack, module, "inplace", True)
-        elif isinstance(module, nn.Conv2d | Upsample2D | Downsample2D):
-            override_attribute(stack, module, "forward", _build_strip_convolution(module, strip))
-        elif isinstance(module, ResnetBlock2D) and strip.block_size is not None and is_plain_residual(module):
-            override_attribute(
-                stack, module, "forward", lambda x, temb=None, block=module: run_residual_block(block, x, strip)
-            )
-
-
-def _build_strip_convolution(module: nn.Conv2d | Upsample2D | Downsample2D, strip: Strip) -> StripConvolution:
-    conv: Any = module if isinstance(module, nn.Conv2d) else module.conv
-    above, left = conv.padding
-    below, right, scale = above, left, 1
-    if isinstance(module, Upsample2D):
-        scale = 2
-    elif isinstance(module, Downsample2D) and module.padding == 0:
-        below, right = above + 1, left + 1  # as its forward pads: below and on the right only
-    window = RowWindow(conv.kernel_size[0], conv.stride[0], above, below, scale)
-    return StripConvolution(conv, strip, window, (left, right))

@@ -1,0 +1,198 @@
+"""Brings the attention of a block's layers to the cores of a plan, by whatever way the block calls attention.
+
+Layers that go through diffusers' `dispatch_attention_fn`: diffusers passes `processor._parallel_config` verbatim to the
+backend that `processor._attention_backend` names. Layers that call torch's scaled dot-product attention themselves:
+calls of that function go to a core while the layer's forward runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from diffusers.models.attention_dispatch import AttentionBackendName
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ditile.errors import ModelError
+from ditile.hooks.attention_processors import uses_dispatch
+from ditile.hooks.block_policy import BlockHook, LayerAttention
+from ditile.hooks.overrides import override_attribute
+from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS
+from ditile.plan.spec import ModelSpec
+
+BuildAttention = Callable[..., LayerAttention]
+
+
+def install_attention(
+    stack: ExitStack,
+    spec: ModelSpec,
+    hook: BlockHook,
+    build: BuildAttention,
+    choose_backend: Callable[[Any], Any],
+    is_whole: Callable[[], bool] | None = None,
+) -> None:
+    """Installs cores in the layers of a block until the stack is closed.
+
+    Args:
+        stack: undoes it.
+        spec: may have processors of its own.
+        hook: the block.
+        build: (layer, backend, kind, through_dispatch) -> the attention of a layer.
+        choose_backend: the name of the attention backend that calls a core, given the name that a processor has.
+        is_whole: whether the call at hand is computed whole, without cores; None if none is.
+    """
+    for path, module in hook.list_attentions():
+        layer = f"{hook.name}.{path}".rstrip(".")
+        kinds = hook.anatomy.attention[path]
+        stock: Any = getattr(module, "processor", None)
+        through_dispatch = uses_dispatch(stock)
+        backend = stock._attention_backend if through_dispatch else None
+        # What has further keys may dispatch without the processor's `_parallel_config`, and otherwise in other calls.
+        redirects = not through_dispatch or is_whole is not None or any(FURTHER in kind for kind in kinds)
+        cores: list[LayerAttention | None] = []
+        for turn, kind in enumerate(kinds):
+            name = layer if len(kinds) == 1 else f"{layer}.{turn}"
+            core = None
+            if kind != LOCAL:
+                core = build(name, backend, kind=kind.removesuffix(REAL_PAIRS), through_dispatch=through_dispatch)
+            cores.append(MaskOfRealPairs(core) if core is not None and kind.endswith(REAL_PAIRS) else core)
+        attend = cores[0] if len(cores) == 1 else CallsInTurn(cores)
+        assert attend is not None
+        if not redirects:
+            processor = spec.overlapped(attend) if spec.overlapped is not None and attend.overlaps else copy.copy(stock)
+            if spec.overlapped is None or not attend.overlaps:
+                processor._parallel_config = attend
+                processor._attention_backend = choose_backend(backend)
+            override_attribute(stack, module, "processor", processor)
+        elif spec.processor is not None:
+            override_attribute(stack, module, "processor", spec.processor(attend))
+        else:
+            if backend is not None:
+                processor = copy.copy(stock)
+                processor._attention_backend = AttentionBackendName.NATIVE
+                override_attribute(stack, module, "processor", processor)
+            redirect = AttentionRedirect(attend)
+            override_attribute(
+                stack,
+                module,
+                "forward",
+                functools.partial(_forward_redirected, redirect, layer if path else None, is_whole, module.forward),
+            )
+
+
+class MaskOfRealPairs:
+    """Attention whose mask has a pair for each query and key that are both real: a mask of keys says the same.
+
+    What padded queries attend to is read by nobody.
+    """
+
+    overlaps = False
+
+    def __init__(self, core: LayerAttention) -> None:
+        self._core = core
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """`[B, S, N, H]` to the same."""
+        return self._core.attend(q, k, v, mask=None if mask is None else mask.any(dim=-2, keepdim=True), scale=scale)
+
+
+class CallsInTurn:
+    """The attention of a layer that attends several times in each call, known by their turn."""
+
+    overlaps = False
+
+    def __init__(self, cores: Sequence[LayerAttention | None]) -> None:
+        self._cores, self._turn = cores, 0
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """`[B, S, N, H]` to the same, by the core whose turn it is, or by torch where all keys are here."""
+        core = self._cores[self._turn % len(self._cores)]
+        self._turn += 1
+        if core is not None:
+            return core.attend(q, k, v, mask=mask, scale=scale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+
+
+class AttentionRedirect(TorchFunctionMode):
+    """While it is entered, scaled dot-product attention goes to a core.
+
+    Args:
+        core: attends.
+
+    Attributes:
+        calls: how many calls it has redirected.
+    """
+
+    def __init__(self, core: LayerAttention) -> None:
+        super().__init__()
+        self._core, self.calls = core, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        return self._attend_with_core(*args, **(kwargs or {}))
+
+    def _attend_with_core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        refuse_causal_and_dropout(dropout_p, is_causal)
+        # Rows and heads are one dimension: they are passed on as the heads of one row.
+        if query.ndim == 3:
+            mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+            return self._attend_with_core(query[None], key[None], value[None], mask, scale=scale)[0]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
+        return self._core.attend(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values `[B, S, N, H]` that several heads share, once for each head."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def _forward_redirected(
+    redirect: AttentionRedirect,
+    layer: str | None,
+    is_whole: Callable[[], bool] | None,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if is_whole is not None and is_whole():
+        return forward(*args, **kwargs)
+    before = redirect.calls
+    with redirect:
+        out = forward(*args, **kwargs)
+    # A block that attends itself may be left out by a cache, whose hook is within.
+    if redirect.calls == before and layer is not None:
+        raise ModelError(
+            f"{layer} computes attention otherwise than it did when it was looked at; use data, cfg or tensor"
+        )
+    return out
+
+
+def refuse_causal_and_dropout(dropout_p: float, is_causal: bool) -> None:
+    """Raises `ModelError` if attention is causal or drops out."""
+    if dropout_p:
+        raise ModelError(f"attention drops out with dropout_p={dropout_p}; call eval() on the transformer")
+    if is_causal:
+        raise ModelError("causal attention cannot be shared out over ranks; run this model with ulysses=1 and ring=1")

@@ -1,0 +1,521 @@
+"""One call of a transformer whose blocks are divided: full-size tensors outside of blocks, inside the tokens at hand.
+
+The model's own forward keeps tensors of full size. Behind a block that the next one follows directly, the tokens are
+carried from hook to hook, and what passes through the forward are the full-size tensors that came in. Where the forward
+makes tokens anew between two blocks (a concatenation, a slice, a ControlNet's residual), and behind the last block, it
+gets a full-size tensor with the tokens at hand in their places. So what it does there must be of a token alone.
+
+A first, cheap pass of each kind of call, in which blocks pass on what they are given, finds how many tokens there are
+and where the forward makes them anew. A rehearsal of a patch puts NaN in the places of its tokens behind the last
+block: where NaN comes out, there are the patch's latents.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ditile.errors import ModelError, StateError
+from ditile.hooks.batch_rows import join_batch_results
+from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, TokenState
+from ditile.hooks.generation import Generation
+from ditile.hooks.overrides import list_parameter_names
+from ditile.hooks.pieces import Piece, RehearsedPrediction, has_nan, list_predictions
+from ditile.hooks.token_arguments import cut_argument, find_misfit, is_cut, slice_rows
+from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
+from ditile.plan.layout import Grid
+
+Forward = Callable[..., Any]
+ReadGrid = Callable[[nn.Module, Mapping[str, Any]], Grid]
+
+FOR_ATTENTION = "attention_kwargs"
+"""How diffusers' names of arguments end that are for the attention alone, which cuts the masks that it is given."""
+
+
+class BlockPass(Protocol):
+    """What blocks do in one call of the transformer's forward."""
+
+    def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
+        """What a block that is given `call` returns; `forward` takes the same by name."""
+
+
+class SurveyWatch(Protocol):
+    """Remembers what modules outside of blocks return, such as `OutputMemoizer`."""
+
+    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], has_begun: Callable[[], bool]) -> Any: ...
+
+
+class BlockCalls:
+    """The calls of one transformer in a pipeline's call.
+
+    Args:
+        transformer: the model.
+        chain: its blocks.
+        anatomy: what its dimensions count.
+        policy: decides at each block.
+        now: the generation under way.
+        memo: remembers what modules outside of blocks return.
+        read_grid: (transformer, arguments) -> the rows of tokens, which patches do not cut; None where any may be cut.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        chain: Sequence[BlockHook],
+        anatomy: Anatomy,
+        policy: BlockPolicy,
+        now: Generation,
+        memo: SurveyWatch,
+        read_grid: ReadGrid | None = None,
+    ) -> None:
+        self._transformer, self._last, self._anatomy, self._policy = transformer, len(chain) - 1, anatomy, policy
+        self._now, self._memo, self._read_grid = now, memo, read_grid
+        self._names, self._key = list_parameter_names(transformer), id(transformer)
+        self._divided = _DividedPass(policy, anatomy, self._last)
+        self._every = range(len(chain))
+        self._active: Collection[int] = self._every
+        self._pass: BlockPass = self._divided
+
+    def wrap_transformer(self, forward: Forward) -> Forward:
+        """The transformer's forward, in micro-batches, after a survey of each kind of call."""
+
+        @functools.wraps(forward)
+        def forward_divided(*args: Any, **kwargs: Any) -> Any:
+            now = self._now.check_under_way()
+            inputs = dict(zip(self._names, args, strict=False)) | kwargs
+            now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
+            shapes = _describe_input(inputs[self._names[0]])
+            given = (now.branch, self._key, mode, shapes, *inputs, *map(type, inputs.values()))
+            form = now.forms.get(given)
+            if form is None:
+                form = now.forms[given] = self._survey_call(forward, inputs, checks=not now.is_whole)
+            now.form = form
+            self._policy.begin_branch(form)
+            if now.rehearsed_patch is not None:
+                return self._rehearse_call(now, forward, inputs)
+            micro_batches = self._policy.begin_transformer_call(self._count_rows(inputs, form))
+            self._active = self._policy.select_active_blocks(self._every)
+            if len(micro_batches) == 1:
+                result = forward(*args, **kwargs)
+            else:
+                result = self._run_micro_batches(forward, inputs, micro_batches)
+            self._divided.forget_tokens()
+            self._policy.end_transformer_call()
+            return result
+
+        return forward_divided
+
+    def wrap_block(self, hook: BlockHook, forward: Forward) -> Forward:
+        """A block's forward, for the tokens at hand."""
+        names, index, anatomy, now = list_parameter_names(hook.block), hook.index, hook.anatomy, self._now
+        # What a block at which nothing happens returns of what it is given.
+        streams = {"image": anatomy.image, "text": anatomy.text or ""}
+        pass_on = operator.itemgetter(*(streams[name] for name in anatomy.returns))
+
+        def forward_at_hook(*args: Any, **kwargs: Any) -> Any:
+            call = dict(zip(names, args, strict=False)) | kwargs
+            if index not in self._active:
+                return pass_on(call)
+            if len(args) <= len(names):
+                return self._pass.visit_block(now, hook, call, forward)
+            # What a block takes as `*args` is passed on as it is.
+            rest = functools.partial(_call_with_rest, forward, names, args[len(names) :])
+            return self._pass.visit_block(now, hook, call, rest)
+
+        return forward_at_hook
+
+    def _run_micro_batches(self, forward: Forward, inputs: Mapping[str, Any], micro_batches: Sequence[range]) -> Any:
+        if not any("B" in word or word == ROWS for kinds in self._anatomy.inputs.values() for word in kinds):
+            raise ModelError(
+                f"which arguments of {type(self._transformer).__name__} have a row for each picture is not known, so "
+                "warmup_mode=pipelined cannot split them; use serial"
+            )
+        results = []
+        for index, rows in enumerate(micro_batches):
+            self._policy.begin_micro_batch(index)
+            select = operator.itemgetter(slice(rows.start, rows.stop))
+            results.append(forward(**slice_rows(inputs, self._anatomy.inputs, select)))
+        return join_batch_results(results)
+
+    def _count_rows(self, inputs: Mapping[str, Any], form: CallForm) -> int:
+        """Rows of the batch of a call: those of its arguments, or where none is known to have any those in blocks."""
+        for name, kinds in self._anatomy.inputs.items():
+            value: Any = inputs.get(name)
+            if kinds == (ROWS,) and isinstance(value, list):
+                return len(value)
+            word = select_word(kinds[0], value.ndim) if isinstance(value, Tensor) else None
+            if word is not None and "B" in word:
+                return int(value.shape[word.index("B")])
+        return form.rows
+
+    def _is_computed_whole(self, now: Generation, mode: str) -> bool:
+        """Whether every rank that shares out tokens computes all tokens of a call of this mode."""
+        modes = self._anatomy.modes
+        if modes and mode not in modes:
+            raise ModelError(
+                f"{type(self._transformer).__name__} is called with {mode or 'no mode'}, and known are "
+                f"{', '.join(modes)}; let the pipeline keep keys in a cache, as it does by default, or use a plan of "
+                "data, cfg or tensor"
+            )
+        is_whole = modes.get(mode, False)
+        if is_whole and now.micro_step.patch is not None:
+            raise StateError(
+                f"a call with {mode} is computed whole, and comes in a step of patches, at {now.micro_step}"
+            )
+        return is_whole
+
+    def _survey_call(self, forward: Forward, inputs: Mapping[str, Any], *, checks: bool) -> CallForm:
+        """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
+        survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last, checks=checks)
+        poisoned = poison_latents(self._names[0], inputs)
+        run = functools.partial(self._run_pass, survey, forward, poisoned)
+        result = self._memo.survey_call(run, self._anatomy.lists, lambda: survey.has_begun)
+        grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
+        return survey.describe_call(grid)._replace(returns_text=survey.poisons_text and has_nan(result))
+
+    def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
+        """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
+        now.called_models.add((self._key, now.is_whole))
+        result = self._run_pass(_RehearsalPass(self._anatomy, self._last), forward, inputs)
+        pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
+        assert now.rehearsed_patch is not None
+        now.prediction_pieces.setdefault(now.branch, {})[now.rehearsed_patch] = pieces
+        now.advance_branch()
+        return pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
+
+    def _run_pass(self, block_pass: BlockPass, forward: Forward, inputs: Mapping[str, Any]) -> Any:
+        now, self._pass, self._active = self._now, block_pass, self._every
+        now.is_surveyed = True
+        try:
+            with torch.no_grad():
+                return forward(**inputs)
+        finally:
+            now.is_surveyed, self._pass = False, self._divided
+
+
+def _describe_input(latents: Any) -> tuple[torch.Size, ...]:
+    """The shapes of a call's latents."""
+    if isinstance(latents, Tensor):
+        return (latents.shape,)
+    return tuple(x.shape for x in pytree.tree_leaves(latents) if isinstance(x, Tensor))
+
+
+def poison_latents(name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same call with latents of NaN: the first parameter of a transformer is its latents."""
+    latents = pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), inputs[name])
+    return {**inputs, name: latents}
+
+
+def find_nan_tokens(x: Tensor, dim: int) -> range | None:
+    """The run of tokens along a dimension that are NaN; None if they are not one run. Waits for the device."""
+    return find_run(torch.isnan(x).movedim(dim, 0).flatten(1).any(1))
+
+
+def find_run(flags: Tensor) -> range | None:
+    """The run of places where flags are set; None if they are not one run. Waits for the device."""
+    places = flags.nonzero().flatten().tolist()
+    if not places:
+        return range(0)
+    run = range(places[0], places[-1] + 1)
+    return run if len(run) == len(places) else None
+
+
+def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:
+    return forward(*(call.pop(name) for name in names), *rest, **call)
+
+
+def _read_streams(anatomy: ListAnatomy, call: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    return call[anatomy.image], call.get(anatomy.text) if anatomy.text is not None else None
+
+
+def _give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> Any:
+    """Full-size streams in the form in which a block returns them."""
+    if not anatomy.is_tuple:
+        return image
+    if len(anatomy.returns) == 1:
+        return (image,)
+    return (text, image) if anatomy.returns[0] == "text" else (image, text)
+
+
+class _SurveyPass:
+    """Blocks pass on what they are given, which is looked at.
+
+    Attributes:
+        poisons_text: whether the text behind the last block is a stream of its own, which is NaN then.
+        has_begun: whether the first block was called.
+    """
+
+    def __init__(self, model: str, anatomy: Anatomy, last: int, *, checks: bool) -> None:
+        self._model, self._anatomy, self._last, self._checks = model, anatomy, last, checks
+        self.poisons_text = self.has_begun = False
+        self._lengths: dict[str, int] = {}
+        self._start, self._rows = 0, 1
+        self._before: tuple[Tensor, Tensor | None, int] | None = None
+        self._glued: set[int] = set()
+        self._fed: dict[str, Tensor] = {}
+
+    def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
+        """Notes lengths and what is NaN as the latents are, checks arguments, and passes on the streams."""
+        anatomy = hook.anatomy
+        image, text = _read_streams(anatomy, call)
+        self._measure(hook, image, text)
+        if self._checks:
+            self._check_arguments(hook, call)
+        if hook.index:
+            given = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and x.is_floating_point()]
+            self._fed[hook.name] = torch.stack([torch.isnan(x).any() for x in given]).any()
+        self.has_begun = True
+        if self._before is not None:
+            last_image, last_text, version = self._before
+            is_same = image is last_image and image._version == version
+            if not is_same or (text is not None and last_text is not None and text is not last_text):
+                self._glued.add(hook.index)
+        if not hook.index:
+            image = torch.nan_to_num(image)
+        self._before = (image, text, image._version)
+        if hook.index == self._last and text is not None and not self._anatomy.is_one_sequence:
+            self.poisons_text, text = True, torch.full_like(text, float("nan"))
+        return _give_streams(anatomy, image, text)
+
+    def describe_call(self, grid: Grid | None) -> CallForm:
+        """What was seen."""
+        if not self._lengths:
+            raise ModelError(f"{self._model} called none of its blocks")
+        tokens = self._lengths["N"]
+        if grid is None or grid.rows * grid.tokens_per_row != tokens:
+            grid = Grid(tokens, 1)
+        lengths, glued = self._lengths, frozenset(self._glued)
+        return CallForm(grid, lengths.get("T", 0), self._start, glued, fed=self._fed, rows=self._rows)
+
+    def _measure(self, hook: BlockHook, image: Tensor, text: Tensor | None) -> None:
+        anatomy = hook.anatomy
+        if hook.index == 0:
+            self._lengths["N"], self._rows = image.shape[anatomy.tokens], _put_tokens_second(image, anatomy).shape[0]
+            if self._anatomy.is_one_sequence:
+                run = find_nan_tokens(image, anatomy.tokens)
+                self._start = 0 if run is None else run.start
+        if text is not None:
+            self._lengths["T"] = text.shape[anatomy.tokens]
+        elif anatomy.joint != "none":
+            self._lengths.setdefault("T", image.shape[anatomy.tokens] - self._lengths["N"])
+        self._lengths["J"] = self._lengths["N"] + self._lengths.get("T", 0)
+        kind = "N" if anatomy.joint == "none" else "J"
+        if image.shape[anatomy.tokens] != self._lengths[kind]:
+            raise ModelError(
+                f"{self._model}: {hook.name} is given {image.shape[anatomy.tokens]} tokens and the blocks before it "
+                f"had {self._lengths[kind]}, so patches cannot be told apart in them; use a plan of data, cfg or tensor"
+            )
+
+    def _check_arguments(self, hook: BlockHook, call: Mapping[str, Any]) -> None:
+        anatomy = hook.anatomy
+        for name, value in call.items():
+            if name in (anatomy.image, anatomy.text) or value is None or name.endswith(FOR_ATTENTION):
+                continue
+            leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            misfit = find_misfit(value, anatomy.arguments.get(name, ()), self._lengths) if leaves else None
+            if misfit is not None:
+                raise ModelError(
+                    f"{self._model}: {hook.name} is given {name} with {misfit}; which of it belongs to a patch is not "
+                    "known, so use a plan of data, cfg or tensor, or leave out what brings it"
+                )
+
+
+class _RehearsalPass:
+    """Blocks pass on what they are given; behind the last one there is NaN in the places of a patch's tokens."""
+
+    def __init__(self, anatomy: Anatomy, last: int) -> None:
+        self._anatomy, self._last = anatomy, last
+
+    def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
+        """Passes on the streams."""
+        anatomy = hook.anatomy
+        image, text = _read_streams(anatomy, call)
+        if hook.index == self._last:
+            assert now.rehearsed_patch is not None
+            layout = now.branch_layout
+            tokens = layout.locate_tokens(now.rehearsed_patch)
+            start = tokens.start + (layout.text if anatomy.joint == "text_first" else 0)
+            image = torch.nan_to_num(image)
+            image.narrow(anatomy.tokens, start, tokens.stop - tokens.start).fill_(float("nan"))
+            if text is not None and now.form.returns_text and layout.carries_text(now.rehearsed_patch):
+                text = torch.full_like(text, float("nan"))
+        return _give_streams(anatomy, image, text)
+
+
+class _DividedPass:
+    """Blocks compute the tokens at hand."""
+
+    def __init__(self, policy: BlockPolicy, anatomy: Anatomy, last: int) -> None:
+        self._policy, self._last = policy, last
+        # Lists whose streams are `[B, tokens, C]`, each by itself.
+        self._apart = {name for name, each in anatomy.lists.items() if each.tokens == 1 and each.joint == "none"}
+        self._cut = {
+            name: [(argument, kinds) for argument, kinds in each.arguments.items() if is_cut(kinds)]
+            for name, each in anatomy.lists.items()
+        }
+        self._passed: tuple[Tensor, Tensor | None, int, int] | None = None
+        self._state = self._no_tokens = TokenState(torch.empty(0), None)
+        self._joined: tuple[TokenState, Tensor] | None = None
+        self._has_all_tokens = False  # in the call at hand
+
+    def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
+        """Runs a block under the policy on its tokens; returns full-size streams."""
+        anatomy, index, passed, state = hook.anatomy, hook.index, self._passed, self._state
+        image, text = call[anatomy.image], call.get(anatomy.text or "")
+        if not (
+            index
+            and passed is not None
+            and image is passed[0]
+            and image._version == passed[2]
+            and (text is None or text is passed[1] or passed[1] is None)
+        ):
+            state = self._find_state(now, hook, image, text)
+        compute = functools.partial(self._compute_block, now, hook, call, forward)
+        state = self._state = self._policy.run_block(index, compute, state)
+        if index == self._last:
+            image, text = self._leave_blocks(now, anatomy, state, image, text)
+            self.forget_tokens()
+            return _give_streams(anatomy, image, text)
+        if self._has_all_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
+            image, text = self._join_streams(anatomy, state)
+        elif index + 1 in now.form.glued:
+            image, text = self._place_tokens(now, hook, state, image, text)
+        self._passed = (image, text, image._version, index)
+        return image if not anatomy.is_tuple else _give_streams(anatomy, image, text)
+
+    def forget_tokens(self) -> None:
+        """What is no longer read must not lie in memory behind the last block."""
+        self._state, self._passed, self._joined = self._no_tokens, None, None
+
+    def _find_state(self, now: Generation, hook: BlockHook, image: Tensor, text: Tensor | None) -> TokenState:
+        """The tokens at hand in front of a block, cut out of what the forward made."""
+        full = self._split_streams(now.form.text, hook.anatomy, image, text)
+        if hook.index == 0:
+            self._has_all_tokens = now.has_all_image_tokens
+            return self._policy.enter_blocks(full)
+        if self._has_all_tokens:
+            return full
+        assert self._passed is not None
+        if now.form.glued.isdisjoint(range(self._passed[3] + 1, hook.index + 1)):
+            raise StateError(
+                f"the forward changed the tokens in front of {hook.name} and did not when it was first called so; use "
+                "a plan of data, cfg or tensor"
+            )
+        return self._policy.cut_tokens(full)
+
+    def _compute_block(
+        self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward, state: TokenState
+    ) -> TokenState:
+        anatomy, is_apart = hook.anatomy, hook.list_name in self._apart
+        call[anatomy.image], text = state if is_apart else self._join_streams(anatomy, state)
+        if anatomy.text is not None:
+            call[anatomy.text] = text
+        if not self._has_all_tokens:
+            patch = now.micro_step.patch
+            for name, kinds in self._cut[hook.list_name]:
+                if (value := call.get(name)) is not None:
+                    make = functools.partial(_cut_for_patch, value, kinds, now)
+                    call[name] = now.memory.get_cached_slice((hook.list_name, name, now.branch, patch), value, make)
+        out = forward(**call)
+        image, text = out, state.text
+        if anatomy.is_tuple:
+            named = dict(zip(anatomy.returns, out, strict=True))
+            image, text = named["image"], named.get("text")
+        if is_apart:
+            return TokenState(image, text)
+        return self._split_streams(0 if state.text is None else state.text.shape[1], anatomy, image, text)
+
+    # Between the streams of the model and `[B, tokens, C]`
+
+    def _split_streams(self, length: int, anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> TokenState:
+        """The tokens of streams as the model has them; `length` is that of the text within the image's stream."""
+        image = _put_tokens_second(image, anatomy)
+        if anatomy.joint == "none":
+            return TokenState(image, None if text is None else _put_tokens_second(text, anatomy))
+        own = image.shape[1] - length
+        if anatomy.joint == "image_first":
+            state = TokenState(image[:, :own], image[:, own:])
+        else:
+            state = TokenState(image[:, length:], image[:, :length])
+        self._joined = (state, image)
+        return state
+
+    def _join_streams(self, anatomy: ListAnatomy, state: TokenState) -> tuple[Tensor, Tensor | None]:
+        """The streams as the model has them."""
+        if anatomy.joint == "none":
+            text = None if state.text is None or anatomy.text is None else state.text
+            return _put_tokens_back(state.image, anatomy), None if text is None else _put_tokens_back(text, anatomy)
+        if self._joined is not None and self._joined[0] is state:
+            joined = self._joined[1]
+        else:
+            assert state.text is not None
+            parts = (state.image, state.text) if anatomy.joint == "image_first" else (state.text, state.image)
+            joined = torch.cat(parts, dim=1)
+        return _put_tokens_back(joined, anatomy), None
+
+    def _leave_blocks(
+        self, now: Generation, anatomy: ListAnatomy, state: TokenState, image: Tensor, text: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The full-size streams behind the last block; what nobody reads is what came in."""
+        fresh = self._policy.leave_blocks(state)
+        if fresh is None:
+            return image, text
+        if self._has_all_tokens:
+            return self._join_streams(
+                anatomy, state if fresh.image is state.image else TokenState(fresh.image, state.text)
+            )
+        if anatomy.joint == "none":
+            fresh_text = text if fresh.text is None else _put_tokens_back(fresh.text, anatomy)
+            return _put_tokens_back(fresh.image, anatomy), fresh_text
+        full = self._split_streams(now.form.text, anatomy, image, text)
+        return self._join_streams(anatomy, TokenState(fresh.image, full.text if fresh.text is None else fresh.text))
+
+    def _place_tokens(
+        self, now: Generation, hook: BlockHook, state: TokenState, image: Tensor, text: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Full-size streams with the tokens at hand in their places; what is elsewhere is read by nobody."""
+        anatomy, part = hook.anatomy, now.get_own_part(now.micro_step.patch)
+        key = (hook.index, now.branch, now.micro_batch)
+        layout, like = now.branch_layout, state.image
+        whole = now.memory.get_persistent_buffer(
+            (*key, "image"), (like.shape[0], layout.image_tokens, like.shape[2]), like
+        )
+        write_tokens(whole, state.image, part.image)
+        words = None
+        if state.text is not None:
+            shape = (like.shape[0], layout.text, state.text.shape[2])
+            words = now.memory.get_persistent_buffer((*key, "text"), shape, state.text)
+            if part.text:
+                write_tokens(words, state.text, (part.text,))
+        return self._join_streams(anatomy, TokenState(whole, words))
+
+
+def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
+    """Writes tokens `[B, n, C]` at the places `runs` of a whole sequence `[B, S, C]`."""
+    at = 0
+    for run in runs:
+        whole[:, run.start : run.stop] = values[:, at : at + len(run)]
+        at += len(run)
+
+
+def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:
+    return cut_argument(value, kinds, now.get_argument_runs(now.micro_step.patch))
+
+
+def _put_tokens_second(x: Tensor, anatomy: ListAnatomy) -> Tensor:
+    """`[B, tokens, C]` of `[tokens, B, C]` or `[tokens, C]`: a view."""
+    if anatomy.tokens:
+        return x
+    return x[None] if x.ndim == 2 else x.transpose(0, 1)
+
+
+def _put_tokens_back(x: Tensor, anatomy: ListAnatomy) -> Tensor:
+    if anatomy.tokens:
+        return x
+    return x[0] if anatomy.has_no_batch else x.transpose(0, 1)

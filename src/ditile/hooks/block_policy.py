@@ -1,0 +1,131 @@
+"""What strategies decide at the blocks of a model, and what they are given: tokens, blocks, and the form of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from ditile.plan.anatomy import LOCAL, REAL_PAIRS, ListAnatomy, drop_further_keys, sees_text
+from ditile.plan.layout import Grid
+
+
+class LayerAttention(Protocol):
+    """The attention of a layer, such as `AttentionCore`.
+
+    Attributes:
+        overlaps: whether it is faster if q, k and v are computed one after the other.
+    """
+
+    overlaps: bool
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor: ...
+
+
+class TokenState(NamedTuple):
+    """The tokens on their way through the blocks: image `[B, n, C]`; text `[B, t, C]`, where there is some.
+
+    The text may as well be the sound of a video: a second stream, of which the model makes a result.
+    """
+
+    image: Tensor
+    text: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHook:
+    """A block in the chain.
+
+    Attributes:
+        index: its place in the chain.
+        list_name: the list that it is in.
+        name: its path in the transformer.
+        block: the module.
+        anatomy: of the list.
+    """
+
+    index: int
+    list_name: str
+    name: str
+    block: nn.Module
+    anatomy: ListAnatomy
+
+    def list_attentions(self) -> list[tuple[str, Any]]:
+        """The modules of the block that attend to tokens of other ranks, by path within it."""
+        modules = dict(self.block.named_modules())
+        return [(path, modules[path]) for path in self.anatomy.attention if path in modules and self.is_shared(path)]
+
+    def is_shared(self, path: str) -> bool:
+        """Whether a module attends to tokens that ranks share out."""
+        return any(kind != LOCAL for kind in self.anatomy.attention[path])
+
+    def sees_other_keys(self, path: str) -> bool:
+        """Whether the queries of a module are tokens of one stream and its keys those of another."""
+        return any(len(drop_further_keys(kind.removesuffix(REAL_PAIRS))) > 1 for kind in self.anatomy.attention[path])
+
+    def sees_text(self, path: str) -> bool:
+        """Whether a module attends to image and text in one sequence."""
+        return any(sees_text(kind) for kind in self.anatomy.attention[path])
+
+
+class BlockPolicy(Protocol):
+    """What happens at the blocks of a model."""
+
+    def begin_transformer_call(self, batch_size: int) -> Sequence[range]:
+        """The transformer is called; returns the runs of its batch that are computed one after the other."""
+
+    def begin_micro_batch(self, micro_batch: int) -> None:
+        """One of several micro-batches is next."""
+
+    def begin_branch(self, form: CallForm) -> None:
+        """A call of this form is about to be made: cuts its tokens into patches, if that was not done yet."""
+
+    def enter_blocks(self, state: TokenState) -> TokenState:
+        """The forward has reached the first block with all tokens; returns those that are computed here."""
+
+    def cut_tokens(self, state: TokenState) -> TokenState:
+        """Of all tokens those that are computed here, where the forward has made them anew between two blocks."""
+
+    def select_active_blocks(self, blocks: range) -> Collection[int]:
+        """Those blocks of a model that `run_block` does something at, in the call that has begun.
+
+        The first one and the last one that is computed here are among them.
+        """
+
+    def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
+        """The forward has reached a block."""
+
+    def leave_blocks(self, state: TokenState) -> TokenState | None:
+        """All tokens behind the last block, fresh where they were computed now; None if unread.
+
+        The text is None where the model makes nothing of it.
+        """
+
+    def end_transformer_call(self) -> None:
+        """The transformer returns."""
+
+
+class CallForm(NamedTuple):
+    """What a call of the transformer looks like outside of its blocks.
+
+    Attributes:
+        grid: the rows of image tokens, which patches do not cut.
+        text: text tokens that go through blocks.
+        start: where the image begins in a sequence that counts as the image as a whole.
+        glued: the blocks before which the forward makes the tokens anew.
+        returns_text: whether the model makes a result of the text tokens too, as of those of a sound.
+        rows: of the batch.
+    """
+
+    grid: Grid
+    text: int
+    start: int
+    glued: frozenset[int]
+    fed: Mapping[str, Tensor] = MappingProxyType({})
+    returns_text: bool = False
+    rows: int = 1

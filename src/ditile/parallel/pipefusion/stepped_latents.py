@@ -1,0 +1,174 @@
+"""Latents that a pipeline steps in its loop, with the scheduler that steps them.
+
+Most pipelines have one pair. One that makes a video and its sound steps the sound by a copy of its scheduler, or by
+another one, in the same iteration: see `Loop`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ditile.errors import StateError
+from ditile.hooks.generation import Generation
+from ditile.hooks.pieces import Piece
+from ditile.parallel.pipefusion.patch_schedulers import PatchSchedulers, find_argument_names
+
+OVERRIDES = ("set_timesteps", "step", "scale_model_input")
+
+
+class SteppedLatents:
+    """One scheduler and what it steps.
+
+    Args:
+        scheduler: as the pipeline has it.
+        pipe_name: the class of the pipeline, for messages.
+
+    Attributes:
+        latents: of all images; None before the first step.
+        pieces: which of them belong to each patch; none where they are not cut.
+        rehearsed_piece: of the patch that is rehearsed, once the scheduler was stepped.
+        is_stepped: whether the scheduler was stepped in the micro-step at hand.
+        stepped_patches: what was stepped in the micro-step at hand, by patch.
+        held_patches: stepped patches that are not in the latents yet.
+        hands_on_copies: whether the pipeline makes something of the latents, instead of handing them on.
+    """
+
+    def __init__(self, scheduler: Any, pipe_name: str) -> None:
+        self.scheduler, self._name = scheduler, pipe_name
+        # Its own, not what a pipeline may have put around it.
+        self._call = inspect.signature(type(scheduler).step.__get__(scheduler))
+        self._roles = find_argument_names(self._call)
+        self.latents: Tensor | None = None
+        self.pieces: list[Piece] = []
+        self.rehearsed_piece: Piece | None = None
+        self.is_stepped = self.hands_on_copies = False
+        self.stepped_patches: dict[int, Tensor] = {}
+        self.held_patches: dict[int, Tensor] = {}
+        self._samples: list[Tensor] = []
+        self._copies: PatchSchedulers | None = None
+
+    def bind_step_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any, Tensor, dict[str, Any]]:
+        """The prediction, the timestep, the latents and the other arguments of a call of `step`."""
+        call = dict(self._call.bind(*args, **kwargs).arguments)
+        call |= call.pop("kwargs", {})
+        model_output, timestep, sample = (call.pop(name) for name in self._roles)
+        # Not one whose way through the pipeline is watched.
+        if type(model_output) is not Tensor:
+            model_output = model_output.as_subclass(Tensor)
+        return model_output, timestep, sample, call
+
+    def get_copies(self, patches: int, timesteps: Tensor, steps: int) -> PatchSchedulers:
+        """The scheduler's copies, one for each patch, made when they are first asked for.
+
+        Args:
+            patches: how many.
+            timesteps: the plain ones.
+            steps: how many will be made.
+        """
+        if self._copies is None:
+            self._copies = PatchSchedulers(self.scheduler, OVERRIDES, timesteps, patches, steps, self._roles)
+        return self._copies
+
+    def note_rehearsal(self, prediction: Tensor, sample: Tensor, *, is_cut: bool) -> None:
+        """Where NaN came out are the latents of the rehearsed patch, where latents are cut.
+
+        Raises:
+            StateError: if the prediction is of another shape, or the scheduler was stepped already.
+        """
+        if is_cut and prediction.shape != sample.shape:
+            raise StateError(
+                f"{self._name} steps latents of shape {tuple(sample.shape)} with predictions of shape "
+                f"{tuple(prediction.shape)}, so these cannot be cut into patches; use a plan without pipefusion and "
+                "patches"
+            )
+        if is_cut and self.rehearsed_piece is not None:
+            raise StateError(
+                f"{self._name} steps its scheduler more than once in a step, so its latents cannot be cut "
+                "into patches; use a plan without pipefusion and patches"
+            )
+        self.rehearsed_piece = Piece.from_mask(torch.isnan(prediction))
+        if self.latents is None:
+            self.latents = sample.clone()
+        self._samples.append(sample)
+
+    def reset_step_index(self) -> None:
+        """The scheduler looks as if it had been stepped: a pipeline that steps twice counts it back."""
+        if getattr(self.scheduler, "_step_index", 0) is None:
+            self.scheduler._step_index = 0
+
+    def keep_rehearsed_piece(self) -> None:
+        """Keeps what the rehearsal of a patch found."""
+        assert self.rehearsed_piece is not None
+        self.pieces.append(self.rehearsed_piece)
+
+    def end_rehearsal(self, patches: int, *, adaptive: bool) -> None:
+        """Checks what the rehearsals of all patches found.
+
+        Args:
+            patches: how many there are.
+            adaptive: whether the latents may have to be brought up to date before any step.
+
+        Raises:
+            StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself.
+        """
+        first = self._samples[0]
+        owners = torch.zeros(first.shape, dtype=torch.int32)
+        for piece in self.pieces:
+            piece.put(owners, piece.take(owners) + 1)
+        if int(owners.min()) < 1 or int(owners.max()) > 1 or len(self.pieces) != patches:
+            raise StateError(
+                f"the patches of {self._name} overlap in its latents, or leave some out, so its transformer mixes "
+                "tokens behind its blocks; use a plan without pipefusion and patches"
+            )
+        if any(not torch.equal(first, sample) for sample in self._samples[1:]):
+            raise StateError(
+                f"{self._name} changes the latents between steps, behind the scheduler; such a pipeline cannot be "
+                "divided into patches"
+            )
+        self.hands_on_copies = any(sample is not self.latents for sample in self._samples[1:])
+        if self.hands_on_copies and adaptive:
+            raise StateError(
+                f"{self._name} keeps a copy of the latents, which warmup=auto cannot bring up to date; give a number "
+                "of steps"
+            )
+        self._samples = []
+
+    def release_patches(self, patches: Iterable[int]) -> None:
+        """Writes stepped patches that are held back into the latents.
+
+        The first of several stages gets a stepped patch when its turn comes. The last one, and one alone, hold it back
+        as long, so that what is computed of all latents is the same for any number of stages.
+        """
+        for patch in patches:
+            held = self.held_patches.pop(patch, None)
+            if held is not None and self.latents is not None:
+                piece = self.pieces[patch] if self.pieces else Piece.of_all(self.latents)
+                piece.put(self.latents, held)
+
+    def copy_new_latents(self, sample: Tensor, now: Generation, *, partial: bool, synced: int) -> None:
+        """Takes over the latents that the pipeline begins with, or that a callback gave it; never the user's own.
+
+        Args:
+            sample: the latents that the scheduler is stepped with.
+            now: where the pipeline is.
+            partial: whether latents are stepped patch by patch, or on another stage.
+            synced: the last step after which every rank had the whole latents.
+
+        Raises:
+            StateError: if the pipeline replaced latents that are stepped in part.
+        """
+        if sample is self.latents or (self.hands_on_copies and self.latents is not None):
+            return
+        micro = now.micro_step
+        after_callback = micro.patch in (None, 0) and synced == micro.step - 1
+        if self.latents is not None and partial and not after_callback:
+            raise StateError(
+                f"{self._name} replaced the latents between steps, behind the scheduler, at {micro}; such a pipeline "
+                "cannot be divided into patches"
+            )
+        self.latents = sample.clone()

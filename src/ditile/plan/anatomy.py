@@ -1,0 +1,123 @@
+"""Anatomy: what ditile must know of the tokens of a transformer, as a value. It is derived, by `models/derive.py`.
+
+The kind of each dimension of a tensor is a letter, so that a tensor's kinds are a word such as `BN.`:
+
+- `B` rows of the batch; `N` image tokens; `T` text tokens; `J` tokens of both, in one sequence
+- `K` tokens as keys: left whole, because queries of every rank look at them
+- `C` another length that changes from call to call, left whole; `1` exactly one; `.` always the same length
+
+An argument that some calls give with another number of dimensions has a word for each, as in `B|BN`.
+Two streams may both come out of a model, such as a video and its sound: the second one is what `T` counts.
+
+`#N`, `#T` and `#J` are whole numbers that count tokens, `*` is a list with an item for each row of the batch, and the
+empty word is anything else. Where no list of blocks returns a text stream, a model has one sequence, and all of it
+counts as the image: a patch is a run of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ditile.plan.layout import Joint
+
+TOKENS = "NTJ"
+"""The kinds that are cut with the tokens."""
+
+ROWS = "*"
+"""The kind of a list with an item for each row of the batch."""
+
+LOCAL = "-"
+"""The kind of an attention call whose keys every rank has: to a text that does not go through the blocks."""
+
+FURTHER = "+"
+"""In the kind of an attention call: where further keys are among its own, which every rank has whole.
+
+`+N` and `N+` are in front of the image and behind it, `+J` and `J+` so with image and text; `T+N` and `N+T` are
+between. Some calls may have none.
+"""
+
+REAL_PAIRS = "&"
+"""Behind the kind of an attention call: its mask has a pair for each query and key that are both real."""
+
+Kinds = tuple[str, ...]
+"""A word for each leaf of an argument."""
+
+
+@functools.lru_cache(maxsize=4096)
+def select_word(words: str, num_dims: int) -> str | None:
+    """The word for a tensor of so many dimensions; None if none is known."""
+    return next((word for word in words.split("|") if len(word) == num_dims and not word.startswith("#")), None)
+
+
+def drop_further_keys(kind: str) -> str:
+    """The kind of an attention call without its further keys."""
+    if FURTHER not in kind:
+        return kind
+    return "J" if sees_text(kind) else "N"
+
+
+def sees_text(kind: str) -> bool:
+    """Whether the tokens of an attention call of this kind are image and text in one sequence."""
+    return kind.strip(FURTHER)[0] == "J" or (FURTHER in kind and "T" in kind)
+
+
+@dataclass(frozen=True, slots=True)
+class ListAnatomy:
+    """The blocks of one list.
+
+    Attributes:
+        image: the parameter with the image tokens, or with one sequence of both.
+        text: the parameter with the text tokens; None where these are no stream of their own.
+        returns: the streams that a block returns, in order.
+        is_tuple: whether it returns a tuple.
+        tokens: the dimension of both streams that counts tokens.
+        has_no_batch: whether streams are `[tokens, C]`.
+        joint: where the text is within the parameter `image`.
+        arguments: each other parameter -> the kinds of its leaves.
+        attention: path of a module within a block -> the kind of each of its calls: the letter of its tokens, as `N` or
+            `J`; of its queries and its keys where these are not the same, as `NT`; or `-`. See `FURTHER` and
+            `REAL_PAIRS`.
+    """
+
+    image: str
+    text: str | None
+    returns: tuple[str, ...]
+    is_tuple: bool = False
+    tokens: int = 1
+    has_no_batch: bool = False
+    joint: Joint = "none"
+    arguments: Mapping[str, Kinds] = field(default_factory=dict)
+    attention: Mapping[str, Kinds] = field(default_factory=dict)
+
+
+def describe_mode(inputs: Mapping[str, Any]) -> str:
+    """The mode of a call, which is what its arguments say in words, as in `kv_cache_mode=cached`."""
+    return " ".join(f"{name}={value}" for name, value in inputs.items() if isinstance(value, str))
+
+
+@dataclass(frozen=True, slots=True)
+class Anatomy:
+    """A transformer.
+
+    Attributes:
+        lists: path of a list of blocks -> its blocks.
+        joint: where the text is among the keys of attention that sees both.
+        inputs: each parameter of the transformer -> the kinds of its leaves, in which only `B` and `*` matter.
+        modes: of its calls, see `describe_mode`, where there are several -> whether a call is computed whole: what it
+            keeps is read by later calls.
+        outside: paths of modules within blocks that the model's forward computes with outside of them too.
+    """
+
+    lists: Mapping[str, ListAnatomy]
+    joint: Joint
+    inputs: Mapping[str, Kinds] = field(default_factory=dict)
+    modes: Mapping[str, bool] = field(default_factory=dict)
+    outside: tuple[str, ...] = ()
+
+    @property
+    def is_one_sequence(self) -> bool:
+        """Whether no block has text of its own, so that all of the sequence counts as the image."""
+        return all(each.text is None and each.joint == "none" for each in self.lists.values())

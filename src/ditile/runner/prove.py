@@ -1,0 +1,240 @@
+"""Proves an anatomy: a call that is computed patch by patch, with keys that are stale but did not change, is the whole.
+
+A pipeline of a few steps whose scheduler stands still and whose inputs never change: after a synchronous step, patches
+read keys of the step before, which are what they would be now. So every step must give what the whole model gives. The
+code that runs is that of any other picture: the loop, the rehearsal, the hooks, the keys and their masks.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ditile.errors import DitileError, ModelError
+from ditile.hooks.pieces import list_predictions
+from ditile.hooks.token_arguments import knows_rows, slice_rows
+from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
+from ditile.models.block_lists import find_block_lists
+from ditile.models.probe import derive_from_pipeline
+from ditile.models.record import CapturedCall
+from ditile.models.registry import find_denoisers, find_model_spec
+from ditile.plan.plan import Plan
+
+TOLERANCE = 1e-4
+"""Of the largest prediction, in float32: anatomies that are right differ by units of the last place, others by 1e-2."""
+
+STEPS = 3
+
+BuildRunner = Callable[[Any, Plan], Any]
+"""Makes a runner of a pipeline under a plan of one rank."""
+
+
+class StillScheduler:
+    """A scheduler that returns the prediction in place of new latents."""
+
+    order, init_noise_sigma = 1, 1.0
+    config: Mapping[str, Any] = {}
+
+    def set_timesteps(self, num_inference_steps: int, **others: Any) -> None:
+        """Sets as many equal timesteps."""
+        self.timesteps = torch.ones(num_inference_steps)
+
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, return_dict: bool = False) -> tuple[Tensor]:
+        """The prediction."""
+        return (model_output,)
+
+
+class StillPipeline(DiffusionPipeline):
+    """Calls a transformer with the same arguments in every step; in the first, with those of calls before, if any.
+
+    Args:
+        transformer: the model.
+    """
+
+    vae_scale_factor = 1
+    transformer: Any
+
+    def __init__(self, transformer: nn.Module) -> None:
+        pipe: Any = super()
+        pipe.__init__()
+        pipe.register_modules(transformer=transformer)
+        self.scheduler = StillScheduler()
+        pipe.set_progress_bar_config(disable=True)
+
+    @torch.no_grad()
+    def __call__(
+        self, calls: Sequence[Mapping[str, Any]], latents: Sequence[Tensor], num_inference_steps: int = STEPS
+    ) -> Any:
+        """The predictions of every step, of all branches together: `[steps, *latents.shape]` of each stream."""
+        self.scheduler.set_timesteps(num_inference_steps)
+        schedulers = [self.scheduler, *(copy.deepcopy(self.scheduler) for _ in latents[1:])]
+        steps = []
+        before = [call.before for call in calls if isinstance(call, CapturedCall) and call.before is not None]
+        for index, timestep in enumerate(self.scheduler.timesteps):
+            results = [self.transformer(**call) for call in (before if before and not index else calls)]
+            # What a call before gives may have another shape; it is there for what it keeps.
+            predictions = latents if before and not index else combine_predictions(results)
+            triples = zip(schedulers, predictions, latents, strict=True)
+            latents = [scheduler.step(prediction, timestep, x)[0] for scheduler, prediction, x in triples]
+            steps.append([x.clone() for x in latents])
+        return tuple(torch.stack(each) for each in zip(*steps, strict=True))
+
+
+def combine_predictions(results: Sequence[Any]) -> list[Tensor]:
+    """Guidance of the branches of a step, each the result of a call: of a video, or of a video and its sound."""
+    first, *others = (list_predictions(result) for result in results)
+    for other in others:
+        first = [2.0 * one - two for one, two in zip(first, other, strict=True)]
+    return first
+
+
+def prove_anatomy(
+    transformer: nn.Module, calls: Sequence[Mapping[str, Any]], build: BuildRunner, *, patches: int = 3
+) -> float:
+    """The largest difference of a patched call to the whole one, and of rows apart, relative to the largest prediction.
+
+    Args:
+        transformer: in float32, whole, with an anatomy.
+        calls: the arguments of the calls of one step: branches of guidance.
+        build: makes a runner of a pipeline under a plan of one rank.
+        patches: how many.
+
+    Raises:
+        DitileError: what a wrong anatomy runs into; others may do so too.
+    """
+    pipe = StillPipeline(transformer)
+    with torch.no_grad():
+        want = combine_predictions([transformer(**call) for call in calls])
+    has_before = any(isinstance(call, CapturedCall) and call.before is not None for call in calls)
+    runner = build(pipe, Plan(patches=patches, warmup=1))
+    try:
+        latents = [torch.zeros_like(x) for x in want]
+        got = runner(calls=calls, latents=latents, num_inference_steps=STEPS + has_before)
+    finally:
+        runner.restore()
+    # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so
+    # the last one is there when that turn follows, and at the end.
+    ends = [*(len(got[0]) - 2 - patches * step for step in range(STEPS - 1)), -1]
+    pairs = zip(got, want, strict=True)
+    difference = max(float((steps[ends] - x).abs().max() / x.abs().max()) for steps, x in pairs)
+    # Keys that an earlier call kept have rows too.
+    return difference if has_before else max(difference, *(_compare_rows(transformer, call) for call in calls))
+
+
+def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
+    """The difference of a call on each row of the batch alone to that on all, where its arguments are known."""
+    anatomy, name = find_anatomy(transformer), next(iter(call))
+    latents = call[name]
+    rows = len(latents) if isinstance(latents, list) else int(latents.shape[0])
+    if anatomy is None or rows == 1 or not knows_rows(call, anatomy.inputs, name, rows):
+        return 0.0
+    with torch.no_grad():
+        whole = list_predictions(transformer(**call))
+        parts = []
+        for row in range(rows):
+            own = slice_rows(call, anatomy.inputs, operator.itemgetter(slice(row, row + 1)))
+            parts.append(list_predictions(transformer(**own)))
+    joined = [
+        torch.cat([x.reshape(1, *y.shape[1:]) for x in row])
+        for row, y in zip(zip(*parts, strict=True), whole, strict=True)
+    ]
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(joined, whole, strict=True))
+
+
+def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
+    """Derives and proves the anatomies of the models of a pipeline that are not in the table.
+
+    Raises:
+        ModelError: if one cannot be derived, or does not hold.
+    """
+    for transformer in find_denoisers(pipe).values():
+        spec = find_model_spec(transformer)
+        if find_anatomy(transformer) is not None or (spec is not None and spec.anatomy is not None):
+            continue
+        refuse_wrapper(transformer)
+        try:
+            twin = make_twin(transformer)
+        except ModelError as error:
+            raise make_unknown_error(transformer, str(error)) from error
+        anatomy, calls = derive_from_pipeline(pipe, transformer, twin)
+        remember_anatomy(transformer, anatomy)
+        try:
+            for branches in list_proofs(calls):
+                _check_proof(transformer, twin, branches, build)
+        except BaseException:
+            forget_anatomy(transformer)
+            raise
+
+
+def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
+    """A copy of a transformer in float32 with few blocks and random weights, in which no gate is closed.
+
+    Of each list it has the first blocks, and one of each other kind, such as those that have experts.
+    """
+    with ExitStack() as stack:
+        for each in find_block_lists(transformer):
+            path, _, name = each.name.rpartition(".")
+            owner = transformer.get_submodule(path)
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, nn.ModuleList(_select_unlike_blocks(each.blocks, blocks)))
+        twin = copy.deepcopy(transformer).float().cpu().eval()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in twin.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        is_matrix = parameter.ndim > 1
+        noise = (
+            noise / parameter[0].numel() ** 0.5 if is_matrix else noise * 0.1 + ("norm" in name and "weight" in name)
+        )
+        parameter.data = noise
+    return twin
+
+
+def _select_unlike_blocks(blocks: Sequence[nn.Module], number: int) -> list[nn.Module]:
+    selected = list(blocks[:number])
+    kinds = [[type(module) for module in block.modules()] for block in selected]
+    for block in blocks[number:]:
+        kind = [type(module) for module in block.modules()]
+        if kind not in kinds:
+            selected.append(block)
+            kinds.append(kind)
+    return selected
+
+
+def list_proofs(calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The branches of guidance of each proof: each call alone, and the first with the next that has such latents."""
+
+    def describe_latents(call: Mapping[str, Any]) -> list[Any]:
+        return [getattr(x, "shape", None) for x in pytree.tree_leaves(next(iter(call.values())))]
+
+    first, *others = calls
+    alike = [other for other in others if describe_latents(other) == describe_latents(first)]
+    return [*([call] for call in calls), *([first, other] for other in alike[:1])]
+
+
+def _check_proof(
+    transformer: nn.Module, twin: nn.Module, branches: Sequence[Mapping[str, Any]], build: BuildRunner
+) -> None:
+    """Raises `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
+    remedy = "use a plan of data, cfg or tensor"
+    try:
+        difference = prove_anatomy(twin, branches, build)
+    except DitileError:
+        raise
+    except Exception as error:  # whatever the model runs into where it is given too much or too little
+        raise ModelError(
+            f"{type(transformer).__name__} cannot be computed patch by patch: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}; {remedy}"
+        ) from error
+    if not difference <= TOLERANCE:
+        raise ModelError(
+            f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {difference:.1e} "
+            f"of its largest value, and up to {TOLERANCE:.0e} is rounding; {remedy}"
+        )

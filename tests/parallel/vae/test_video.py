@@ -1,0 +1,142 @@
+"""Every autoencoder of pictures and videos in diffusers by rows: equal to the whole, at heights that do not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic
+from ditile.errors import ModelError
+from ditile.parallel.vae.prove import simulate_ranks
+from ditile.parallel.vae.vae import PROVEN, ParallelVAE, install_row_forwards
+from ditile.planner.footprint import LiveBytes
+from tests import tiny
+from tests.parallel.vae.test_vae import BOUND, axis, distance
+from tests.pool import Pool
+
+FOUR = (8, 8, 8, 8)
+WAN = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1}
+TIMES = {"temperal_downsample": [False, True, True]}
+SMALL = {"latent_channels": 4, "block_out_channels": FOUR, "layers_per_block": 1, "norm_num_groups": 4}
+BLOCKS_2D = {"down_block_types": ["DownEncoderBlock2D"] * 4, "up_block_types": ["UpDecoderBlock2D"] * 4}
+LTX = {"latent_channels": 8, "block_out_channels": FOUR, "layers_per_block": (1,) * 5}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sd": ("AutoencoderKL", {**SMALL, **BLOCKS_2D}),
+    "flux 2": ("AutoencoderKLFlux2", {**SMALL, **BLOCKS_2D}),
+    "wan 2.1": ("AutoencoderKLWan", {**WAN, **TIMES}),
+    "wan 2.2": (
+        "AutoencoderKLWan", {**WAN, **TIMES, "is_residual": True, "patch_size": 2, "in_channels": 12,
+                             "out_channels": 12, "scale_factor_spatial": 16},
+    ),
+    "qwen-image": ("AutoencoderKLQwenImage", {**WAN, **TIMES}),
+    "qwen-image 2.1": ("AutoencoderKLQwenImage21", {**WAN, **TIMES}),
+    "hunyuan video": ("AutoencoderKLHunyuanVideo", SMALL),
+    "hunyuan video 1.5": (
+        "AutoencoderKLHunyuanVideo15",
+        {"latent_channels": 4, "block_out_channels": (16,) * 4, "layers_per_block": 1, "spatial_compression_ratio": 8},
+    ),
+    "hunyuan image": (
+        "AutoencoderKLHunyuanImage",
+        {"in_channels": 3, "out_channels": 3, "latent_channels": 8, "block_out_channels": (32,) * 4,
+         "layers_per_block": 1, "spatial_compression_ratio": 8, "sample_size": 64},
+    ),
+    "cogvideox": ("AutoencoderKLCogVideoX", SMALL),
+    "ltx": ("AutoencoderKLLTXVideo", {**LTX, "decoder_block_out_channels": FOUR, "decoder_layers_per_block": (1,) * 5}),
+    "ltx 2": (
+        "AutoencoderKLLTX2Video",
+        {**LTX, "decoder_block_out_channels": (8, 16, 32), "decoder_layers_per_block": (1,) * 4},
+    ),
+    "mochi": (
+        "AutoencoderKLMochi",
+        {"latent_channels": 4, "encoder_block_out_channels": (32,) * 4, "decoder_block_out_channels": (32,) * 4,
+         "layers_per_block": (1,) * 5},
+    ),
+    "cosmos": ("AutoencoderKLCosmos", {"latent_channels": 4, "encoder_block_out_channels": (8, 8, 8, 8),
+                                       "decode_block_out_channels": (8, 8, 8, 8), "num_layers": 1,
+                                       "attention_resolutions": (8,), "resolution": 64}),
+}  # fmt: skip
+
+
+def make(name: str) -> Any:
+    torch.manual_seed(0)
+    kind, config = CONFIGS[name]
+    return tiny.randomise(getattr(diffusers, kind)(**config), gain=1.0).eval()
+
+
+def make_latents(vae: Any, rows: int) -> Tensor:
+    """Brighter below than above."""
+    channels = getattr(vae.config, "latent_channels", None) or vae.config.z_dim
+    is_video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
+    frames = (2,) if is_video else (1,) if "QwenImage" in type(vae).__name__ else ()
+    return torch.randn(1, channels, *frames, rows, 4) + torch.linspace(0, 2, rows)[:, None]
+
+
+def decode(vae: Any, latents: Tensor) -> Tensor:
+    picture: Tensor = vae.decode(latents, return_dict=False)[0]
+    return picture
+
+
+def encode(vae: Any, picture: Tensor) -> Tensor:
+    mean: Tensor = vae.encode(picture).latent_dist.mode()
+    return mean
+
+
+def test_every_class_is_here() -> None:
+    assert {kind for kind, _ in CONFIGS.values()} == PROVEN
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_are_the_whole(name: str) -> None:
+    """A failure means seams, or frames of which each rank has another history."""
+    vae = make(name)
+    latents = make_latents(vae, 7)
+    picture = decode(vae, latents)
+    mean = encode(vae, picture)
+    calls: list[tuple[Callable[[Any], Tensor], Tensor]] = [
+        (lambda mine: decode(mine, latents), picture), (lambda mine: encode(mine, picture), mean),
+    ]  # fmt: skip
+    for ranks in (2, 3):
+        for call, want in calls:
+            assert max(distance(got, want) for got in simulate_ranks(vae, install_row_forwards, ranks, call)) < BOUND
+
+
+@torch.no_grad()
+def over_ranks(name: str) -> tuple[float, float, int, int]:
+    """Distances of what is decoded and encoded, and the peaks of live bytes, whole and divided."""
+    vae = make(name)
+    latents = make_latents(vae, 13)
+    with LiveBytes() as whole:
+        picture = decode(vae, latents)
+    mean = encode(vae, picture)
+    with ParallelVAE(vae, axis(), Traffic(), gather="all").install_forwards():
+        with LiveBytes() as mine:
+            got = decode(vae, latents)
+        return distance(got, picture), distance(encode(vae, picture), mean), whole.peak, mine.peak
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("wan 2.1", 2), ("wan 2.2", 3), ("hunyuan video", 2), ("cogvideox", 3)])
+def test_videos_over_ranks(pool: Pool, name: str, ranks: int) -> None:
+    """The peak is a share of the whole, besides the video itself, which every rank has at the end."""
+    for decoded, encoded, whole, mine in pool.run(over_ranks, ranks, name):
+        assert decoded < BOUND and encoded < BOUND
+        assert mine < whole * (1 / ranks + 0.25)
+
+
+def test_a_coder_that_sees_all_rows_is_refused() -> None:
+    """Linear attention of an autoencoder sums over all tokens."""
+    vae = diffusers.AutoencoderDC(
+        latent_channels=4, encoder_block_out_channels=(8, 8, 8), decoder_block_out_channels=(8, 8, 8),
+        encoder_layers_per_block=(1, 1, 1), decoder_layers_per_block=(1, 1, 1), attention_head_dim=4,
+        encoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"),
+        decoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"),
+        encoder_qkv_multiscales=((), (), ()), decoder_qkv_multiscales=((), (), ()),
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="cannot be divided by rows; use vae=whole"):
+        ParallelVAE(tiny.randomise(vae, gain=1.0), Axis(), Traffic())

@@ -1,0 +1,78 @@
+"""What a rank draws in each warmup mode, and with a LoRA: see `test_features.py`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+import ditile
+from ditile import Plan
+from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, list_tensors
+
+STAGES = {"pipefusion": 2, "warmup": ENOUGH}
+NUMBERS = {"output_type": "np", "return_dict": True}
+MODES: dict[str, float] = {"serial": 0.0, "separate": 0.0, "sequence": 1e-5, "pipelined": 1e-5}
+"""How far a picture may be from the plain one: ranks of `sequence`, and micro-batches, add up in another order."""
+
+
+def draw(pipe: Any, plan: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[list[Tensor], str]:
+    """Tensors, and the table of ranks before they were drawn."""
+    runner = ditile.parallelize(pipe, Plan(**plan), keep_weights=True)
+    try:
+        return list_tensors(runner(**call)), str(runner)
+    finally:
+        runner.restore()
+
+
+def draw_in_every_mode(name: str) -> list[str]:
+    """What is wrong."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    pipe, problems = entry.make(), []
+    calls: list[Callable[[], dict[str, Any]]] = [entry.call, *filter(None, [entry.two_images])]
+    for number, call in enumerate(calls, 1):
+        want = list_tensors(pipe(**call()))
+        for mode, tolerance in MODES.items():
+            got, table = draw(pipe, {**STAGES, "warmup_mode": mode}, call())
+            if problem := compare_drawings(got, want, tolerance):
+                problems.append(f"{mode}, {number} images: {problem}")
+            if "stage 1" not in table or "0-" not in table:
+                problems.append(f"{mode}: {table}")
+    return problems
+
+
+def draw_with_lora(name: str) -> list[str]:
+    """What is wrong."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    pipe = entry.make()
+    plain = list_tensors(pipe(**entry.call()))
+    torch.manual_seed(0)
+    pipe.transformer.add_adapter(LoraConfig(target_modules=["to_q", "to_v"], init_lora_weights=False, r=2))
+    want = list_tensors(pipe(**entry.call()))
+    problems = [] if compare_drawings(want, plain, 1e-3) else ["the LoRA changes nothing"]
+    for plan, tolerance in ((STAGES, 0.0), ({"ulysses": 2}, 1e-5)):
+        if problem := compare_drawings(draw(pipe, plan, entry.call())[0], want, tolerance):
+            problems.append(f"{plan}: {problem}")
+    return problems
+
+
+def draw_by_rows(name: str) -> list[str]:
+    """What is wrong with pictures and videos that two ranks decode."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    pipe = entry.make()
+    want, got = (
+        list_tensors(result.frames if "frames" in result else result.images)
+        for result in (
+            pipe(**entry.call() | NUMBERS),
+            ditile.parallelize(pipe, Plan(**STAGES, vae="rows"))(**entry.call() | NUMBERS),
+        )
+    )
+    problem = compare_drawings(got, want, 1e-5)
+    return [problem] if problem else []

@@ -1,0 +1,184 @@
+"""Which rows which families cannot hold, and why."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.zoo.own import OWN
+from tests.zoo.rows import EVERY
+
+FAST = (
+    "stable-diffusion-3",
+    "qwen-image-edit",
+    "chroma",
+    "pixart-sigma",
+    "wan-2.1-image-to-video",
+    "flux-2-klein",
+    "qwen-image-2.1",
+    "prx",
+    "ltx-2",
+    "z-image",
+)
+HYBRIDS = (
+    "ltx-2", "qwen-image-2.1", "z-image", "wan-2.2", "krea-2", "qwen-image", "qwen-image-edit", "flux-2", "wan-2.1",
+    "flux",
+)  # fmt: skip
+"""An entry of each of the ten families that are used most."""
+
+PATCHES = ("pipefusion", "stale", "cache, pipefusion")
+BLOCKS = (*PATCHES, "ulysses", "ring", "distrifusion", "cache, ulysses", "proof")
+"""The rows that need to know what a token is."""
+
+
+class Hole(NamedTuple):
+    """Rows that some entries cannot hold, and that are refused before the first step, because such an entry..."""
+
+    reason: str
+    rows: tuple[str, ...]
+    names: str
+
+
+TABLE = (
+    Hole(
+        "makes pictures without guidance, in one call of one row",
+        ("cfg",),
+        """
+        qwen-image-2.1-edit flux-2 flux-2-klein-edit flux-2-klein-kv flux-img2img flux-kontext flux-fill
+        flux-inpaint flux-control flux-controlnet ideogram-4 kandinsky-6-super-resolution sana-sprint
+        ace-step-turbo prx-distilled
+    """,
+    ),
+    Hole(
+        "has pictures of a batch at places of their own in the sequence, unlike in each branch of guidance",
+        ("proof",),
+        "z-image-omni",
+    ),
+    Hole(
+        "mixes tokens of patches behind the blocks, in its guidance",
+        PATCHES,
+        "ace-step",
+    ),
+    Hole(
+        "runs a ControlNet in its loop, which needs the whole fresh latents",
+        PATCHES,
+        "flux-controlnet",
+    ),
+    Hole(
+        "pads pictures that are not square to the tokens of the largest",
+        BLOCKS,
+        "hidream",
+    ),
+    Hole(
+        "makes other numbers of rows than pictures",
+        ("cfg", "data"),
+        "cosmos cosmos-video-to-world",
+    ),
+    Hole(
+        "calls a second transformer in its loop, which needs the whole fresh latents",
+        PATCHES,
+        "ideogram-4",
+    ),
+    Hole(
+        "has experts that choose among all tokens",
+        BLOCKS,
+        "nucleus-moe",
+    ),
+    Hole(
+        "counts the tokens of the first frame, or of frames before, within its blocks",
+        BLOCKS,
+        "hunyuan-video-image-to-video hunyuan-video-framepack helios",
+    ),
+    Hole(
+        "computes attention in a way of its own",
+        BLOCKS,
+        "kandinsky-6-super-resolution",
+    ),
+    Hole(
+        "scales attention by the number of tokens that a block is given",
+        BLOCKS,
+        "lumina-next",
+    ),
+    Hole(
+        "has blocks in the first half that hand more than tokens to those of the second",
+        BLOCKS,
+        "hunyuan-dit",
+    ),
+    Hole(
+        "has convolutions over tokens in its blocks, and linear attention",
+        BLOCKS,
+        "sana sana-sprint sana-video sana-image-to-video sana-wm",
+    ),
+    Hole(
+        "has attention that leaves out padded text",
+        BLOCKS,
+        "mochi",
+    ),
+    Hole(
+        "has a loop of its own over timesteps of frames",
+        ("cache, pipefusion", "cache, ulysses", "cfg", "data", "distrifusion", "pipefusion", "ring", "stale", "ulysses"),  # noqa: E501
+        "skyreels-v2-diffusion-forcing skyreels-v2-diffusion-forcing-blocks",
+    ),
+    Hole(
+        "steps a part of the latents for each number of steps, or more than once",
+        PATCHES,
+        "cosmos cosmos-video-to-world",
+    ),
+    Hole(
+        "calls its lists of blocks in turns, on frames and on places",
+        BLOCKS,
+        "latte",
+    ),
+    Hole(
+        "keeps keys of earlier chunks in its blocks",
+        BLOCKS,
+        "any-flow-far",
+    ),
+    Hole(
+        "returns several tensors",
+        ("cfg", "data"),
+        "any-flow-far",
+    ),
+    Hole(
+        "returns several tensors",
+        ("cfg",),
+        "cosmos-3 cosmos-3-image-to-video",
+    ),
+    Hole(
+        "decodes with its last blocks, which see more than its first",
+        BLOCKS,
+        "motif-video motif-image-to-video",
+    ),
+    Hole(
+        "takes all of a call as one list of tokens without a batch",
+        BLOCKS,
+        "cosmos-3 cosmos-3-image-to-video",
+    ),
+    Hole(
+        "updates features of pairs between its blocks",
+        BLOCKS,
+        "proteina",
+    ),
+    Hole(
+        "goes on with a part of its latents in mid-run",
+        (*PATCHES, "distrifusion"),
+        "chrono-edit-reasoning",
+    ),
+    Hole(
+        "has two schedulers, and none of the name that the loop knows",
+        ("cfg", "data"),
+        "proteina",
+    ),
+)  # fmt: skip
+HOLES = {(name, row): hole for hole in TABLE for name in hole.names.split() for row in hole.rows}
+
+
+def has_row(name: str, row: str) -> bool:
+    """Whether a row is asked of an entry."""
+    if row == "hybrid":
+        return name in HYBRIDS or name in OWN
+    return row != "data" or EVERY[name].two_images is not None
+
+
+def find_hole(name: str, row: str) -> Hole | None:
+    """Why an entry cannot hold a row; None if it can."""
+    return HOLES.get((name, "pipefusion" if row == "hybrid" else row))

@@ -1,0 +1,110 @@
+"""Every family under every axis: what holds, and that what does not is refused before the first step.
+
+A row that does not hold has its reason in `holes.py`, from which docs/matrix.md is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from torch import nn
+
+from ditile.errors import DitileError
+from ditile.models.anatomies import find_anatomy
+from ditile.models.record import list_chain, record_blocks
+from ditile.models.registry import find_model_spec
+from ditile.runner.prove import TOLERANCE, ensure_anatomies
+from ditile.runner.runner import _build_single_runner
+from tests.pool import CaseError, Pool
+from tests.zoo import ZOO, matrix
+from tests.zoo.derive_table import OTHERS, TABLE, derive_all, derive_rows, prove_calls, prove_rows, record_calls
+from tests.zoo.holes import FAST, find_hole, has_row
+from tests.zoo.own import OWN
+from tests.zoo.rows import EVERY, HYBRID, ROWS, Row, draw_rows, judge_row
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMES = [pytest.param(name, marks=() if name in {*FAST, *OWN} else pytest.mark.families) for name in EVERY]
+TIMEOUT = 60.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_family_holds_every_row_but_its_holes(pool: Pool, name: str) -> None:
+    """A failure names the row: a family draws something else under an axis, or a hole is none any more."""
+    entry = EVERY[name]
+    pipe = entry.make()
+    if name in OWN:
+        ensure_anatomies(pipe, _build_single_runner)
+    transformer, calls = record_calls(pipe, entry)
+    patches = choose_patches(transformer, calls["call"])
+    found = {"proof": prove(transformer, calls, patches)}
+    found |= run_rows(pool, name, patches, {key: row for key, row in ROWS.items() if has_row(name, key)})
+    if has_row(name, "hybrid"):
+        found |= run_rows(pool, name, patches, {"hybrid": HYBRID}, ranks=4)
+    assert not (wrong := find_wrong(name, found)), "\n".join(wrong)
+
+
+def find_wrong(name: str, found: Mapping[str, str]) -> list[str]:
+    """What of an entry is not as the table of holes says, a line each."""
+    wrong = []
+    for key, problem in found.items():
+        hole = find_hole(name, key)
+        if hole is None and problem:
+            wrong.append(f"{name}, {key}: {problem}")
+        elif hole is not None and not problem.startswith("refused: "):
+            wrong.append(f"{name}, {key}: {problem or 'holds'}, and is a hole because it {hole.reason}")
+    return wrong
+
+
+def run_rows(pool: Pool, name: str, patches: int, rows: Mapping[str, Row], ranks: int = 2) -> dict[str, str]:
+    """What is wrong with each row; empty where it holds."""
+    try:
+        outcomes = pool.run(draw_rows, ranks, name, patches, rows, timeout=TIMEOUT)
+    except CaseError as error:
+        # Some row ended in an error that is no refusal: each by itself says which.
+        if len(rows) == 1:
+            return {key: describe_error(error) for key in rows}
+        return {key: run_rows(pool, name, patches, {key: row}, ranks)[key] for key, row in rows.items()}
+    return {key: judge_row(name, row, outcomes, key) for key, row in rows.items()}
+
+
+def describe_error(error: CaseError) -> str:
+    return next(iter(error.tracebacks.values())).strip().splitlines()[-1]
+
+
+def choose_patches(transformer: nn.Module, call: Mapping[str, Any]) -> int:
+    """A number of patches that does not divide the tokens, or the rows of tokens where patches cut no row."""
+    anatomy = find_anatomy(transformer)
+    if anatomy is None:
+        return 3
+    chain, spec = list_chain(transformer), find_model_spec(transformer)
+    of_list = anatomy.lists[chain[0].list_name]
+    rows = record_blocks(transformer, chain, call)[0].arguments[of_list.image].shape[of_list.tokens]
+    if spec is not None and spec.grid is not None:
+        rows = spec.grid(transformer, call).rows
+    return next(patches for patches in (3, 2, 7, 4) if patches <= rows and rows % patches)
+
+
+def prove(transformer: nn.Module, calls: Mapping[str, dict[str, Any]], patches: int) -> str:
+    """What the proof finds wrong."""
+    if find_anatomy(transformer) is None:
+        return "refused: it has no anatomy"
+    try:
+        difference = prove_calls(transformer, calls, patches)
+    except DitileError as error:
+        return f"refused: {error}"
+    return "" if difference <= TOLERANCE else f"differs by {difference:.1e}"
+
+
+@pytest.mark.families
+def test_the_shipped_anatomies_are_those_that_are_derived(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means: `python -m tests.zoo.derive_table`, and look at what changed."""
+    derived = derive_rows(prove_rows(derive_all({**ZOO, **OTHERS})))
+    assert json.loads(json.dumps(derived)) == json.loads(TABLE.read_text("utf-8"))
+
+
+def test_the_matrix_of_families_is_up_to_date() -> None:
+    """A failure means: `python -m tests.zoo.matrix && ditile models --markdown > docs/matrix.md`."""
+    assert json.loads(matrix.TABLE.read_text("utf-8")) == matrix.build_families()
