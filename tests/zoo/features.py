@@ -12,9 +12,12 @@ from torch import Tensor
 
 import ditile
 from ditile import Plan
+from ditile.errors import PlanError
 from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, list_tensors
 
 STAGES = {"pipefusion": 2, "warmup": ENOUGH}
+PATCHES = {"qwen-image": 20, "wan-2.1": 64}
+"""More than the tokens of an entry's call, and not more than those of its larger one."""
 NUMBERS = {"output_type": "np", "return_dict": True}
 MODES: dict[str, float] = {"serial": 0.0, "separate": 0.0, "sequence": 1e-5, "pipelined": 1e-5}
 """How far a picture may be from the plain one: ranks of `sequence`, and micro-batches, add up in another order."""
@@ -76,3 +79,43 @@ def draw_by_rows(name: str) -> list[str]:
     )
     problem = compare_drawings(got, want, 1e-5)
     return [problem] if problem else []
+
+
+def draw_after_a_refusal(name: str) -> list[str]:
+    """What is wrong with a call after one that has fewer tokens than patches."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    assert entry.larger is not None
+    pipe, problems = entry.make(), []
+    want = list_tensors(pipe(**entry.larger()))
+    runner = ditile.parallelize(pipe, Plan(**STAGES, patches=PATCHES[name]), keep_weights=True)
+    try:
+        runner(**entry.call())
+        problems.append("not refused")
+    except PlanError as error:
+        if f"patches={PATCHES[name]} exceeds" not in str(error):
+            problems.append(str(error))
+    if problem := compare_drawings(list_tensors(runner(**entry.larger())), want, 0.0):
+        problems.append(problem)
+    return problems
+
+
+def draw_with_a_longer_prompt(name: str) -> list[str]:
+    """What is wrong with pictures whose prompt is another one from the second step on."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    pipe, problems = entry.make(), []
+
+    def lengthen(_: Any, step: int, __: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        embeds = tensors["prompt_embeds"]
+        return {"prompt_embeds": torch.cat([embeds, embeds[:, :3]], dim=1)} if step == 0 else {}
+
+    def call() -> dict[str, Any]:
+        changes = {"callback_on_step_end": lengthen, "callback_on_step_end_tensor_inputs": ["prompt_embeds"]}
+        return entry.call() | changes
+
+    want = list_tensors(pipe(**call()))
+    for plan in ({"ulysses": 2}, {"ring": 2}):
+        if problem := compare_drawings(draw(pipe, plan, call())[0], want, 1e-5):
+            problems.append(f"{plan}: {problem}")
+    return problems

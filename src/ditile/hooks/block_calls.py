@@ -45,10 +45,23 @@ class BlockPass(Protocol):
         """What a block that is given `call` returns; `forward` takes the same by name."""
 
 
+class SurveyedBlocks(Protocol):
+    """What blocks are given in a survey.
+
+    Attributes:
+        has_begun: whether the first block was called.
+    """
+
+    has_begun: bool
+
+    def is_fed(self) -> bool:
+        """Whether a block was given something that the forward makes of the latents, beside the tokens."""
+
+
 class SurveyWatch(Protocol):
     """Remembers what modules outside of blocks return, such as `OutputMemoizer`."""
 
-    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], has_begun: Callable[[], bool]) -> Any: ...
+    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any: ...
 
 
 class BlockCalls:
@@ -90,8 +103,7 @@ class BlockCalls:
             now = self._now.check_under_way()
             inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
-            shapes = _describe_input(inputs[self._names[0]])
-            given = (now.branch, self._key, mode, shapes, *inputs, *map(type, inputs.values()))
+            given = (now.branch, self._key, mode, *inputs, *map(_describe_input, inputs.values()))
             form = now.forms.get(given)
             if form is None:
                 form = now.forms[given] = self._survey_call(forward, inputs, checks=not now.is_whole)
@@ -175,7 +187,7 @@ class BlockCalls:
         survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last, checks=checks)
         poisoned = poison_latents(self._names[0], inputs)
         run = functools.partial(self._run_pass, survey, forward, poisoned)
-        result = self._memo.survey_call(run, self._anatomy.lists, lambda: survey.has_begun)
+        result = self._memo.survey_call(run, self._anatomy.lists, survey)
         grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
         return survey.describe_call(grid)._replace(returns_text=survey.poisons_text and has_nan(result))
 
@@ -199,11 +211,13 @@ class BlockCalls:
             now.is_surveyed, self._pass = False, self._divided
 
 
-def _describe_input(latents: Any) -> tuple[torch.Size, ...]:
-    """The shapes of a call's latents."""
-    if isinstance(latents, Tensor):
-        return (latents.shape,)
-    return tuple(x.shape for x in pytree.tree_leaves(latents) if isinstance(x, Tensor))
+def _describe_input(value: Any) -> Any:
+    """The shape of an argument of a call, the shapes of those in a list, or a type."""
+    if isinstance(value, Tensor):
+        return value.shape
+    if not isinstance(value, list | tuple | dict):
+        return type(value)
+    return tuple(x.shape for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
 
 
 def poison_latents(name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,6 +296,10 @@ class _SurveyPass:
         if hook.index == self._last and text is not None and not self._anatomy.is_one_sequence:
             self.poisons_text, text = True, torch.full_like(text, float("nan"))
         return _give_streams(anatomy, image, text)
+
+    def is_fed(self) -> bool:
+        """Whether a block was given something that the forward makes of the latents, beside the tokens."""
+        return any(map(bool, self._fed.values()))
 
     def describe_call(self, grid: Grid | None) -> CallForm:
         """What was seen."""

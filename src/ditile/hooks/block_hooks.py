@@ -27,7 +27,7 @@ from ditile.hooks.attention_processors import (
     replace_cross_processors,
 )
 from ditile.hooks.batch_rows import BatchDimFinder
-from ditile.hooks.block_calls import BlockCalls
+from ditile.hooks.block_calls import BlockCalls, SurveyedBlocks
 from ditile.hooks.block_policy import BlockHook, BlockPolicy, LayerAttention
 from ditile.hooks.compile import (
     CompileFunction,
@@ -388,13 +388,13 @@ class OutputMemoizer:
                     if not any(f"{self._label}{name}".startswith(f"{block}.") for block in compiled):
                         self._remember_output(name, module, lasts=lasts)
 
-    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], has_begun: Callable[[], bool]) -> Any:
+    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any:
         """Surveys a call, and remembers from now on what modules in front of the blocks return.
 
         Args:
             run: makes the call.
             blocks: the lists of blocks.
-            has_begun: whether the first block was called.
+            survey: what blocks are given in it.
 
         Returns:
             What `run` does.
@@ -414,7 +414,7 @@ class OutputMemoizer:
             active.pop()
             parts = output if isinstance(output, tuple) else (output,)
             # The forward may write into what is not a tensor unseen.
-            if has_begun() or any(isinstance(part, list | dict) for part in parts):
+            if survey.has_begun or any(isinstance(part, list | dict) for part in parts):
                 self._excluded.add(name)
             of_latents[name] = bool(parts) and all(map(has_nan, parts))
 
@@ -429,7 +429,8 @@ class OutputMemoizer:
             watched.callback(setattr, self, "_is_watching", False)
             self._is_watching = True
             result = run()
-        reads_latents = has_nan(result)
+        # What is made of the latents is read behind the blocks, or by them.
+        reads_latents = has_nan(result) or survey.is_fed()
         for name in given:
             lasts = of_latents[name]
             if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:

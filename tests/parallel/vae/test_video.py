@@ -129,6 +129,17 @@ def test_videos_over_ranks(pool: Pool, name: str, ranks: int) -> None:
         assert mine < whole * (1 / ranks + 0.25)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["wan 2.1", "ltx"])
+def test_more_ranks_than_rows(name: str) -> None:
+    """A failure means that a strip of no rows ends a run in an error of one rank."""
+    vae = make(name)
+    latents = make_latents(vae, 2)
+    picture = decode(vae, latents)
+    for got in simulate_ranks(vae, install_row_forwards, 3, lambda mine: decode(mine, latents)):
+        assert distance(got, picture) < BOUND
+
+
 def test_a_coder_that_sees_all_rows_is_refused() -> None:
     """Linear attention of an autoencoder sums over all tokens."""
     vae = diffusers.AutoencoderDC(

@@ -119,6 +119,7 @@ class PipeFusion:
     def begin_generation(self, schedule: Schedule, generation: Generation) -> None:
         """A generation begins."""
         self.schedule, self.generation = schedule, generation
+        self._has_begun = False
         self._cleared, self._returned = 0, -1
         self._widths.clear()
         self._ops: Iterator[Op] = iter(())
@@ -126,7 +127,11 @@ class PipeFusion:
         self._latents: Sequence[Tensor] = ()
 
     def end_generation(self, *, clean: bool) -> None:
-        """Ends a generation: waits for what was sent or, after an error, abandons it in the channels for good."""
+        """Ends a generation: waits for what was sent or, after an error, abandons it in the channels for good.
+
+        Before the first step nothing was sent, and what is refused there is refused on every rank.
+        """
+        clean = clean or not self._has_begun
         self.broken = not clean and self._world > 1
         for prefetcher in filter(None, (self._activations_in, self._latents_in)):
             prefetcher.clear_expectations()
@@ -155,6 +160,7 @@ class PipeFusion:
             channel.release_old_sends()
         if self.warmup_group is not None:
             self.warmup_group.settle_channels()
+        self._has_begun = True
         self.schedule = replace(schedule, batch=self.generation.batch)
         certain = 0 if step == 0 else schedule.find_last_certain_step(step, self.generation.calls or 1)
         for sure in range(self._cleared + 1, min(certain + 1, schedule.steps)):

@@ -277,6 +277,8 @@ class Loop:
             self._timestep = timestep
             self._callbacks.progress()
             yield timestep
+            while self._note_interrupt() and not rehearsal.is_stepped:
+                yield timestep
         if not self._streams:
             return
         rng.restore_generators(self._callbacks.generators, saved)

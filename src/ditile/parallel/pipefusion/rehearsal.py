@@ -66,6 +66,11 @@ class Rehearsal:
                 each.keep_rehearsed_piece()
         now.rehearsed_patch, now.is_whole = None, False
 
+    @property
+    def is_stepped(self) -> bool:
+        """Whether all schedulers were stepped in the iteration at hand."""
+        return bool(self._streams) and all(each.rehearsed_piece is not None for each in self._streams)
+
     def _begin_iteration(self, step: int, patch: int, timestep: Tensor) -> Tensor:
         self._now.enter_micro_step(MicroStep(step, None))
         self._now.rehearsed_patch = patch
@@ -75,5 +80,5 @@ class Rehearsal:
         return timestep
 
     def _check_iteration(self) -> None:
-        if any(each.rehearsed_piece is None for each in self._streams):
+        if not self.is_stepped:
             raise StateError(f"{self._pipeline} went on without stepping its scheduler")

@@ -219,6 +219,11 @@ class Strip:
         self._known: list[PictureRows] = []
 
     @property
+    def num_ranks(self) -> int:
+        """The ranks that share out the rows."""
+        return self._links.num_ranks
+
+    @property
     def own_height(self) -> int:
         """The rows that this rank has."""
         return self.rows.rows_per_rank[self._rank]

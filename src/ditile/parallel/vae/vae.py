@@ -108,7 +108,7 @@ def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: boo
         gather = strip.gather_picture_on_first if first and name == "decoder" else strip.gather_picture
         unit = find_row_unit(vae) if name == "encoder" else 1
         _install_coder_forward(stack, coder, functions, strip, gather, unit)
-        if strip.block_size is not None:
+        if strip.block_size is not None and isinstance(coder, Encoder | Decoder):
             for module in coder.modules():
                 if isinstance(module, ResnetBlock2D) and is_plain_residual(module):
                     _divide_module(stack, module, functions, partial(run_residual_block, module, strip=strip))
@@ -118,7 +118,7 @@ def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: boo
             elif isinstance(module, nn.SiLU) and isinstance(coder, Encoder | Decoder):
                 # It is only called on what a norm has just made, which nobody else reads.
                 override_attribute(stack, module, "inplace", True)
-            elif isinstance(module, Upsample2D) and _doubles_rows(module):
+            elif isinstance(module, Upsample2D) and isinstance(coder, Encoder | Decoder) and _doubles_rows(module):
                 # Halo rows travel before they are doubled.
                 conv: Any = module.conv
                 _divide_module(stack, module, functions, build_strip_convolution(conv, strip, scale=2))
@@ -132,12 +132,14 @@ def _install_coder_forward(
     gather: Callable[[Tensor], Tensor],
     unit: int,
 ) -> None:
-    whole = coder.forward
+    whole, may_be_empty = coder.forward, isinstance(coder, Encoder | Decoder)
 
     def code_own_rows(sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and sample.requires_grad:
             raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
         with torch.no_grad():
+            if not may_be_empty and sample.shape[-2] < strip.num_ranks:
+                return whole(sample, *args, **kwargs)  # every rank all of it: a strip of no rows is not known to work
             own = strip.select_own_rows(sample, unit)
             with functions:
                 result = whole(own, *args, **kwargs)
