@@ -129,6 +129,8 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
     if plan.pipefusion == 1 or plan.stage_blocks is not None:
         return cut_stages([1.0] * len(hooks.chain), plan.pipefusion, plan.stage_blocks)
     if cost_model is None and hooks.spec.example is None:
+        if hooks.has_placeholders():
+            hooks = hooks.copy_to_meta()
         # Nothing is known of the sizes of its pictures, so a weight costs the same wherever it is.
         sizes = [float(sum(p.numel() for p in hook.block.parameters())) for hook in hooks.chain]
         return cut_stages(sizes, plan.pipefusion, None, plan.stage_weights)
