@@ -95,3 +95,18 @@ def test_a_buffer_keeps_its_content() -> None:
     assert memory.get_persistent_buffer("x", (2, 3), like).sum() == 3
     assert memory.get_persistent_buffer("x", (2, 4), like).sum() == 0
     assert memory.get_persistent_buffer("x", (2, 4), like.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_masks_of_micro_batches_of_one_row(rows: int) -> None:
+    """Two rows of a batch, one after the other; at first a mask was there for both, or none.
+
+    A failure means that a row attends to what is padding in another one's text.
+    """
+    store, own = KeyStore(TOKENS, 2), torch.tensor([[[[True] * TOKENS]], [[[True] * 6 + [False] * 2]]])
+    if rows == 1:
+        store.write_mask(own[:1], [range(TOKENS)])
+    for row in range(2):
+        got = store.write_mask(own[row : row + 1], [range(TOKENS)], range(row, row + 1), 2)
+        assert torch.equal(got, own[row : row + 1])
+    assert torch.equal(store.write_mask(own[..., :4], [range(4)]), own)

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ditile.errors import ModelError
+from ditile.errors import ModelError, StateError
 from ditile.hooks.attention_processors import uses_dispatch
 from ditile.hooks.block_policy import BlockHook, LayerAttention
+from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.overrides import override_attribute
 from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS
 from ditile.plan.spec import ModelSpec
@@ -48,20 +49,22 @@ def install_attention(
     """
     for path, module in hook.list_attentions():
         layer = f"{hook.name}.{path}".rstrip(".")
-        kinds = hook.anatomy.attention[path]
+        calls = hook.list_calls(path)
         stock: Any = getattr(module, "processor", None)
         through_dispatch = uses_dispatch(stock)
         backend = stock._attention_backend if through_dispatch else None
         # What has further keys may dispatch without the processor's `_parallel_config`, and otherwise in other calls.
-        redirects = not through_dispatch or is_whole is not None or any(FURTHER in kind for kind in kinds)
+        redirects = not through_dispatch or is_whole is not None or any(FURTHER in kind for _, kind in calls)
         cores: list[LayerAttention | None] = []
-        for turn, kind in enumerate(kinds):
-            name = layer if len(kinds) == 1 else f"{layer}.{turn}"
+        for name, kind in calls:
             core = None
             if kind != LOCAL:
                 core = build(name, backend, kind=kind.removesuffix(REAL_PAIRS), through_dispatch=through_dispatch)
             cores.append(MaskOfRealPairs(core) if core is not None and kind.endswith(REAL_PAIRS) else core)
-        attend = cores[0] if len(cores) == 1 else CallsInTurn(cores)
+        attend = cores[0]
+        if len(cores) > 1:
+            attend = turns = CallsInTurn(layer, cores)
+            stack.callback(hook.block.register_forward_hook(exclude_from_compile(turns.end_block)).remove)
         assert attend is not None
         if not redirects:
             processor = spec.overlapped(attend) if spec.overlapped is not None and attend.overlaps else copy.copy(stock)
@@ -104,12 +107,17 @@ class MaskOfRealPairs:
 
 
 class CallsInTurn:
-    """The attention of a layer that attends several times in each call, known by their turn."""
+    """The attention of a layer that attends several times in each call, known by their turn.
+
+    Args:
+        layer: its name in the model.
+        cores: of each turn.
+    """
 
     overlaps = False
 
-    def __init__(self, cores: Sequence[LayerAttention | None]) -> None:
-        self._cores, self._turn = cores, 0
+    def __init__(self, layer: str, cores: Sequence[LayerAttention | None]) -> None:
+        self._layer, self._cores, self._turn = layer, cores, 0
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
@@ -121,6 +129,19 @@ class CallsInTurn:
             return core.attend(q, k, v, mask=mask, scale=scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+
+    def end_block(self, *_: Any) -> None:
+        """The block of the layer returns: in its next call the first turn is next.
+
+        Raises:
+            StateError: if there were more turns or fewer; a pass in which the block is left out has none.
+        """
+        turns, self._turn = self._turn, 0
+        if turns not in (0, len(self._cores)):
+            raise StateError(
+                f"{self._layer} attended {turns} times in a call and {len(self._cores)} times when it was looked at, "
+                "so which keys are whose is not known; use a plan of data, cfg or tensor"
+            )
 
 
 class AttentionRedirect(TorchFunctionMode):

@@ -60,6 +60,11 @@ class BlockHook:
         modules = dict(self.block.named_modules())
         return [(path, modules[path]) for path in self.anatomy.attention if path in modules and self.is_shared(path)]
 
+    def list_calls(self, path: str) -> list[tuple[str, str]]:
+        """The attention calls of a module, in order: the name of each in the model, and its kind."""
+        layer, kinds = f"{self.name}.{path}".rstrip("."), self.anatomy.attention[path]
+        return [(layer if len(kinds) == 1 else f"{layer}.{turn}", kind) for turn, kind in enumerate(kinds)]
+
     def is_shared(self, path: str) -> bool:
         """Whether a module attends to tokens that ranks share out."""
         return any(kind != LOCAL for kind in self.anatomy.attention[path])
@@ -118,6 +123,8 @@ class CallForm(NamedTuple):
         text: text tokens that go through blocks.
         start: where the image begins in a sequence that counts as the image as a whole.
         glued: the blocks before which the forward makes the tokens anew.
+        fed: name of each block behind the first -> whether anything that it is given is made of the latents, as a
+            tensor of one boolean.
         returns_text: whether the model makes a result of the text tokens too, as of those of a sound.
         rows: of the batch.
     """

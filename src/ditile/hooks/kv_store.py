@@ -89,12 +89,15 @@ class KeyStore:
 
         Args:
             mask: of the keys that were just written.
-            runs, batch_range, batch_size: as of `write_keys`; a mask for every row has one.
+            runs, batch_range, batch_size: as of `write_keys`. A mask for every row has one, and in a micro-batch,
+                where it may as well be of the only row, it is written to all of its rows.
         """
-        rows = 1 if mask.shape[0] == 1 else mask.shape[0] if batch_range is None else batch_size
+        rows = mask.shape[0] if batch_range is None else batch_size
         if self.mask is None:
             self.mask = mask.new_zeros((rows, *mask.shape[1:3], self._length))
-        into = self.mask if batch_range is None or rows == 1 else self.mask[batch_range.start : batch_range.stop]
+        elif self.mask.shape[0] < rows:  # so far one was for every row
+            self.mask = self.mask.repeat(rows, 1, 1, 1)
+        into = self.mask if batch_range is None else self.mask[batch_range.start : batch_range.stop]
         at = 0
         for run in runs:
             into[..., run.start : run.stop] = mask[..., at : at + len(run)]

@@ -19,15 +19,16 @@ from ditile.distributed.transport import PeerChannel, start_exchange, start_gath
 from ditile.errors import ModelError
 from ditile.hooks.block_calls import write_tokens
 from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.block_policy import TokenState
+from ditile.hooks.block_policy import BlockHook, TokenState
 from ditile.hooks.generation import Generation, LayerTokens
 from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask
 from ditile.hooks.protocols import AttentionKernel, KeySource
 from ditile.parallel.attention.core import merge_rank_runs
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
+from ditile.plan.anatomy import LOCAL, REAL_PAIRS, drop_further_keys
 from ditile.plan.schedule import Op, OpKind
 
-KEYS, PREDICTION, LATENTS = "keys", "prediction", "latents"
+KEYS, PREDICTION, LATENTS, SHAPES = "keys", "prediction", "latents", "control"
 
 
 class WarmupGroup:
@@ -57,10 +58,11 @@ class WarmupGroup:
         self._owners = {
             hook.name: owner for owner, blocks in enumerate(stages) for hook in hooks.chain[blocks.start : blocks.stop]
         }
+        self._blocks = {hook.name: hook for hook in hooks.chain}
         self.last = last = len(stages) - 1
         self._order = [(member, last, PREDICTION) for member in range(size) if member != last]
         self._order += [(last, member, LATENTS) for member in range(1, size) if member != last]
-        self._order += [(0, owner, KEYS) for owner in range(size, last + 1)]
+        self._order += [(0, owner, kind) for owner in range(size, last + 1) for kind in (SHAPES, KEYS)]
         self._channels = {
             (sender, receiver, kind): PeerChannel(
                 mesh.latents if kind == LATENTS else mesh.select_downstream_group(sender),
@@ -183,8 +185,8 @@ class WarmupGroup:
             return own
         if self.size <= self.last or mask.covers_sequence:
             raise ModelError(
-                f"{layer} masks keys, which warmup_mode=separate does not send to other stages, nor masks of pairs "
-                "along a warmup group; use another warmup_mode"
+                f"{layer} masks keys, which warmup_mode=separate does not gather along a group of {self.size}, nor "
+                "masks of pairs along any; use warmup_ranks=1 or another warmup_mode"
             )
         flat = own.to(torch.uint8) if own.dtype == torch.bool else own
         shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
@@ -195,26 +197,40 @@ class WarmupGroup:
         self, layer: str, k: Tensor, v: Tensor, mask: Tensor | None, tokens: LayerTokens, now: Generation
     ) -> None:
         """Writes keys of the whole image into this stage's store, or sends them to the stage that owns the layer."""
-        owner = self._find_layer_owner(layer)
+        owner = self._owners[self._find_block(layer).name]
         if owner == self.stage:
             _write_keys(layer, k, v, tokens, now, mask)
         elif owner >= self.size and self.stage == 0:
+            # A mask of pairs comes anew with every call.
+            sent_mask = mask if mask is not None and mask.shape[2] == 1 else None
+            mask_shape = (0, 0, 0) if sent_mask is None else (*sent_mask.shape[:2], int(sent_mask.dtype == torch.bool))
+            # The owner has the modules, and what these make of their inputs is seen in a call alone.
+            place = list(_find_kinds(self._find_block(layer))).index(layer)
+            numbers = torch.tensor((place, *k.shape[2:], *mask_shape), device=k.device)
+            self._channels[0, owner, SHAPES].send_tensor(numbers)
             self._channels[0, owner, KEYS].send_tensor(torch.stack([k, v]))
+            if sent_mask is not None:
+                self._channels[0, owner, KEYS].send_tensor(sent_mask.to(k.dtype))
 
-    def _find_layer_owner(self, layer: str) -> int:
-        """The stage that owns a layer, by its name: a block that was never read here has no modules to look through."""
-        while layer not in self._owners:
+    def _find_block(self, layer: str) -> BlockHook:
+        """The block of a layer, by its name: a block that was never read here has no modules to look through."""
+        while layer not in self._blocks:
             layer, _, _ = layer.rpartition(".")
-        return self._owners[layer]
+        return self._blocks[layer]
 
     def _receive_keys(self, index: int, state: TokenState, now: Generation) -> None:
-        hook = self._hooks.chain[index]
-        for name, attention in hook.list_attentions():
-            tokens = now.get_layer_tokens("J" if hook.sees_text(name) else "N")
-            size = attention.to_k.out_features // attention.heads
-            shape = (2, state.image.shape[0], tokens.length, attention.heads, size)
-            k, v = self._receive_tensor((0, self.stage, KEYS), shape, state.image)
-            _write_keys(f"{hook.name}.{name}", k, v, tokens, now)
+        kinds = _find_kinds(self._hooks.chain[index])
+        layers, rows, way = list(kinds), state.image.shape[0], (0, self.stage, KEYS)
+        for _ in layers:
+            numbers = self._receive_tensor((0, self.stage, SHAPES), (6,), state.image.new_empty(0, dtype=torch.int64))
+            place, heads, head_size, mask_rows, mask_heads, is_boolean = numbers.tolist()
+            layer = layers[place]
+            tokens = now.get_layer_tokens(drop_further_keys(kinds[layer].removesuffix(REAL_PAIRS))[-1])
+            k, v = self._receive_tensor(way, (2, rows, tokens.length, heads, head_size), state.image)
+            mask = None
+            if mask_rows:
+                mask = self._receive_tensor(way, (mask_rows, mask_heads, 1, tokens.length), state.image)
+            _write_keys(layer, k, v, tokens, now, mask.bool() if mask is not None and is_boolean else mask)
 
     def _receive_tensor(self, way: tuple[int, int, str], shape: Sequence[int], like: Tensor) -> Tensor:
         channel = self._channels[way]
@@ -256,6 +272,11 @@ class WarmupGroupKeys:
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+
+
+def _find_kinds(hook: BlockHook) -> dict[str, str]:
+    """The kind of each attention call of a block whose keys are kept, by its name."""
+    return {name: kind for path, _ in hook.list_attentions() for name, kind in hook.list_calls(path) if kind != LOCAL}
 
 
 def _write_keys(

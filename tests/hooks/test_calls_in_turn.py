@@ -1,0 +1,25 @@
+"""A layer that attends several times in each call: its calls are told apart by their turn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ditile.errors import StateError
+from ditile.hooks.attention_hooks import CallsInTurn
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3, 4])
+def test_turns_of_a_call(turns: int) -> None:
+    """A failure means that a layer that attends once more, or once less, reads the keys of another call of it."""
+    layer, x = CallsInTurn("blocks.0.attn", [None, None]), torch.zeros(1, 2, 1, 4)
+    for _ in range(turns):
+        layer.attend(x, x, x)
+    if turns in (0, 2):
+        layer.end_block()
+    else:
+        with pytest.raises(StateError, match=f"blocks.0.attn attended {turns} times in a call and 2 times"):
+            layer.end_block()
+    layer.attend(x, x, x)
+    layer.attend(x, x, x)
+    layer.end_block()
