@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 from torch import Tensor
 
 import ditile
-from ditile import Plan
+from ditile import ModelError, Plan
 from ditile.errors import PlanError
-from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, list_tensors
+from ditile.runner.partial import load_partial_components
+from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, counted_steps, list_tensors
 
 STAGES = {"pipefusion": 2, "warmup": ENOUGH}
 PATCHES = {"qwen-image": 20, "wan-2.1": 64}
@@ -47,6 +51,37 @@ def draw_in_every_mode(name: str) -> list[str]:
             if "stage 1" not in table or "0-" not in table:
                 problems.append(f"{mode}: {table}")
     return problems
+
+
+def draw_stale_in_mode(name: str, mode: str, variant: str = "call") -> list[str]:
+    """What is wrong after the first step, when keys are stale: in every mode they are those of a serial step."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    make_call, pipe, plan = getattr(entry, variant), entry.make(), {**STAGES, "warmup": 1}
+    want, _ = draw(pipe, plan, make_call())
+    problem = compare_drawings(draw(pipe, {**plan, "warmup_mode": mode}, make_call())[0], want, MODES[mode])
+    return [problem] if problem else []
+
+
+def refuse_unknown_rows(name: str) -> str:
+    """What a pipeline says to micro-batches of two prompts of unlike length."""
+    entry = EVERY[name]
+    with counted_steps() as steps, pytest.raises(ModelError) as refused:
+        draw(entry.make(), {**STAGES, "warmup": 1, "warmup_mode": "pipelined"}, entry.padded_prompt())
+    assert not steps
+    return str(refused.value)
+
+
+def draw_loaded_in_part(name: str, folder: str) -> list[str]:
+    """What is wrong where each stage has read its own blocks alone."""
+    warnings.simplefilter("ignore")
+    entry, plan = EVERY[name], Plan(**STAGES)
+    pipe = entry.make()
+    want = list_tensors(pipe(**entry.call()))
+    # These pipelines have no text encoder, so that diffusers does not build them from a folder.
+    pipe.transformer = load_partial_components(Path(folder), plan, dist.get_rank(), torch.float32)["transformer"]
+    problem = compare_drawings(list_tensors(ditile.parallelize(pipe, plan)(**entry.call())), want, 0.0)
+    return [problem] if problem else []
 
 
 def draw_with_lora(name: str) -> list[str]:

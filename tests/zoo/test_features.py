@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from ditile.models.anatomies import find_anatomy, forget_anatomy
+from ditile.runner.prove import ensure_anatomies
+from ditile.runner.runner import _build_single_runner
 from tests.pool import Pool
 from tests.zoo.features import (
     PATCHES,
     draw_after_a_refusal,
     draw_by_rows,
     draw_in_every_mode,
+    draw_loaded_in_part,
+    draw_stale_in_mode,
     draw_with_a_longer_prompt,
     draw_with_lora,
+    refuse_unknown_rows,
 )
+from tests.zoo.own import OWN
+from tests.zoo.rows import EVERY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ("wan-2.1", "qwen-image", "z-image")
@@ -22,6 +33,36 @@ NAMES = ("wan-2.1", "qwen-image", "z-image")
 def test_warmup_modes(pool: Pool, name: str) -> None:
     """A failure means that a mode was written for the families of a spec alone."""
     for problems in pool.run(draw_in_every_mode, 2, name):
+        assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "variant"),
+    [
+        ("wan-2.1", "separate", "call"),
+        ("flux-2-klein", "separate", "call"),
+        ("lumina-2", "separate", "call"),
+        ("stable-audio-3", "separate", "call"),
+        ("qwen-image", "separate", "padded_prompt"),
+    ],
+)
+def test_stale_keys_of_warmup_modes(pool: Pool, name: str, mode: str, variant: str) -> None:
+    """A failure means that a stage keeps keys or masks of another form than those that its layers make."""
+    for problems in pool.run(draw_stale_in_mode, 2, name, mode, variant):
+        assert not problems, "\n".join(problems)
+
+
+def test_rows_that_are_not_known(pool: Pool) -> None:
+    """A failure means that a micro-batch is given the masks of all rows."""
+    for said in pool.run(refuse_unknown_rows, 2, "qwen-image"):
+        assert "whether encoder_hidden_states_mask" in said and "use warmup_mode=serial" in said
+
+
+@pytest.mark.parametrize("name", ["wan-2.1", "qwen-image"])
+def test_blocks_loaded_in_part(pool: Pool, name: str, tmp_path: Path) -> None:
+    """A failure means that blocks are cut otherwise where some were not read."""
+    EVERY[name].make().save_pretrained(tmp_path)
+    for problems in pool.run(draw_loaded_in_part, 2, name, str(tmp_path)):
         assert not problems, "\n".join(problems)
 
 
@@ -50,3 +91,13 @@ def test_a_prompt_that_a_callback_replaces(pool: Pool) -> None:
     """A failure means that the end of the new prompt is dropped in silence."""
     for problems in pool.run(draw_with_a_longer_prompt, 2, "cogvideox"):
         assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_random_state(name: str) -> None:
+    """A failure means that a picture without a generator depends on whether its model was looked at before."""
+    pipe = OWN[name].make()
+    forget_anatomy(pipe.transformer)
+    before = torch.get_rng_state()
+    ensure_anatomies(pipe, _build_single_runner)
+    assert find_anatomy(pipe.transformer) is not None and torch.equal(torch.get_rng_state(), before)

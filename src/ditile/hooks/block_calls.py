@@ -27,7 +27,7 @@ from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, TokenSta
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece, RehearsedPrediction, has_nan, list_predictions
-from ditile.hooks.token_arguments import cut_argument, find_misfit, is_cut, slice_rows
+from ditile.hooks.token_arguments import cut_argument, find_misfit, find_unknown_rows, is_cut, slice_rows
 from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
 from ditile.plan.layout import Grid
 
@@ -143,16 +143,17 @@ class BlockCalls:
         return forward_at_hook
 
     def _run_micro_batches(self, forward: Forward, inputs: Mapping[str, Any], micro_batches: Sequence[range]) -> Any:
-        if not any("B" in word or word == ROWS for kinds in self._anatomy.inputs.values() for word in kinds):
+        rows, known = micro_batches[-1].stop, self._anatomy.inputs
+        if (name := find_unknown_rows(inputs, known, self._names[0], rows)) is not None:
             raise ModelError(
-                f"which arguments of {type(self._transformer).__name__} have a row for each picture is not known, so "
-                "warmup_mode=pipelined cannot split them; use serial"
+                f"whether {name} of {type(self._transformer).__name__} has a row for each of {rows} pictures is not "
+                "known, so warmup_mode=pipelined cannot split it; use warmup_mode=serial"
             )
         results = []
-        for index, rows in enumerate(micro_batches):
+        for index, batch_range in enumerate(micro_batches):
             self._policy.begin_micro_batch(index)
-            select = operator.itemgetter(slice(rows.start, rows.stop))
-            results.append(forward(**slice_rows(inputs, self._anatomy.inputs, select)))
+            select = operator.itemgetter(slice(batch_range.start, batch_range.stop))
+            results.append(forward(**slice_rows(inputs, known, select)))
         return join_batch_results(results)
 
     def _count_rows(self, inputs: Mapping[str, Any], form: CallForm) -> int:

@@ -72,8 +72,8 @@ def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | N
     return None
 
 
-def knows_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], noisy: str, rows: int) -> bool:
-    """Whether kinds say of everything in a call that is as long as its batch, whether it has rows.
+def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], noisy: str, rows: int) -> str | None:
+    """The first argument of a call with something as long as its batch of which kinds do not say whether it has rows.
 
     Args:
         arguments: of the call, by name.
@@ -87,13 +87,13 @@ def knows_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], noisy: 
             continue
         leaves = pytree.tree_leaves(value)
         if known and len(known) != len(leaves) and value is not None:
-            return False
+            return name
         for k, leaf in enumerate(leaves):
             word = select_word(known[k], leaf.ndim) if known and isinstance(leaf, Tensor) else None
             is_long = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
             if (is_long and (not word or word[0] in ".1")) or (name == noisy and (not word or "B" not in word)):
-                return False
-    return True
+                return name
+    return None
 
 
 def slice_rows(

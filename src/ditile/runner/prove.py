@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.errors import DitileError, ModelError
 from ditile.hooks.pieces import list_predictions
-from ditile.hooks.token_arguments import knows_rows, slice_rows
+from ditile.hooks.token_arguments import find_unknown_rows, slice_rows
 from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
 from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
@@ -134,7 +134,7 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
     anatomy, name = find_anatomy(transformer), next(iter(call))
     latents = call[name]
     rows = len(latents) if isinstance(latents, list) else int(latents.shape[0])
-    if anatomy is None or rows == 1 or not knows_rows(call, anatomy.inputs, name, rows):
+    if anatomy is None or rows == 1 or find_unknown_rows(call, anatomy.inputs, name, rows) is not None:
         return 0.0
     with torch.no_grad():
         whole = list_predictions(transformer(**call))
@@ -152,6 +152,8 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
 def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
     """Derives and proves the anatomies of the models of a pipeline that are not in the table.
 
+    Torch's random state is afterwards what it was: what is drawn next does not depend on the plan.
+
     Raises:
         ModelError: if one cannot be derived, or does not hold.
     """
@@ -160,18 +162,31 @@ def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
         if find_anatomy(transformer) is not None or (spec is not None and spec.anatomy is not None):
             continue
         refuse_wrapper(transformer)
-        try:
-            twin = make_twin(transformer)
-        except ModelError as error:
-            raise make_unknown_error(transformer, str(error)) from error
-        anatomy, calls = derive_from_pipeline(pipe, transformer, twin)
-        remember_anatomy(transformer, anatomy)
-        try:
-            for branches in list_proofs(calls):
-                _check_proof(transformer, twin, branches, build)
-        except BaseException:
-            forget_anatomy(transformer)
-            raise
+        with torch.random.fork_rng(_list_random_devices(pipe)):
+            _derive_and_prove(pipe, transformer, build)
+
+
+def _list_random_devices(pipe: Any) -> set[int]:
+    """The GPUs that a pipeline may draw numbers on: other ones need not get a context here."""
+    if not torch.cuda.is_initialized():
+        return set()
+    current, own = torch.cuda.current_device(), torch.device(pipe.device)
+    return {current, own.index} if own.type == "cuda" and own.index is not None else {current}
+
+
+def _derive_and_prove(pipe: Any, transformer: nn.Module, build: BuildRunner) -> None:
+    try:
+        twin = make_twin(transformer)
+    except ModelError as error:
+        raise make_unknown_error(transformer, str(error)) from error
+    anatomy, calls = derive_from_pipeline(pipe, transformer, twin)
+    remember_anatomy(transformer, anatomy)
+    try:
+        for branches in list_proofs(calls):
+            _check_proof(transformer, twin, branches, build)
+    except BaseException:
+        forget_anatomy(transformer)
+        raise
 
 
 def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:

@@ -25,7 +25,7 @@ from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece
-from ditile.hooks.token_arguments import knows_rows, slice_rows
+from ditile.hooks.token_arguments import find_unknown_rows, slice_rows
 from ditile.models.step_memory import explain_branch_refusal
 from ditile.parallel.batch.deferred import DeferredWork
 from ditile.parallel.batch.shares import (
@@ -343,7 +343,7 @@ class DataCfgBatch:
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
         inputs = dict(zip(names, args, strict=True)) | kwargs
         noisy, batch = self._find_noisy_input(args, kwargs)
-        if self._inputs is not None and knows_rows(inputs, self._inputs, noisy, len(batch)):
+        if self._inputs is not None and find_unknown_rows(inputs, self._inputs, noisy, len(batch)) is None:
             cut = slice_rows(inputs, self._inputs, functools.partial(_select_rows, batch_slice))
             return [cut.pop(name) for name in names], cut, True
         if not isinstance(batch, Tensor):
