@@ -151,10 +151,10 @@ def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
 
 
 def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
-    """The `ModelSpec` of the model of a pipeline, or `UNKNOWN_MODEL` where the plan needs none.
+    """The `ModelSpec` of the model of a pipeline, or `UNKNOWN_MODEL` where it has none.
 
     Raises:
-        ModelError: if the model has no spec, or the pipeline runs what a patch pipeline cannot honour.
+        ModelError: if the pipeline runs what a patch pipeline cannot honour.
         PlanError: if guidance branches are to be shared out that the model itself compares.
     """
     model, name = find_loop_model(pipe), type(pipe).__name__

@@ -1,7 +1,7 @@
-"""Tables of families that run by diffusers' `_cp_plan`: what the planner needs of their inputs, tokens and frames.
+"""Tables of families without a `ModelSpec`: what the planner needs of their inputs, tokens and frames.
 
-Their forward is counted like that of a family with a `ModelSpec`. The tables do not say how a model could be cut, so
-only plans of data, cfg, ulysses and ring are priced.
+Their forward is counted like that of a family with a `ModelSpec`, but not block by block, so that only plans of data,
+cfg, ulysses and ring are priced.
 """
 
 from __future__ import annotations

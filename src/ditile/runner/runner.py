@@ -394,7 +394,7 @@ def parallelize(
 
     Raises:
         PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
-        ModelError: if `pipe` is no pipeline or cannot be divided so, or the kernel or the table of splits will not do.
+        ModelError: if `pipe` is no pipeline or cannot be divided so, or the kernel will not do.
         StateError: if the pipeline was divided before, and not restored.
         JoinError: if torchrun's ranks cannot connect to each other. Nothing was changed, whichever it is.
     """
