@@ -27,6 +27,7 @@ from ditile.distributed.mesh import Communicators, build_mesh, join_process_grou
 from ditile.errors import PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 from ditile.runner import runner
+from ditile.runner.prove import StillScheduler
 from tests.pool import Pool
 
 SIXTEEN = Plan(data=2, cfg=2, pipefusion=2, ulysses=2)
@@ -209,7 +210,7 @@ class ReachedError(Exception):
 def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a script's own group. A failure means batches of messages that hang, or a context on the first GPU."""
     happened: list[str] = []
-    pipe = SimpleNamespace(device="cpu", transformer=torch.nn.Linear(1, 1))
+    pipe = SimpleNamespace(device="cpu", transformer=torch.nn.Linear(1, 1), scheduler=StillScheduler())
 
     def made(*_: Any, **__: Any) -> None:
         happened.append("group")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 import ditile
 from ditile import ModelError, Plan
-from ditile.errors import PlanError
+from ditile.errors import PlanError, StateError
 from ditile.runner.partial import load_partial_components
 from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, counted_steps, list_tensors
 
@@ -154,3 +154,32 @@ def draw_with_a_longer_prompt(name: str) -> list[str]:
         if problem := compare_drawings(draw(pipe, plan, call())[0], want, 1e-5):
             problems.append(f"{plan}: {problem}")
     return problems
+
+
+class ForgetfulList(nn.ModuleList):
+    """Blocks of which the second is left out when that is wished."""
+
+    is_forgetful = False
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        blocks = list(super().__iter__())
+        return iter(blocks[:1] + blocks[2:] if self.is_forgetful else blocks)
+
+
+def leave_out_a_block(name: str) -> str:
+    """What is said of a forward that leaves out a block from the second step on."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    pipe = entry.make()
+    blocks = pipe.transformer.blocks = ForgetfulList(pipe.transformer.blocks)
+
+    def forget(_: Any, __: int, ___: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        blocks.is_forgetful = True
+        return tensors
+
+    runner = ditile.parallelize(pipe, Plan(**STAGES), keep_weights=True)
+    try:
+        runner(**entry.call() | {"callback_on_step_end": forget})
+    except StateError as error:
+        return str(error)
+    return "nothing"

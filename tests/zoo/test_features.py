@@ -20,6 +20,7 @@ from tests.zoo.features import (
     draw_stale_in_mode,
     draw_with_a_longer_prompt,
     draw_with_lora,
+    leave_out_a_block,
     refuse_unknown_rows,
 )
 from tests.zoo.own import OWN
@@ -69,7 +70,7 @@ def test_blocks_loaded_in_part(pool: Pool, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_loras(pool: Pool, name: str) -> None:
     """A failure means that the source of a forward is another one with a LoRA, or that a stage has none of it."""
-    for problems in pool.run(draw_with_lora, 2, name):
+    for problems in pool.run(draw_with_lora, leave_out_a_block, 2, name):
         assert not problems, "\n".join(problems)
 
 
@@ -101,3 +102,9 @@ def test_random_state(name: str) -> None:
     before = torch.get_rng_state()
     ensure_anatomies(pipe, _build_single_runner)
     assert find_anatomy(pipe.transformer) is not None and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_block_that_is_left_out(pool: Pool) -> None:
+    """A failure means a wrong picture in silence: stages meet at a block that one of them does not reach."""
+    assert all("ran 3 blocks at" in said and "same blocks in every step" in said
+               for said in pool.run(leave_out_a_block, 2, "wan-2.1"))  # fmt: skip

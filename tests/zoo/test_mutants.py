@@ -142,3 +142,14 @@ def test_an_argument_that_was_not_probed_is_refused_by_its_name() -> None:
 def test_fewer_tokens_than_patches_are_refused(name: str) -> None:
     entry = (ZOO | OWN)[name]
     refuse(entry.make(), Plan(patches=500), PlanError, "patches=500 exceeds the .* try 1 to ", **entry.call())
+
+
+def test_what_was_derived_is_that_of_a_class_as_it_is_set(forgotten: list[nn.Module]) -> None:
+    """A failure means that a model is divided by what was derived from one that was made otherwise."""
+    transformer = OWN["own-frames"].make().transformer
+    forgotten.append(transformer)
+    anatomy = Anatomy({}, "none")
+    remember_anatomy(transformer, anatomy)
+    assert find_anatomy(transformer) == anatomy
+    next(module for module in transformer.modules() if module is not transformer).kind = "other"  # type: ignore[assignment]
+    assert find_anatomy(transformer) is None

@@ -94,6 +94,7 @@ class BlockCalls:
         self._every = range(len(chain))
         self._active: Collection[int] = self._every
         self._pass: BlockPass = self._divided
+        self._visits = 0  # of blocks, in the call at hand
 
     def wrap_transformer(self, forward: Forward) -> Forward:
         """The transformer's forward, in micro-batches, after a survey of each kind of call."""
@@ -112,12 +113,14 @@ class BlockCalls:
             if now.rehearsed_patch is not None:
                 return self._rehearse_call(now, forward, inputs)
             micro_batches = self._policy.begin_transformer_call(self._count_rows(inputs, form))
+            self._visits = 0
             self._active = self._policy.select_active_blocks(self._every)
             if len(micro_batches) == 1:
                 result = forward(*args, **kwargs)
             else:
                 result = self._run_micro_batches(forward, inputs, micro_batches)
             self._divided.forget_tokens()
+            self._check_visits(form.visits * len(micro_batches))
             self._policy.end_transformer_call()
             return result
 
@@ -132,6 +135,7 @@ class BlockCalls:
 
         def forward_at_hook(*args: Any, **kwargs: Any) -> Any:
             call = dict(zip(names, args, strict=False)) | kwargs
+            self._visits += 1
             if index not in self._active:
                 return pass_on(call)
             if len(args) <= len(names):
@@ -141,6 +145,15 @@ class BlockCalls:
             return self._pass.visit_block(now, hook, call, rest)
 
         return forward_at_hook
+
+    def _check_visits(self, expected: int) -> None:
+        """Raises `StateError` if the forward left out blocks, which may be those at which stages meet."""
+        if self._visits != expected:
+            raise StateError(
+                f"{type(self._transformer).__name__} ran {self._visits} blocks at {self._now.micro_step}, and "
+                f"{expected} when it was first called so; it must run the same blocks in every step, so use a plan of "
+                "data, cfg or tensor"
+            )
 
     def _run_micro_batches(self, forward: Forward, inputs: Mapping[str, Any], micro_batches: Sequence[range]) -> Any:
         rows, known = micro_batches[-1].stop, self._anatomy.inputs
@@ -187,10 +200,13 @@ class BlockCalls:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
         survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last, checks=checks)
         poisoned = poison_latents(self._names[0], inputs)
+        self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
         result = self._memo.survey_call(run, self._anatomy.lists, survey)
         grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
-        return survey.describe_call(grid)._replace(returns_text=survey.poisons_text and has_nan(result))
+        return survey.describe_call(grid)._replace(
+            returns_text=survey.poisons_text and has_nan(result), visits=self._visits
+        )
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""

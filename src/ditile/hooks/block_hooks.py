@@ -435,7 +435,7 @@ class OutputMemoizer:
             lasts = of_latents[name]
             if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:
                 self._excluded.add(name)
-            elif not lasts:
+            elif not lasts and name not in self._excluded:
                 self._unproven[name] = given[name]
             if name not in self._remembered and name not in self._excluded:
                 self._remember_output(name, self._transformer.get_submodule(name), lasts=lasts, is_found=True)

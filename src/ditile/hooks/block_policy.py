@@ -127,6 +127,7 @@ class CallForm(NamedTuple):
             tensor of one boolean.
         returns_text: whether the model makes a result of the text tokens too, as of those of a sound.
         rows: of the batch.
+        visits: how often the forward calls a block.
     """
 
     grid: Grid
@@ -136,3 +137,4 @@ class CallForm(NamedTuple):
     fed: Mapping[str, Tensor] = MappingProxyType({})
     returns_text: bool = False
     rows: int = 1
+    visits: int = 0

@@ -33,7 +33,7 @@ _DERIVED: dict[type[nn.Module], list[Row]] = {}
 def find_anatomy(transformer: nn.Module) -> Anatomy | None:
     """The anatomy of a transformer, by its class or the nearest of its bases; None if it was never derived."""
     for row in _DERIVED.get(type(transformer), ()):
-        if row["source"] == compute_source_hash(transformer, row["lists"]):
+        if row["source"] == compute_source_hash(transformer, row["lists"]) and _list_settings(transformer) <= row["of"]:
             return read_row(row)
     for cls in type(transformer).__mro__:
         for row in load_table().get(cls.__name__, ()):
@@ -44,9 +44,25 @@ def find_anatomy(transformer: nn.Module) -> Anatomy | None:
 
 def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
     """Keeps the anatomy of a class for this process, in place of one that is kept."""
-    row = write_row(transformer, anatomy)
-    others = [each for each in _DERIVED.get(type(transformer), ()) if each["source"] != row["source"]]
+    row = {**write_row(transformer, anatomy), "of": _list_settings(transformer)}
+    known = row["source"], row["of"]
+    others = [each for each in _DERIVED.get(type(transformer), ()) if (each["source"], each["of"]) != known]
     _DERIVED[type(transformer)] = [row, *others]
+
+
+def _list_settings(transformer: nn.Module) -> frozenset[tuple[Any, ...]]:
+    """What the modules of a model are told by plain attributes: a twin of few blocks has some of these."""
+    return frozenset(
+        (
+            type(module).__qualname__,
+            *((name, value) for name, value in sorted(vars(module).items()) if _is_setting(name, value)),
+        )
+        for module in transformer.modules()
+    )
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    return isinstance(value, str | int | float) and name != "training" and not name.startswith("_")
 
 
 def forget_anatomy(transformer: nn.Module) -> None:

@@ -97,7 +97,7 @@ def list_probe_arguments(pipe: Any) -> dict[str, dict[str, Any]]:
     Raises:
         ModelError: if its call needs an argument that is not known.
     """
-    parameters = inspect.signature(type(pipe).__call__).parameters
+    parameters = inspect.signature(pipe.__call__).parameters
     scale = int(getattr(pipe, "vae_scale_factor", None) or getattr(pipe, "vae_scale_factor_spatial", None) or 8) * UNIT
     small = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[0]))
     large = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[1]))
@@ -129,7 +129,7 @@ def _fill_arguments(pipe: Any, parameters: Mapping[str, inspect.Parameter], heig
             parameter.VAR_KEYWORD,
             parameter.VAR_POSITIONAL,
         )
-        if name == "self" or name in arguments or not (is_needed or name == "image"):
+        if name in arguments or not (is_needed or name == "image"):
             continue
         if "image" not in name:
             raise ModelError(

@@ -241,8 +241,9 @@ def _check_proof(
     remedy = "use a plan of data, cfg or tensor"
     try:
         difference = prove_anatomy(twin, branches, build)
-    except DitileError:
-        raise
+    except DitileError as error:
+        name = type(transformer).__name__
+        raise ModelError(f"{name}: {str(error).replace(StillPipeline.__name__, name)}; or {remedy}") from error
     except Exception as error:  # whatever the model runs into where it is given too much or too little
         raise ModelError(
             f"{type(transformer).__name__} cannot be computed patch by patch: {type(error).__name__}: "

@@ -16,6 +16,7 @@ from torch import Tensor
 import ditile
 from ditile import Plan
 from ditile.errors import ModelError
+from ditile.parallel.pipefusion.patch_schedulers import find_argument_names, find_step_signature
 from tests.pool import Pool, share
 from tests.runner.cases import MAKE, call_of, different, divided, same
 from tests.zoo import ZOO
@@ -171,3 +172,16 @@ def test_a_pipeline_that_changes_its_scheduler_in_the_loop(name: str) -> None:
     wanted = pipe(**entry.call())
     runner = ditile.parallelize(pipe, Plan(), keep_weights=True)
     assert torch.equal(list_tensors(runner(**entry.call()))[0], list_tensors(wanted)[0])
+
+
+class Unnamed(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
+    """A user's scheduler, which passes on what it is given."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args, **kwargs)
+
+
+def test_a_step_that_names_no_parameters_is_that_of_its_base() -> None:
+    assert find_argument_names(find_step_signature(Unnamed())) == ("model_output", "timestep", "sample")
+    with pytest.raises(ModelError, match="names none of its parameters.*call them model_output"):
+        find_step_signature(type("Other", (), {"step": lambda self, *args: args})())

@@ -160,7 +160,7 @@ class PipeFusion:
             channel.release_old_sends()
         if self.warmup_group is not None:
             self.warmup_group.settle_channels()
-        self._has_begun = True
+        self._has_begun = self.stages > 1
         self.schedule = replace(schedule, batch=self.generation.batch)
         certain = 0 if step == 0 else schedule.find_last_certain_step(step, self.generation.calls or 1)
         for sure in range(self._cleared + 1, min(certain + 1, schedule.steps)):
@@ -262,7 +262,7 @@ class PipeFusion:
         Raises:
             StateError: if the batch had another size before: stages send each other as many rows as in the first step.
         """
-        now = self.generation
+        now, self._has_begun = self.generation, True
         if now.calls is None and now.branch == 0:
             now.batch = batch_size
             self.schedule = replace(self.schedule, batch=batch_size)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ditile.distributed import rng
-from ditile.errors import StateError
+from ditile.errors import ModelError, StateError
 from ditile.hooks.pieces import Piece
 
 STEP_ARGUMENTS = ("model_output", "timestep", "sample")
@@ -180,6 +180,23 @@ class PatchExtra:
 def _is_like(value: Any, sample: Tensor) -> bool:
     """Whether an argument of `step` has the first dimensions of the latents, such as a timestep for each token."""
     return isinstance(value, Tensor) and 1 < value.ndim <= sample.ndim and value.shape == sample.shape[: value.ndim]
+
+
+def find_step_signature(scheduler: Any) -> inspect.Signature:
+    """The parameters of `step`, of the nearest class of a scheduler that names them.
+
+    Raises:
+        ModelError: if none does.
+    """
+    for cls in type(scheduler).__mro__:
+        if (step := vars(cls).get("step")) is not None:
+            signature = inspect.signature(step.__get__(scheduler))
+            if not any(p.kind is p.VAR_POSITIONAL for p in list(signature.parameters.values())[:3]):
+                return signature
+    raise ModelError(
+        f"{type(scheduler).__name__}.step names none of its parameters, so its prediction and latents cannot be told "
+        f"apart; call them {', '.join(STEP_ARGUMENTS)}"
+    )
 
 
 def find_argument_names(step: inspect.Signature) -> Sequence[str]:

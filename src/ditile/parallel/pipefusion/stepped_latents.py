@@ -6,7 +6,6 @@ another one, in the same iteration: see `Loop`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from ditile.errors import StateError
 from ditile.hooks.generation import Generation
 from ditile.hooks.pieces import Piece
-from ditile.parallel.pipefusion.patch_schedulers import PatchSchedulers, find_argument_names
+from ditile.parallel.pipefusion.patch_schedulers import PatchSchedulers, find_argument_names, find_step_signature
 
 OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 
@@ -41,7 +40,7 @@ class SteppedLatents:
     def __init__(self, scheduler: Any, pipe_name: str) -> None:
         self.scheduler, self._name = scheduler, pipe_name
         # Its own, not what a pipeline may have put around it.
-        self._call = inspect.signature(type(scheduler).step.__get__(scheduler))
+        self._call = find_step_signature(scheduler)
         self._roles = find_argument_names(self._call)
         self.latents: Tensor | None = None
         self.pieces: list[Piece] = []
