@@ -31,6 +31,7 @@ from tests.runner.cases import MAKE, call_of
 STEPS = 4
 NAMES = [
     "warmup = steps equals one rank",
+    "a call by patches is the whole",
     "the plan twice is one result",
     "ages of keys as scheduled",
     "no waiting for the device",
@@ -62,7 +63,8 @@ def test_a_plan_that_holds(pool: Pool, name: str, plan: dict[str, Any]) -> None:
     checks, where = answers[0]
     assert all(answer == answers[0] for answer in answers)
     stale = "pipefusion" in plan or "distrifusion" in plan
-    wanted = dict.fromkeys(NAMES, True) | {NAMES[3]: None} | ({} if stale else {NAMES[2]: None})
+    wanted = dict.fromkeys(NAMES, True) | {NAMES[4]: None} | ({} if stale else {NAMES[3]: None})
+    wanted |= {NAMES[1]: None} if plan.keys() <= {"cfg", "data"} else {}
     assert {check.name: check.ok for check in checks} == wanted, checks
     if set(plan) == {"pipefusion", "patches"}:
         assert checks[0].says == "bit for bit"
@@ -177,7 +179,7 @@ def test_the_others_wait_for_the_first_as_long_as_it_takes(pool: Pool, fails: bo
 
 def test_one_rank_is_proven_too(pool: Pool) -> None:
     ((checks, _),) = pool.run(proven, 1, "flux", {"patches": 3})
-    assert PlanVerdict("one", checks).is_proven and "reads, on 1 rank" in checks[2].says
+    assert PlanVerdict("one", checks).is_proven and "reads, on 1 rank" in checks[3].says
 
 
 def test_what_a_compiler_traced_is_no_memory() -> None:
@@ -225,9 +227,9 @@ def broken(what: str) -> list[Check]:
     ("what", "crossed", "says"),
     [
         ("weights", {NAMES[0]}, "largest difference"),
-        ("bytes", {NAMES[4]}, "by formula 1"),
-        ("memory", {NAMES[5]}, "rank 1 holds 4.0 KB more"),
-        ("seed", {NAMES[0], NAMES[1]}, "the second call differs"),
+        ("bytes", {NAMES[5]}, "by formula 1"),
+        ("memory", {NAMES[6]}, "rank 1 holds 4.0 KB more"),
+        ("seed", {NAMES[0], NAMES[2]}, "the second call differs"),
     ],
 )
 def test_what_is_wrong_is_crossed(pool: Pool, what: str, crossed: set[str], says: str) -> None:

@@ -16,7 +16,7 @@ from ditile.models.anatomies import compute_source_hash, find_anatomy
 from ditile.models.derive import derive_anatomy, merge_lists
 from ditile.plan.anatomy import ListAnatomy
 from ditile.runner.prove import TOLERANCE, prove_anatomy
-from ditile.runner.runner import _build_single_runner
+from ditile.runner.runner import build_single_runner
 from tests.tiny import quiet
 from tests.zoo import ZOO
 from tests.zoo.derive_table import record_calls
@@ -39,7 +39,7 @@ def test_further_keys_are_derived_and_proven(name: str, attention: set[str], mod
     assert {kind for each in anatomy.lists.values() for kinds in each.attention.values() for kind in kinds} == attention
     assert anatomy.modes == modes
     branches = [[calls["call"]], [calls["call"], calls["other_prompt"]]]
-    assert max(prove_anatomy(transformer, some, _build_single_runner) for some in branches) <= TOLERANCE
+    assert max(prove_anatomy(transformer, some, build_single_runner) for some in branches) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["qwen-image-2.1-edit", "flux-2-klein-kv"])

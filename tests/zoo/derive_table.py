@@ -23,7 +23,7 @@ from ditile.models.derive import derive_anatomy, merge_anatomies
 from ditile.models.record import capture_call
 from ditile.plan.anatomy import Anatomy
 from ditile.runner.prove import TOLERANCE, list_proofs, prove_anatomy
-from ditile.runner.runner import _build_single_runner
+from ditile.runner.runner import build_single_runner
 from tests import tiny
 from tests.zoo import VARIANTS, ZOO
 from tests.zoo.entry import Entry, entry
@@ -132,7 +132,7 @@ def prove_calls(transformer: nn.Module, calls: Mapping[str, dict[str, Any]], pat
     """The largest difference that the proof finds: of each variant, and of two prompts as branches of guidance."""
     order = ("call", "other_prompt", "two_images", "padded_prompt")
     proofs = list_proofs([calls[variant] for variant in order if variant in calls])
-    return max(prove_anatomy(transformer, proof, _build_single_runner, patches=patches) for proof in proofs)
+    return max(prove_anatomy(transformer, proof, build_single_runner, patches=patches) for proof in proofs)
 
 
 def group_by_class(entries: Mapping[str, Entry]) -> dict[str, list[str]]:

@@ -183,3 +183,22 @@ def leave_out_a_block(name: str) -> str:
     except StateError as error:
         return str(error)
     return "nothing"
+
+
+def draw_after_too_few_tokens(name: str) -> list[str]:
+    """What is wrong with a call after one that has fewer tokens than ranks."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    pipe, problems = entry.make(), []
+    want = list_tensors(pipe(**entry.call()))
+    for plan in ({"ulysses": 2}, {"ring": 2}, {"distrifusion": 2, "warmup": ENOUGH}):
+        runner = ditile.parallelize(pipe, Plan(**plan), keep_weights=True)
+        try:
+            runner(**entry.call() | {"height": 16, "width": 16, "num_frames": 1})
+            problems.append(f"{plan}: not refused")
+        except PlanError:
+            pass
+        if problem := compare_drawings(list_tensors(runner(**entry.call())), want, 1e-5):
+            problems.append(f"{plan}: {problem}")
+        runner.restore()
+    return problems

@@ -23,7 +23,7 @@ from ditile.errors import DitileError
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.runner import caching
 from ditile.runner.prove import ensure_anatomies
-from ditile.runner.runner import _build_single_runner
+from ditile.runner.runner import build_single_runner
 from tests.zoo import ZOO
 from tests.zoo.entry import Entry
 from tests.zoo.own import OWN
@@ -87,16 +87,14 @@ def draw_rows(name: str, patches: int, rows: Mapping[str, Row]) -> dict[str, Out
     torch.set_default_dtype(torch.float64 if name in DOUBLE else torch.float32)
     pipe = entry.make()
     if name in OWN:
-        ensure_anatomies(pipe, _build_single_runner)
+        ensure_anatomies(pipe, build_single_runner)
     outcomes: dict[str, Outcome] = {}
     if rank == 0:
         outcomes |= {key: _draw_plain(pipe, entry, key) for key in ("plain", "two") if key in alone}
     threshold = [0.0]
     if rank == 1:
         if "stale alone" in alone:
-            outcomes["stale alone"] = draw_row(
-                pipe, entry, Row({"patches": patches, "warmup": 1}), _build_single_runner
-            )
+            outcomes["stale alone"] = draw_row(pipe, entry, Row({"patches": patches, "warmup": 1}), build_single_runner)
         if "cached" in alone:
             threshold[0], outcomes["cached"] = _draw_cached(pipe, entry)
     dist.broadcast_object_list(threshold, src=1)

@@ -17,7 +17,7 @@ from ditile.models.anatomies import find_anatomy
 from ditile.models.record import list_chain, record_blocks
 from ditile.models.registry import find_model_spec
 from ditile.runner.prove import TOLERANCE, ensure_anatomies
-from ditile.runner.runner import _build_single_runner
+from ditile.runner.runner import build_single_runner
 from tests.pool import CaseError, Pool
 from tests.zoo import ZOO, matrix
 from tests.zoo.derive_table import OTHERS, TABLE, derive_all, derive_rows, prove_calls, prove_rows, record_calls
@@ -36,7 +36,7 @@ def test_a_family_holds_every_row_but_its_holes(pool: Pool, name: str) -> None:
     entry = EVERY[name]
     pipe = entry.make()
     if name in OWN:
-        ensure_anatomies(pipe, _build_single_runner)
+        ensure_anatomies(pipe, build_single_runner)
     transformer, calls = record_calls(pipe, entry)
     patches = choose_patches(transformer, calls["call"])
     found = {"proof": prove(transformer, calls, patches)}

@@ -9,11 +9,12 @@ import torch
 
 from ditile.models.anatomies import find_anatomy, forget_anatomy
 from ditile.runner.prove import ensure_anatomies
-from ditile.runner.runner import _build_single_runner
+from ditile.runner.runner import build_single_runner
 from tests.pool import Pool
 from tests.zoo.features import (
     PATCHES,
     draw_after_a_refusal,
+    draw_after_too_few_tokens,
     draw_by_rows,
     draw_in_every_mode,
     draw_loaded_in_part,
@@ -70,7 +71,7 @@ def test_blocks_loaded_in_part(pool: Pool, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_loras(pool: Pool, name: str) -> None:
     """A failure means that the source of a forward is another one with a LoRA, or that a stage has none of it."""
-    for problems in pool.run(draw_with_lora, leave_out_a_block, 2, name):
+    for problems in pool.run(draw_with_lora, 2, name):
         assert not problems, "\n".join(problems)
 
 
@@ -100,7 +101,7 @@ def test_random_state(name: str) -> None:
     pipe = OWN[name].make()
     forget_anatomy(pipe.transformer)
     before = torch.get_rng_state()
-    ensure_anatomies(pipe, _build_single_runner)
+    ensure_anatomies(pipe, build_single_runner)
     assert find_anatomy(pipe.transformer) is not None and torch.equal(torch.get_rng_state(), before)
 
 
@@ -108,3 +109,9 @@ def test_a_block_that_is_left_out(pool: Pool) -> None:
     """A failure means a wrong picture in silence: stages meet at a block that one of them does not reach."""
     assert all("ran 3 blocks at" in said and "same blocks in every step" in said
                for said in pool.run(leave_out_a_block, 2, "wan-2.1"))  # fmt: skip
+
+
+def test_a_call_after_too_few_tokens(pool: Pool) -> None:
+    """The same of plans that share out tokens."""
+    for problems in pool.run(draw_after_too_few_tokens, 2, "wan-2.1"):
+        assert not problems, "\n".join(problems)

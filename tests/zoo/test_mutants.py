@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ditile import Plan
-from ditile.errors import DitileError, ModelError, PlanError
+from ditile.errors import DitileError, ModelError, PlanError, StateError
 from ditile.models.anatomies import find_anatomy, forget_anatomy, remember_anatomy
 from ditile.plan.anatomy import LOCAL, TOKENS, Anatomy, ListAnatomy
-from ditile.runner.prove import TOLERANCE
-from ditile.runner.runner import parallelize
+from ditile.runner.prove import TOLERANCE, prove_pipeline
+from ditile.runner.runner import build_single_runner, parallelize
 from tests.zoo import ZOO
 from tests.zoo.derive_table import prove_calls, record_calls
 from tests.zoo.own import OWN, FrameBlock, FrameTransformer, own
@@ -153,3 +153,17 @@ def test_what_was_derived_is_that_of_a_class_as_it_is_set(forgotten: list[nn.Mod
     assert find_anatomy(transformer) == anatomy
     next(module for module in transformer.modules() if module is not transformer).kind = "other"  # type: ignore[assignment]
     assert find_anatomy(transformer) is None
+
+
+def test_a_pipeline_is_proven_as_verify_does(forgotten: list[nn.Module]) -> None:
+    """A failure means that a wrong anatomy, as a user may write one, passes `ditile verify`."""
+    pipe = ZOO["flux"].make()
+    anatomy = find_anatomy(pipe.transformer)
+    assert anatomy is not None and prove_pipeline(pipe, build_single_runner) <= TOLERANCE
+    forgotten.append(pipe.transformer)
+    remember_anatomy(pipe.transformer, flip_text(anatomy))
+    try:
+        difference = prove_pipeline(pipe, build_single_runner)
+    except StateError:
+        return
+    assert difference > 100 * TOLERANCE

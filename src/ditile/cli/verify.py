@@ -39,6 +39,7 @@ from ditile.distributed import backend, env
 from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.mesh import join_torchrun, pick_device
 from ditile.distributed.transport import gather_json
+from ditile.errors import ModelError, StateError
 from ditile.hooks.kv_store import AgeChecks
 from ditile.models.registry import find_loop_model
 from ditile.plan import cost
@@ -46,7 +47,8 @@ from ditile.plan.plan import AUTO, Plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.units import format_bytes
 from ditile.runner.load import defaults, load
-from ditile.runner.runner import LOG, Runner, parallelize
+from ditile.runner.prove import TOLERANCE, prove_pipeline
+from ditile.runner.runner import LOG, Runner, build_single_runner, parallelize
 
 ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The share of the largest value by which an exact plan may differ: it adds in another order, in every step."""
@@ -113,12 +115,17 @@ def run_plan_checks(
     place = env.read_torchrun_place()
     rank, local = (place.rank, place.local_rank) if place is not None else (0, 0)
     with _wait_for_slowest_rank():
+        whole = make(None) if rank == 0 else None
+        proof = None if whole is None or plan.divides_the_batch_alone else _prove_patches(whole)
         reference_latents = (
-            _compute_reference_latents(make(None), call, pick_device(device, local)) if rank == 0 else None
+            None if whole is None else _compute_reference_latents(whole, call, pick_device(device, local))
         )
+        del whole
     exact = replace(plan, warmup=steps) if plan.attends_to_stale_keys else plan
     runner = parallelize(make(exact), exact, device)
-    checks = [_check_exactness(runner, runner(**call(runner.pipe))[0], reference_latents)]
+    checks = [
+        _check_exactness(runner, runner(**call(runner.pipe))[0], reference_latents), _read_proof(runner, proof),
+    ]  # fmt: skip
     del runner
     _release_memory()
     ages = AgeChecks()
@@ -153,6 +160,22 @@ def _check_exactness(runner: Runner, latents: Tensor, reference_latents: Tensor 
     finding += f" (rounding: {allowed:.0e})" if difference else ""
     finding += "" if alike else "; ranks differ from each other"
     return Check("warmup = steps equals one rank", difference <= allowed and alike, finding)
+
+
+def _prove_patches(pipe: Any) -> list[Any]:
+    """Whether a call that is computed patch by patch is the whole call, as the values of a `Check`."""
+    try:
+        difference = prove_pipeline(pipe, build_single_runner)
+    except ModelError as error:
+        return [None, f"not tried: {error}"]
+    except StateError as error:
+        return [False, str(error)]
+    return [difference <= TOLERANCE, f"largest difference {difference:.1e} of the largest value, with random weights"]
+
+
+def _read_proof(runner: Runner, proof: list[Any] | None) -> Check:
+    ok, says = gather_json(proof, runner.mesh.everyone)[0] or (None, "this plan divides the batch alone")
+    return Check("a call by patches is the whole", ok, says)
 
 
 def _find_allowed_rounding(runner: Runner, latents: Tensor) -> float:

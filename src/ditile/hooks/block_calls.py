@@ -107,6 +107,7 @@ class BlockCalls:
             given = (now.branch, self._key, mode, *inputs, *map(_describe_input, inputs.values()))
             form = now.forms.get(given)
             if form is None:
+                self._policy.begin_survey()
                 form = now.forms[given] = self._survey_call(forward, inputs, checks=not now.is_whole)
             now.form = form
             self._policy.begin_branch(form)

@@ -87,6 +87,9 @@ class BlockPolicy(Protocol):
     def begin_micro_batch(self, micro_batch: int) -> None:
         """One of several micro-batches is next."""
 
+    def begin_survey(self) -> None:
+        """A call of a form that was not seen before is looked at, before it is made."""
+
     def begin_branch(self, form: CallForm) -> None:
         """A call of this form is about to be made: cuts its tokens into patches, if that was not done yet."""
 

@@ -18,7 +18,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ditile.errors import DitileError, ModelError
+from ditile.errors import DitileError, ModelError, StateError
 from ditile.hooks.pieces import list_predictions
 from ditile.hooks.token_arguments import find_unknown_rows, slice_rows
 from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
@@ -164,6 +164,30 @@ def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
         refuse_wrapper(transformer)
         with torch.random.fork_rng(_list_random_devices(pipe)):
             _derive_and_prove(pipe, transformer, build)
+
+
+def prove_pipeline(pipe: Any, build: BuildRunner) -> float:
+    """The largest difference that the proof finds on twins of a pipeline's models, in calls that the pipeline makes.
+
+    Args:
+        pipe: with anatomies that are known, shipped, derived or written by hand.
+        build: makes a runner of a pipeline under a plan of one rank.
+
+    Raises:
+        ModelError: if the pipeline cannot be called to see how it calls its models.
+        StateError: if a call cannot be computed patch by patch.
+    """
+    differences = []
+    with torch.random.fork_rng(_list_random_devices(pipe)):
+        for transformer in find_denoisers(pipe).values():
+            twin = make_twin(transformer)
+            _, calls = derive_from_pipeline(pipe, transformer, twin)
+            try:
+                differences += [prove_anatomy(twin, branches, build) for branches in list_proofs(calls)]
+            except DitileError as error:
+                name = type(transformer).__name__
+                raise StateError(f"{name}: {str(error).replace(StillPipeline.__name__, name)}") from error
+    return max(differences)
 
 
 def _list_random_devices(pipe: Any) -> set[int]:

@@ -408,7 +408,7 @@ def parallelize(
     if cp_plan is not None:
         LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
     if attention is not None or not plan.divides_the_batch_alone:
-        ensure_anatomies(pipe, _build_single_runner)
+        ensure_anatomies(pipe, build_single_runner)
     options = CompositionOptions(keep_weights, text_after, attention, compile, checks)
     composition = compose_strategies(pipe, plan, mesh, chosen, options)
     # Behind all that may raise: the other ranks would wait here for a rank that raised.
@@ -442,7 +442,7 @@ def _check_value_alike(name: str, rank: int, value: Any, other_rank: int, other:
         )
 
 
-def _build_single_runner(pipe: Any, plan: Plan) -> Runner:
+def build_single_runner(pipe: Any, plan: Plan) -> Runner:
     """A runner of a plan of one rank, whoever else there is, where the pipeline is."""
     device = torch.device(pipe.device)
     composition = compose_strategies(pipe, plan, Mesh(0, 1), device, CompositionOptions(keep_weights=True))

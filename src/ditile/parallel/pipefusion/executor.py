@@ -160,7 +160,7 @@ class PipeFusion:
             channel.release_old_sends()
         if self.warmup_group is not None:
             self.warmup_group.settle_channels()
-        self._has_begun = self.stages > 1
+        self._has_begun = True
         self.schedule = replace(schedule, batch=self.generation.batch)
         certain = 0 if step == 0 else schedule.find_last_certain_step(step, self.generation.calls or 1)
         for sure in range(self._cleared + 1, min(certain + 1, schedule.steps)):
@@ -253,6 +253,12 @@ class PipeFusion:
             self._start_of_image = form.start
         now.layouts[now.layout_key] = layout
 
+    def begin_survey(self) -> None:
+        """A call of a new form is looked at. With one stage no message comes before the blocks of the first call."""
+        now = self.generation
+        if self.stages == 1 and not now.branch and now.calls is None and now.micro_step.step == 0:
+            self._has_begun = False
+
     def begin_transformer_call(self, batch_size: int) -> list[range]:
         """The transformer is called on a batch: the ops of this call are due.
 
@@ -262,7 +268,7 @@ class PipeFusion:
         Raises:
             StateError: if the batch had another size before: stages send each other as many rows as in the first step.
         """
-        now, self._has_begun = self.generation, True
+        now = self.generation
         if now.calls is None and now.branch == 0:
             now.batch = batch_size
             self.schedule = replace(self.schedule, batch=batch_size)
@@ -287,6 +293,7 @@ class PipeFusion:
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
         """Receives at the first own block, and sends behind the last own block."""
+        self._has_begun = True
         if self.warmup_group is not None and (group := self._active_warmup_group):
             return group.run_block(index, block, state, self.generation)
         if index == self.owned.start:
