@@ -30,6 +30,8 @@ from tests.zoo.entry import Entry, entry
 
 TABLE = Path(ditile.__file__).parent / "models" / "anatomies.json"
 WIDTH = 120
+OTHERWISE = "when it was looked at"
+"""What an error says of a model that does something else than what it was derived from."""
 
 
 def of_tiny(name: str, make: Any) -> Entry:
@@ -115,7 +117,10 @@ def prove_rows(derived: Iterable[Derived]) -> Iterator[Derived]:
         remember_anatomy(each.transformer, each.anatomy)
         try:
             difference = prove_calls(each.transformer, each.calls)
-        except DitileError:
+        except DitileError as error:
+            if OTHERWISE in str(error):
+                print(f"{each.name}: {error}", file=sys.stderr)
+                continue
             difference = 0.0
         except Exception as error:  # what a wrong anatomy runs into
             print(f"{each.name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
