@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -294,11 +294,14 @@ class RowFunctions(TorchFunctionMode):
         """The rows that a tensor was padded by, which may be folded otherwise since; raises if another one was."""
         found, self._padding = self._padding, None
         if found is not None and found.shape[-2:] != x.shape[-2:]:
-            raise ModelError(
-                "a coder pads rows for something else than a convolution, so that it cannot be divided by rows; use "
-                "vae=whole"
-            )
+            self._refuse_padding()
         return found
+
+    def _refuse_padding(self) -> NoReturn:
+        raise ModelError(
+            "a coder pads rows for something else than a convolution, so that it cannot be divided by rows; use "
+            "vae=whole"
+        )
 
     def _convolve(
         self, func: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Any = 1,
@@ -328,7 +331,8 @@ class RowFunctions(TorchFunctionMode):
         self, input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None,
         eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
-        self._take_padding(input.new_empty(0))
+        if self._padding is not None:
+            self._refuse_padding()
         if input.ndim > 3:
             self._note_shape(input)
         return normalize_strip(GroupNormParameters(num_groups, weight, bias, eps), input, self._strip)

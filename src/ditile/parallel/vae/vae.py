@@ -39,11 +39,11 @@ from ditile.plan.checks import check_whole_number
 PROVEN = frozenset({
     "AutoencoderKL", "AutoencoderKLCogVideoX", "AutoencoderKLCosmos", "AutoencoderKLFlux2", "AutoencoderKLHunyuanImage",
     "AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15", "AutoencoderKLLTX2Video", "AutoencoderKLLTXVideo",
-    "AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21",
-    "AutoencoderKLWan",
+    "AutoencoderKLMochi", "AutoencoderKLQwenImage", "AutoencoderKLQwenImage21", "AutoencoderKLWan",
 })  # fmt: skip
 """Classes whose division is under test; others are tried when they are divided first."""
 LEAST_UNIT = 32
+"""Rows of a picture that make a row at the lowest resolution of any autoencoder that does not say how many do."""
 STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
 """The processors with the same result as `AttnProcessor2_0`."""
 
