@@ -191,6 +191,7 @@ def _prepare_runner(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache:
         attention=run.attention,
         cp_plan=cache.cp_plan,
         compile=run.compile,
+        cuda_graphs=run.cuda_graphs,
     )
     runner.trace = run.trace is not None
     _enable_cache_and_quantization(runner, cache)

@@ -153,6 +153,9 @@ class RunOptions(DeviceOptions):
         "keep", "text encoders when denoising begins: keep them, offload to the CPU, or free", choices=TEXT_AFTER
     )
     compile: bool = define_option(False, "torch.compile the blocks of the transformer; the first picture takes longer")
+    cuda_graphs: bool = define_option(
+        False, "record the blocks of each patch as CUDA graphs, which start at once; for patches of few tokens"
+    )
     trace: str | None = define_option(None, "write a Chrome trace of every rank", metavar="FILE")
     json: str | None = define_option(None, "write the summary as JSON; - is the standard output", metavar="FILE")
     dry_run: bool = define_option(False, "show how the work would be divided, without reading weights")

@@ -301,7 +301,8 @@ class _SurveyPass:
             self._check_arguments(hook, call)
         if hook.index:
             given = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and x.is_floating_point()]
-            self._fed[hook.name] = torch.stack([torch.isnan(x).any() for x in given]).any()
+            # Tables of positions may be on the CPU.
+            self._fed[hook.name] = torch.stack([torch.isnan(x).any().to(image.device) for x in given]).any()
         self.has_begun = True
         if self._before is not None:
             last_image, last_text, version = self._before
@@ -317,7 +318,7 @@ class _SurveyPass:
 
     def is_fed(self) -> bool:
         """Whether a block was given something that the forward makes of the latents, beside the tokens."""
-        return any(map(bool, self._fed.values()))
+        return bool(self._fed) and bool(torch.stack([*self._fed.values()]).any())
 
     def describe_call(self, grid: Grid | None) -> CallForm:
         """What was seen."""

@@ -31,6 +31,7 @@ from ditile.hooks.block_calls import BlockCalls, SurveyedBlocks
 from ditile.hooks.block_policy import BlockHook, BlockPolicy, LayerAttention
 from ditile.hooks.compile import (
     CompileFunction,
+    ForwardCall,
     bypass_compiled_model,
     exclude_from_compile,
     find_compiler,
@@ -77,6 +78,9 @@ class LoadedBlocks:
     guard: RemovableHandle
     shard: tuple[int, int] = (0, 1)
 
+
+RecordForward = Callable[[Generation, BlockHook, bool, ForwardCall], ForwardCall]
+"""(generation, block, whether others than the next block read what it returns, forward) -> the forward, recorded."""
 
 FuseBlock = Callable[[ExitStack, BlockHook], None]
 """Makes fewer and larger kernels of what a block computes, until the stack is closed."""
@@ -257,6 +261,7 @@ class TransformerHooks:
         fuse: FuseBlock,
         pipe: Any = None,
         compile_: CompileFunction | None = None,
+        record: RecordForward | None = None,
     ) -> Iterator[None]:
         """Installs the hooks of a policy for the length of a call.
 
@@ -269,6 +274,7 @@ class TransformerHooks:
             fuse: is called on the blocks that run here uncompiled.
             pipe: the pipeline of the model, which may have compiled it.
             compile_: compiles the forward of each block, where the user did not.
+            record: makes a block's forward one that is recorded, if given.
         """
         first = 0 in owned or bool(self.replacement_blocks)
         memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first)
@@ -280,7 +286,7 @@ class TransformerHooks:
             override_attribute(stack, self.transformer, IN_CALL, True)
             if self.other is not None:
                 others = self.other.install_hooks(
-                    policy, owned, now, core, dispatch, fuse=fuse, pipe=pipe, compile_=compile_
+                    policy, owned, now, core, dispatch, fuse=fuse, pipe=pipe, compile_=compile_, record=record
                 )
                 stack.enter_context(others)
             bypass_compiled_model(stack, pipe, self.transformer)
@@ -288,8 +294,11 @@ class TransformerHooks:
             compiled = []
             for hook in self.chain:
                 varying = functools.partial(_list_varying_arguments, hook.anatomy, now)
-                wrap = functools.partial(self._wrap_block, calls, hook)
                 is_own = hook.index in owned
+                recorded = (
+                    functools.partial(record, now, hook, hook.index + 1 not in owned) if record and is_own else None
+                )
+                wrap = functools.partial(self._wrap_block, calls, hook, recorded)
                 alike = (other.block for other in self.chain if other.index in owned)
                 whole = next((block for block in alike if type(block) is type(hook.block)), None)
                 if not is_own and whole is not None and is_placeholder(hook.block):
@@ -307,8 +316,15 @@ class TransformerHooks:
             memo.install_hooks(stack, compiled)
             yield
 
-    def _wrap_block(self, calls: BlockCalls, hook: BlockHook, forward: Callable[..., Any]) -> Callable[..., Any]:
-        return calls.wrap_block(hook, self.replacement_blocks.get(hook.index) or forward)
+    def _wrap_block(
+        self,
+        calls: BlockCalls,
+        hook: BlockHook,
+        recorded: Callable[[ForwardCall], ForwardCall] | None,
+        forward: ForwardCall,
+    ) -> ForwardCall:
+        forward = self.replacement_blocks.get(hook.index) or forward
+        return calls.wrap_block(hook, forward if recorded is None else recorded(forward))
 
 
 class CallCountHooks(TransformerHooks):
@@ -330,6 +346,7 @@ class CallCountHooks(TransformerHooks):
         fuse: FuseBlock,
         pipe: Any = None,
         compile_: CompileFunction | None = None,
+        record: RecordForward | None = None,
     ) -> Iterator[None]:
         """Installs only the count of calls, and a memory of what the family declares constant."""
         with ExitStack() as stack:

@@ -11,9 +11,11 @@ another. It is computed where the tensors are, and leaves a GPU by one asynchron
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,9 @@ READ_SHAPE, READ_VERSION = operator.attrgetter("shape"), operator.attrgetter("_v
 """Of a tensor: the version counts what is written into its memory."""
 
 
+MakeZeros = Callable[[str, tuple[int, ...], Tensor], Tensor]
+
+
 class KeyStore:
     """Keys and values of one attention layer of one guidance branch, by segment (patch).
 
@@ -37,15 +42,22 @@ class KeyStore:
         segments: patches that are written apart.
         branch: the guidance branch.
         relative_change: records how much each write changes, if given.
+        make_zeros: (what it is for, shape, like) -> zeros.
 
     Attributes:
         incoming: keys of other ranks that are under way.
     """
 
     def __init__(
-        self, length: int, segments: int, branch: int = 0, relative_change: RelativeChange | None = None
+        self,
+        length: int,
+        segments: int,
+        branch: int = 0,
+        relative_change: RelativeChange | None = None,
+        make_zeros: MakeZeros = lambda _, shape, like: like.new_zeros(shape),
     ) -> None:
         self._length, self._branch, self._relative_change = length, branch, relative_change
+        self._make_zeros = make_zeros
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.mask: Tensor | None = None
         self.incoming: PendingMessages | None = None
@@ -94,7 +106,7 @@ class KeyStore:
         """
         rows = mask.shape[0] if batch_range is None else batch_size
         if self.mask is None:
-            self.mask = mask.new_zeros((rows, *mask.shape[1:3], self._length))
+            self.mask = self._make_zeros("mask", (rows, *mask.shape[1:3], self._length), mask)
         elif self.mask.shape[0] < rows:  # so far one was for every row
             self.mask = self.mask.repeat(rows, 1, 1, 1)
         into = self.mask if batch_range is None else self.mask[batch_range.start : batch_range.stop]
@@ -121,7 +133,8 @@ class KeyStore:
                 "keys belong to rows; keep guidance on for the whole run, or use warmup equal to the steps"
             )
         shape = (batch_size, like.shape[2], self._length, like.shape[3])
-        self.buffers = (like.new_zeros(shape).transpose(1, 2), like.new_zeros(shape).transpose(1, 2))
+        k, v = (self._make_zeros(name, shape, like).transpose(1, 2) for name in ("k", "v"))
+        self.buffers = (k, v)
         return self.buffers
 
 
@@ -194,13 +207,16 @@ class GenerationMemory:
 
     Args:
         relative_change: records how much keys and values change, if given.
+        kept_buffers: where keys and values stay from one generation to the next, if they do.
 
     Attributes:
         outputs: of modules that need not compute them again.
     """
 
-    def __init__(self, relative_change: RelativeChange | None = None) -> None:
-        self._relative_change = relative_change
+    def __init__(
+        self, relative_change: RelativeChange | None = None, kept_buffers: dict[Hashable, Tensor] | None = None
+    ) -> None:
+        self._relative_change, self._kept_buffers = relative_change, kept_buffers
         self._stores: dict[tuple[int, str], KeyStore] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._constants: dict[Hashable, Any] = {}
@@ -211,8 +227,30 @@ class GenerationMemory:
         """The keys and values of a layer."""
         key = (branch, layer)
         if key not in self._stores:
-            self._stores[key] = KeyStore(length, segments, branch, self._relative_change)
+            make_zeros = functools.partial(self._make_zeros, key)
+            self._stores[key] = KeyStore(length, segments, branch, self._relative_change, make_zeros)
         return self._stores[key]
+
+    def _make_zeros(self, store: tuple[int, str], name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Zeros for a key store, where those of the last generation were."""
+        if self._kept_buffers is None:
+            return like.new_zeros(shape)
+        kept = self._kept_buffers.get((store, name))
+        if kept is None or (kept.shape, kept.dtype, kept.device) != (torch.Size(shape), like.dtype, like.device):
+            kept = self._kept_buffers[store, name] = like.new_zeros(shape)
+            return kept
+        return kept.zero_()
+
+    @property
+    def records_change(self) -> bool:
+        """Whether it is measured how much keys and values change."""
+        return self._relative_change is not None
+
+    def list_key_tensors(self, branch: int, block: str) -> list[Tensor]:
+        """Keys, values and masks of the layers of a block."""
+        stores = [store for (of, layer), store in self._stores.items() if of == branch and _is_within(layer, block)]
+        tensors = (x for store in stores for x in (*(store.buffers or ()), store.mask))
+        return [x for x in tensors if x is not None]
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
         """Counts old keys of these patches (None: all) as those of a step that left out layers with these prefixes."""
@@ -255,11 +293,25 @@ class GenerationMemory:
             entry = self._slices[key] = SliceEntry(make(), source, held)
         return entry.value
 
+    @contextmanager
+    def hide_remembered(self) -> Iterator[None]:
+        """All that is remembered, but keys and values, is computed anew meanwhile, and not remembered."""
+        hidden = self._constants, self.outputs, self._slices
+        self._constants, self.outputs, self._slices = {}, {}, {}
+        try:
+            yield
+        finally:
+            self._constants, self.outputs, self._slices = hidden
+
     def forget_constants(self) -> None:
         """Forgets what was constant in the generation: a callback may have changed what it was made of."""
         self._constants.clear()
         self.outputs.clear()
         self._slices.clear()
+
+
+def _is_within(layer: str, block: str) -> bool:
+    return layer == block or layer.startswith(f"{block}.")
 
 
 MILLIONTHS = 1_000_000

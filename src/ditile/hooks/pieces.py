@@ -23,7 +23,8 @@ def list_predictions(result: Any) -> list[Tensor]:
 
 def has_nan(values: Any) -> bool:
     """Whether some tensor in values has a NaN. Waits for the device."""
-    return any(bool(torch.isnan(x).any()) for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
+    flags = [torch.isnan(x).any() for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+    return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
 
 class RehearsedPrediction(Tensor):

@@ -40,6 +40,7 @@ from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_ker
 from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.executor import PipeFusion
+from ditile.parallel.pipefusion.graphs import BlockGraphs
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, WarmupGroupKeys
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
@@ -75,6 +76,7 @@ class Composition:
         loop: drives the pipeline's loop; it knows the generation of the call under way.
         attention: builds what attends in each layer.
         compile: whether the blocks are compiled, where the user has not.
+        graphs: records blocks as CUDA graphs, where that is asked for.
     """
 
     pipe: Any
@@ -91,6 +93,7 @@ class Composition:
     loop: Loop
     attention: LayerAttentionBuilder
     compile: bool
+    graphs: BlockGraphs | None
 
     @property
     def model(self) -> nn.Module:
@@ -177,6 +180,8 @@ class Composition:
             self.attention.choose_dispatch_backend,
             pipe=self.pipe,
             compile_=torch.compile if self.compile else None,
+            # A cache decides on the CPU within a block.
+            record=None if self.graphs is None or self.model_caches else self.graphs.wrap_forward,
             fuse=self._fuse_small_products,
         )
 
@@ -308,6 +313,7 @@ class CompositionOptions(NamedTuple):
     attention: str | None = None
     compile: bool = False
     checks: AgeChecks | None = None
+    graphs: BlockGraphs | None = None
 
 
 def compose_strategies(
@@ -347,10 +353,11 @@ def compose_strategies(
     trace, stage = mesh.traffic.trace, stages[mesh.stage_index]
     pipefusion = PipeFusion(mesh, stage, plan, block_hooks.anatomy.joint, trace, sharded.streams, warmup_group)
     token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
-    loop = Loop(pipefusion, mesh, plan, token_split, trace, may_change=_may_change(block_hooks))
+    kept_buffers = None if options.graphs is None else options.graphs.kept_buffers
+    loop = Loop(pipefusion, mesh, plan, token_split, trace, kept_buffers, may_change=_may_change(block_hooks))
     attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
-    return Composition(pipe, plan, mesh, device, *built, options.compile)
+    return Composition(pipe, plan, mesh, device, *built, options.compile, options.graphs)
 
 
 def _may_change(block_hooks: TransformerHooks) -> bool:

@@ -26,12 +26,13 @@ from ditile.distributed.mesh import Communicators, Mesh, build_mesh, find_local_
 from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
-from ditile.errors import DitileError, ModelError, StateError
+from ditile.errors import DitileError, ModelError, PlanError, StateError
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.models.source import find_latent_cuts
 from ditile.models.step_memory import explain_hook_refusal
+from ditile.parallel.pipefusion.graphs import BlockGraphs, CudaGraphRecorder
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
@@ -373,6 +374,7 @@ def parallelize(
     attention: str | None = None,
     cp_plan: Mapping[str, Any] | None = None,
     compile: bool = False,
+    cuda_graphs: bool = False,
     checks: AgeChecks | None = None,
     groups: Communicators | None = None,
 ) -> Runner:
@@ -389,6 +391,9 @@ def parallelize(
         cp_plan: a table in the format of diffusers' `_cp_plan`. It is not needed: which dimensions count tokens is
             derived from calls of the model.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks.
+        cuda_graphs: record what the blocks do to each patch as CUDA graphs, and replay these in later asynchronous
+            steps: the host starts a block at once instead of kernel by kernel. Keys and values keep their memory
+            between calls. Blocks with adapters or hooks run as ever.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
         groups: process groups that several runners share, of which only one runs at a time; by default its own.
 
@@ -409,12 +414,32 @@ def parallelize(
         LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
     if attention is not None or not plan.divides_the_batch_alone:
         ensure_anatomies(pipe, build_single_runner)
-    options = CompositionOptions(keep_weights, text_after, attention, compile, checks)
+    graphs = build_block_graphs(plan, chosen, checks) if cuda_graphs else None
+    options = CompositionOptions(keep_weights, text_after, attention, compile, checks, graphs)
     composition = compose_strategies(pipe, plan, mesh, chosen, options)
     # Behind all that may raise: the other ranks would wait here for a rank that raised.
     mesh.connect_groups(plan, chosen)
     composition.pipefusion.connect_channels(chosen)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
+
+
+def build_block_graphs(plan: Plan, device: torch.device, checks: AgeChecks | None) -> BlockGraphs:
+    """What records blocks of a plan as CUDA graphs.
+
+    Raises:
+        PlanError: if the device has none, or something else than the block happens within a block.
+    """
+    if device.type != "cuda":
+        raise PlanError(f"cuda_graphs=True needs a GPU, and the device is {device}; leave it out")
+    for axis in ("ulysses", "ring", "tensor", "distrifusion"):
+        if getattr(plan, axis) > 1:
+            raise PlanError(
+                f"cuda_graphs=True: {axis}={getattr(plan, axis)} sends messages within blocks, and these are not "
+                "recorded; use pipefusion, cfg and data"
+            )
+    if checks is not None:
+        raise PlanError("cuda_graphs=True: ages of keys are not checked in replays; leave out checks and DITILE_CHECK")
+    return BlockGraphs(CudaGraphRecorder(device), device)
 
 
 def _check_ranks_alike(everyone: list[Any]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,6 +74,7 @@ class Loop:
         plan: patches and warmup.
         split: how ranks share out the tokens.
         trace: records each op.
+        kept_buffers: where keys and values stay from call to call, if they do.
         may_change: whether the pipeline calls another model, or one in another mode, in some steps.
 
     Attributes:
@@ -88,11 +89,12 @@ class Loop:
         plan: Plan,
         split: Split,
         trace: GenerationTrace,
+        kept_buffers: dict[Hashable, Tensor] | None = None,
         *,
         may_change: bool = False,
     ) -> None:
         self._pipefusion, self._mesh, self._trace = pipefusion, mesh, trace
-        self._may_change = may_change
+        self._kept_buffers, self._may_change = kept_buffers, may_change
         self._plan, self._split = plan, split
         # Replicas exchange latents at the end, so they must stop at the same step.
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
@@ -245,7 +247,7 @@ class Loop:
                 self._split,
                 self._mesh.sequence.index,
                 self._batch.select_branches,
-                GenerationMemory(self._relative_change),
+                GenerationMemory(self._relative_change, self._kept_buffers),
             )
         )
         warmup_group = self._pipefusion.warmup_group
