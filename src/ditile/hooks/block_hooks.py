@@ -295,10 +295,8 @@ class TransformerHooks:
             for hook in self.chain:
                 varying = functools.partial(_list_varying_arguments, hook.anatomy, now)
                 is_own = hook.index in owned
-                recorded = (
-                    functools.partial(record, now, hook, hook.index + 1 not in owned) if record and is_own else None
-                )
-                wrap = functools.partial(self._wrap_block, calls, hook, recorded)
+                own_record = functools.partial(record, now, hook) if record and is_own else None
+                wrap = functools.partial(self._wrap_block, calls, hook, owned, own_record)
                 alike = (other.block for other in self.chain if other.index in owned)
                 whole = next((block for block in alike if type(block) is type(hook.block)), None)
                 if not is_own and whole is not None and is_placeholder(hook.block):
@@ -320,11 +318,12 @@ class TransformerHooks:
         self,
         calls: BlockCalls,
         hook: BlockHook,
-        recorded: Callable[[ForwardCall], ForwardCall] | None,
+        owned: range,
+        record: Callable[[bool, ForwardCall], ForwardCall] | None,
         forward: ForwardCall,
     ) -> ForwardCall:
         forward = self.replacement_blocks.get(hook.index) or forward
-        return calls.wrap_block(hook, forward if recorded is None else recorded(forward))
+        return calls.wrap_block(hook, forward if record is None else record(hook.index + 1 not in owned, forward))
 
 
 class CallCountHooks(TransformerHooks):
