@@ -1,0 +1,123 @@
+"""Clips that the video model learns from: sampling their captions, and drawing many at once on any device."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from ditile.cli.evaluate.caption_check import BACKGROUNDS, COLORS, SHAPES
+from ditile.cli.evaluate.motion_check import LANE_MOVES, LANES, MOVES, RADII, parse_motion_caption
+from training.scenes import is_held_out
+
+FRAMES, SIDE = 9, 64
+TWO = 0.4  # share of clips with two things
+MOVING = 1.5  # how often a move is drawn for each time that a stay is
+PLACE_JITTER, SIZE_JITTER = 0.02, 0.04
+
+
+def sample_motion_caption(rng: random.Random, *, held_out: bool | None = None, two: float = TWO) -> str:
+    """A random caption; with `held_out` given, one that is (True) or is not (False) held out from training."""
+    while True:
+        caption = _sample_any_caption(rng, two)
+        if held_out is None or is_held_out(caption) == held_out:
+            return caption
+
+
+def _sample_any_caption(rng: random.Random, two: float) -> str:
+    count = 2 if rng.random() < two else 1
+    moves = list(MOVES) if count == 1 else list(LANE_MOVES)
+    weights = [MOVING if move.startswith("moves") else 1.0 for move in moves]
+    clauses = [
+        f"a {rng.choice(list(RADII))} {color} {rng.choice(SHAPES)} {rng.choices(moves, weights)[0]}"
+        for color in rng.sample(list(COLORS), count)
+    ]
+    return f"{' above '.join(clauses)} on a {rng.choice(list(BACKGROUNDS))} background"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipTensors:
+    """Clips as tensors of one device: two things for each, of which the second may not be there.
+
+    shape [B, 2] are indices into SHAPES, color [B, 2, 3] and background [B, 3] are in -1..1, radius [B, 2] is 0 for a
+    thing that is not there, and start and end [B, 2, 2] are x and y.
+    """
+
+    shape: torch.Tensor
+    color: torch.Tensor
+    radius: torch.Tensor
+    start: torch.Tensor
+    end: torch.Tensor
+    background: torch.Tensor
+
+    def select(self, index: torch.Tensor) -> "ClipTensors":
+        """The clips of an index [N]."""
+        return ClipTensors(**{field.name: getattr(self, field.name)[index] for field in fields(self)})
+
+
+def make_clip_tensors(captions: Sequence[str], device: torch.device) -> ClipTensors:
+    """What captions describe, without jitter."""
+    rows: dict[str, list[object]] = {field.name: [] for field in fields(ClipTensors)}
+    for caption in captions:
+        clip = parse_motion_caption(caption)
+        absent = [None] * (len(LANES) - len(clip.movers))
+        movers = [*clip.movers, *absent]
+        rows["shape"].append([SHAPES.index(m.shape) if m else 0 for m in movers])
+        rows["color"].append([_scale_rgb(COLORS[m.color]) if m else [0.0] * 3 for m in movers])
+        rows["radius"].append([RADII[m.size] if m else 0.0 for m in movers])
+        rows["start"].append([m.start if m else (0.0, 0.0) for m in movers])
+        rows["end"].append([m.end if m else (0.0, 0.0) for m in movers])
+        rows["background"].append(_scale_rgb(BACKGROUNDS[clip.background]))
+    return ClipTensors(**{name: torch.tensor(values, device=device) for name, values in rows.items()})
+
+
+def jitter_clips(clips: ClipTensors) -> ClipTensors:
+    """The clips with every thing moved and scaled a little."""
+    shift = (torch.rand_like(clips.start) * 2 - 1) * PLACE_JITTER
+    radius = clips.radius * (1 + (torch.rand_like(clips.radius) * 2 - 1) * SIZE_JITTER)
+    return ClipTensors(
+        shape=clips.shape,
+        color=clips.color,
+        radius=radius,
+        start=clips.start + shift,
+        end=clips.end + shift,
+        background=clips.background,
+    )
+
+
+def draw_clips(clips: ClipTensors, frames: int, side: int) -> torch.Tensor:
+    """Videos [B, F, side, side, 3] in -1..1, anti-aliased; one frame is the first."""
+    device = clips.start.device
+    at = (torch.arange(side, device=device) + 0.5) / side
+    time = torch.linspace(0, 1, frames, device=device) if frames > 1 else torch.zeros(1, device=device)
+    video = clips.background[:, None, None, None].expand(-1, frames, side, side, 3)
+    for k in range(len(LANES)):
+        middle = torch.lerp(clips.start[:, k, None], clips.end[:, k, None], time[None, :, None])  # [B, F, 2]
+        dx = at - middle[..., 0, None, None]  # [B, F, 1, W]
+        dy = at[:, None] - middle[..., 1, None, None]  # [B, F, H, 1]
+        radius = clips.radius[:, k, None, None, None]
+        outline = _measure_distance(clips.shape[:, k, None, None, None], dx, dy, radius)
+        cover = (0.5 - outline * side).clamp(0, 1) * (radius > 0)
+        video = torch.lerp(video, clips.color[:, k, None, None, None], cover[..., None])
+    return video
+
+
+def _measure_distance(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
+    """`ditile.cli.evaluate.caption_check.compute_signed_distance` for tensors, of a shape for each clip."""
+    length = torch.hypot(x, y)
+    low = y - 0.2 * radius
+    sides = torch.maximum(0.87 * x - 0.5 * low, -0.87 * x - 0.5 * low) - 0.55 * radius
+    distances = {
+        "circle": length - 0.95 * radius,
+        "square": torch.maximum(x.abs(), y.abs()) - 0.85 * radius,
+        "triangle": torch.maximum(low - 0.6 * radius, sides),
+        "ring": (length - 0.74 * radius).abs() - 0.24 * radius,
+    }
+    distance = torch.zeros_like(length)
+    for k, name in enumerate(SHAPES):
+        distance = torch.where(shape == k, distances[name], distance)
+    return distance
+
+
+def _scale_rgb(rgb: tuple[int, int, int]) -> list[float]:
+    return [v / 127.5 - 1 for v in rgb]
