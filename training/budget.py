@@ -41,7 +41,7 @@ def compute_seconds_left(args: argparse.Namespace, share: float = 1.0) -> float:
 
 
 def capture(step: Step, args: argparse.Namespace) -> Step:
-    """The step as one CUDA graph: a small model's step is bound by its launches otherwise. On a CPU, the step itself."""
+    """The step as one CUDA graph, as a small model's step is bound by its launches. On a CPU, the step itself."""
     if args.eager or args.device.type != "cuda":
         return step
     side = torch.cuda.Stream()

@@ -20,8 +20,8 @@ class BatchedMuon:
     """Muon with matrices of one shape orthogonalised together, in fp32.
 
     torch.optim.Muon takes them one by one in bf16: on a CPU without bf16 units a step of shapes-wan takes 4.1 s there
-    and 0.27 s here, and on a GPU its time is that of some thousand launches. Filters of convolutions are matrices with a
-    row for each output channel.
+    and 0.27 s here, and on a GPU its time is that of some thousand launches. Filters of convolutions are matrices with
+    a row for each output channel.
     """
 
     def __init__(self, matrices: Sequence[torch.Tensor], *, weight_decay: float, momentum: float = 0.95) -> None:

@@ -25,7 +25,7 @@ GAIN = 0.25
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupBasis:
-    """Pixels to raw latents: encode [192, C] of a group, first [48, C] of the first frame; mean and std [C] of these."""
+    """Pixels to raw latents: encode [192, C] of a group, first [48, C] of the first frame; their mean and std [C]."""
 
     encode: torch.Tensor
     first: torch.Tensor

@@ -1,5 +1,5 @@
-"""Train the VAE of shapes-wan, whose latents are the linear ones: `python -m training.wan_vae --minutes 30 --init FOLDER
-[--device cuda]`.
+"""Train the VAE of shapes-wan, whose latents are the linear ones: `python -m training.wan_vae --minutes 30 --init
+FOLDER [--device cuda]`.
 
 The decoder learns to invert the linear encoding, then the encoder to imitate it. Nothing of this depends on the
 transformer. `--check` measures a folder.
