@@ -1,17 +1,23 @@
-# make demo | test | test-families | test-fast | faults | benchmarks-check | check | docs: each makes .venv first, and makes
+# make demo | demo-video | test | test-families | test-fast | faults | benchmarks-check | check | docs: each makes .venv first, and makes
 # it anew when the versions in it would change.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.made-$(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
 DEMO := ditile-demo.png
+VIDEO_DEMO := ditile-demo.mp4
 
-.PHONY: demo test test-families test-fast faults benchmarks-check check docs environment
+.PHONY: demo demo-video test test-families test-fast faults benchmarks-check check docs environment
 
 demo: environment
 	$(RUN) -m ditile generate "a large red circle on the left on a gray background" \
 	  --model shapes-flux --pipefusion 2 --patches 4 --out $(DEMO)
 	@echo "the picture is $(CURDIR)/$(DEMO)"
+
+demo-video: environment
+	$(RUN) -m ditile generate "a large red circle moves from left to right on a gray background" \
+	  --model shapes-wan --pipefusion 2 --patches 2 --out $(VIDEO_DEMO)
+	@echo "the video is $(CURDIR)/$(VIDEO_DEMO)"
 
 test: environment
 	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone and not families'

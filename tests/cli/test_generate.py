@@ -117,7 +117,7 @@ def test_a_picture_that_cannot_be_written_in_the_end() -> None:
     if not os.path.isdir("/proc"):
         pytest.skip("this system has no /proc")
     with pytest.raises(ModelError, match="out='/proc/a.png' cannot be written: ") as caught:
-        generate._write_picture(Image.new("RGB", (8, 8)), "/proc/a.png", {})
+        generate._write_drawn(Image.new("RGB", (8, 8)), "/proc/a.png", 16.0, {})
     assert "\n" not in str(caught.value)
 
 
@@ -192,11 +192,15 @@ def test_an_error_that_is_not_the_pipelines_is_not_called_a_refusal() -> None:
 
 
 @pytest.mark.parametrize("words", [("--steps", "2"), ("--dry-run",)])
-def test_a_pipeline_of_videos_is_refused_before_it_is_loaded(
+def test_a_pipeline_of_sound_is_refused_before_it_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     """A failure: minutes of denoising, and then an error because there is no picture."""
-    planned.wan_pipeline()[0].save_pretrained("model")
+    Path("model").mkdir()
+    Path("model/model_index.json").write_text('{"_class_name": "StableAudioPipeline", "_diffusers_version": "0.42.1"}')
     monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = refused(capsys, "generate", "a circle", "--model", "model", *words)
-    assert "WanPipeline returns frames, and only pictures are written here; in Python, ditile.parallelize" in line
+    assert (
+        "StableAudioPipeline returns audios, and only pictures and videos are written here; in Python, ditile.para"
+        in line
+    )

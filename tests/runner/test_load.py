@@ -44,7 +44,7 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 
 
 def test_bundled_models_load_in_float32() -> None:
-    assert list_bundled_models() == ["shapes-flux", "shapes-pixart"]
+    assert list_bundled_models() == ["shapes-flux", "shapes-pixart", "shapes-wan"]
     pipe = load("shapes-pixart")
     assert type(pipe).__name__ == "PixArtSigmaPipeline" and pipe.transformer.dtype is torch.float32
 

@@ -11,7 +11,7 @@ from ditile.cache.build import explain_idle_steps
 from ditile.cache.cached import build_transformer_cache
 from ditile.cli.generate import build_dry_run_call, merge_call_arguments
 from ditile.cli.options import GenerateOptions
-from ditile.cli.pipelines import check_returns_pictures, find_image_to_image_class
+from ditile.cli.pipelines import find_image_to_image_class, returns_videos
 from ditile.errors import ModelError
 from ditile.models.block_lists import find_block_lists
 from ditile.plan.cost import PlannedCall
@@ -48,7 +48,7 @@ def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str,
         PlanSubject.from_configs(wanted.model, find_model_source(wanted.model, weights=False)),
         defaults(wanted.model),
     )
-    check_returns_pictures(subject.pipeline)
+    returns_videos(subject.pipeline)  # or refuses it
     merge_call_arguments(
         subject.pipeline if wanted.image is None else find_image_to_image_class(subject.pipeline), wanted, base
     )

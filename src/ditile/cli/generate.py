@@ -9,7 +9,7 @@ import json
 import secrets
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,10 +18,15 @@ from ditile.cli.cache_options import CacheOptions
 from ditile.cli.options import GenerateOptions, RunOptions
 from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, sum_reports, summarize_cache_reports
 from ditile.cli.pipelines import (
-    check_returns_pictures,
+    FRAME_COUNTS,
+    FRAME_RATES,
+    check_num_frames,
     convert_to_image_to_image,
     convert_value_errors,
+    find_argument,
+    find_frame_rate,
     find_pipeline_class,
+    returns_videos,
 )
 from ditile.cli.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.distributed import env
@@ -30,6 +35,7 @@ from ditile.distributed.mesh import join_torchrun
 from ditile.distributed.pulse import is_out_of_memory
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError
+from ditile.models.probe import COUNTS
 from ditile.plan.flags import format_flag
 from ditile.plan.plan import Plan
 from ditile.plan.shape import check_image_size
@@ -41,6 +47,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from ditile.cache.report import ContextReport
+    from ditile.cli.videos import Video
     from ditile.runner.runner import Runner
 
 
@@ -55,14 +62,14 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
         seed = _agree_on_seed(wanted.seed, runner.mesh.everyone)
         call = build_call_arguments(pipe, wanted, defaults(wanted.model))
         _check_cache_steps(cache, call)
-        call_result = _call_and_report(
-            runner, lambda: call | _build_object_arguments(wanted, range(seed, seed + wanted.num_images)), cache
-        )
-        images = [] if call_result.result is None else call_result.result.images
-        files = [str(path) for path in run.list_image_paths(len(images))] if images else []
-        texts = _build_png_texts(wanted, plan, cache, call)
-        for k, (image, path) in enumerate(zip(images, files, strict=True)):
-            _write_picture(image, path, texts | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
+        seeds = range(seed, seed + wanted.num_images)
+        with _show_decoded_frames(pipe, call, wanted.num_images, shown=runner.mesh.rank == 0):
+            call_result = _call_and_report(runner, lambda: call | _build_object_arguments(pipe, wanted, seeds), cache)
+        drawn = _list_drawn(call_result.result)
+        files = [str(path) for path in run.list_image_paths(len(drawn))] if drawn else []
+        texts, fps = _build_png_texts(wanted, plan, cache, call), _choose_fps(pipe, wanted, call)
+        for k, (one, path) in enumerate(zip(drawn, files, strict=True)):
+            _write_drawn(one, path, fps, texts | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
         # Behind the pictures, which a trace that cannot be written must not cost.
         _write_trace(runner, run.trace)
         if call_result.result is None:
@@ -96,19 +103,18 @@ def draw_prompt_lines(
         base = build_call_arguments(pipe, wanted, defaults(wanted.model))
         _check_cache_steps(cache, base)
         request_text = describe_request(wanted, run, plan, cache, defaults(wanted.model))
-        texts = _build_png_texts(wanted, plan, cache, base) | {"request": request_text}
+        texts, fps = _build_png_texts(wanted, plan, cache, base), _choose_fps(pipe, wanted, base)
+        texts |= {"request": request_text}
         call_results: list[RunnerCallResult] = []
         with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=first) as advance:
             for start in range(0, len(missing_lines), plan.data):
                 lines = missing_lines[start : start + plan.data]
                 call_result = _call_and_report(
-                    runner, functools.partial(_build_lines_call, base, lines, wanted, plan), cache
+                    runner, functools.partial(_build_lines_call, pipe, base, lines, wanted, plan), cache
                 )
                 call_results.append(call_result._replace(result=None))
-                for line, image in zip(
-                    lines, call_result.result.images if call_result.result is not None else [], strict=first
-                ):
-                    _write_picture(image, line.path, texts | {"prompt": line.prompt, "seed": str(line.seed)})
+                for line, one in zip(lines, _list_drawn(call_result.result), strict=first):
+                    _write_drawn(one, line.path, fps, texts | {"prompt": line.prompt, "seed": str(line.seed)})
                 advance(len(lines))
         if missing_lines:
             _write_trace(runner, run.trace)
@@ -172,7 +178,7 @@ def _prepare_runner(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache:
     silence_libraries()
     if run.threads is not None:
         _set_num_threads(run.threads)
-    check_returns_pictures(find_pipeline_class(find_model_source(wanted.model)))
+    returns_videos(find_pipeline_class(find_model_source(wanted.model)))  # or refuses it
     # A LoRA needs whole weights; tensor parallelism then cuts its factors with them.
     needs_whole_model = cache.lora is not None and plan.tensor > 1
     pipe: Any = load(wanted.model, dtype=run.dtype, plan=None if needs_whole_model else plan)
@@ -249,10 +255,10 @@ def _check_cache_steps(cache: CacheOptions, call: Mapping[str, Any]) -> None:
 
 
 def _build_lines_call(
-    base: dict[str, Any], lines: Sequence[PromptLine], wanted: GenerateOptions, plan: Plan
+    pipe: DiffusionPipeline, base: dict[str, Any], lines: Sequence[PromptLine], wanted: GenerateOptions, plan: Plan
 ) -> dict[str, Any]:
     """The call that makes the pictures of some lines: one on its own, or a batch over the replicas."""
-    objects = _build_object_arguments(wanted, [line.seed for line in lines], alone=plan.data == 1)
+    objects = _build_object_arguments(pipe, wanted, [line.seed for line in lines], alone=plan.data == 1)
     if plan.data == 1:
         return base | objects | {"prompt": lines[0].prompt}
     call = base | objects | {"prompt": [line.prompt for line in lines]}
@@ -265,10 +271,11 @@ def build_call_arguments(pipe: DiffusionPipeline, wanted: GenerateOptions, base:
     """The call arguments that are plain values: the model's own options, overridden by the given ones.
 
     Raises:
-        ModelError: if this pipeline does not take an argument that is given, or cannot make the size.
+        ModelError: if this pipeline does not take an argument that is given, or cannot make the size or the frames.
     """
     call = merge_call_arguments(type(pipe), wanted, base)
     _check_picture_size(pipe, call)
+    check_num_frames(pipe, call)
     return call
 
 
@@ -276,6 +283,9 @@ def merge_call_arguments(pipeline: type, wanted: GenerateOptions, base: dict[str
     """The same for a class of pipelines, without a check of the size."""
     known = inspect.signature(pipeline.__call__).parameters
     kind, given = pipeline.__name__, _collect_request_arguments(wanted, base)
+    given = _rename_video_arguments(pipeline, wanted, given)
+    if wanted.image is None and _needs_picture(known):
+        raise ModelError(f"{kind} starts from a picture; add --image FILE")
     if refused := sorted(set(given) - set(known)):
         raise ModelError(f"{kind} takes no {', '.join(map(_flag_of_argument, refused))}; leave it out")
     call = {name: value for name, value in base.items() if name in known} | given
@@ -294,6 +304,20 @@ def _collect_request_arguments(wanted: GenerateOptions, base: dict[str, Any]) ->
         return given
     true = "true_cfg_scale" in base and wanted.true_cfg is None
     return given | {"true_cfg_scale" if true else "guidance_scale": wanted.guidance}
+
+
+def _rename_video_arguments(pipeline: type, wanted: GenerateOptions, given: dict[str, Any]) -> dict[str, Any]:
+    """The given arguments with the frames and the rate under the names of this class, if it is told the rate at all."""
+    count, rate = find_argument(pipeline, FRAME_COUNTS), find_argument(pipeline, FRAME_RATES)
+    if "num_frames" in given and count is not None:
+        given = {count if name == "num_frames" else name: value for name, value in given.items()}
+    if wanted.fps is not None and rate is not None:
+        given[rate] = int(wanted.fps) if wanted.fps.is_integer() else wanted.fps
+    return given
+
+
+def _needs_picture(known: Mapping[str, inspect.Parameter]) -> bool:
+    return "image" in known and known["image"].default is inspect.Parameter.empty
 
 
 def build_dry_run_call(wanted: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:
@@ -316,6 +340,7 @@ def _check_negative_prompt(kind: str, call: dict[str, Any], known: Any) -> None:
 def _flag_of_argument(argument: str) -> str:
     """The flag that sets an argument of a pipeline's call."""
     names = {"true_cfg_scale": "true_cfg", "guidance_scale": "guidance", "num_inference_steps": "steps"}
+    names["num_frames"] = "frames"
     return format_flag(names.get(argument, argument))
 
 
@@ -338,7 +363,7 @@ def _check_strength(call: dict[str, Any], known: Any) -> None:
 
 
 def _build_object_arguments(
-    wanted: GenerateOptions, seeds: Sequence[int], *, alone: bool | None = None
+    pipe: DiffusionPipeline, wanted: GenerateOptions, seeds: Sequence[int], *, alone: bool | None = None
 ) -> dict[str, Any]:
     """The call arguments that are objects: generators, which every rank makes alike, and the picture to start from.
 
@@ -349,7 +374,7 @@ def _build_object_arguments(
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     call: dict[str, Any] = {"generator": generators[0] if len(seeds) == 1 and alone is not False else generators}
     if wanted.num_images > 1:
-        call["num_images_per_prompt"] = wanted.num_images
+        call[find_argument(type(pipe), COUNTS) or COUNTS[0]] = wanted.num_images
     if wanted.image is not None:
         from ditile.cli.pictures import read_picture
 
@@ -374,12 +399,60 @@ def _build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, c
     } | ({"cache": json.dumps(settings)} if settings else {})
 
 
-def _write_picture(image: Image.Image, path: str, texts: dict[str, str]) -> None:
+def _list_drawn(result: Any) -> Sequence[Image.Image | Video]:
+    """The pictures or the videos of a pipeline's result; none of None, which the other ranks have."""
+    from ditile.cli.videos import convert_to_videos
+
+    if result is None:
+        return []
+    images: Sequence[Image.Image] | None = getattr(result, "images", None)
+    return convert_to_videos(result.frames) if images is None else images
+
+
+def _choose_fps(pipe: DiffusionPipeline, wanted: GenerateOptions, call: Mapping[str, Any]) -> float:
+    """Frames a second of a video: as given, else as the model or its class has it."""
+    from ditile.cli.videos import DEFAULT_FPS
+
+    own = defaults(wanted.model).get("fps") or find_frame_rate(type(pipe), call)
+    return float(wanted.fps or own or DEFAULT_FPS)
+
+
+@contextlib.contextmanager
+def _show_decoded_frames(pipe: Any, call: Mapping[str, Any], count: int, *, shown: bool) -> Iterator[None]:
+    """Shows how many frames of a call's videos the decoder has made, behind the progress of the steps."""
+    name, decoder = find_argument(type(pipe), FRAME_COUNTS), getattr(getattr(pipe, "vae", None), "decoder", None)
+    frames = None if name is None else call.get(name, inspect.signature(type(pipe).__call__).parameters[name].default)
+    if decoder is None or not isinstance(frames, int):
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        advance: Callable[[int], None] | None = None
+
+        def count_frames(_: Any, __: Any, out: Any) -> None:
+            nonlocal advance
+            out = out[0] if isinstance(out, tuple) else out
+            if advance is None:
+                advance = stack.enter_context(show_progress_bar("decoded frames", frames * count, shown=shown))
+            advance(out.shape[0] * (out.shape[2] if out.ndim == 5 else 1))  # [B, 3, F, H, W] or [B F, 3, H, W]
+
+        hook = decoder.register_forward_hook(count_frames)
+        stack.callback(hook.remove)
+        yield
+
+
+def _write_drawn(drawn: Image.Image | Video, path: str, fps: float, texts: dict[str, str]) -> None:
+    """Writes a picture, or a video and its poster."""
+    from PIL import Image
+
     from ditile.cli.pictures import save_png_with_texts
+    from ditile.cli.videos import save_video_with_poster
 
     try:
         Path(path).parent.mkdir(exist_ok=True)
-        save_png_with_texts(image, Path(path), texts)
+        if isinstance(drawn, Image.Image):
+            save_png_with_texts(drawn, Path(path), texts)
+        else:
+            save_video_with_poster(drawn, Path(path), fps, texts)
     except OSError as error:
         raise ModelError(f"out={path!r} cannot be written: {error}") from error
 

@@ -171,6 +171,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         plan, cache = _choose_within_budget(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     _check_generate_options(wanted, run, cache)
+    run = _name_output(wanted, run)
     _check_known_model(wanted, [plan])
     if run.dry_run:
         return _print_dry_run(wanted, plan, cache)
@@ -188,6 +189,28 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         print_tables_and_json(list_outcome_lines(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
         _print_note_on_prompts(wanted)
     return 0
+
+
+def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:
+    """The options with the file to write, of a picture or a video, as the model draws one or the other.
+
+    Raises:
+        ModelError: if the file that is given is of the other kind, or cannot be encoded here.
+    """
+    known = find_known_model(wanted.model)
+    if known is None or known.hub_id is not None:  # the class is asked, which needs diffusers
+        _silence_libraries()
+    from ditile.cli.pipelines import draws_videos
+
+    video = draws_videos(wanted.model)
+    run = run.name_output(video=video)
+    if video and not run.dry_run:
+        from ditile.cli.videos import check_encoder
+
+        check_encoder(run.list_image_paths(1)[0])
+    if not video and wanted.fps is not None:
+        raise ModelError(f"fps={wanted.fps:g}: {wanted.model} draws pictures, which have no rate; leave it out")
+    return run
 
 
 def _check_known_model(wanted: GenerateOptions, plans: Sequence[Plan]) -> None:
@@ -208,7 +231,7 @@ def _print_note_on_prompts(wanted: GenerateOptions) -> None:
     if foreign := [prompt for prompt in prompts if prompt is not None and not known.knows_word_of(prompt)]:
         print(
             f"note: {known.name} is small and knows {', '.join(known.words)} alone, and {foreign[0]!r} names none; "
-            f"try {EXAMPLE!r}",
+            f"try {known.example!r}",
             file=sys.stderr,
         )
 
@@ -443,6 +466,10 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     find_model_source(wanted.model)
     _check_known_model(wanted.build_generate_options(), [Plan.parse(one.plan) for one in wanted.candidate_settings])
     _silence_libraries()
+    from ditile.cli.pipelines import draws_videos
+
+    if draws_videos(wanted.model):
+        raise ModelError(f"model {wanted.model!r} draws videos, and pictures are compared here; try shapes-flux")
     from ditile.cli.evaluate.evaluate import build_evaluation_tables, list_table_remarks, run_evaluation
 
     evaluation = run_evaluation(wanted, judge, session)
@@ -526,7 +553,8 @@ class Command:
 
 
 COMMANDS = {
-    "generate": Command(_run_generate_command, "make a picture", "Make a picture, on several ranks if a plan says so.",
+    "generate": Command(_run_generate_command, "make a picture or a video",
+        "Make a picture or a video, on several ranks if a plan says so.",
         {GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"}),
     "verify": Command(_run_verify_command, "prove a plan on this machine",
         "Check a plan on this machine: exactness, message sizes, memory.", {Plan: "plan", VerifyOptions: "proof"}),

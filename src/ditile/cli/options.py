@@ -20,6 +20,7 @@ from ditile.runner.load import DTYPES, HUB_ID
 Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_OUTPUTS_TRIED = 64
 """Outputs that are opened before a run; pictures of a file of prompts are in one folder."""
+VIDEO_SUFFIXES = (".mp4", ".webp", ".gif")
 COCO_PREFIX = "coco:"
 """Before the name of a file of captions that is one of COCO's annotations."""
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
@@ -95,6 +96,8 @@ class GenerateOptions(ModelOptions):
         None, "seed of the first image; random by default, and reported; 0 with --prompts-file", metavar="N"
     )
     num_images: int = define_option(1, "images, with seeds that count up", metavar="N")
+    frames: int | None = define_option(None, "frames of a video; the model's own by default", metavar="N")
+    fps: float | None = define_option(None, "frames a second of a video; the model's own by default", metavar="X")
     image: str | None = define_option(None, "a picture to start from", metavar="FILE", reads=True)
     strength: float | None = define_option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
 
@@ -106,7 +109,9 @@ class GenerateOptions(ModelOptions):
         if self.prompts_file is not None and self.num_images > 1:
             raise ModelError(f"num_images={self.num_images}: a file of prompts makes one for each line; leave it out")
         self.check_model_options()
-        check_counts(self, "num_images")
+        check_counts(self, "num_images", "frames")
+        if self.fps is not None:
+            check_positive_number(self.fps, "fps", "rate", example=16)
         _check_guidance(self)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed={self.seed} is out of range; try seed=0")
@@ -116,7 +121,7 @@ class GenerateOptions(ModelOptions):
             raise ModelError(f"strength={self.strength} is not above 0 and up to 1; try strength=0.6")
 
     def to_call_arguments(self) -> dict[str, Any]:
-        """The given values under the names that diffusers uses, without guidance and the picture."""
+        """The given values under the names that diffusers uses, without guidance, the picture and the rate."""
         values = {
             "prompt": self.prompt,
             "num_inference_steps": self.steps,
@@ -125,6 +130,7 @@ class GenerateOptions(ModelOptions):
             "width": self.width,
             "strength": self.strength,
             "true_cfg_scale": self.true_cfg,
+            "num_frames": self.frames,
         }
         return {name: value for name, value in values.items() if value is not None}
 
@@ -140,8 +146,11 @@ class RunOptions(DeviceOptions):
     plan: str | None = define_option(
         None, 'all of a plan, such as "pipefusion=2 patches=4", or auto: what ditile plan puts first', metavar="PLAN"
     )
-    out: str = define_option(
-        "ditile-image.png", "the PNG to write; several get -0, -1, .. in their names", metavar="FILE"
+    out: str | None = define_option(
+        None,
+        "the PNG to write, of a video the .mp4, .webp or .gif, which gets a poster .png beside it; several get -0, "
+        "-1, .. in their names; ditile-image.png or ditile-video.mp4 by default",
+        metavar="FILE",
     )
     out_dir: str | None = define_option(
         None, "folder for the pictures of a file of prompts: 0000.png, ..", metavar="DIR"
@@ -162,36 +171,56 @@ class RunOptions(DeviceOptions):
 
     def __post_init__(self) -> None:
         self.check_device_options()
-        if Path(self.out).suffix.lower() not in ("", ".png"):
-            raise ModelError(f"out={self.out!r}: pictures are written as PNG; name it {Path(self.out).stem}.png")
+        if self.out is not None and Path(self.out).suffix.lower() not in ("", ".png", *VIDEO_SUFFIXES):
+            stem = Path(self.out).stem
+            raise ModelError(
+                f"out={self.out!r}: pictures are written as PNG; name it {stem}.png; videos {stem}.mp4, .webp or .gif"
+            )
+
+    def name_output(self, *, video: bool) -> RunOptions:
+        """The options with a file to write, of a picture or of a video.
+
+        Raises:
+            ModelError: if the file that is given is of the other kind.
+        """
+        out = Path(self.out or ("ditile-video" if video else "ditile-image"))
+        if out.is_dir():
+            raise ModelError(f"out={self.out!r} is a folder; give a file in it")
+        path = out if out.suffix else Path(f"{out}.{'mp4' if video else 'png'}")
+        if video and path.suffix.lower() not in VIDEO_SUFFIXES:
+            raise ModelError(f"out={self.out!r}: this model draws videos; name it {path.stem}.mp4, .webp or .gif")
+        if not video and path.suffix.lower() != ".png":
+            raise ModelError(f"out={self.out!r}: pictures are written as PNG; name it {path.stem}.png")
+        return dataclasses.replace(self, out=str(path))
 
     def list_image_paths(self, count: int) -> list[Path]:
-        """The paths of `count` pictures."""
+        """The paths of `count` pictures or videos."""
         return [self._output_path] if count == 1 else [self.build_image_path(str(k)) for k in range(count)]
 
     def build_image_path(self, number: str) -> Path:
-        """The path of one picture of several."""
+        """The path of one picture or video of several."""
         if self.out_dir is not None:
-            return Path(self.out_dir, f"{number}.png")
+            return Path(self.out_dir, f"{number}{self._output_path.suffix}")
         return self._output_path.with_stem(f"{self._output_path.stem}-{number}")
 
     @property
     def _output_path(self) -> Path:
-        return Path(self.out) if Path(self.out).suffix else Path(self.out + ".png")
+        assert self.out is not None, "name_output comes first"
+        return Path(self.out)
 
     def check_output_paths(self, paths: Sequence[Path], *others: Any) -> None:
         """Raises `ModelError` unless these pictures and all other output files can be written, each to its own file.
 
         Args:
-            paths: of the pictures.
+            paths: of the pictures, or of the videos, beside which there are posters.
             others: the other options of the command, for the files that they name.
         """
         named = [("trace", self.trace), ("json", self.json if self.json != "-" else None)]
         written = [(name, Path(value)) for name, value in named if value is not None]
         folder = None if self.out_dir is None else Path(self.out_dir)
         if folder is None:
-            written += [("out", path) for path in paths]
-            check_writable("out", Path(self.out))
+            written += [("out", each) for path in paths for each in dict.fromkeys((path, path.with_suffix(".png")))]
+            check_writable("out", self._output_path)
         elif os.path.exists(folder) and not folder.is_dir():  # os.path.exists is False without permission
             raise ModelError(f"out_dir={self.out_dir!r} is a file; give a folder")
         elif not os.path.exists(folder):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.cache.report import format_steps
@@ -28,7 +29,7 @@ class Outcome:
     """The result of a run of `ditile generate`: the files, and every rank's report in rank order.
 
     Attributes:
-        images: the files of all pictures, those that were there before included.
+        images: the files of all pictures or videos, those that were there before included.
         skipped: how many of them were there before.
         reports: one for each rank, over all calls; empty if there was no call.
         settings: settings of cache, quantization and LoRA; empty for a plain run.
@@ -123,12 +124,18 @@ def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
         "steps": first["steps"],
         "synchronous_steps": len(first["synchronous"]),
         "ranks": len(outcome.reports),
-        "images": outcome.images,
+        **_name_files(outcome),
         "skipped": outcome.skipped,
         "seconds": {name: first["seconds"][name] for name in SECONDS},
         "peak_memory_bytes": [report["peak_memory_bytes"] for report in outcome.reports],
         "bytes_sent": [report["bytes_sent"] for report in outcome.reports],
     } | _summarize_optional_facts(outcome)
+
+
+def _name_files(outcome: Outcome) -> dict[str, list[str]]:
+    """The files of pictures; of videos the posters, and the videos themselves."""
+    posters = [str(Path(name).with_suffix(".png")) for name in outcome.images]
+    return {"images": posters} | ({"videos": outcome.images} if posters != outcome.images else {})
 
 
 def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:
@@ -160,7 +167,7 @@ def list_outcome_lines(outcome: Outcome) -> Iterator[str]:
     exact = f", {synchronous} of them synchronous" if synchronous < steps else ""
     parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
     for name, text in (
-        ("images", _format_image_names(outcome)),
+        ("videos" if "videos" in facts else "images", _format_image_names(outcome)),
         ("model", outcome.model),
         ("seed", str(outcome.seed)),
         ("plan", outcome.plan),

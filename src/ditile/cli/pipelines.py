@@ -1,4 +1,5 @@
-"""Facts of pipeline classes that are known before anything is loaded: their results, and their image-to-image class.
+"""Facts of pipeline classes that are known before anything is loaded: whether they draw pictures or videos, the names
+that their calls give to a video's length and rate, and the class that starts from a picture.
 
 `convert_value_errors` turns a refusal of the pipeline's own code into an error of ditile.
 """
@@ -7,15 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.errors import DitileError, ModelError
+from ditile.models.known import find_known_model
+from ditile.runner.load import find_model_source
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+FRAME_COUNTS = ("num_frames", "frames", "video_length")
+FRAME_RATES = ("frame_rate", "fps")
+"""Names of a call's arguments, of which a class has one at most."""
+_TEMPORAL_RATIOS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
+_VAES_OF_WHOLE_GROUPS = frozenset({"AutoencoderKLAllegro"})
+"""VAEs that are not causal: the first frame has no latent frame of its own."""
 
 
 def find_pipeline_class(source: Path | str) -> type | None:
@@ -29,14 +40,66 @@ def find_pipeline_class(source: Path | str) -> type | None:
     return getattr(diffusers, name, None) if isinstance(name, str) else None
 
 
-def check_returns_pictures(pipeline: type | None) -> None:
-    """Raises `ModelError` if a class of pipelines is known to return something other than pictures."""
+def draws_videos(model: str) -> bool:
+    """Whether a model draws videos instead of pictures. Of a bundled model it is known without torch.
+
+    Raises:
+        ModelError: if its class is known to return neither.
+    """
+    known = find_known_model(model)
+    if known is not None and known.hub_id is None:
+        return known.is_video
+    return returns_videos(find_pipeline_class(find_model_source(model, weights=False)))
+
+
+def returns_videos(pipeline: type | None) -> bool:
+    """Whether a class of pipelines returns videos instead of pictures; a class that is not known returns pictures.
+
+    Raises:
+        ModelError: if it is known to return neither.
+    """
     names = [] if pipeline is None else _list_output_fields(pipeline)
-    if pipeline is not None and names and "images" not in names:
-        raise ModelError(
-            f"{pipeline.__name__} returns {names[0]}, and only pictures are written here; in Python, "
-            "ditile.parallelize(pipe, plan)(...) returns the pipeline's own result"
-        )
+    if pipeline is None or not names or "images" in names:
+        return False
+    if "frames" in names:
+        return True
+    raise ModelError(
+        f"{pipeline.__name__} returns {names[0]}, and only pictures and videos are written here; in Python, "
+        "ditile.parallelize(pipe, plan)(...) returns the pipeline's own result"
+    )
+
+
+def find_argument(pipeline: type, names: tuple[str, ...]) -> str | None:
+    """The first of these names that a pipeline's call takes."""
+    known = inspect.signature(pipeline.__call__).parameters
+    return next((name for name in names if name in known), None)
+
+
+def find_frame_rate(pipeline: type, call: Mapping[str, Any]) -> float | None:
+    """The frames a second that a call is told, or that its class says; None if the class knows of none."""
+    name = find_argument(pipeline, FRAME_RATES)
+    rate = None if name is None else call.get(name, inspect.signature(pipeline.__call__).parameters[name].default)
+    return float(rate) if isinstance(rate, int | float) else None
+
+
+def check_num_frames(pipe: Any, call: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for a number of frames that the VAE cannot make: a causal one makes the first alone, then
+    groups. A number that is the class's own is taken, as some classes draw windows and cut.
+    """
+    name = find_argument(type(pipe), FRAME_COUNTS)
+    ratio = next((getattr(pipe, ratio) for ratio in _TEMPORAL_RATIOS if hasattr(pipe, ratio)), 1)
+    if name is None or not isinstance(frames := call.get(name), int) or not isinstance(ratio, int):
+        return
+    first = 0 if type(getattr(pipe, "vae", None)).__name__ in _VAES_OF_WHOLE_GROUPS else 1
+    own = inspect.signature(type(pipe).__call__).parameters[name].default
+    if frames == own or (frames - first) % ratio == 0:
+        return
+    below = frames - (frames - first) % ratio
+    near = [str(count) for count in (below, below + ratio) if count > 0]
+    rule = f"{first} + a multiple of {ratio}" if first else f"a multiple of {ratio}"
+    raise ModelError(
+        f"frames={frames}: the VAE of {type(pipe).__name__} makes {rule}; try frames={' or frames='.join(near)}"
+    )
 
 
 @contextlib.contextmanager
@@ -70,8 +133,20 @@ def _find_raising_module(error: BaseException) -> str:
 
 
 def find_image_to_image_class(pipeline: type) -> type:
-    """The class of the image-to-image pipeline of the same family. Raises `ModelError` if diffusers has none."""
+    """The class that starts from a picture: this one if its call takes a picture, else that of the same family.
+
+    Raises:
+        ModelError: if diffusers has none. Of videos none is looked for, as its transformer has other weights.
+    """
     from diffusers.pipelines.auto_pipeline import AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, _get_task_class
+
+    if find_argument(pipeline, ("image",)) is not None:
+        return pipeline
+    if returns_videos(pipeline):
+        raise ModelError(
+            f"{pipeline.__name__} draws videos from text alone; leave --image out, or take a model of an "
+            "image-to-video class, such as WanImageToVideoPipeline"
+        )
 
     image_pipeline: type | None = _get_task_class(
         AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, pipeline.__name__, throw_error_if_not_exist=False
@@ -92,6 +167,7 @@ def convert_to_image_to_image(pipe: DiffusionPipeline) -> DiffusionPipeline:
     """
     from diffusers import AutoPipelineForImage2Image
 
-    find_image_to_image_class(type(pipe))
+    if find_image_to_image_class(type(pipe)) is type(pipe):
+        return pipe
     converted: DiffusionPipeline = AutoPipelineForImage2Image.from_pipe(pipe)
     return converted

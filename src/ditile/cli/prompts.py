@@ -114,5 +114,7 @@ def select_missing_lines(all_lines: Sequence[PromptLine], wanted: str) -> list[P
 
 
 def _has_matching_picture(line: PromptLine, wanted: str) -> bool:
-    texts = pictures.read_png_texts(Path(line.path))
+    if not Path(line.path).is_file():
+        return False
+    texts = pictures.read_png_texts(Path(line.path).with_suffix(".png"))  # of a video, its poster
     return {"prompt": line.prompt, "seed": str(line.seed), "request": wanted}.items() <= texts.items()

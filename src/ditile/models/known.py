@@ -34,7 +34,9 @@ class KnownModel:
         height, width: the size of a picture by default.
         has_spec: whether its family has a `ModelSpec`, or else a table of splits alone.
         bins_sizes: whether its pipeline draws the nearest of some sizes instead of the given one, by default.
+        is_video: whether it draws videos; said of bundled models alone.
         words: of which a prompt must have one; empty if it knows more than can be listed.
+        example: a prompt that it can draw.
     """
 
     name: str
@@ -47,7 +49,9 @@ class KnownModel:
     width: int
     has_spec: bool = True
     bins_sizes: bool = False
+    is_video: bool = False
     words: tuple[str, ...] = ()
+    example: str = "a large red circle on the left on a gray background"
 
     @property
     def folder(self) -> Path:

@@ -1,0 +1,122 @@
+"""Videos as files: MP4 by PyAV, animated WebP and GIF by Pillow, each with a poster: a PNG of the first frame, which
+keeps how the video was made.
+
+Nothing here imports torch, and PyAV is imported only to write an MP4.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from ditile.cli.pictures import save_png_with_texts
+from ditile.distributed import files
+from ditile.errors import ModelError
+
+Video = NDArray[np.uint8]  # [F, H, W, 3]
+
+DEFAULT_FPS = 16.0
+"""Frames a second of a video whose pipeline says nothing of it."""
+CRF = "16"
+"""Of x264: at this constant rate factor a loss is hardly seen."""
+_MAX_DENOMINATOR = 1001  # of the rates of television, such as 30000 / 1001
+
+
+def check_encoder(path: Path) -> None:
+    """Raises `ModelError` if what writes a video to this path is not installed. It is looked for, not imported."""
+    if path.suffix.lower() == ".mp4" and importlib.util.find_spec("av") is None:
+        raise ModelError(
+            f"out={str(path)!r} needs PyAV, which is not installed; pip install 'ditile[video]', or name it "
+            f"{path.stem}.webp or {path.stem}.gif"
+        )
+
+
+def build_poster_path(path: Path) -> Path:
+    """Where the poster of a video is."""
+    return path.with_suffix(".png")
+
+
+def convert_to_videos(frames: Any) -> list[Video]:
+    """The videos of a pipeline's result, as uint8.
+
+    Args:
+        frames: lists of Pillow's pictures, an array [B, F, H, W, 3] or a tensor [B, F, 3, H, W], of 0 to 1; or a list
+            of such without B.
+    """
+    if len(frames) and isinstance(frames[0], Image.Image):
+        frames = [frames]
+    return [_convert_video(video) for video in frames]
+
+
+def _convert_video(frames: Any) -> Video:
+    if isinstance(frames, list | tuple) and isinstance(frames[0], Image.Image):
+        return np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
+    if not isinstance(frames, np.ndarray):
+        frames = np.stack([np.asarray(frame) for frame in frames])
+        frames = frames.transpose(0, 2, 3, 1) if frames.shape[-1] != 3 else frames
+    video: Video = frames
+    if frames.dtype != np.uint8:
+        video = np.rint(frames.astype(np.float32).clip(0, 1) * 255).astype(np.uint8)
+    return video
+
+
+def save_video_with_poster(video: Video, path: Path, fps: float, texts: Mapping[str, str]) -> None:
+    """Writes a video in the format that the path's ending names, and its poster with the texts.
+
+    Raises:
+        OSError: if a file cannot be written.
+    """
+    encode = _encode_mp4 if path.suffix.lower() == ".mp4" else _encode_animation
+    files.write_atomically(path, encode(video, path.suffix.lower().removeprefix("."), fps, texts))
+    texts = {**texts, "frames": str(len(video)), "fps": f"{fps:g}"}
+    save_png_with_texts(Image.fromarray(video[0]), build_poster_path(path), texts)
+
+
+def _encode_mp4(video: Video, _: str, fps: float, texts: Mapping[str, str]) -> bytes:
+    import av
+
+    encoded = io.BytesIO()
+    height, width = video.shape[1:3]
+    with av.open(encoded, mode="w", format="mp4") as container:
+        container.metadata["comment"] = json.dumps(dict(texts))
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(_MAX_DENOMINATOR))
+        stream.width, stream.height = width, height
+        # Players expect colours at half resolution, which needs even sides.
+        stream.pix_fmt = "yuv444p" if height % 2 or width % 2 else "yuv420p"
+        stream.options = {"crf": CRF}
+        for picture in video:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+    return encoded.getvalue()
+
+
+def _encode_animation(video: Video, format: str, fps: float, _: Mapping[str, str]) -> bytes:
+    pictures: Sequence[Image.Image] = [Image.fromarray(picture) for picture in video]
+    # Pillow leaves out a frame that is like the one before, and lets that one stay for longer.
+    options: dict[str, Any] = {"lossless": True} if format == "webp" else {"disposal": 1}
+    encoded = io.BytesIO()
+    pictures[0].save(
+        encoded,
+        format=format,
+        save_all=True,
+        append_images=pictures[1:],
+        duration=_divide_time(len(video), fps, unit_ms=10 if format == "gif" else 1),
+        loop=0,
+        **options,
+    )
+    return encoded.getvalue()
+
+
+def _divide_time(count: int, fps: float, unit_ms: int) -> list[int]:
+    """How long each frame stays, in milliseconds; whole units that do not drift from the rate."""
+    ends = [round(1000 * k / fps / unit_ms) * unit_ms for k in range(count + 1)]
+    return [max(unit_ms, end - begin) for begin, end in zip(ends, ends[1:], strict=False)]

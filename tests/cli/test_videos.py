@@ -1,0 +1,204 @@
+"""What `ditile generate` writes for a pipeline of videos, and what it refuses before anything is computed.
+
+A failure would mean a video of other frames, size or rate than asked for, or minutes of denoising for an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import av
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ditile
+from ditile import ModelError
+from ditile.cli import generate, main, videos
+from ditile.cli.options import GenerateOptions
+from ditile.cli.pipelines import check_num_frames, find_frame_rate
+from tests import tiny
+from tests.cli.test_cli import opened, refused
+
+PROMPT = "a large red circle moves from left to right on a gray background"
+SHORT = ("--model", "shapes-wan", "--steps", "2", "--seed", "7", "--threads", "1")
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+def decoded(path: str) -> tuple[float, np.ndarray]:
+    """The rate and the pictures of an MP4."""
+    with av.open(path) as container:
+        (stream,) = container.streams.video
+        assert stream.average_rate is not None
+        return float(stream.average_rate), np.stack([f.to_ndarray(format="rgb24") for f in container.decode(stream)])
+
+
+def test_an_mp4_and_its_poster(capsys: pytest.CaptureFixture[str]) -> None:
+    """On two ranks, of which one writes: a failure under a plan would be a file that both write, or none."""
+    size = ("--frames", "5", "--fps", "12.5", "--height", "32", "--width", "48")
+    assert main.main(["generate", PROMPT, *SHORT, *size, "--pipefusion", "2", "--out", "a.mp4", "--json", "-"]) == 0
+    rate, pictures = decoded("a.mp4")
+    assert rate == 12.5 and pictures.shape == (5, 32, 48, 3)
+    poster = opened("a.png")
+    texts = poster.text  # type: ignore[attr-defined]
+    assert texts["prompt"] == PROMPT and (texts["seed"], texts["frames"], texts["fps"]) == ("7", "5", "12.5")
+    assert texts["plan"] == "pipefusion=2" and json.loads(texts["settings"])["num_frames"] == 5
+    # x264 keeps pictures closely, at half the resolution of colour.
+    assert np.abs(np.asarray(poster).astype(float) - pictures[0]).mean() < 8
+    found = json.loads(capsys.readouterr().out)
+    assert (found["images"], found["videos"]) == (["a.png"], ["a.mp4"])
+    assert sorted(path.name for path in Path().iterdir()) == ["a.mp4", "a.png"]
+
+
+@pytest.mark.parametrize(("name", "ends"), [("a.gif", 310), ("a.webp", 312)])
+def test_an_animation_by_its_name(name: str, ends: int) -> None:
+    """Its frames stay for as long as the rate says, which is not a whole number of the format's units."""
+    video = np.random.default_rng(0).integers(0, 255, (5, 8, 8, 3), np.uint8)
+    videos.save_video_with_poster(video, Path(name), 16.0, {"prompt": "a"})
+    with Image.open(name) as image:
+        durations = []
+        for frame in range(image.n_frames):  # type: ignore[attr-defined]
+            image.seek(frame)
+            image.load()
+            durations.append(image.info["duration"])
+            if name.endswith("webp"):
+                assert np.array_equal(np.asarray(image.convert("RGB")), video[frame])
+    assert len(durations) == 5 and sum(durations) == ends
+    assert np.array_equal(np.asarray(opened("a.png")), video[0])
+
+
+def test_the_models_own_frames_rate_and_name() -> None:
+    assert main.main(["generate", PROMPT, *SHORT, "--num-images", "2"]) == 0
+    for name in ("ditile-video-0.mp4", "ditile-video-1.mp4"):
+        rate, pictures = decoded(name)
+        assert (rate, pictures.shape) == (ditile.defaults("shapes-wan")["fps"], (9, 64, 64, 3))
+    assert not np.array_equal(decoded("ditile-video-0.mp4")[1], decoded("ditile-video-1.mp4")[1])
+
+
+def test_a_file_of_prompts_is_resumed(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean videos that are drawn again, or a missing one that is not."""
+    Path("prompts.txt").write_text(f"{PROMPT}\na small blue ring stays at the top on a white background\n")
+    words = ["generate", "--prompts-file", "prompts.txt", *SHORT, "--frames", "5", "--out-dir", "d", "--json", "-"]
+    for missing, skipped in ((None, 0), (None, 2), ("d/0001.mp4", 1)):
+        if missing is not None:
+            Path(missing).unlink()
+        assert main.main(words) == 0
+        assert json.loads(capsys.readouterr().out)["skipped"] == skipped
+    assert sorted(path.name for path in Path("d").iterdir()) == ["0000.mp4", "0000.png", "0001.mp4", "0001.png"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((*SHORT, "--out", "a.png"), "out='a.png': this model draws videos; name it a.mp4, .webp or .gif"),
+        ((*SHORT, "--fps", "0"), "fps=0.0 is no rate; try fps=16"),
+        ((*SHORT, "--frames", "0"), "frames=0"),
+        (("--out", "a.mp4"), "out='a.mp4': pictures are written as PNG; name it a.png"),
+        (("--fps", "8"), "fps=8: shapes-pixart draws pictures, which have no rate"),
+    ],
+)
+def test_what_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    assert says in refused(capsys, "generate", PROMPT, *words)
+
+
+def test_an_encoder_that_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "av" else find(name, *rest))
+    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    line = refused(capsys, "generate", PROMPT, *SHORT, "--out", "a.mp4")
+    assert "pip install 'ditile[video]', or name it a.webp or a.gif" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((*SHORT, "--frames", "8"), "the VAE of WanPipeline makes 1 + a multiple of 4; try frames=5 or frames=9"),
+        ((*SHORT, "--frames", "4"), "try frames=1 or frames=5"),
+        ((*SHORT, "--image", "start.png"), "WanPipeline draws videos from text alone; leave --image out"),
+        (("--frames", "5", "--threads", "1"), "PixArtSigmaPipeline takes no --frames; leave it out"),
+    ],
+)
+def test_what_is_refused_before_a_step(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    Image.new("RGB", (8, 8)).save("start.png")
+    monkeypatch.setattr(generate, "_call_and_report", lambda *_: pytest.fail("the pipeline was called"))
+    assert says in refused(capsys, "generate", PROMPT, *words)
+
+
+def image_to_video() -> diffusers.WanImageToVideoPipeline:
+    """A tiny pipeline of the class, with the text encoder and the VAE of the bundled model."""
+    pipe: Any = ditile.load("shapes-wan")
+    channels = pipe.vae.config.z_dim
+    config = dict(pipe.transformer.config) | {"in_channels": 2 * channels + 4, "num_layers": 2}
+    transformer = tiny.randomise(diffusers.WanTransformer3DModel.from_config(config))
+    parts = {name: getattr(pipe, name) for name in ("tokenizer", "text_encoder", "vae", "scheduler")}
+    return diffusers.WanImageToVideoPipeline(**parts, transformer=transformer)
+
+
+def test_a_video_from_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean that the class, which takes a picture itself, is looked for by another's name."""
+    image_to_video().save_pretrained("model")
+    Image.new("RGB", (64, 64), (200, 30, 30)).save("start.png")
+    words = ("generate", PROMPT, "--model", "model", "--steps", "2", "--height", "32", "--width", "32", "--frames", "5")
+    assert "WanImageToVideoPipeline starts from a picture; add --image FILE" in refused(capsys, *words)
+    assert main.main([*words, "--image", "start.png", "--threads", "1"]) == 0
+    rate, pictures = decoded("ditile-video.mp4")
+    assert rate == videos.DEFAULT_FPS and pictures.shape == (5, 32, 32, 3)
+
+
+def test_frames_and_rate_under_the_names_of_every_class() -> None:
+    """`--frames` and `--fps` reach each class of diffusers by the names that its call has."""
+    wanted = GenerateOptions(prompt="a", frames=17, fps=24)
+    names = {
+        "WanPipeline": {"num_frames": 17},
+        "SanaVideoPipeline": {"frames": 17},
+        "LTXPipeline": {"num_frames": 17, "frame_rate": 24},
+        "LattePipeline": {"video_length": 17},
+    }
+    for name, expected in names.items():
+        call = generate.merge_call_arguments(getattr(diffusers, name), wanted, {})
+        assert {key: value for key, value in call.items() if key != "prompt"} == expected, name
+    assert find_frame_rate(diffusers.LTXPipeline, {}) == 25 and find_frame_rate(diffusers.WanPipeline, {}) is None
+
+
+def test_frames_that_a_vae_makes() -> None:
+    """Causal ones the first and groups, others groups; a class's own number, and a VAE that is none, are not judged."""
+
+    class Causal:
+        vae_temporal_compression_ratio = 8
+
+        def __call__(self, num_frames: int = 132) -> None: ...
+
+    class Whole(Causal):
+        vae = type("AutoencoderKLAllegro", (), {})()
+
+    for pipe, frames in ((Causal(), 17), (Causal(), 132), (Whole(), 16), (SimpleNamespace(), 3)):
+        check_num_frames(pipe, {"num_frames": frames})
+    with pytest.raises(ModelError, match="makes a multiple of 8; try frames=16 or frames=24"):
+        check_num_frames(Whole(), {"num_frames": 17})
+
+
+def test_frames_in_every_form_of_diffusers() -> None:
+    """Arrays, tensors and Pillow's pictures, in batches or not."""
+    array = np.random.default_rng(0).random((2, 3, 8, 6, 3), dtype=np.float32)
+    expected = np.rint(array * 255).astype(np.uint8)
+    pictures = [[Image.fromarray(frame) for frame in video] for video in expected]
+    for frames in (array, torch.from_numpy(array).permute(0, 1, 4, 2, 3), pictures):
+        assert np.array_equal(np.stack(videos.convert_to_videos(frames)), expected)
+    (alone,) = videos.convert_to_videos(pictures[0])
+    assert np.array_equal(alone, expected[0])
