@@ -1,5 +1,5 @@
-# make demo | demo-video | test | test-families | test-fast | faults | benchmarks-check | check | docs: each makes .venv first, and makes
-# it anew when the versions in it would change.
+# make demo | demo-video | test | test-families | test-fast | faults | benchmarks-check | check | docs: each makes .venv
+# first, and makes it anew when the versions in it would change.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python

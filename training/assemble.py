@@ -1,4 +1,4 @@
-"""Put a trained transformer and its parts together: `python -m training.assemble pixart [--text FOLDER]
+"""Put a trained transformer and its parts together: `python -m training.assemble pixart|flux|wan [--text FOLDER]
 [--vae FOLDER]`.
 
 Without --text and --vae these come from the model that is bundled now. The folder in src/ditile/assets is
@@ -15,16 +15,21 @@ from typing import Any
 import torch
 from diffusers import (
     AutoencoderKL,
+    AutoencoderKLWan,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
     PixArtSigmaPipeline,
     PixArtTransformer2DModel,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
 )
-from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel
+from transformers import CLIPTextModel, PreTrainedTokenizerFast, T5EncoderModel, UMT5EncoderModel
 
 from training.models import BETA_END, BETA_START, FLUX_TOKENS, PIXART_TOKENS, TRAIN_STEPS
+from training.motions import FRAMES, SIDE
 
 HERE = Path(__file__).parent
 ASSETS = HERE.parent / "src" / "ditile" / "assets"
@@ -63,9 +68,26 @@ def flux(transformer: Path, tokenizer: Path, t5: Path, clip: Path, vae: Path) ->
     )
 
 
+def wan(transformer: Path, tokenizer: Path, umt5: Path, vae: Path) -> WanPipeline:
+    """The pipeline of shapes-wan."""
+    scheduler = UniPCMultistepScheduler(
+        num_train_timesteps=TRAIN_STEPS, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=2.0
+    )
+    return WanPipeline(
+        tokenizer=PreTrainedTokenizerFast.from_pretrained(tokenizer),
+        text_encoder=UMT5EncoderModel.from_pretrained(umt5, dtype=torch.float32),
+        vae=AutoencoderKLWan.from_pretrained(vae, torch_dtype=torch.bfloat16),
+        transformer=WanTransformer3DModel.from_pretrained(transformer, torch_dtype=torch.bfloat16),
+        scheduler=scheduler,
+    )
+
+
 def call_defaults(kind: str, side: int, guidance: float) -> dict[str, Any]:
     """What generation.json says."""
     common = {"height": side, "width": side, "num_inference_steps": 20}
+    if kind == "wan":
+        video = {"num_frames": FRAMES, "fps": 8}
+        return common | video | {"guidance_scale": guidance, "negative_prompt": "", "max_sequence_length": 64}
     if kind == "pixart":
         text = {"max_sequence_length": PIXART_TOKENS, "use_resolution_binning": False, "clean_caption": False}
         return common | {"guidance_scale": guidance} | text
@@ -78,6 +100,8 @@ def assemble(kind: str, transformer: Path, text: Path | None, vae: Path | None) 
     t5 = text / "t5" if text else bundled / ("text_encoder" if kind == "pixart" else "text_encoder_2")
     tokenizer = (text or bundled) / "tokenizer"
     vae = vae or bundled / "vae"
+    if kind == "wan":
+        return wan(transformer, tokenizer, text / "umt5" if text else bundled / "text_encoder", vae)
     if kind == "pixart":
         return pixart(transformer, tokenizer, t5, vae)
     return flux(transformer, tokenizer, t5, text / "clip" if text else bundled / "text_encoder", vae)
@@ -105,19 +129,20 @@ def replace(folder: Path, fresh: Path) -> None:
 def main() -> None:
     """Assemble and save."""
     parser = argparse.ArgumentParser(description="assemble a pipeline")
-    parser.add_argument("kind", choices=("pixart", "flux"))
+    parser.add_argument("kind", choices=("pixart", "flux", "wan"))
     parser.add_argument("--transformer", type=Path, help="default: training/out/<kind>/transformer")
     parser.add_argument("--text", type=Path, help="folder written by training.text")
     parser.add_argument("--vae", type=Path, help="folder written by training.vae")
-    parser.add_argument("--side", type=int, default=256, help="default height and width")
-    parser.add_argument("--guidance", type=float, default=2.0)
+    parser.add_argument("--side", type=int, help="default height and width, 256, of clips 64")
+    parser.add_argument("--guidance", type=float, help="2 by default, of clips 3")
     args = parser.parse_args()
     pipe = assemble(args.kind, args.transformer or HERE / "out" / args.kind / "transformer", args.text, args.vae)
     folder = ASSETS / f"shapes-{args.kind}"
     fresh = folder.with_name(f".{folder.name}.new")
     pipe.save_pretrained(fresh)
     forget_paths(fresh)
-    defaults = call_defaults(args.kind, args.side, args.guidance)
+    side, guidance = (SIDE, 3.0) if args.kind == "wan" else (256, 2.0)
+    defaults = call_defaults(args.kind, args.side or side, args.guidance or guidance)
     (fresh / "generation.json").write_text(json.dumps(defaults, indent=2) + "\n")
     replace(folder, fresh)
 

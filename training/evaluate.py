@@ -1,4 +1,4 @@
-"""Sample captions with a bundled model and check the pictures: `python -m training.evaluate shapes-pixart
+"""Sample captions with a bundled model and check the pictures or clips: `python -m training.evaluate shapes-pixart
 --captions 200`.
 
 Runs the unmodified diffusers pipeline of src/ditile/assets/<model> (or of --folder) with the defaults of its
@@ -8,6 +8,7 @@ training. Prints one row a size and guidance.
 
 import argparse
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,16 @@ from diffusers import DiffusionPipeline
 from PIL import Image as Pillow
 
 from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, Image, score_pictures
+from ditile.cli.evaluate.motion_check import CLIP_ITEMS, Video, judge_clip, score_clips
+from training.motions import sample_motion_caption
 
 ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "assets"
-GUIDANCE = {"PixArtSigmaPipeline": "guidance_scale", "FluxPipeline": "true_cfg_scale"}
+GUIDANCE = {
+    "PixArtSigmaPipeline": "guidance_scale",
+    "FluxPipeline": "true_cfg_scale",
+    "WanPipeline": "guidance_scale",
+}
+FRAMES_SHOWN = (0, 2, 4, 6, 8)
 
 
 def load(folder: Path, transformer: Path | None, dtype: torch.dtype) -> Any:
@@ -32,15 +40,27 @@ def load(folder: Path, transformer: Path | None, dtype: torch.dtype) -> Any:
     return pipe
 
 
-def sample(pipe: Any, captions: list[str], call: dict[str, Any], *, batch: int, seed: int) -> list[Image]:
-    """One picture a caption; the noise of picture i depends on the seed and i only."""
-    images: list[Image] = []
+def list_captions(model: str, count: int) -> list[str]:
+    """The first held-out captions of a model's grammar."""
+    if model != "shapes-wan":
+        return (ASSETS / "captions.txt").read_text().splitlines()[:count]
+    rng, captions = random.Random(1), dict[str, None]()
+    while len(captions) < count:
+        captions[sample_motion_caption(rng, held_out=True)] = None
+    return list(captions)
+
+
+def sample(pipe: Any, captions: list[str], call: dict[str, Any], *, batch: int, seed: int) -> list[Image | Video]:
+    """One picture or clip a caption; the noise of picture i depends on the seed and i only."""
+    images: list[Image | Video] = []
+    call = {name: value for name, value in call.items() if name != "fps"}
     for start in range(0, len(captions), batch):
         part = captions[start : start + batch]
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
         negative = {"negative_prompt": [call["negative_prompt"]] * len(part)} if "negative_prompt" in call else {}
-        out = pipe(prompt=part, generator=generators, output_type="np", **{**call, **negative}).images
-        images += list(np.rint(out * 255).astype(np.uint8))
+        out = pipe(prompt=part, generator=generators, output_type="np", **{**call, **negative})
+        drawn = out.frames if hasattr(out, "frames") else out.images
+        images += list(np.rint(drawn * 255).astype(np.uint8))
     return images
 
 
@@ -52,6 +72,12 @@ def sheet(images: list[Image], columns: int = 8) -> Pillow.Image:
     return Pillow.fromarray(np.concatenate(rows, axis=0))
 
 
+def clip_sheet(videos: list[Video], columns: int = 2) -> Pillow.Image:
+    """Some frames of each clip side by side, in full rows."""
+    strips = [np.concatenate([np.pad(v[k], ((1, 1), (1, 1), (0, 0))) for k in FRAMES_SHOWN], axis=1) for v in videos]
+    return sheet(strips, columns)
+
+
 def main() -> None:
     """Sample, check, print, and save a contact sheet if asked."""
     args = _arguments()
@@ -60,7 +86,7 @@ def main() -> None:
     pipe = load(folder, args.transformer, torch.float32 if args.fp32 else torch.bfloat16)
     defaults = json.loads((folder / "generation.json").read_text())
     guidance_name = GUIDANCE[type(pipe).__name__]
-    captions = (ASSETS / "captions.txt").read_text().splitlines()[: args.captions]
+    captions = list_captions(args.model, args.captions)
     for size in args.sizes or [f"{defaults['height']}x{defaults['width']}"]:
         height, width = (int(x) for x in size.split("x"))
         for guidance in args.guidance or [defaults[guidance_name]]:
@@ -69,16 +95,21 @@ def main() -> None:
             cpu = time.process_time()
             images = sample(pipe, captions, call, batch=args.batch, seed=args.seed)
             cpu = (time.process_time() - cpu) / len(images)
-            items = score_pictures(images, captions)
+            items = score_clips(images, captions) if args.model == "shapes-wan" else score_pictures(images, captions)
             row = {"model": args.model, "pixels": size, "guidance": guidance, "n": len(images)} | items
             print(json.dumps(row | {"cpu_s_per_image": round(cpu, 2)}), flush=True)
+            if args.verbose and args.model == "shapes-wan":
+                for video, caption in zip(images, captions, strict=True):
+                    verdict = judge_clip(video, caption)
+                    print(caption, [item for item in CLIP_ITEMS if not getattr(verdict, item)], flush=True)
             if args.sheet:
-                sheet(images[:32]).save(args.sheet, optimize=True)
+                whole = clip_sheet(images[:32]) if args.model == "shapes-wan" else sheet(images[:32])
+                whole.save(args.sheet, optimize=True)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"per cent right of {', '.join(VERDICT_ITEMS)}")
-    parser.add_argument("model", choices=("shapes-pixart", "shapes-flux"))
+    parser.add_argument("model", choices=("shapes-pixart", "shapes-flux", "shapes-wan"))
     parser.add_argument("--folder", type=Path, help="another assembled pipeline")
     parser.add_argument("--transformer", type=Path, help="other transformer weights")
     parser.add_argument("--captions", type=int, default=200)
@@ -89,6 +120,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--fp32", action="store_true", help="compute in fp32 instead of bf16")
+    parser.add_argument("--verbose", action="store_true", help="of clips, what is wrong with each")
     parser.add_argument("--sheet", type=Path, help="PNG of the first 32 pictures (of the last row)")
     return parser.parse_args()
 

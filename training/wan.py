@@ -34,9 +34,10 @@ from training.motions import (
 from training.optim import MasterOptimiser
 from training.video_latents import GROUP, GroupBasis, load_group_basis
 
-OUT = Path(__file__).parent / "out" / "wan"
-ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "assets"
-READER = "reader.safetensors"
+HERE = Path(__file__).parent
+OUT = HERE / "out" / "wan"
+ASSETS = HERE.parent / "src" / "ditile" / "assets"
+READER = "reader.safetensors"  # beside a transformer that was saved here; the bundled one's is wan-reader.safetensors
 NO_CAPTION = 0.1  # share of clips whose text is the empty one, which guidance needs
 PADDED = (64, 226, 512)  # lengths that captions are padded to; the default of WanPipeline is 512
 TOKEN = 8  # pixels of a token's side
@@ -125,8 +126,8 @@ class WanTrainer:
         self.table, self.basis, self.batch = table, basis, batch
         self.model = WanTransformer3DModel.from_pretrained(init, torch_dtype=torch.float32).to(device)
         self.reader = PlaceReader(self.model.config.num_attention_heads * self.model.config.attention_head_dim)
-        if (init / READER).exists():
-            self.reader.load_state_dict(load_file(init / READER))
+        saved = init / READER
+        self.reader.load_state_dict(load_file(saved if saved.exists() else HERE / f"wan-{READER}"))
         self.reader.to(device)
         self.padded = torch.tensor(PADDED, device=device)
         self.text = PaddedTextProcessor()

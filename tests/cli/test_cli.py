@@ -123,7 +123,7 @@ def opened(path: str) -> Image.Image:
         (("plan", "--hardware", "l40-pcie", "--cache", "F=x"), "Fn_compute_blocks='x'"),
         (("plan", "--hardware", "l40-pcie", "--price", "pipefusion=99"), "pipefusion=99 exceeds the 12 blocks"),
         (("plan", "--hardware", "l40-pcie", "--height", "100"), "height=100 is not a multiple of 8"),
-        (("plan", "--model", "shapes"), "did you mean shapes-flux?"),
+        (("plan", "--model", "shapes"), "did you mean shapes-wan?"),
         (("bench", "--plans", "ulysses=2; pipefusion=20"), "pipefusion=20 exceeds the 12 blocks"),
         (("bench", "--sweep", "methods", "--height", "100"), "height=100 is not a multiple of 8"),
         (("evaluate", "--plans", "pipefusion=20"), "pipefusion=20 exceeds the 12 blocks"),

@@ -133,12 +133,13 @@ def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
     lines = [PromptLine(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
     wanted, base = GenerateOptions(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}
-    call = generate._build_lines_call(base, lines[:2], wanted, Plan(data=2))
+    pipe: Any = None  # asked for how many pictures a prompt gets, which is one
+    call = generate._build_lines_call(pipe, base, lines[:2], wanted, Plan(data=2))
     assert call["prompt"] == PROMPTS[:2] and call["negative_prompt"] == ["", ""]
     assert [g.initial_seed() for g in call["generator"]] == [0, 1]
-    short = generate._build_lines_call(base, lines[2:], wanted, Plan(data=2))
+    short = generate._build_lines_call(pipe, base, lines[2:], wanted, Plan(data=2))
     assert short["prompt"] == PROMPTS[2:] and [g.initial_seed() for g in short["generator"]] == [2]
-    alone = generate._build_lines_call(base, lines[2:], wanted, Plan())
+    alone = generate._build_lines_call(pipe, base, lines[2:], wanted, Plan())
     assert alone["prompt"] == PROMPTS[2] and alone["generator"].initial_seed() == 2
 
 
@@ -180,10 +181,10 @@ def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
     pipe = convert_to_image_to_image(getattr(tiny, family)())
     wanted = GenerateOptions(prompt="a red circle", image="in.png", num_images=2)
     call = {"prompt": "a red circle", "num_inference_steps": 4, "strength": 0.6, "height": 32, "width": 32}
-    both = pipe(**call, **generate._build_object_arguments(wanted, [5, 6]), output_type="np").images
+    both = pipe(**call, **generate._build_object_arguments(pipe, wanted, [5, 6]), output_type="np").images
     for image, seed in zip(both, (5, 6), strict=True):
         alone = pipe(
-            **call, **generate._build_object_arguments(replace(wanted, num_images=1), [seed]), output_type="np"
+            **call, **generate._build_object_arguments(pipe, replace(wanted, num_images=1), [seed]), output_type="np"
         ).images[0]
         assert np.abs(image - alone).max() < 1e-4, seed
     assert np.abs(both[0] - both[1]).max() > 1e-2

@@ -21,8 +21,9 @@ from PIL import Image
 import ditile
 from ditile import ModelError
 from ditile.cli import generate, main, videos
+from ditile.cli.evaluate.motion_check import judge_clip
 from ditile.cli.options import GenerateOptions
-from ditile.cli.pipelines import check_num_frames, find_frame_rate
+from ditile.cli.pipelines import check_num_frames, check_prompt_cleaner, find_frame_rate
 from tests import tiny
 from tests.cli.test_cli import opened, refused
 
@@ -59,6 +60,13 @@ def test_an_mp4_and_its_poster(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["images"], found["videos"]) == (["a.png"], ["a.mp4"])
     assert sorted(path.name for path in Path().iterdir()) == ["a.mp4", "a.png"]
+
+
+def test_the_bundled_model_draws_its_caption() -> None:
+    """On two ranks with stale keys. A failure would mean weights, or an exchange, that are not those of the model."""
+    words = ("--model", "shapes-wan", "--seed", "7", "--threads", "1", "--pipefusion", "2", "--patches", "2")
+    assert main.main(["generate", PROMPT, *words]) == 0
+    assert judge_clip(decoded("ditile-video.mp4")[1], PROMPT).all_right
 
 
 @pytest.mark.parametrize(("name", "ends"), [("a.gif", 310), ("a.webp", 312)])
@@ -121,6 +129,14 @@ def test_an_encoder_that_is_missing(capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = refused(capsys, "generate", PROMPT, *SHORT, "--out", "a.mp4")
     assert "pip install 'ditile[video]', or name it a.webp or a.gif" in line
+
+
+def test_a_cleaner_of_prompts_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean a NameError within the call of the classes of diffusers that do without a check."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
+    check_prompt_cleaner(diffusers.WanPipeline)
+    with pytest.raises(ModelError, match=r"WanImageToVideoPipeline cleans prompts by ftfy.*ditile\[video\]"):
+        check_prompt_cleaner(diffusers.WanImageToVideoPipeline)
 
 
 @pytest.mark.parametrize(

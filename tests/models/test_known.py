@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 
+from ditile.cli.pipelines import returns_videos
 from ditile.models.known import KnownModel, find_known_model, list_known_models
 from ditile.plan.shape import fill_call_defaults
 from ditile.planner.subject import PlanSubject
@@ -15,6 +16,7 @@ from ditile.planner.subject import PlanSubject
 def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
     subject = PlanSubject.from_configs(known.name, known.folder)
     call = fill_call_defaults(subject.pipeline, subject.transformer.config, subject.vae_scale, {})
+    assert known.is_video == (known.hub_id is None and returns_videos(subject.pipeline))
     assert known.transformer == type(subject.transformer).__name__
     assert known.blocks == len(subject.block_hooks.chain)
     assert known.heads == subject.transformer.config["num_attention_heads"]

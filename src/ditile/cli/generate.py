@@ -21,6 +21,7 @@ from ditile.cli.pipelines import (
     FRAME_COUNTS,
     FRAME_RATES,
     check_num_frames,
+    check_prompt_cleaner,
     convert_to_image_to_image,
     convert_value_errors,
     find_argument,
@@ -178,7 +179,9 @@ def _prepare_runner(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache:
     silence_libraries()
     if run.threads is not None:
         _set_num_threads(run.threads)
-    returns_videos(find_pipeline_class(find_model_source(wanted.model)))  # or refuses it
+    pipeline = find_pipeline_class(find_model_source(wanted.model))
+    returns_videos(pipeline)  # or refuses it
+    check_prompt_cleaner(pipeline)
     # A LoRA needs whole weights; tensor parallelism then cuts its factors with them.
     needs_whole_model = cache.lora is not None and plan.tensor > 1
     pipe: Any = load(wanted.model, dtype=run.dtype, plan=None if needs_whole_model else plan)
@@ -312,7 +315,7 @@ def _rename_video_arguments(pipeline: type, wanted: GenerateOptions, given: dict
     if "num_frames" in given and count is not None:
         given = {count if name == "num_frames" else name: value for name, value in given.items()}
     if wanted.fps is not None and rate is not None:
-        given[rate] = int(wanted.fps) if wanted.fps.is_integer() else wanted.fps
+        given[rate] = int(wanted.fps) if float(wanted.fps).is_integer() else wanted.fps
     return given
 
 

@@ -171,8 +171,8 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         plan, cache = _choose_within_budget(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     _check_generate_options(wanted, run, cache)
-    run = _name_output(wanted, run)
     _check_known_model(wanted, [plan])
+    run = _name_output(wanted, run)
     if run.dry_run:
         return _print_dry_run(wanted, plan, cache)
     # Before many processes are started, each of which would raise the same error.

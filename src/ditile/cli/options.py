@@ -184,7 +184,7 @@ class RunOptions(DeviceOptions):
             ModelError: if the file that is given is of the other kind.
         """
         out = Path(self.out or ("ditile-video" if video else "ditile-image"))
-        if out.is_dir():
+        if os.path.isdir(out):  # False for what is no name at all, which is told later
             raise ModelError(f"out={self.out!r} is a folder; give a file in it")
         path = out if out.suffix else Path(f"{out}.{'mp4' if video else 'png'}")
         if video and path.suffix.lower() not in VIDEO_SUFFIXES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,18 @@ def returns_videos(pipeline: type | None) -> bool:
         f"{pipeline.__name__} returns {names[0]}, and only pictures and videos are written here; in Python, "
         "ditile.parallelize(pipe, plan)(...) returns the pipeline's own result"
     )
+
+
+def check_prompt_cleaner(pipeline: type | None) -> None:
+    """Raises `ModelError` if a class cleans prompts by ftfy, which is not installed: its call would fail."""
+    clean = None if pipeline is None else getattr(sys.modules[pipeline.__module__], "basic_clean", None)
+    names: tuple[str, ...] = getattr(getattr(clean, "__code__", None), "co_names", ())
+    if pipeline is None or "ftfy" not in names or "is_ftfy_available" in names:
+        return
+    if importlib.util.find_spec("ftfy") is None:
+        raise ModelError(
+            f"{pipeline.__name__} cleans prompts by ftfy, which is not installed; pip install 'ditile[video]'"
+        )
 
 
 def find_argument(pipeline: type, names: tuple[str, ...]) -> str | None:

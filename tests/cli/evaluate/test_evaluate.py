@@ -30,8 +30,8 @@ from ditile.cli.evaluate.store import (
     select_pareto_front,
     summarize_settings,
 )
-from ditile.errors import LoadError, ModelError, PlanError
 from ditile.cli.pipelines import draws_videos
+from ditile.errors import LoadError, ModelError, PlanError
 from ditile.models.known import ASSETS, list_bundled_models
 from ditile.plan.plan import Plan
 from ditile.planner.budget import STORED, Budget, choose, load_evaluation

@@ -191,11 +191,11 @@ def judge_picture(image: Image, caption: str) -> PictureVerdict:
     """The verdict on one uint8 picture `[H, W, 3]`. Raises `ValueError` if the caption is not of the grammar."""
     scene = parse_caption(caption)
     labels = segment_colors(image)
-    masks = {color: _filter_by_majority(labels == i) for i, color in enumerate(COLORS)}
+    masks = {color: filter_by_majority(labels == i) for i, color in enumerate(COLORS)}
     named_colors = {thing.color for thing in scene.things}
     return PictureVerdict(
         things=tuple(_judge_thing(masks[thing.color], thing) for thing in scene.things),
-        background=_classify_background(labels) == scene.background,
+        background=classify_background(labels) == scene.background,
         clean=all(mask.mean() <= FOREIGN for color, mask in masks.items() if color not in named_colors),
         texture=classify_texture(image, labels >= BACKDROP) == scene.texture,
     )
@@ -238,13 +238,13 @@ def _judge_thing(mask: Mask, thing: Thing) -> ThingVerdict:
     height, width = mask.shape
     short = min(height, width)
     area = float(mask.sum()) / short**2
-    if area < MIN_PART * _measure_template(thing.shape)[0] * SIZES["small"] ** 2:
+    if area < MIN_PART * measure_template(thing.shape)[0] * SIZES["small"] ** 2:
         return ThingVerdict(color=False)
     x, y = make_pixel_grid(height, width)
     center_x, center_y = float(x[mask].mean()), float(y[mask].mean())
-    overlap = {shape: _compute_overlap(mask, shape, area, center_x, center_y) for shape in SHAPES}
+    overlap = {shape: compute_overlap(mask, shape, area, center_x, center_y) for shape in SHAPES}
     best = max(overlap, key=lambda shape: overlap[shape])
-    radius = np.sqrt(area / _measure_template(thing.shape)[0])
+    radius = np.sqrt(area / measure_template(thing.shape)[0])
     return ThingVerdict(
         color=True,
         position=bool(np.hypot(center_x - thing.x, center_y - thing.y) < MAX_OFF),
@@ -253,11 +253,11 @@ def _judge_thing(mask: Mask, thing: Thing) -> ThingVerdict:
     )
 
 
-def _compute_overlap(mask: Mask, shape: str, area: float, center_x: float, center_y: float) -> float:
+def compute_overlap(mask: Mask, shape: str, area: float, center_x: float, center_y: float) -> float:
     """Intersection over union of a mask with the shape of the same area and centroid."""
     height, width = mask.shape
     short = min(height, width)
-    unit_area, unit_x, unit_y = _measure_template(shape)
+    unit_area, unit_x, unit_y = measure_template(shape)
     radius = float(np.sqrt(area / unit_area))
     x, y = make_pixel_grid(height, width)
     dx = (x - center_x) * (width / short) + unit_x * radius
@@ -266,14 +266,14 @@ def _compute_overlap(mask: Mask, shape: str, area: float, center_x: float, cente
     return float((template_mask & mask).sum() / max(1, (template_mask | mask).sum()))
 
 
-def _classify_background(labels: NDArray[np.int64]) -> str:
+def classify_background(labels: NDArray[np.int64]) -> str:
     backdrop = labels[labels >= BACKDROP] - BACKDROP
     return (
         list(BACKGROUNDS)[int(np.bincount(backdrop, minlength=len(BACKGROUNDS)).argmax())] if backdrop.size else "none"
     )
 
 
-def _filter_by_majority(mask: Mask) -> Mask:
+def filter_by_majority(mask: Mask) -> Mask:
     """The mask after a 3 x 3 majority filter, which removes one-pixel mixtures of colours along outlines."""
     height, width = mask.shape
     padded = np.pad(mask.astype(np.int8), 1)
@@ -286,7 +286,7 @@ def _mean_within_mask(values: NDArray[np.float64], mask: Mask) -> float:
 
 
 @cache
-def _measure_template(shape: str) -> tuple[float, float, float]:
+def measure_template(shape: str) -> tuple[float, float, float]:
     """Area, and centroid x and y, of a shape of radius 1."""
     x, y = (3 * v - 1.5 for v in make_pixel_grid(256, 256))
     inside = compute_signed_distance(shape, x, y, 1.0) < 0
