@@ -21,6 +21,7 @@ from ditile.errors import DitileError, ModelError
 from ditile.models.anatomies import forget_anatomy, remember_anatomy, write_row
 from ditile.models.derive import derive_anatomy, merge_anatomies
 from ditile.models.record import capture_call
+from ditile.parallel.tensor.derive import derive_tensor_cuts
 from ditile.plan.anatomy import Anatomy
 from ditile.runner.prove import TOLERANCE, list_proofs, prove_anatomy
 from ditile.runner.runner import build_single_runner
@@ -77,7 +78,8 @@ def derive_entry(one: Entry) -> Derived:
         ModelError: if it cannot be divided.
     """
     transformer, calls = record_calls(one.make(), one)
-    return Derived(one.name, transformer, calls, derive_anatomy(transformer, list(calls.values())))
+    anatomy = derive_anatomy(transformer, list(calls.values()))
+    return Derived(one.name, transformer, calls, derive_tensor_cuts(transformer, anatomy, calls["call"]))
 
 
 def derive_rows(derived: Iterable[Derived]) -> dict[str, list[dict[str, Any]]]:

@@ -122,7 +122,7 @@ the call with guidance.
 - proof: a call computed patch by patch with keys that did not change is the whole call
 - pipefusion: two stages with nothing stale are bit-identical to the pipeline
 - stale: two stages with stale keys are bit-identical to one, and differ from the pipeline
-- ulysses, ring, distrifusion (nothing stale), cfg, data: two ranks are the pipeline up to rounding
+- ulysses, ring, distrifusion (nothing stale), tensor, cfg, data: two ranks are the pipeline up to rounding
 - cache: with a threshold of 0 bit-identical on two stages, and on two ranks the steps are skipped that one skips
 """
 _HEAD = """# Families and methods

@@ -42,6 +42,12 @@ def find_anatomy(transformer: nn.Module) -> Anatomy | None:
     return None
 
 
+def find_derived_cuts(transformer: nn.Module) -> Mapping[str, Any]:
+    """How tensor parallelism cuts a transformer, as it was derived; empty where that is not known."""
+    anatomy = find_anatomy(transformer)
+    return {} if anatomy is None else anatomy.tensor
+
+
 def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
     """Keeps the anatomy of a class for this process, in place of one that is kept."""
     row = {**write_row(transformer, anatomy), "of": _list_settings(transformer)}
@@ -107,7 +113,7 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
 def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
     """The row of a transformer's class."""
     row = {"source": compute_source_hash(transformer, anatomy.lists), **asdict(anatomy)}
-    return {name: value for name, value in row.items() if value or name not in ("modes", "outside")}
+    return {name: value for name, value in row.items() if value or name not in ("modes", "outside", "tensor")}
 
 
 def read_row(row: Row) -> Anatomy:
@@ -124,7 +130,7 @@ def read_row(row: Row) -> Anatomy:
         for name, each in row["lists"].items()
     }
     modes, outside = row.get("modes", {}), tuple(row.get("outside", ()))
-    return Anatomy(lists, row["joint"], _freeze_kinds(row["inputs"]), modes, outside)
+    return Anatomy(lists, row["joint"], _freeze_kinds(row["inputs"]), modes, outside, row.get("tensor", {}))
 
 
 def _freeze_kinds(kinds: Mapping[str, list[str]]) -> dict[str, Kinds]:

@@ -465,6 +465,7 @@ def merge_anatomies(one: Anatomy, other: Anatomy) -> Anatomy:
         },
         {**one.modes, **other.modes},
         tuple(dict.fromkeys((*one.outside, *other.outside))),
+        {**one.tensor, **other.tensor},
     )
 
 

@@ -17,7 +17,7 @@ counts as the image: a patch is a run of it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,7 @@ class Anatomy:
         modes: of its calls, see `describe_mode`, where there are several -> whether a call is computed whole: what it
             keeps is read by later calls.
         outside: paths of modules within blocks that the model's forward computes with outside of them too.
+        tensor: module pattern -> how tensor parallelism cuts it, see `derive_tensor_cuts`.
     """
 
     lists: Mapping[str, ListAnatomy]
@@ -116,6 +117,7 @@ class Anatomy:
     inputs: Mapping[str, Kinds] = field(default_factory=dict)
     modes: Mapping[str, bool] = field(default_factory=dict)
     outside: tuple[str, ...] = ()
+    tensor: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def is_one_sequence(self) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from ditile.errors import LoadError, ModelError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.placeholders import init_on_meta_device
-from ditile.models.anatomies import build_block_hooks
+from ditile.models.anatomies import build_block_hooks, find_derived_cuts
 from ditile.models.registry import choose_model_spec
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
@@ -171,7 +171,7 @@ class PlanSubject:
     @cached_property
     def sharded_parameters(self) -> tuple[int, ...]:
         """Parameters of each block that tensor parallelism divides."""
-        table = find_tensor_table(self.transformer, self.model_spec)
+        table = find_tensor_table(self.transformer, self.model_spec, find_derived_cuts(self.transformer))
         cuts = TensorCuts.match_tensor_table(self.transformer, table, 0, 2, loaded=True)
         named = [(hook.name, hook.block.named_parameters()) for hook in self.block_hooks.chain]
         return tuple(

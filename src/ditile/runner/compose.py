@@ -26,7 +26,7 @@ from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
-from ditile.models.anatomies import build_block_hooks, find_anatomy
+from ditile.models.anatomies import build_block_hooks, find_anatomy, find_derived_cuts
 from ditile.models.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
@@ -498,7 +498,7 @@ def _shard_transformer(
     """Keeps this rank's share of the weights of every block, and makes the pipeline refuse what needs whole weights."""
     if plan.tensor == 1:
         return ShardedTransformer(TensorCuts({}, 0, 1), keep=True)
-    table = find_tensor_table(model, spec)
+    table = find_tensor_table(model, spec, find_derived_cuts(model))
     sequence = spec.tensor_tokens if plan.split_scheme == "sequence" else None
     sharded = shard_weights(model, table, mesh["tensor"], mesh.traffic, sequence=sequence, loaded=loaded, keep=keep)
     sharded.guard_pipeline_loaders(pipe)

@@ -144,7 +144,8 @@ def load_partial_transformer(
         raise LoadError(f"{config.parent} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
     weights, part, shard = block_hooks.describe_weights(), None, (at["tensor"], plan.tensor)
     if plan.tensor > 1:
-        part = TensorCuts.match_tensor_table(made, find_tensor_table(made, block_hooks.spec), *shard).select_shard
+        table = find_tensor_table(made, block_hooks.spec, block_hooks.anatomy.tensor)
+        part = TensorCuts.match_tensor_table(made, table, *shard).select_shard
     block_hooks.empty_other_blocks(owned, keep=False)
     bytes_read = checkpoint.read_into_module(made, dtype, keep_fp32=cls._keep_in_fp32_modules or (), part=part)
     block_hooks.loaded_blocks = LoadedBlocks(owned, weights, bytes_read, block_hooks.guard_calls(), shard)

@@ -26,6 +26,7 @@ from ditile.models.block_lists import find_block_lists
 from ditile.models.probe import derive_from_pipeline
 from ditile.models.record import CapturedCall
 from ditile.models.registry import find_denoisers, find_model_spec
+from ditile.parallel.tensor.derive import derive_tensor_cuts
 from ditile.plan.plan import Plan
 
 TOLERANCE = 1e-4
@@ -204,7 +205,7 @@ def _derive_and_prove(pipe: Any, transformer: nn.Module, build: BuildRunner) -> 
     except ModelError as error:
         raise make_unknown_error(transformer, str(error)) from error
     anatomy, calls = derive_from_pipeline(pipe, transformer, twin)
-    remember_anatomy(transformer, anatomy)
+    remember_anatomy(transformer, derive_tensor_cuts(twin, anatomy, calls[0]))
     try:
         for branches in list_proofs(calls):
             _check_proof(transformer, twin, branches, build)

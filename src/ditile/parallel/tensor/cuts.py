@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
@@ -46,6 +46,8 @@ _PACKED = {
     PackedColwiseParallel: ("colwise", "_tp_packed_col_blocks"),
     PackedRowwiseParallel: ("rowwise", "_tp_packed_row_blocks"),
 }
+HEAD_COUNTS = ("heads", "num_heads", "n_heads", "num_attention_heads", "kv_heads", "num_kv_heads")
+"""What attention modules call their numbers of heads."""
 _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
@@ -74,11 +76,14 @@ class TensorCuts:
         styles: module path -> how it is cut.
         index: this rank's place on the tensor axis.
         size: ranks on it.
+        arguments: path of a block -> (argument, place among its tensors) -> the dimension that counts heads, or the
+            features of all heads.
     """
 
     styles: Mapping[str, CutStyle]
     index: int
     size: int
+    arguments: Mapping[str, Mapping[tuple[str, int], int]] = field(default_factory=dict)
 
     @classmethod
     def match_tensor_table(
@@ -92,6 +97,7 @@ class TensorCuts:
             ModelError: if the table names what cannot be cut, or nothing that is there.
             PlanError: if `size` does not divide heads or features.
         """
+        table, arguments = _split_table(table, transformer)
         styles = {
             path: _parse_cut_style(given, transformer, path, module)
             for pattern, given in table.items()
@@ -103,7 +109,7 @@ class TensorCuts:
             )
         if not loaded:
             _check_tensor_degree(transformer, styles, size)
-        return cls(styles, index, size)
+        return cls(styles, index, size, arguments)
 
     def select_shard(self, name: str, shape: Sequence[int]) -> TensorCut | None:
         """This rank's part of a parameter of the whole model; None is all of it.
@@ -128,6 +134,19 @@ class TensorCuts:
         return TensorCut(dim, tuple(pieces))
 
 
+def _split_table(
+    table: Mapping[str, Any], transformer: nn.Module
+) -> tuple[dict[str, Any], dict[str, dict[tuple[str, int], int]]]:
+    """The rows of modules, and those of arguments of blocks: `blocks.*:name.0` -> "heads", dimension."""
+    arguments: dict[str, dict[tuple[str, int], int]] = {}
+    for row, (_, dim) in ((row, given) for row, given in table.items() if ":" in row):
+        pattern, _, place = row.partition(":")
+        name, _, leaf = place.rpartition(".")
+        for path, _ in match_modules(transformer, pattern):
+            arguments.setdefault(path, {})[name, int(leaf)] = dim
+    return {row: given for row, given in table.items() if ":" not in row}, arguments
+
+
 def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyle]) -> dict[str, Any]:
     """The attention modules that own what is cut, by path: the nearest modules above with a number of `heads`."""
     attention_modules = {}
@@ -135,7 +154,7 @@ def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyl
         while path:
             path = path.rpartition(".")[0]
             module = transformer.get_submodule(path)
-            if isinstance(getattr(module, "heads", None), int):
+            if any(isinstance(vars(module).get(name), int) for name in HEAD_COUNTS):
                 attention_modules[path] = module
                 break
     return attention_modules
@@ -149,15 +168,15 @@ def unwrap_lora_base(module: nn.Module) -> nn.Module:
 
 
 def _parse_cut_style(given: Any, transformer: nn.Module, path: str, module: nn.Module) -> CutStyle:
-    blocks: Sequence[int] | None = (1,)
-    if type(given) in _PACKED:
+    blocks: Sequence[int] | None
+    if isinstance(given, list | tuple):
+        kind, *sizes = given
+        blocks = sizes or _find_value_and_gate(kind, transformer, path)
+    elif type(given) in _PACKED:
         kind, attribute = _PACKED[type(given)]
         blocks = given.blocks or getattr(unwrap_lora_base(module), attribute, None)
     else:
-        kind = given
-        parent = transformer.get_submodule(path.rpartition(".")[0])
-        if kind == "colwise" and isinstance(parent, GEGLU | SwiGLU):
-            blocks = (1, 1)  # value and gate
+        kind, blocks = given, _find_value_and_gate(given, transformer, path)
     if kind not in _DIMS or not blocks:
         raise ModelError(
             f"{path} cannot be cut as {given!r}; known are {', '.join(_DIMS)}, and diffusers' PackedColwiseParallel "
@@ -170,6 +189,11 @@ def _parse_cut_style(given: Any, transformer: nn.Module, path: str, module: nn.M
             "parallelism replaces it too; remove the hook, or set it after parallelize, around the share of each rank"
         )
     return CutStyle(kind, tuple(blocks))
+
+
+def _find_value_and_gate(kind: str, transformer: nn.Module, path: str) -> Sequence[int]:
+    parent = transformer.get_submodule(path.rpartition(".")[0])
+    return (1, 1) if kind == "colwise" and isinstance(parent, GEGLU | SwiGLU) else (1,)
 
 
 def _check_norm_shardable(path: str, module: nn.Module) -> None:
@@ -215,9 +239,9 @@ def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle],
 
 def _list_head_counts(attention: Any) -> list[int]:
     """Heads of queries, and of keys where they are fewer."""
-    heads: int = attention.heads
+    heads, *others = (count for name in HEAD_COUNTS if isinstance(count := vars(attention).get(name), int))
     inner, keys = getattr(attention, "inner_dim", None), getattr(attention, "inner_kv_dim", None)
-    return [heads, keys // (inner // heads)] if inner and keys else [heads]
+    return [heads, keys // (inner // heads)] if inner and keys else [heads, *others]
 
 
 def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, CutStyle]) -> None:
@@ -232,6 +256,10 @@ def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, C
     for name in _NORMS:
         norm = getattr(attention, name, None)
         shape = getattr(norm, "normalized_shape", getattr(norm, "dim", None))
-        across = isinstance(shape, tuple) and attention.heads > 1 and shape[-1] == getattr(attention, "inner_dim", None)
+        across = (
+            isinstance(shape, tuple)
+            and _list_head_counts(attention)[0] > 1
+            and shape[-1] == getattr(attention, "inner_dim", None)
+        )
         if across and f"{path}.{name}" not in styles:
             raise ModelError(f"{path}.{name} normalises across heads; the tensor table must name it as rms_norm")

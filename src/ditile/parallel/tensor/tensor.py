@@ -25,26 +25,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import partial, wraps
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, StateError
 from ditile.hooks.compile import exclude_from_compile
-from ditile.hooks.overrides import override_attribute
+from ditile.hooks.overrides import list_parameter_names, override_attribute
 from ditile.hooks.protocols import TokenStreams, WholeTokenStreams
 from ditile.parallel.tensor.collectives import TensorCollectives
-from ditile.parallel.tensor.cuts import TensorCuts, find_sharded_attentions, unwrap_lora_base
+from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, unwrap_lora_base
 from ditile.parallel.tensor.sequence import SharedStreams, StreamLengths, install_token_gathers
 from ditile.plan.spec import ModelSpec
 
 _MARK = "_ditile_tensor"
-_HEAD_ATTRIBUTES = ("heads", "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim")
+_HEAD_ATTRIBUTES = (
+    *HEAD_COUNTS, "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim",
+)  # fmt: skip
 """Attributes of an attention module that processors read, and that count heads or their channels."""
 _WHOLE_OF_PIPE = ("load_lora_weights", "load_ip_adapter")
 _WHOLE = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections", "save_pretrained")
@@ -102,13 +106,17 @@ def is_sharded(transformer: nn.Module) -> bool:
     return _MARK in vars(transformer)
 
 
-def find_tensor_table(transformer: nn.Module, spec: ModelSpec | None) -> Mapping[str, Any]:
-    """The tensor table of a model: its spec's, else diffusers' own.
+def find_tensor_table(
+    transformer: nn.Module, spec: ModelSpec | None, derived: Mapping[str, Any] = MappingProxyType({})
+) -> Mapping[str, Any]:
+    """The tensor table of a model: its spec's, else diffusers' own, else one that was derived.
 
     Raises:
         ModelError: if it has none.
     """
-    table: Mapping[str, Any] | None = (spec.tensor if spec else None) or getattr(transformer, "_tp_plan", None)
+    table: Mapping[str, Any] | None = (
+        (spec.tensor if spec else None) or getattr(transformer, "_tp_plan", None) or derived
+    )
     if not table:
         raise ModelError(
             f"{type(transformer).__name__} has no tensor table; give ModelSpec(tensor=...) one, in the format of "
@@ -126,6 +134,7 @@ def shard_weights(
     sequence: Mapping[str, Mapping[str, str]] | None = None,
     loaded: bool = False,
     keep: bool = False,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
 ) -> ShardedTransformer:
     """Leaves this rank its share of a model's weights, and makes the model sum over the ranks.
 
@@ -136,6 +145,7 @@ def shard_weights(
         sequence: where tokens are gathered and scattered (`ModelSpec.tensor_tokens`) for "sequence"; None for "row".
         loaded: the weights are this rank's share already: no other part was read.
         keep: keep the whole weights aside, for `restore_whole_weights`.
+        sum_over_ranks: how ranks sum, for "row"; by default by messages.
 
     Raises:
         ModelError: if the model has what cannot be cut.
@@ -148,21 +158,25 @@ def shard_weights(
     sharded = ShardedTransformer(cuts, keep=keep)
     if axis.num_ranks == 1:
         return sharded
-    collectives = TensorCollectives(axis, traffic)
     with ExitStack() as stack:
         scatters: Mapping[str, Callable[[Tensor], Tensor]] = {}
+        if sequence is not None or sum_over_ranks is None:
+            collectives = TensorCollectives(axis, traffic)
+            sum_over_ranks = sum_over_ranks or collectives.sum_over_ranks
         if sequence is not None:
             scatters = install_token_gathers(stack, transformer, cuts, sequence, sharded.stream_lengths, collectives)
             sharded.streams = SharedStreams(sharded.stream_lengths, axis, collectives)
         _divide_head_counts(stack, transformer, cuts)
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
-            over_ranks = exclude_from_compile(scatters.get(path, collectives.sum_over_ranks))
+            over_ranks = exclude_from_compile(scatters.get(path, sum_over_ranks))
             _install_sums(stack, module, style.kind, cuts.size, over_ranks)
             sharded.remember_fused_loras(path, module)
             if not loaded:
                 _cut_parameters(stack, path, module, cuts, keep=keep)
             _resize_features(stack, module)
+        for path, places in cuts.arguments.items():
+            _cut_arguments(stack, transformer.get_submodule(path), places, cuts)
         _refuse_methods(stack, transformer, _WHOLE)
         override_attribute(stack, transformer, _MARK, True)
         sharded.edits = stack.pop_all()
@@ -209,6 +223,33 @@ def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCu
             value = vars(attention).get(name)
             if isinstance(value, int):
                 override_attribute(stack, attention, name, value // cuts.size)
+    packed = {path.rpartition(".")[0] for path, style in cuts.styles.items() if len(style.blocks) > 1}
+    for path in packed - find_sharded_attentions(transformer, cuts.styles).keys():
+        owner = transformer.get_submodule(path)
+        for name in _HEAD_ATTRIBUTES:
+            if isinstance(value := vars(owner).get(name), int):
+                override_attribute(stack, owner, name, value // cuts.size)
+
+
+def _cut_arguments(stack: ExitStack, block: nn.Module, places: Mapping[tuple[str, int], int], cuts: TensorCuts) -> None:
+    """Gives a block this rank's heads of tables that have a row for each head, or the features of all heads."""
+    names, forward = list_parameter_names(block), block.forward
+
+    def cut_leaves(name: str, value: Any) -> Any:
+        leaves, structure = pytree.tree_flatten(value)
+        for index, leaf in enumerate(leaves):
+            dim = places.get((name, index))
+            if dim is not None and isinstance(leaf, Tensor):
+                share = leaf.shape[dim] // cuts.size
+                leaves[index] = leaf.narrow(dim, cuts.index * share, share)
+        return pytree.tree_unflatten(leaves, structure)
+
+    @wraps(forward)
+    def forward_with_share(*args: Any, **kwargs: Any) -> Any:
+        own = [cut_leaves(name, value) for name, value in zip(names, args, strict=False)]
+        return forward(*own, *args[len(own) :], **{name: cut_leaves(name, value) for name, value in kwargs.items()})
+
+    override_attribute(stack, block, "forward", forward_with_share)
 
 
 def _install_sums(
