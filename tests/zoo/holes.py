@@ -26,7 +26,7 @@ HYBRIDS = (
 """An entry of each of the ten families that are used most."""
 
 PATCHES = ("pipefusion", "stale", "cache, pipefusion")
-BLOCKS = (*PATCHES, "ulysses", "ring", "distrifusion", "cache, ulysses", "proof")
+BLOCKS = (*PATCHES, "ulysses", "ring", "distrifusion", "tensor", "cache, ulysses", "proof")
 """The rows that need to know what a token is."""
 
 
@@ -39,6 +39,11 @@ class Hole(NamedTuple):
 
 
 TABLE = (
+    Hole(
+        "has three heads in the collection",
+        ("tensor",),
+        "lumina-2",
+    ),
     Hole(
         "makes pictures without guidance, in one call of one row",
         ("cfg",),

@@ -59,6 +59,7 @@ ROWS: dict[str, Row] = {
     "ulysses": Row({"ulysses": 2}),
     "ring": Row({"ring": 2}),
     "distrifusion": Row({"distrifusion": 2, "warmup": ENOUGH}),
+    "tensor": Row({"tensor": 2}),
     "cfg": Row({"cfg": 2}),
     "data": Row({"data": 2}, "two"),
     "cache, pipefusion": Row({"pipefusion": 2, "warmup": 1}, "stale alone", 0.0, threshold=0.0),
