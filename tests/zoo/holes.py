@@ -40,11 +40,6 @@ class Hole(NamedTuple):
 
 TABLE = (
     Hole(
-        "has three heads in the collection",
-        ("tensor",),
-        "lumina-2",
-    ),
-    Hole(
         "makes pictures without guidance, in one call of one row",
         ("cfg",),
         """
@@ -120,7 +115,7 @@ TABLE = (
     ),
     Hole(
         "has a loop of its own over timesteps of frames",
-        ("cache, pipefusion", "cache, ulysses", "cfg", "data", "distrifusion", "pipefusion", "ring", "stale", "ulysses"),  # noqa: E501
+        (*PATCHES, "cache, ulysses", "cfg", "data", "distrifusion", "ring", "tensor", "ulysses"),
         "skyreels-v2-diffusion-forcing skyreels-v2-diffusion-forcing-blocks",
     ),
     Hole(

@@ -74,7 +74,9 @@ def chroma_call() -> dict[str, Any]:
 def lumina_2() -> Any:
     return diffusers.Lumina2Pipeline(
         # Keys are wider than 8 numbers: such products round otherwise where several are one.
-        transformer=transformer("Lumina2Transformer2DModel", hidden_size=48, axes_dim_rope=(4, 6, 6)),
+        transformer=transformer(
+            "Lumina2Transformer2DModel", hidden_size=64, num_attention_heads=4, num_kv_heads=2, axes_dim_rope=(4, 6, 6)
+        ),
         scheduler=flow(), vae=encoders.vae_8(), text_encoder=encoders.language("Gemma2"),
         tokenizer=encoders.chat_tokenizer(),
     )  # fmt: skip

@@ -2,6 +2,14 @@
 
 A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for one name) -> "colwise", "rowwise",
 `PackedColwiseParallel` or `PackedRowwiseParallel`; and, beyond it, "rms_norm": an RMS norm across all heads.
+
+One that was derived names Linears where a class leaves sizes to its config, so that it holds for every config:
+
+    ["colwise", 1, 1, 4]            its outputs are blocks in these proportions
+    ["rowwise", "a.to_q", "a.up/1"] its inputs are as many as a.to_q makes, and then as many as the second block of a.up
+    ["rms_norm", "a.to_q"]          across heads, where it has as many channels as a.to_q makes features
+    "a:rotary.0": ["heads", 1, "a.to_q"]    dimension 1 of the first tensor of an argument of a counts the heads of
+                                            a.to_q, or their features
 """
 
 from __future__ import annotations
@@ -31,6 +39,13 @@ class TensorCut(NamedTuple):
     pieces: tuple[slice, ...]
 
 
+class HeadDim(NamedTuple):
+    """The dimension of a table that counts heads, or the features of all heads, and how many these are in the whole."""
+
+    dim: int
+    counts: frozenset[int]
+
+
 SelectShard = Callable[[str, tuple[int, ...]], TensorCut | None]
 """(name, whole shape) -> the part to read; None is the whole tensor."""
 
@@ -48,7 +63,6 @@ _PACKED = {
 }
 HEAD_COUNTS = ("heads", "num_heads", "n_heads", "num_attention_heads", "kv_heads", "num_kv_heads")
 """What attention modules call their numbers of heads."""
-_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +90,13 @@ class TensorCuts:
         styles: module path -> how it is cut.
         index: this rank's place on the tensor axis.
         size: ranks on it.
-        arguments: path of a block -> (argument, place among its tensors) -> the dimension that counts heads, or the
-            features of all heads.
+        arguments: path of a block -> (argument, place among its tensors) -> the dimension of heads.
     """
 
     styles: Mapping[str, CutStyle]
     index: int
     size: int
-    arguments: Mapping[str, Mapping[tuple[str, int], int]] = field(default_factory=dict)
+    arguments: Mapping[str, Mapping[tuple[str, int], HeadDim]] = field(default_factory=dict)
 
     @classmethod
     def match_tensor_table(
@@ -99,9 +112,10 @@ class TensorCuts:
         """
         table, arguments = _split_table(table, transformer)
         styles = {
-            path: _parse_cut_style(given, transformer, path, module)
+            path: _parse_cut_style(given, table, transformer, path, module)
             for pattern, given in table.items()
             for path, module in match_modules(transformer, pattern)
+            if not _is_norm_within_heads(given, transformer, path)
         }
         if not styles:
             raise ModelError(
@@ -136,15 +150,22 @@ class TensorCuts:
 
 def _split_table(
     table: Mapping[str, Any], transformer: nn.Module
-) -> tuple[dict[str, Any], dict[str, dict[tuple[str, int], int]]]:
-    """The rows of modules, and those of arguments of blocks: `blocks.*:name.0` -> "heads", dimension."""
-    arguments: dict[str, dict[tuple[str, int], int]] = {}
-    for row, (_, dim) in ((row, given) for row, given in table.items() if ":" in row):
+) -> tuple[dict[str, Any], dict[str, dict[tuple[str, int], HeadDim]]]:
+    """The rows of modules, and those of arguments of blocks."""
+    arguments: dict[str, dict[tuple[str, int], HeadDim]] = {}
+    for row, given in ((row, given) for row, given in table.items() if ":" in row):
         pattern, _, place = row.partition(":")
         name, _, leaf = place.rpartition(".")
         for path, _ in match_modules(transformer, pattern):
-            arguments.setdefault(path, {})[name, int(leaf)] = dim
+            owner = transformer.get_submodule(_fill_pattern(given[2], path).rpartition(".")[0])
+            counts = {_find_named_linear(given[2], transformer, path).out_features, *read_head_counts(owner)}
+            arguments.setdefault(path, {})[name, int(leaf)] = HeadDim(given[1], frozenset(counts))
     return {row: given for row, given in table.items() if ":" not in row}, arguments
+
+
+def read_head_counts(module: nn.Module) -> list[int]:
+    """The numbers of heads that a module has as attributes."""
+    return [count for name in HEAD_COUNTS if isinstance(count := vars(module).get(name), int)]
 
 
 def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyle]) -> dict[str, Any]:
@@ -154,7 +175,7 @@ def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyl
         while path:
             path = path.rpartition(".")[0]
             module = transformer.get_submodule(path)
-            if any(isinstance(vars(module).get(name), int) for name in HEAD_COUNTS):
+            if read_head_counts(module):
                 attention_modules[path] = module
                 break
     return attention_modules
@@ -167,11 +188,18 @@ def unwrap_lora_base(module: nn.Module) -> nn.Module:
     return base
 
 
-def _parse_cut_style(given: Any, transformer: nn.Module, path: str, module: nn.Module) -> CutStyle:
+def _parse_cut_style(
+    given: Any, table: Mapping[str, Any], transformer: nn.Module, path: str, module: nn.Module
+) -> CutStyle:
     blocks: Sequence[int] | None
     if isinstance(given, list | tuple):
         kind, *sizes = given
-        blocks = sizes or _find_value_and_gate(kind, transformer, path)
+        if kind == "rms_norm":
+            blocks = (1,)
+        elif kind == "rowwise":
+            blocks = _measure_parts(sizes, table, transformer, path) if sizes else (1,)
+        else:
+            blocks = sizes or _find_value_and_gate(kind, transformer, path)
     elif type(given) in _PACKED:
         kind, attribute = _PACKED[type(given)]
         blocks = given.blocks or getattr(unwrap_lora_base(module), attribute, None)
@@ -189,6 +217,58 @@ def _parse_cut_style(given: Any, transformer: nn.Module, path: str, module: nn.M
             "parallelism replaces it too; remove the hook, or set it after parallelize, around the share of each rank"
         )
     return CutStyle(kind, tuple(blocks))
+
+
+def _is_norm_within_heads(given: Any, transformer: nn.Module, path: str) -> bool:
+    """Whether a norm that is across heads where the table was derived is one of each head by this config."""
+    if not isinstance(given, list | tuple) or given[0] != "rms_norm":
+        return False
+    width = _find_norm_width(transformer.get_submodule(path))
+    return width is not None and width != _find_named_linear(given[1], transformer, path).out_features
+
+
+def _find_norm_width(norm: Any) -> int | None:
+    shape = getattr(norm, "normalized_shape", getattr(norm, "dim", None))
+    return int(shape[-1]) if isinstance(shape, tuple | list) else shape
+
+
+def _find_named_linear(pattern: str, transformer: nn.Module, path: str) -> Any:
+    """The Linear that a row names."""
+    return unwrap_lora_base(transformer.get_submodule(_fill_pattern(pattern, path)))
+
+
+def _fill_pattern(pattern: str, path: str) -> str:
+    """The path of a pattern in which `*` is what the path of the row's own module has there."""
+    own = path.split(".")
+    return ".".join(own[at] if name == "*" else name for at, name in enumerate(pattern.split(".")))
+
+
+def _measure_parts(
+    parts: Sequence[str | int], table: Mapping[str, Any], transformer: nn.Module, path: str
+) -> list[int]:
+    """How many inputs of a Linear are of what lies side by side in them.
+
+    Raises:
+        ModelError: if these are not all of its inputs: by this config, the model packs them otherwise.
+    """
+    sizes = []
+    for part in parts:
+        if isinstance(part, int):
+            sizes.append(part)
+            continue
+        pattern, _, index = part.partition("/")
+        made = _find_named_linear(pattern, transformer, path).out_features
+        kind, *blocks = table[pattern]
+        blocks = blocks or _find_value_and_gate(kind, transformer, _fill_pattern(pattern, path))
+        sizes.append(made * blocks[int(index or 0)] // sum(blocks))
+    inputs = unwrap_lora_base(transformer.get_submodule(path)).in_features
+    if sum(sizes) != inputs:
+        raise ModelError(
+            f"{path} has {inputs} inputs, and {' + '.join(map(str, sizes))} were expected, so this "
+            f"{type(transformer).__name__} packs features otherwise than when its cuts were derived; give "
+            "ModelSpec(tensor=...) a table, or use ulysses or ring"
+        )
+    return sizes
 
 
 def _find_value_and_gate(kind: str, transformer: nn.Module, path: str) -> Sequence[int]:
@@ -239,7 +319,7 @@ def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle],
 
 def _list_head_counts(attention: Any) -> list[int]:
     """Heads of queries, and of keys where they are fewer."""
-    heads, *others = (count for name in HEAD_COUNTS if isinstance(count := vars(attention).get(name), int))
+    heads, *others = read_head_counts(attention)
     inner, keys = getattr(attention, "inner_dim", None), getattr(attention, "inner_kv_dim", None)
     return [heads, keys // (inner // heads)] if inner and keys else [heads, *others]
 
@@ -253,13 +333,10 @@ def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, C
             f"{path} has weights in its processor {type(processor).__name__}, which tensor parallelism does not cut; "
             "unload the IP-adapter that brought it"
         )
-    for name in _NORMS:
-        norm = getattr(attention, name, None)
-        shape = getattr(norm, "normalized_shape", getattr(norm, "dim", None))
-        across = (
-            isinstance(shape, tuple)
-            and _list_head_counts(attention)[0] > 1
-            and shape[-1] == getattr(attention, "inner_dim", None)
-        )
+    columns = [at for at, style in styles.items() if style.kind == "colwise" and at.startswith(f"{path}.")]
+    widths = {unwrap_lora_base(attention.get_submodule(at.removeprefix(f"{path}."))).out_features for at in columns}
+    for name, norm in attention.named_children():
+        of_heads = "norm" in name and {"q", "k"} & set(name.split("_"))
+        across = of_heads and read_head_counts(attention)[0] > 1 and _find_norm_width(norm) in widths
         if across and f"{path}.{name}" not in styles:
             raise ModelError(f"{path}.{name} normalises across heads; the tensor table must name it as rms_norm")

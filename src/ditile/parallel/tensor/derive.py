@@ -12,7 +12,7 @@ import functools
 import logging
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from ditile.errors import DitileError
 from ditile.hooks.overrides import list_parameter_names, override_attribute
 from ditile.hooks.pieces import list_predictions
 from ditile.models.record import Call, ChainBlock, list_chain
-from ditile.parallel.tensor.cuts import HEAD_COUNTS
+from ditile.parallel.tensor.cuts import read_head_counts
 from ditile.parallel.tensor.tensor import shard_weights
 from ditile.plan.anatomy import TOKENS, Anatomy, ListAnatomy, select_word
 
@@ -37,11 +37,18 @@ STREAM = "stream"
 """What is made of the tokens that a block is given."""
 
 
+class Part(NamedTuple):
+    """Features that were joined with others in the last dimension: how many, and what they were made of."""
+
+    width: int
+    sources: frozenset[str]
+
+
 class Use(NamedTuple):
-    """A call of a Linear: what its input was made of, and the parts that were joined to it in its last dimension."""
+    """A call of a Linear: what its input was made of, and the parts that it was joined of."""
 
     sources: frozenset[str]
-    parts: tuple[int, ...]
+    parts: tuple[Part, ...]
 
 
 def derive_tensor_cuts(transformer: nn.Module, anatomy: Anatomy, call: Call) -> Anatomy:
@@ -60,28 +67,29 @@ def derive_tensor_cuts(transformer: nn.Module, anatomy: Anatomy, call: Call) -> 
         stack.enter_context(flow)
         transformer(**call)
     table: dict[str, list[Any]] = {}
-    for path, style in flow.list_styles().items():
-        table.setdefault(_find_pattern(transformer, path), style)
-    return replace(anatomy, tensor=table) if _is_proven(transformer, table, call) else anatomy
+    for path, (kind, *details) in flow.list_styles().items():
+        named = [_find_pattern(transformer, each) if isinstance(each, str) else each for each in details]
+        table.setdefault(_find_pattern(transformer, path), [kind, *named])
+    return replace(anatomy, tensor=table) if prove_tensor_cuts(transformer, table, call) else anatomy
 
 
 def _find_pattern(transformer: nn.Module, path: str) -> str:
     """A path in which `*` stands for each place in a list whose modules are of one class: blocks, experts."""
-    path, colon, argument = path.partition(":")
+    path, mark, rest = next((path.partition(mark) for mark in ":/" if mark in path), (path, "", ""))
     names = path.split(".")
     places = [at for at, name in enumerate(names) if at and name.isdecimal()]
     for at in places:
         siblings = transformer.get_submodule(".".join(path.split(".")[:at]))
         if isinstance(siblings, nn.ModuleList) and len({type(each) for each in siblings}) == 1 < len(siblings):
             names[at] = "*"
-    return ".".join(names) + colon + argument
+    return ".".join(names) + mark + rest
 
 
 TOLERANCE = 1e-4
 """Of the largest value of a prediction, in float32: what is cut wrongly differs by 1e-2 or ends in an error."""
 
 
-def _is_proven(transformer: nn.Module, table: Mapping[str, Any], call: Call) -> bool:
+def prove_tensor_cuts(transformer: nn.Module, table: Mapping[str, Any], call: Call) -> bool:
     """Whether two ranks, in threads, make of a call what one makes."""
     if not table:
         return False
@@ -139,12 +147,13 @@ class _FlowWatch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, frozenset[str]] = {}
-        self._parts: dict[int, tuple[int, ...]] = {}
+        self._parts: dict[int, tuple[Part, ...]] = {}
         self._kept: list[Tensor] = []  # so that no address is given twice
         self._linears: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._uses: dict[str, Use] = {}
-        self._blocks: dict[str, tuple[int, ...]] = {}
+        self._spans: dict[int, tuple[str, int]] = {}  # which Linear made it, and its first feature
+        self._ends: dict[str, set[int]] = {}  # of what lies side by side in what a Linear makes
         self._norms: dict[str, frozenset[str]] = {}
         self._arguments: dict[str, tuple[torch.Size, str]] = {}  # shape, and kinds of the dimensions
         self._by_heads: dict[str, tuple[int, frozenset[str]]] = {}  # the dimension of heads, and whose they are
@@ -187,12 +196,12 @@ class _FlowWatch(TorchFunctionMode):
             self._note_linear(path, args[0])
             self._mark(result, frozenset({path}))
             return result
-        sources = frozenset().union(*(self._sources.get(id(x), frozenset()) for x in given))
+        sources = frozenset().union(*(self._find_sources(x) for x in given))
         parts = self._find_parts(func, args, kwargs, given)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and (sources or parts):
                 self._mark(leaf, sources)
-                if parts and leaf.shape[-1:] == (sum(parts),):
+                if parts and leaf.shape[-1:] == (sum(part.width for part in parts),):
                     self._parts[id(leaf)] = parts
         self._note_split(func, args, result)
         if getattr(func, "__name__", "") in ("mul", "__mul__", "multiply") and len(given) == 2:
@@ -202,12 +211,13 @@ class _FlowWatch(TorchFunctionMode):
 
     def _note_product(self, x: Tensor, table: Tensor) -> None:
         """An argument that is multiplied with what a Linear made has a dimension of heads, or of all their features."""
-        made, given = (self._sources.get(id(each), frozenset()) for each in (x, table))
+        made, given = (self._find_sources(each) for each in (x, table))
         linears = {name for name in made if not name.startswith(_ARGUMENT)}
         if STREAM in linears or not linears or not given or not all(name.startswith(_ARGUMENT) for name in given):
             return
         features = {self._modules[name].out_features for name in linears}
-        heads = {count for name in linears for count in self._find_head_counts(name)}
+        owners = [owner for name in linears if (owner := self._modules.get(name.rpartition(".")[0])) is not None]
+        heads = {count for owner in owners for count in read_head_counts(owner)}
         for source in given:
             shape, word = self._arguments[source]
             last = len(shape) - 1
@@ -216,63 +226,71 @@ class _FlowWatch(TorchFunctionMode):
             if dims and shape[dims[0]] > 1:
                 self._by_heads[source] = dims[0], frozenset(linears)
 
-    def _find_head_counts(self, path: str) -> list[int]:
-        owner = self._modules.get(path.rpartition(".")[0])
-        return (
-            [] if owner is None else [count for name in HEAD_COUNTS if isinstance(count := vars(owner).get(name), int)]
-        )
-
     def _mark(self, x: Tensor, sources: frozenset[str]) -> None:
         self._sources[id(x)] = sources
         self._kept.append(x)
 
-    def _find_parts(self, func: Any, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> tuple[int, ...]:
-        """The widths that were joined in the last dimension of what a function makes."""
+    def _find_parts(self, func: Any, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> tuple[Part, ...]:
+        """What was joined in the last dimension of what a function makes."""
         name = getattr(func, "__name__", "")
         if name in ("cat", "concat", "concatenate"):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
             if given and given[0].ndim and dim in (-1, given[0].ndim - 1):
-                return tuple(x.shape[-1] for x in given)
+                return tuple(Part(x.shape[-1], self._find_sources(x)) for x in given)
         return next((self._parts[id(x)] for x in given if id(x) in self._parts), ())
 
+    def _find_sources(self, x: Tensor) -> frozenset[str]:
+        return self._sources.get(id(x), frozenset())
+
     def _note_linear(self, path: str, x: Tensor) -> None:
-        sources, parts = self._sources.get(id(x), frozenset()), self._parts.get(id(x), ())
-        parts = parts if sum(parts) == x.shape[-1] else ()
+        sources, parts = self._find_sources(x), self._parts.get(id(x), ())
+        if sum(part.width for part in parts) != x.shape[-1]:
+            parts = (Part(x.shape[-1], sources),)
         before = self._uses.get(path)
-        if before is not None:
-            sources |= before.sources
-        self._uses[path] = Use(sources, parts)
+        self._uses[path] = Use(sources if before is None else sources | before.sources, parts)
 
     def _note_split(self, func: Any, args: Any, result: Any) -> None:
-        """What a Linear made side by side is taken apart along the last dimension."""
-        name = getattr(func, "__name__", "")
-        if name in ("reshape", "view", "unflatten"):
-            self._note_packed_heads(args[0], result)
-        if name not in ("chunk", "split", "tensor_split", "unbind") or not args:
+        """What a Linear made side by side is taken apart along the last dimension, in one step or several."""
+        name, x = getattr(func, "__name__", ""), args[0] if args else None
+        if not isinstance(x, Tensor) or not x.ndim or (span := self._find_span(x)) is None:
             return
-        sources = self._sources.get(id(args[0]), frozenset())
-        if not isinstance(result, tuple | list) or not all(isinstance(x, Tensor) and x.ndim for x in result):
-            return
-        widths = tuple(x.shape[-1] for x in result)
-        if len(sources) == 1 and sum(widths) == args[0].shape[-1]:
-            (path,) = sources
-            module = self._modules.get(path)
-            if isinstance(module, nn.Linear) and module.out_features == sum(widths):
-                self._blocks[path] = widths
+        path, start = span
+        if name in ("chunk", "split", "tensor_split") and {part.shape[:-1] for part in result} == {x.shape[:-1]}:
+            for part in result:
+                self._note_span(part, path, start)
+                start += part.shape[-1]
+        elif name == "__getitem__" and isinstance(result, Tensor) and result.shape[:-1] == x.shape[:-1]:
+            at = args[1][-1] if isinstance(args[1], tuple) else None
+            if isinstance(at, slice) and at.step in (None, 1):
+                self._note_span(result, path, start + at.indices(x.shape[-1])[0])
+        elif name in ("reshape", "view", "unflatten") and result.ndim == x.ndim + 2 and result.shape[-3] in (2, 3):
+            # Queries, keys and values: [..., 3, heads, features of a head].
+            width = math.prod(result.shape[-2:])
+            if width * result.shape[-3] == x.shape[-1]:
+                self._ends.setdefault(path, set()).update(range(start + width, start + x.shape[-1] + 1, width))
 
-    def _note_packed_heads(self, x: Tensor, result: Tensor) -> None:
-        """Queries, keys and values lie side by side in what a Linear made: `[..., 3, heads, features of a head]`."""
-        sources = self._sources.get(id(x), frozenset())
-        if len(sources) == 1 and result.ndim == x.ndim + 2 and result.shape[-3] in (2, 3):
-            (path,) = sources
-            module = self._modules.get(path)
-            if isinstance(module, nn.Linear) and math.prod(result.shape[-3:]) == module.out_features == x.shape[-1]:
-                self._blocks[path] = (module.out_features // result.shape[-3],) * result.shape[-3]
+    def _find_span(self, x: Tensor) -> tuple[str, int] | None:
+        """The Linear that made a tensor, and at which of its features the tensor begins."""
+        if id(x) in self._spans:
+            return self._spans[id(x)]
+        sources = self._find_sources(x)
+        module = self._modules.get(min(sources)) if len(sources) == 1 else None
+        return (min(sources), 0) if isinstance(module, nn.Linear) and module.out_features == x.shape[-1] else None
+
+    def _note_span(self, part: Tensor, path: str, start: int) -> None:
+        self._spans[id(part)] = path, start
+        self._kept.append(part)
+        self._ends.setdefault(path, set()).update({start, start + part.shape[-1]} - {0})
+
+    def _list_blocks(self, path: str) -> list[int]:
+        """The sizes of what a Linear makes side by side."""
+        ends = sorted({*self._ends.get(path, ()), self._modules[path].out_features})
+        return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     def _note_norm(self, path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         if args and isinstance(args[0], Tensor):
             x = args[0]
-            sources = self._sources.get(id(x), frozenset())
+            sources = self._find_sources(x)
             linears = {name for name in sources if isinstance(self._modules.get(name), nn.Linear)}
             if len(sources) == 1 and linears and x.shape[-1] == self._modules[min(linears)].out_features:
                 self._norms[path] = sources
@@ -284,31 +302,38 @@ class _FlowWatch(TorchFunctionMode):
             for path, use in self._uses.items()
         }
         rows = {path: use for path, use in uses.items() if use.sources and STREAM not in use.sources}
-        columns: dict[str, str] = {}
+        columns: set[str] = set()
         styles: dict[str, list[Any]] = {}
         for path, use in rows.items():
-            if path in columns or any(name in styles for name in use.sources if styles.get(name, [""])[0] == "rowwise"):
+            if path in columns or any(styles.get(name, [""])[0] == "rowwise" for name in use.sources):
                 continue
+            columns |= use.sources
             for name in sorted(use.sources):
-                columns[name] = path
-                styles[name] = _describe("colwise", self._blocks.get(name, ()))
-            styles[path] = _describe("rowwise", use.parts)
+                styles[name] = _describe_columns(self._list_blocks(name))
+            styles[path] = ["rowwise", *(self._describe_part(part) for part in use.parts)]
+            if isinstance(styles[path][1], int) and len(use.parts) == 1:
+                del styles[path][1]
         for source, (dim, linears) in self._by_heads.items():
-            if linears <= columns.keys():
+            if linears <= columns:
                 # Its parts are alike, as the cosines and sines of a rotation.
                 argument, shape = source.rpartition(".")[0], self._arguments[source][0]
                 for other, (size, _) in self._arguments.items():
                     if other.rpartition(".")[0] == argument and size == shape:
-                        styles[other.removeprefix(_ARGUMENT)] = ["heads", dim]
+                        styles[other.removeprefix(_ARGUMENT)] = ["heads", dim, min(linears)]
         for path, sources in self._norms.items():
-            if sources <= columns.keys():
-                styles[path] = ["rms_norm"]
+            if sources <= columns:
+                styles[path] = ["rms_norm", min(sources)]
         return styles
 
+    def _describe_part(self, part: Part) -> str | int:
+        """The Linear that makes as many features, or that and which of its blocks; the number where none does."""
+        for name in (name for name in self._uses if name in part.sources):  # in the order of calls: queries first
+            blocks = self._list_blocks(name)
+            if part.width in blocks:
+                return name if len(blocks) == 1 else f"{name}/{blocks.index(part.width)}"
+        return part.width
 
-def _describe(kind: str, parts: Iterable[int]) -> list[Any]:
-    sizes = list(parts)
-    if len(sizes) < 2:
-        return [kind]
-    common = math.gcd(*sizes)
-    return [kind, *(size // common for size in sizes)]
+
+def _describe_columns(blocks: Sequence[int]) -> list[Any]:
+    common = math.gcd(*blocks)
+    return ["colwise", *(block // common for block in blocks)] if len(blocks) > 1 else ["colwise"]

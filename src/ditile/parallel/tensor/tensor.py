@@ -175,8 +175,8 @@ def shard_weights(
             if not loaded:
                 _cut_parameters(stack, path, module, cuts, keep=keep)
             _resize_features(stack, module)
-        for path, places in cuts.arguments.items():
-            _cut_arguments(stack, transformer.get_submodule(path), places, cuts)
+        for path in cuts.arguments:
+            _cut_arguments(stack, path, transformer.get_submodule(path), cuts)
         _refuse_methods(stack, transformer, _WHOLE)
         override_attribute(stack, transformer, _MARK, True)
         sharded.edits = stack.pop_all()
@@ -231,17 +231,24 @@ def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCu
                 override_attribute(stack, owner, name, value // cuts.size)
 
 
-def _cut_arguments(stack: ExitStack, block: nn.Module, places: Mapping[tuple[str, int], int], cuts: TensorCuts) -> None:
+def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCuts) -> None:
     """Gives a block this rank's heads of tables that have a row for each head, or the features of all heads."""
-    names, forward = list_parameter_names(block), block.forward
+    names, forward, places = list_parameter_names(block), block.forward, cuts.arguments[path]
 
     def cut_leaves(name: str, value: Any) -> Any:
         leaves, structure = pytree.tree_flatten(value)
         for index, leaf in enumerate(leaves):
-            dim = places.get((name, index))
-            if dim is not None and isinstance(leaf, Tensor):
-                share = leaf.shape[dim] // cuts.size
-                leaves[index] = leaf.narrow(dim, cuts.index * share, share)
+            place = places.get((name, index))
+            if place is None or not isinstance(leaf, Tensor):
+                continue
+            dim, counts = place
+            if dim >= leaf.ndim or leaf.shape[dim] not in counts:
+                raise StateError(
+                    f"{path} was given a {name} of shape {list(leaf.shape)}, and dimension {dim} should count "
+                    f"{' or '.join(map(str, sorted(counts)))} heads or features; use a plan without tensor"
+                )
+            share = leaf.shape[dim] // cuts.size
+            leaves[index] = leaf.narrow(dim, cuts.index * share, share)
         return pytree.tree_unflatten(leaves, structure)
 
     @wraps(forward)

@@ -1,0 +1,150 @@
+"""How tensor parallelism cuts a model is derived, and a wrong table is found by the proof; all in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from diffusers import HunyuanVideoTransformer3DModel
+from diffusers.models.attention_processor import Attention
+from torch import nn
+
+from ditile.distributed.mesh import Axis
+from ditile.distributed.transport import Traffic
+from ditile.errors import ModelError, PlanError, StateError
+from ditile.models.anatomies import find_anatomy, find_derived_cuts
+from ditile.parallel.tensor.cuts import TensorCuts
+from ditile.parallel.tensor.derive import derive_tensor_cuts, prove_tensor_cuts
+from ditile.parallel.tensor.tensor import shard_weights
+from tests.more_families import EVERY
+from tests.zoo import ZOO
+from tests.zoo.derive_table import record_calls
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+Table = dict[str, Any]
+
+
+def record_call(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The transformer of a family, tiny, and the arguments of a call of it."""
+    transformer, calls = record_calls(ZOO[name].make(), ZOO[name])
+    return transformer, calls["call"]
+
+
+def cut_values_unevenly(table: Table) -> Table:
+    """As if two things lay side by side in the values."""
+    path = next(path for path in table if path.endswith("to_v"))
+    return {**table, path: ["colwise", 1, 3]}
+
+
+def cut_one_the_wrong_way(table: Table) -> Table:
+    path = next(path for path in table if path.endswith("to_k"))
+    return {**table, path: ["rowwise"]}
+
+
+def leave_norms_whole(table: Table) -> Table:
+    return {path: style for path, style in table.items() if style[0] != "rms_norm"}
+
+
+def cut_packed_as_one(table: Table) -> Table:
+    """Of queries, keys and values in one projection, the first rank has the queries and half of the keys."""
+    return {path: style if style[0] == "rms_norm" else style[:1] for path, style in table.items()}
+
+
+def leave_rotary_tables_whole(table: Table) -> Table:
+    return {path: style for path, style in table.items() if ":" not in path}
+
+
+def swap_rotary_heads(table: Table) -> Table:
+    return {path: ["heads", 1, *style[2:]] if ":" in path else style for path, style in table.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("wan-2.1", cut_values_unevenly),
+        ("wan-2.1", cut_one_the_wrong_way),
+        ("wan-2.1", leave_norms_whole),
+        ("prx", cut_packed_as_one),
+        ("ltx", leave_rotary_tables_whole),
+        ("ltx", swap_rotary_heads),
+    ],
+)
+def test_the_proof_finds_a_wrong_table(name: str, change: Callable[[Table], Table]) -> None:
+    """Two ranks of the derived table make what one makes, and of a changed one not. A failure: wrong pictures."""
+    transformer, call = record_call(name)
+    table = dict(find_derived_cuts(transformer))
+    assert table != change(table)
+    assert prove_tensor_cuts(transformer, table, call)
+    assert not prove_tensor_cuts(transformer, change(table), call)
+
+
+@pytest.mark.parametrize("name", ["prx", "ltx", "lumina-2"])
+def test_what_is_derived_is_what_ships(name: str) -> None:
+    """Packed projections, rotary tables over all heads, and fewer heads of keys; the model is afterwards whole."""
+    transformer, call = record_call(name)
+    anatomy = find_anatomy(transformer)
+    assert anatomy is not None and anatomy.tensor
+    before = {name: p.clone() for name, p in transformer.named_parameters()}
+    assert derive_tensor_cuts(transformer, anatomy, call).tensor == anatomy.tensor
+    assert all(torch.equal(before[name], p) for name, p in transformer.named_parameters())
+
+
+def cut(model: nn.Module, table: Mapping[str, Any], ranks: int = 2) -> TensorCuts:
+    return TensorCuts.match_tensor_table(model, table, 0, ranks)
+
+
+@pytest.mark.parametrize("ratio", [2, 4])
+def test_a_packed_projection_is_cut_by_the_sizes_of_the_config(ratio: int) -> None:
+    """Attention and feed-forward side by side, in a proportion that the config sets. A failure: mixed up features."""
+    config = {**EVERY["HunyuanVideoTransformer3DModel"].config, "mlp_ratio": float(ratio)}
+    with torch.device("meta"):
+        model = HunyuanVideoTransformer3DModel(**config)
+    out = model.single_transformer_blocks[0].proj_out
+    styles = cut(model, find_derived_cuts(model)).styles
+    inner = out.out_features
+    assert styles["single_transformer_blocks.0.proj_out"].compute_block_sizes(out.in_features) == [inner, ratio * inner]
+
+
+def test_what_a_config_packs_otherwise_is_refused() -> None:
+    """Keys of fewer heads beside the queries, where there were as many. A failure: a rank has features of others."""
+    table = {"0": ["colwise", 1, 1, 1], "1": ["rowwise", "0/0"]}
+    assert cut(nn.Sequential(nn.Linear(8, 24), nn.Linear(8, 8)), table).styles
+    with pytest.raises(
+        ModelError, match="1 has 8 inputs, and 6 were expected, so this Sequential packs features other"
+    ):
+        cut(nn.Sequential(nn.Linear(8, 18), nn.Linear(8, 8)), table)
+
+
+@pytest.mark.parametrize(("kind", "across"), [("rms_norm_across_heads", True), ("rms_norm", False)])
+def test_a_norm_is_cut_where_it_is_across_heads(kind: str, across: bool) -> None:
+    """A config may have a norm of each head in its place, which every rank has whole."""
+    model = nn.ModuleDict({"a": Attention(16, heads=2, kv_heads=2, dim_head=8, qk_norm=kind)})
+    table = {"a.to_q": ["colwise"], "a.to_k": ["colwise"], "a.to_v": ["colwise"], "a.norm_q": ["rms_norm", "a.to_q"]}
+    table |= {"a.norm_k": ["rms_norm", "a.to_k"], "a.to_out.0": ["rowwise", "a.to_q"]}
+    assert ("a.norm_q" in cut(model, table).styles) == across
+
+
+def test_heads_and_widths_of_derived_tables_are_refused_with_numbers() -> None:
+    """Before anything is cut."""
+    transformer = ZOO["wan-2.1"].make().transformer
+    table = find_derived_cuts(transformer)
+    heads = transformer.blocks[0].attn1.heads
+    with pytest.raises(
+        PlanError, match=rf"tensor={heads + 1} does not divide the {heads} heads of blocks\.0\.attn1; try"
+    ):
+        cut(transformer, table, heads + 1)
+    with pytest.raises(PlanError, match=r"does not divide the \d+ features of \S+; try 1"):
+        cut(nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8)), {"0": ["colwise"], "1": ["rowwise", "0"]}, 4)
+
+
+def test_a_rotary_table_of_another_kind_is_refused() -> None:
+    """One that has no dimension of heads, where the derived one had. A failure: tokens would be cut for heads."""
+    transformer, call = record_call("ltx")
+    table = find_derived_cuts(transformer)
+    shard_weights(transformer, table, Axis("tensor", (0, 1)), Traffic(), sum_over_ranks=lambda x: x)
+    block = transformer.transformer_blocks[0]
+    rotary = (torch.ones(1, 6, 4), torch.ones(1, 6, 4))
+    with pytest.raises(StateError, match=r"was given a image_rotary_emb of shape \[1, 6, 4\], and dimension 2 should"):
+        block(torch.ones(1, 6, 4), torch.ones(1, 3, 4), torch.ones(1, 1, 4), rotary)
