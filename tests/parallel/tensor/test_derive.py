@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,19 @@ def test_what_is_derived_is_what_ships(name: str) -> None:
     before = {name: p.clone() for name, p in transformer.named_parameters()}
     assert derive_tensor_cuts(transformer, anatomy, call).tensor == anatomy.tensor
     assert all(torch.equal(before[name], p) for name, p in transformer.named_parameters())
+
+
+def test_a_model_with_an_odd_number_of_heads_is_proven_by_more_ranks() -> None:
+    """A failure: what runs with tensor=3 has no table, because tensor=2 does not divide it."""
+    transformer, call = record_call("pixart-sigma")
+    config = {**transformer.config, "num_attention_heads": 3, "attention_head_dim": 8, "cross_attention_dim": 24}
+    odd = type(transformer).from_config(config).eval()
+    anatomy = find_anatomy(odd)
+    assert anatomy is not None
+    table = derive_tensor_cuts(odd, replace(anatomy, tensor={}), call).tensor
+    assert table == anatomy.tensor
+    with pytest.raises(PlanError, match="tensor=2 does not divide the 3 heads of transformer_blocks.0.attn1; try 1, 3"):
+        cut(odd, table)
 
 
 def cut(model: nn.Module, table: Mapping[str, Any], ranks: int = 2) -> TensorCuts:

@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import DitileError
+from ditile.errors import DitileError, ModelError, PlanError
 from ditile.hooks.overrides import list_parameter_names, override_attribute
 from ditile.hooks.pieces import list_predictions
 from ditile.models.record import Call, ChainBlock, list_chain
-from ditile.parallel.tensor.cuts import read_head_counts
+from ditile.parallel.tensor.cuts import TensorCuts, read_head_counts
 from ditile.parallel.tensor.tensor import shard_weights
 from ditile.plan.anatomy import TOKENS, Anatomy, ListAnatomy, select_word
 
@@ -52,7 +52,7 @@ class Use(NamedTuple):
 
 
 def derive_tensor_cuts(transformer: nn.Module, anatomy: Anatomy, call: Call) -> Anatomy:
-    """The same anatomy with how tensor parallelism cuts the model; nothing where two ranks do not make the same of it.
+    """The same anatomy with how tensor parallelism cuts the model; nothing where ranks do not make the same of it.
 
     Args:
         transformer: with all its blocks; a small twin of the class will do.
@@ -90,48 +90,61 @@ TOLERANCE = 1e-4
 
 
 def prove_tensor_cuts(transformer: nn.Module, table: Mapping[str, Any], call: Call) -> bool:
-    """Whether two ranks, in threads, make of a call what one makes."""
-    if not table:
+    """Whether ranks, in threads, make of a call what one makes: as few ranks as the heads and features allow."""
+    size = next((size for size in _PROVEN_DEGREES if _is_divisible(transformer, table, size)), None)
+    if size is None:
         return False
     with torch.no_grad():
         want = list_predictions(transformer(**call))
-    ranks, results = _ThreadSum(), dict[int, list[Tensor]]()
+    ranks, results = _ThreadSum(size), dict[int, list[Tensor]]()
 
     def run(rank: int) -> None:
         try:
             mine = copy.deepcopy(transformer)
             sums = functools.partial(ranks.sum_over_ranks, rank)
-            shard_weights(mine, table, Axis("tensor", (0, 1), rank), Traffic(), sum_over_ranks=sums)
+            shard_weights(mine, table, Axis("tensor", tuple(range(size)), rank), Traffic(), sum_over_ranks=sums)
             with torch.no_grad():
                 results[rank] = list_predictions(mine(**call))
-        except (DitileError, RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
-            LOG.info("tensor=2 of %s: %s", type(transformer).__name__, error)
+        except (DitileError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+            LOG.info("tensor=%d of %s: %s", size, type(transformer).__name__, error)
             ranks.barrier.abort()
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return len(results) == 2 and all(
+    return len(results) == size and all(
         bool((one - two).abs().max() <= TOLERANCE * two.abs().max())
         for got in results.values()
         for one, two in zip(got, want, strict=True)
     )
 
 
-class _ThreadSum:
-    """Sums over two threads."""
+_PROVEN_DEGREES = (2, 3, 5, 7)
 
-    def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=60.0)
-        self._given: dict[int, Tensor] = {}
+
+def _is_divisible(transformer: nn.Module, table: Mapping[str, Any], size: int) -> bool:
+    try:
+        TensorCuts.match_tensor_table(transformer, table, 0, size)
+    except (ModelError, PlanError) as error:
+        LOG.info("tensor=%d of %s: %s", size, type(transformer).__name__, error)
+        return False
+    return True
+
+
+class _ThreadSum:
+    """Sums over threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks, timeout=60.0)
+        self._given: list[Tensor] = [torch.empty(0)] * ranks
 
     def sum_over_ranks(self, rank: int, x: Tensor) -> Tensor:
-        """The sum of what both give."""
+        """The sum of what all give."""
         self._given[rank] = x
         self.barrier.wait()
-        total = self._given[0] + self._given[1]
+        total = functools.reduce(torch.add, self._given)
         self.barrier.wait()
         return total
 
