@@ -27,12 +27,15 @@ class SelfAttention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.heads = HEADS
         self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x: Tensor, keys: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         x = functional.layer_norm(x, (WIDTH,))
         keys = x if keys is None else keys
-        heads = (each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.q(x), self.k(keys), self.v(keys)))
+        heads = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q(x), self.k(keys), self.v(keys))
+        )
         out = functional.scaled_dot_product_attention(*heads, attn_mask=mask)
         return self.out(out.transpose(1, 2).flatten(2))
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ditile.cache.agreement import AgreementGroups, LoopClock, StageAgreement
 from ditile.cache.cached import TransformerCache, find_transformer_cache
-from ditile.distributed.mesh import Mesh
+from ditile.distributed.mesh import Axis, Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.errors import ModelError, StateError
 from ditile.hooks.block_hooks import CallCountHooks, TransformerHooks
@@ -26,7 +26,7 @@ from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
-from ditile.models.anatomies import build_block_hooks, find_anatomy, find_derived_cuts
+from ditile.models.anatomies import build_block_hooks, find_anatomy
 from ditile.models.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
@@ -49,7 +49,7 @@ from ditile.parallel.sequence.masks import GatheredKeyMaskSource
 from ditile.parallel.sequence.ring import RingGather, RingKeys
 from ditile.parallel.sequence.ulysses import OverlappedUlysses, UlyssesExchange
 from ditile.parallel.tensor.cuts import TensorCuts
-from ditile.parallel.tensor.tensor import ShardedTransformer, find_tensor_table, shard_weights
+from ditile.parallel.tensor.tensor import ShardedTransformer, check_unsharded, find_tensor_table, shard_weights
 from ditile.parallel.text.encoders import After, TextEncoders
 from ditile.parallel.vae.vae import ParallelVAE
 from ditile.plan.anatomy import Anatomy
@@ -329,20 +329,19 @@ def compose_strategies(
     keep = options.keep_weights
     # All that may raise comes first, so that an error leaves the pipeline as it was.
     block_hooks = _build_block_hooks(pipe, plan, options)
-    model, spec = block_hooks.transformer, block_hooks.spec
     stages = divide_into_stages(block_hooks, plan)
-    kernel = _find_kernel(options.attention, model, device, plan)
+    kernel = _find_kernel(options.attention, block_hooks.transformer, device, plan)
     ranks = (mesh.image, mesh.control, device, mesh.traffic)
     encoders = TextEncoders(pipe, plan.text, *ranks, keep=keep, after=options.text_after)
     parallel_vae = _build_parallel_vae(pipe, plan, mesh)
     # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
     warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh)
-    # Before `claim_blocks`, which clears `loaded_blocks`.
-    is_loaded_in_part = block_hooks.loaded_blocks is not None
+    # Before `claim_blocks`, which clears `loaded_blocks`, and takes weights out.
+    shards = _list_shard_options(block_hooks, plan, mesh["tensor"], keep=keep)
     own, tensor = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages), mesh["tensor"]
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(tensor.index, tensor.num_ranks))
     # Behind the cut into stages: tensor parallelism cuts the weights that are left.
-    sharded = _shard_transformer(pipe, model, plan, mesh, spec, loaded=is_loaded_in_part, keep=keep)
+    sharded = _shard_transformers(pipe, shards, mesh)
     encoders.empty_foreign_parts()
     # With split_scheme=row the model sums over the ranks by itself, also if the pipeline is called on all of them.
     if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
@@ -492,14 +491,29 @@ def _build_warmup_group(
     return WarmupGroup(mesh, block_hooks, stages, plan.pipefusion, weight_stream)
 
 
-def _shard_transformer(
-    pipe: Any, model: torch.nn.Module, plan: Plan, mesh: Mesh, spec: ModelSpec, *, loaded: bool, keep: bool
-) -> ShardedTransformer:
+def _list_shard_options(
+    block_hooks: TransformerHooks, plan: Plan, axis: Axis, *, keep: bool
+) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Each model that tensor parallelism cuts, and how; refuses what cannot be cut while every model is whole."""
+    shards = []
+    for each in block_hooks.models if plan.tensor > 1 else ():
+        model, loaded = each.transformer, each.loaded_blocks is not None
+        sequence = each.spec.tensor_tokens if plan.split_scheme == "sequence" else None
+        table = find_tensor_table(model, each.spec, each.anatomy.tensor)
+        check_unsharded(model, sequence)
+        TensorCuts.match_tensor_table(model, table, axis.index, axis.num_ranks, loaded=loaded)
+        shards.append((model, {"table": table, "sequence": sequence, "loaded": loaded, "keep": keep}))
+    return shards
+
+
+def _shard_transformers(pipe: Any, shards: list[tuple[nn.Module, dict[str, Any]]], mesh: Mesh) -> ShardedTransformer:
     """Keeps this rank's share of the weights of every block, and makes the pipeline refuse what needs whole weights."""
-    if plan.tensor == 1:
+    if not shards:
         return ShardedTransformer(TensorCuts({}, 0, 1), keep=True)
-    table = find_tensor_table(model, spec, find_derived_cuts(model))
-    sequence = spec.tensor_tokens if plan.split_scheme == "sequence" else None
-    sharded = shard_weights(model, table, mesh["tensor"], mesh.traffic, sequence=sequence, loaded=loaded, keep=keep)
+    sharded, *others = [
+        shard_weights(model, axis=mesh["tensor"], traffic=mesh.traffic, **options) for model, options in shards
+    ]
+    for other in others:
+        sharded.join_share(other)
     sharded.guard_pipeline_loaders(pipe)
     return sharded

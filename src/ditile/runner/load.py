@@ -133,11 +133,9 @@ def load(
     """
     env.drop_import_complaints()
     # Not at the top of the module, because listing models and reading their options must not import torch.
-    from diffusers import DiffusionPipeline
-
     from ditile.distributed.mesh import find_process_rank
     from ditile.distributed.watch import START_SECONDS, begin_watch
-    from ditile.runner.partial import load_partial_components, load_whole_models
+    from ditile.runner.partial import find_pipeline_class, load_partial_components, load_whole_models
 
     source = find_model_source(name, variant)
     if plan is not None:
@@ -147,7 +145,8 @@ def load(
     with convert_build_errors(name), report_download_progress(source) if isinstance(source, str) else nullcontext():
         own = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
         own |= load_whole_models(source, wanted, variant, apart=own)
-        pipe: DiffusionPipeline = DiffusionPipeline.from_pretrained(
+        # Not of DiffusionPipeline, which reads anew what a signature has a default for, such as Wan's transformers.
+        pipe: DiffusionPipeline = find_pipeline_class(source).from_pretrained(
             source, dtype=wanted, use_safetensors=True, variant=variant, **own
         )
     return pipe

@@ -37,6 +37,8 @@ from ditile.runner.compose import divide_into_stages
 from ditile.runner.load import check_config_counts, read_json_object
 
 STEM = "diffusion_pytorch_model"
+_TRANSFORMERS = ("transformer", "transformer_2")
+"""What a pipeline calls in its loop: one, or two in turns."""
 log = logging.getLogger(__name__)
 
 
@@ -60,21 +62,28 @@ def load_partial_components(
     partial_components: dict[str, Any] = {}
     for name, entry in index.items():
         library, kind = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (None, None)
-        in_part = plan.pipefusion * plan.tensor > 1 if name == "transformer" else place != WHOLE
-        if not in_part or not kind or not (name == "transformer" or name.startswith("text_encoder")):
+        in_part = plan.pipefusion * plan.tensor > 1 if name in _TRANSFORMERS else place != WHOLE
+        if not in_part or not kind or not (name in _TRANSFORMERS or name.startswith("text_encoder")):
             continue
         cls, locate = _find_component_class(library, kind), _locate_component_files(source, name)
         config = _find_config(locate, name)
         reason = _find_partial_load_refusal(cls, kind, config)
         if cls is None or reason is not None:
             log.warning("%s is loaded whole on every rank and then divided: %s", name, reason)
-        elif name == "transformer":
+        elif name in _TRANSFORMERS:
             partial_components[name] = load_partial_transformer(cls, locate, config, plan, rank, dtype, variant=variant)
         else:
             where, options = _collect_source_options(source, name, locate, variant)
             partial_components[name] = read_partial_encoder(cls, where, place, dtype, **options)
             install_call_guard(partial_components[name], name)
     return partial_components
+
+
+def find_pipeline_class(source: Path | str) -> type[Any]:
+    """The class that a pipeline's model_index.json names; `DiffusionPipeline` if diffusers has none of that name."""
+    named = _find_component_class("diffusers", _read_model_index(source).get("_class_name"))
+    is_pipeline = named is not None and issubclass(named, diffusers.DiffusionPipeline)
+    return named if is_pipeline else diffusers.DiffusionPipeline  # type: ignore[return-value]
 
 
 def load_whole_models(

@@ -77,6 +77,11 @@ class ShardedTransformer:
         if unwrap_lora_base(module) is not module:
             self._fused.append((path, module, list(module.merged_adapters)))
 
+    def join_share(self, other: ShardedTransformer) -> None:
+        """Makes another model of the pipeline whole again when this one is."""
+        self._fused += other._fused
+        self.edits.push(other.edits)
+
     def guard_pipeline_loaders(self, pipe: Any) -> None:
         """Makes a pipeline refuse to load what needs whole weights, before it has touched anything."""
         _refuse_methods(self.edits, pipe, _WHOLE_OF_PIPE)
@@ -119,8 +124,9 @@ def find_tensor_table(
     )
     if not table:
         raise ModelError(
-            f"{type(transformer).__name__} has no tensor table; give ModelSpec(tensor=...) one, in the format of "
-            "diffusers' _tp_plan, or use ulysses or ring"
+            f"{type(transformer).__name__} has no tensor table, and none was derived that two ranks prove, as where "
+            f"the number of heads is no attribute of the attention ({', '.join(HEAD_COUNTS)}); give "
+            "ModelSpec(tensor=...) one, in the format of diffusers' _tp_plan, or use ulysses or ring"
         )
     return table
 
@@ -152,7 +158,7 @@ def shard_weights(
         PlanError: if the degree does not divide its heads or features; the message names those that do.
         StateError: if it is cut already.
     """
-    _check_unsharded(transformer, sequence)
+    check_unsharded(transformer, sequence)
     # a model that cannot be cut is refused before anything is touched
     cuts = TensorCuts.match_tensor_table(transformer, table, axis.index, axis.num_ranks, loaded=loaded)
     sharded = ShardedTransformer(cuts, keep=keep)
@@ -183,7 +189,8 @@ def shard_weights(
     return sharded
 
 
-def _check_unsharded(transformer: nn.Module, sequence: Mapping[str, Mapping[str, str]] | None) -> None:
+def check_unsharded(transformer: nn.Module, sequence: Mapping[str, Mapping[str, str]] | None) -> None:
+    """Raises `StateError` if a model is cut already, and `ModelError` if "sequence" has no table of its streams."""
     kind = type(transformer).__name__
     if is_sharded(transformer):
         raise StateError(f"this {kind} holds a share of its weights already; undo that, or reload it")
