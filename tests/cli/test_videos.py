@@ -5,8 +5,10 @@ A failure would mean a video of other frames, size or rate than asked for, or mi
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +191,11 @@ def test_frames_and_rate_under_the_names_of_every_class() -> None:
     for name, expected in names.items():
         call = generate.merge_call_arguments(getattr(diffusers, name), wanted, {})
         assert {key: value for key, value in call.items() if key != "prompt"} == expected, name
+    alone = GenerateOptions(image="start.png", frames=17, fps=7)
+    call = generate.merge_call_arguments(diffusers.StableVideoDiffusionPipeline, alone, {})
+    assert call == {"num_frames": 17, "fps": 7}, "of a picture alone"
+    with pytest.raises(ModelError, match="LTXImageToVideoPipeline draws from a picture and a prompt; give a PROMPT"):
+        generate.merge_call_arguments(diffusers.LTXImageToVideoPipeline, alone, {})
     assert find_frame_rate(diffusers.LTXPipeline, {}) == 25 and find_frame_rate(diffusers.WanPipeline, {}) is None
 
 
@@ -216,5 +223,24 @@ def test_frames_in_every_form_of_diffusers() -> None:
     pictures = [[Image.fromarray(frame) for frame in video] for video in expected]
     for frames in (array, torch.from_numpy(array).permute(0, 1, 4, 2, 3), pictures):
         assert np.array_equal(np.stack(videos.convert_to_videos(frames)), expected)
-    (alone,) = videos.convert_to_videos(pictures[0])
-    assert np.array_equal(alone, expected[0])
+    for one in (pictures[0], array[0], torch.from_numpy(array[0]).permute(0, 3, 1, 2)):
+        (alone,) = videos.convert_to_videos(one)
+        assert np.array_equal(alone, expected[0])
+
+
+def test_decoded_frames_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the steps: a failure would mean a bar that never moves, or that goes beyond its end."""
+    counts: list[int] = []
+
+    @contextlib.contextmanager
+    def show(title: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+        assert (title, total, shown) == ("decoded frames", 9, True)
+        yield counts.append
+
+    monkeypatch.setattr(generate, "show_progress_bar", show)
+    pipe = ditile.load("shapes-wan")
+    latents = torch.zeros(1, pipe.vae.config.z_dim, 3, 4, 4)
+    with torch.no_grad(), generate._show_decoded_frames(pipe, {"num_frames": 9}, 1, shown=True):
+        for _ in range(2):  # as tiles that overlap
+            pipe.vae.decode(latents)
+    assert counts == [1, 4, 4, 0, 0, 0] and not pipe.vae.decoder._forward_hooks

@@ -20,6 +20,7 @@ from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, 
 from ditile.cli.pipelines import (
     FRAME_COUNTS,
     FRAME_RATES,
+    VIDEO_FIELDS,
     check_num_frames,
     check_prompt_cleaner,
     convert_to_image_to_image,
@@ -64,13 +65,14 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
         call = build_call_arguments(pipe, wanted, defaults(wanted.model))
         _check_cache_steps(cache, call)
         seeds = range(seed, seed + wanted.num_images)
-        with _show_decoded_frames(pipe, call, wanted.num_images, shown=runner.mesh.rank == 0):
+        num_videos = wanted.num_images * (1 + NUM_PERF_CALLS if cache.perf else 1)
+        with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
             call_result = _call_and_report(runner, lambda: call | _build_object_arguments(pipe, wanted, seeds), cache)
         drawn = _list_drawn(call_result.result)
         files = [str(path) for path in run.list_image_paths(len(drawn))] if drawn else []
         texts, fps = _build_png_texts(wanted, plan, cache, call), _choose_fps(pipe, wanted, call)
         for k, (one, path) in enumerate(zip(drawn, files, strict=True)):
-            _write_drawn(one, path, fps, texts | {"prompt": str(wanted.prompt), "seed": str(seed + k)})
+            _write_drawn(one, path, fps, texts | {"prompt": wanted.prompt or "", "seed": str(seed + k)})
         # Behind the pictures, which a trace that cannot be written must not cost.
         _write_trace(runner, run.trace)
         if call_result.result is None:
@@ -289,6 +291,8 @@ def merge_call_arguments(pipeline: type, wanted: GenerateOptions, base: dict[str
     given = _rename_video_arguments(pipeline, wanted, given)
     if wanted.image is None and _needs_picture(known):
         raise ModelError(f"{kind} starts from a picture; add --image FILE")
+    if wanted.image is not None and wanted.prompt is None and wanted.prompts_file is None and "prompt" in known:
+        raise ModelError(f"{kind} draws from a picture and a prompt; give a PROMPT, or --prompts-file FILE")
     if refused := sorted(set(given) - set(known)):
         raise ModelError(f"{kind} takes no {', '.join(map(_flag_of_argument, refused))}; leave it out")
     call = {name: value for name, value in base.items() if name in known} | given
@@ -409,7 +413,9 @@ def _list_drawn(result: Any) -> Sequence[Image.Image | Video]:
     if result is None:
         return []
     images: Sequence[Image.Image] | None = getattr(result, "images", None)
-    return convert_to_videos(result.frames) if images is None else images
+    if images is not None:
+        return images
+    return convert_to_videos(next(getattr(result, name) for name in VIDEO_FIELDS if hasattr(result, name)))
 
 
 def _choose_fps(pipe: DiffusionPipeline, wanted: GenerateOptions, call: Mapping[str, Any]) -> float:
@@ -430,13 +436,17 @@ def _show_decoded_frames(pipe: Any, call: Mapping[str, Any], count: int, *, show
         return
     with contextlib.ExitStack() as stack:
         advance: Callable[[int], None] | None = None
+        left = frames * count
 
         def count_frames(_: Any, __: Any, out: Any) -> None:
-            nonlocal advance
+            nonlocal advance, left
             out = out[0] if isinstance(out, tuple) else out
             if advance is None:
-                advance = stack.enter_context(show_progress_bar("decoded frames", frames * count, shown=shown))
-            advance(out.shape[0] * (out.shape[2] if out.ndim == 5 else 1))  # [B, 3, F, H, W] or [B F, 3, H, W]
+                advance = stack.enter_context(show_progress_bar("decoded frames", left, shown=shown))
+            # [B, 3, F, H, W] or [B F, 3, H, W]; pieces that overlap are more than all.
+            done = min(left, out.shape[0] * (out.shape[2] if out.ndim == 5 else 1))
+            left -= done
+            advance(done)
 
         hook = decoder.register_forward_hook(count_frames)
         stack.callback(hook.remove)

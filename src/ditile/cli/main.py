@@ -204,7 +204,7 @@ def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:
 
     video = draws_videos(wanted.model)
     run = run.name_output(video=video)
-    if video and not run.dry_run:
+    if video and not run.dry_run and is_writing_process():
         from ditile.cli.videos import check_encoder
 
         check_encoder(run.list_image_paths(1)[0])
@@ -238,7 +238,8 @@ def _print_note_on_prompts(wanted: GenerateOptions) -> None:
 
 def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: CacheOptions) -> None:
     """Raises `LoadError` or `ModelError` for files that cannot be read, and options that contradict each other."""
-    if wanted.prompt is None and wanted.prompts_file is None and not run.dry_run:
+    # A class may start from a picture alone; of the others the call is refused.
+    if wanted.prompt is None and wanted.prompts_file is None and wanted.image is None and not run.dry_run:
         raise ModelError("there is nothing to draw; give a PROMPT, or --prompts-file FILE")
     find_model_source(wanted.model, weights=not run.dry_run)
     if cache.lora is not None:

@@ -22,6 +22,8 @@ from ditile.runner.load import find_model_source
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+VIDEO_FIELDS = ("frames", "video")
+"""Names of a result's field."""
 FRAME_COUNTS = ("num_frames", "frames", "video_length")
 FRAME_RATES = ("frame_rate", "fps")
 """Names of a call's arguments, of which a class has one at most."""
@@ -62,7 +64,7 @@ def returns_videos(pipeline: type | None) -> bool:
     names = [] if pipeline is None else _list_output_fields(pipeline)
     if pipeline is None or not names or "images" in names:
         return False
-    if "frames" in names:
+    if not {*names}.isdisjoint(VIDEO_FIELDS):
         return True
     raise ModelError(
         f"{pipeline.__name__} returns {names[0]}, and only pictures and videos are written here; in Python, "

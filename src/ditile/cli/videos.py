@@ -49,10 +49,10 @@ def convert_to_videos(frames: Any) -> list[Video]:
     """The videos of a pipeline's result, as uint8.
 
     Args:
-        frames: lists of Pillow's pictures, an array [B, F, H, W, 3] or a tensor [B, F, 3, H, W], of 0 to 1; or a list
-            of such without B.
+        frames: a list of videos, of which each is a list of Pillow's pictures, an array [F, H, W, 3] or a tensor
+            [F, 3, H, W] of 0 to 1; an array or a tensor with a first dimension for them; or one such video.
     """
-    if len(frames) and isinstance(frames[0], Image.Image):
+    if isinstance(frames[0], Image.Image) or getattr(frames, "ndim", 5) == 4:
         frames = [frames]
     return [_convert_video(video) for video in frames]
 
