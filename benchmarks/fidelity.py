@@ -2,7 +2,6 @@
 
     python -m benchmarks.fidelity --captions 100 --ranks 2,4,8 --warmups 0,1,2,auto
     python -m benchmarks.fidelity --plans "pipefusion=4; distrifusion=4; pipefusion=4 warmup=2"
-    python -m benchmarks.fidelity --models shapes-wan --captions 20 --ranks 2,4 --warmups 1
 
 Each plan draws the same captions with the same seeds on real gloo ranks. The numbers are PSNR and SSIM against one
 process, and caption accuracy. The controls never read keys of another patch after the warmup, which shows that the
@@ -27,18 +26,16 @@ from torch import Tensor
 
 from ditile.cli.evaluate.caption_check import score_pictures
 from ditile.cli.evaluate.metrics import Pictures, compute_psnr, compute_ssim
-from ditile.cli.evaluate.motion_check import score_clips
-from ditile.cli.pipelines import draws_videos
 from ditile.distributed import files
 from ditile.distributed.launch import launch
 from ditile.hooks.generation import LayerTokens
 from ditile.hooks.key_padding import AttentionOptions
+from ditile.models.known import ASSETS
 from ditile.parallel.attention.core import StaleKeys
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.load import defaults, load
 from ditile.runner.runner import parallelize
-from training.evaluate import list_captions
 
 METHODS = ("pipefusion", "distrifusion")
 CONTROL = " (control: own patch only)"
@@ -56,7 +53,7 @@ class FidelityJob:
     warmups: str = define_option("0,1,2,auto", "synchronous steps, each with all of these")
     plans: str | None = define_option(None, "plans instead of those, with ; between them", metavar="PLANS")
     steps: int = define_option(20, "denoising steps")
-    size: int = define_option(128, "pixels of a side; videos have their model's own size")
+    size: int = define_option(128, "pixels of a side")
     batch: int = define_option(10, "captions at once")
     out: str | None = define_option(None, "write the rows as JSON, each when it is there", metavar="FILE")
 
@@ -88,18 +85,13 @@ class OwnPatchOnly(StaleKeys):
 def draw_all_captions(
     model: str, captions: Sequence[str], job: FidelityJob, plan: Plan, control: bool
 ) -> tuple[Pictures, float] | None:
-    """The pictures `[n, H, W, 3]` or videos `[n, F, H, W, 3]` of all captions, on rank 0.
-
-    With them the mean number of synchronous steps.
-    """
+    """The pictures `[n, H, W, 3]` of all captions, and the mean number of synchronous steps, on rank 0."""
     pipe: Any = load(model)
     pipe.set_progress_bar_config(disable=True)
     runner = parallelize(pipe, plan, device="cpu")
     if control:
         runner._parts.attention.stale_keys = OwnPatchOnly
-    size = {} if draws_videos(model) else {"height": job.size, "width": job.size}
-    call = defaults(model) | size | {"num_inference_steps": job.steps}
-    call.pop("fps", None)  # of the file
+    call = defaults(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
     done, synchronous = [], []
     for start in range(0, len(captions), job.batch):
         some = list(captions[start : start + job.batch])
@@ -108,8 +100,7 @@ def draw_all_captions(
             call["negative_prompt"] = [""] * len(some)
         result = runner(some, output="first", output_type="np", generator=generators, **call)
         if result is not None and runner.report is not None:
-            drawn = result.frames if hasattr(result, "frames") else result.images
-            done.append((drawn * 255).round().astype(np.uint8))
+            done.append((result.images * 255).round().astype(np.uint8))
             synchronous.append(len(runner.report.synchronous))
     return (np.concatenate(done), float(np.mean(synchronous))) if done else None
 
@@ -135,8 +126,7 @@ def measure_fidelity_rows(
         work = (model, captions, job, plan, control)
         pictures, synchronous = launch(draw_all_captions, plan.world, work, threads=1, stall_timeout=3600.0)[0]
         reference = pictures if reference is None else reference
-        sheets, wanted = (each.reshape(len(each), -1, *each.shape[-2:]) for each in (pictures, reference))
-        decibels = compute_psnr(sheets, wanted)
+        decibels = compute_psnr(pictures, reference)
         yield {
             "model": model,
             **_describe_fidelity_job(captions, job),
@@ -144,8 +134,8 @@ def measure_fidelity_rows(
             "synchronous": synchronous,
             "psnr": float(decibels.mean()),
             "psnr_min": float(decibels.min()),
-            "ssim": float(compute_ssim(sheets, wanted).mean()),
-            **(score_clips if pictures.ndim == 5 else score_pictures)(pictures, captions),
+            "ssim": float(compute_ssim(pictures, reference).mean()),
+            **score_pictures(pictures, captions),
         }
 
 
@@ -201,12 +191,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, FidelityJob, title="job")
     job = FidelityJob(**collect_arguments(FidelityJob, parser.parse_args()))
+    captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
     out = None if job.out is None else Path(job.out)
-    made: dict[tuple[str, str], dict[str, Any]] = {}
+    made = {
+        (row["model"], row["plan"]): row for row in (read_rows_of_job(out, captions, job) if out is not None else [])
+    }
     for model in job.models.split(","):
-        captions = list_captions(model, job.captions)
-        kept = [] if out is None else read_rows_of_job(out, captions, job)
-        made |= {(row["model"], row["plan"]): row for row in kept}
         for row in measure_fidelity_rows(model, captions, job, list(made.values())):
             print(json.dumps(row), flush=True)
             made[row["model"], row["plan"]] = row
