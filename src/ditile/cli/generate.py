@@ -25,6 +25,7 @@ from ditile.cli.pipelines import (
     check_prompt_cleaner,
     convert_to_image_to_image,
     convert_value_errors,
+    enable_required_tiling,
     find_argument,
     find_frame_rate,
     find_pipeline_class,
@@ -187,6 +188,7 @@ def _prepare_runner(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache:
     # A LoRA needs whole weights; tensor parallelism then cuts its factors with them.
     needs_whole_model = cache.lora is not None and plan.tensor > 1
     pipe: Any = load(wanted.model, dtype=run.dtype, plan=None if needs_whole_model else plan)
+    enable_required_tiling(pipe)
     if wanted.image is not None:
         pipe = convert_to_image_to_image(pipe)
     if cache.lora is not None:

@@ -28,8 +28,9 @@ FRAME_COUNTS = ("num_frames", "frames", "video_length")
 FRAME_RATES = ("frame_rate", "fps")
 """Names of a call's arguments, of which a class has one at most."""
 _TEMPORAL_RATIOS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
-_VAES_OF_WHOLE_GROUPS = frozenset({"AutoencoderKLAllegro"})
-"""VAEs that are not causal: the first frame has no latent frame of its own."""
+_VAES_OF_TILES = frozenset({"AutoencoderKLAllegro"})
+"""VAEs that diffusers decodes by tiles alone, and raises without, behind the last step. They are not causal, and their
+pipelines cut off the frames that are too many."""
 
 
 def find_pipeline_class(source: Path | str) -> type | None:
@@ -84,6 +85,13 @@ def check_prompt_cleaner(pipeline: type | None) -> None:
         )
 
 
+def enable_required_tiling(pipe: Any) -> None:
+    """Turns on the tiles of a VAE that cannot decode without."""
+    vae = getattr(pipe, "vae", None)
+    if type(vae).__name__ in _VAES_OF_TILES:
+        vae.enable_tiling()
+
+
 def find_argument(pipeline: type, names: tuple[str, ...]) -> str | None:
     """The first of these names that a pipeline's call takes."""
     known = inspect.signature(pipeline.__call__).parameters
@@ -98,22 +106,22 @@ def find_frame_rate(pipeline: type, call: Mapping[str, Any]) -> float | None:
 
 
 def check_num_frames(pipe: Any, call: Mapping[str, Any]) -> None:
-    """Raises `ModelError` for a number of frames that the VAE cannot make: a causal one makes the first alone, then
-    groups. A number that is the class's own is taken, as some classes draw windows and cut.
+    """Raises `ModelError` for a number of frames that a causal VAE cannot make: the first alone, then groups.
+
+    A number that is the class's own is taken, as some classes draw windows and cut.
     """
     name = find_argument(type(pipe), FRAME_COUNTS)
     ratio = next((getattr(pipe, ratio) for ratio in _TEMPORAL_RATIOS if hasattr(pipe, ratio)), 1)
     if name is None or not isinstance(frames := call.get(name), int) or not isinstance(ratio, int):
         return
-    first = 0 if type(getattr(pipe, "vae", None)).__name__ in _VAES_OF_WHOLE_GROUPS else 1
     own = inspect.signature(type(pipe).__call__).parameters[name].default
-    if frames == own or (frames - first) % ratio == 0:
+    too_many = (frames - 1) % ratio
+    if frames == own or too_many == 0 or type(getattr(pipe, "vae", None)).__name__ in _VAES_OF_TILES:
         return
-    below = frames - (frames - first) % ratio
-    near = [str(count) for count in (below, below + ratio) if count > 0]
-    rule = f"{first} + a multiple of {ratio}" if first else f"a multiple of {ratio}"
+    below = frames - too_many
     raise ModelError(
-        f"frames={frames}: the VAE of {type(pipe).__name__} makes {rule}; try frames={' or frames='.join(near)}"
+        f"frames={frames}: the VAE of {type(pipe).__name__} makes 1 + a multiple of {ratio}; try frames={below} or "
+        f"frames={below + ratio}"
     )
 
 
