@@ -87,7 +87,7 @@ def check_prompt_cleaner(pipeline: type | None) -> None:
 
 def enable_required_tiling(pipe: Any) -> None:
     """Turns on the tiles of a VAE that cannot decode without."""
-    vae = getattr(pipe, "vae", None)
+    vae: Any = getattr(pipe, "vae", None)
     if type(vae).__name__ in _VAES_OF_TILES:
         vae.enable_tiling()
 
