@@ -4,8 +4,6 @@
 
 For each group of methods and number of devices, the planner's formula sorts the plans, and the first few are also tried
 with other ways to run their synchronous steps. The best plan is simulated.
-
-Wan has no `ModelSpec` yet, only a table in `planner.tables`. What a spec would have besides is here, for counting only.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from ditile.planner.search import (
     iterate_plans,
 )
 from ditile.planner.subject import PlanSubject
-from ditile.planner.tables import WAN
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
 IN_A_HOST = 8
@@ -84,25 +81,11 @@ def make_wan_task() -> ScalingTask:
     """Wan2.1-14B, 81 frames of 720p, 50 steps of two calls; its decode is left out."""
     known = PlanSubject.from_configs("wan2.1-t2v-14b", CONFIGS / "wan2.1-t2v-14b")
     call = {"height": 720, "width": 1280, "num_frames": 81, "num_inference_steps": 50, "guidance_scale": 5.0}
-    subject = replace(known, family=_WAN, table=None, decoder=None)
+    subject = replace(known, decoder=None)
     return ScalingTask(
         "Wan2.1-14B, 720p, 81 frames, 50 steps", subject, known.make_call_shape(call, 2), known.count_text_tokens(call)
     )
 
-
-_CUT = {"to_q": "colwise", "to_k": "colwise", "to_v": "colwise", "to_out.0": "rowwise"}
-_WAN = replace(
-    WAN.spec,
-    constant=("condition_embedder.text_embedder", "blocks.*.attn2.to_k", "blocks.*.attn2.to_v"),
-    per_step=("condition_embedder.time_embedder", "condition_embedder.time_proj"),
-    tensor={
-        **{f"blocks.*.{attn}.{name}": how for attn in ("attn1", "attn2") for name, how in _CUT.items()},
-        "blocks.*.ffn.net.0.proj": "colwise",
-        "blocks.*.ffn.net.2": "rowwise",
-    },
-    tensor_tokens={f"blocks.*.{to}": {"return": "image"} for to in ("attn1.to_out.0", "attn2.to_out.0", "ffn.net.2")},
-)
-"""As if Wan had a `ModelSpec`: with what it could be cut by, and what would be remembered."""
 
 
 class _EstimatedPlan(NamedTuple):

@@ -19,10 +19,10 @@ def test_the_table_is_what_the_configs_say(known: KnownModel) -> None:
     assert known.is_video == (known.hub_id is None and returns_videos(subject.pipeline))
     assert known.transformer == type(subject.transformer).__name__
     assert known.blocks == len(subject.block_hooks.chain)
-    assert known.heads == subject.transformer.config["num_attention_heads"]
-    assert known.token_side == subject.vae_scale * subject.model_spec.latent_per_token(subject.transformer.config)
+    assert known.heads == subject.attention_heads[0]
+    assert known.token_side == subject.token_side
     assert (known.height, known.width) == (call["height"], call["width"])
-    assert known.has_spec == (subject.table is None)
+    assert known.has_spec == (subject.recorder is None)
     assert known.bins_sizes == ("use_resolution_binning" in inspect.signature(subject.pipeline.__call__).parameters)
 
 

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from ditile.cli.main import main
-from ditile.models.known import ASSETS, CONFIGS, list_published_models
+from ditile.models.known import ASSETS, CONFIGS, list_known_models
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
@@ -122,7 +122,7 @@ def test_text_encoders_and_decode_are_shared_out_where_memory_is_short(height: i
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in list_published_models() if name not in ("qwen-image", "wan2.1-t2v-14b")]
+    "name", [model.name for model in list_known_models() if model.hub_id is not None and model.has_spec]
 )
 def test_what_is_written_down_of_a_decoder_is_what_its_config_comes_to(name: str) -> None:
     """A failure means a peak of memory that is not that of the model's own VAE."""

@@ -251,6 +251,16 @@ class CapturedCall(dict[str, Any]):
     before: Call | None = None
 
 
+def bind_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module's own forward, by parameter."""
+    signature, call = inspect.signature(type(module).forward), dict[str, Any]()
+    for name, value in signature.bind(module, *args, **kwargs).arguments.items():
+        is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        call.update(value if is_rest else {name: value})
+    call.pop(next(iter(signature.parameters)))
+    return call
+
+
 def capture_call(
     pipe: Any, transformer: nn.Module, arguments: Mapping[str, Any], run: Callable[..., Any] | None = None
 ) -> CapturedCall:
@@ -266,17 +276,12 @@ def capture_call(
     Raises:
         ModelError: if the pipeline never calls it.
     """
-    captured: list[CapturedCall] = []
-    signature, stepped = inspect.signature(type(transformer).forward), list[bool]()
+    captured, stepped = list[CapturedCall](), list[bool]()
     forward: Callable[..., Any] = run or transformer.forward
 
     @functools.wraps(transformer.forward)
     def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
-        call = CapturedCall()
-        for name, value in signature.bind(transformer, *args, **kwargs).arguments.items():
-            is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-            call.update(value if is_rest else {name: value})
-        call.pop(next(iter(signature.parameters)))
+        call = CapturedCall(bind_arguments(transformer, args, kwargs))
         if stepped and describe_mode(call) != describe_mode(captured[0]):
             call.before = captured[0]
             captured.insert(0, call)

@@ -112,6 +112,28 @@ def read_proven_columns() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
     return proven
 
 
+def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
+    """Each column of `assets/families.json` that no call of a pipeline with a transformer holds -> the reason.
+
+    Where the pipeline is not in the table, other pipelines of the class speak for it; a class that is not in it holds
+    `data` and `cfg`.
+    """
+    table = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    columns = {*table["columns"], "tensor"}
+    rows = [row for row in table["families"] if row["transformer"] == transformer.__name__]
+    rows = [row for row in rows if row["pipeline"] == pipeline] or rows
+    if not rows:
+        return dict.fromkeys(columns - {"data", "cfg"}, "is not in the table of families")
+    holes = {name: reason for name, reason in rows[0]["holes"].items() if all(name in row["holes"] for row in rows)}
+    unproven = dict.fromkeys(columns - set(table["columns"]), "was not tried with it")
+    return unproven | holes
+
+
+def name_family(transformer: type) -> str:
+    """What people call a class of transformers without a `ModelSpec`."""
+    return _CLASS_SUFFIX.sub("", transformer.__name__)
+
+
 _SEQUENCE = {"ulysses", "ring", "distrifusion"}
 _RUNGS = ("PipeFusion, ulysses, ring", "ulysses, ring", "caches", "data, cfg")
 

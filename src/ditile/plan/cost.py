@@ -391,7 +391,8 @@ def _count_flat_buffer_bytes(tensors: tuple[int, ...], size: int) -> int:
 
 def _count_token_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
     """Bytes of a token's keys, or values, on a rank."""
-    return job.count_heads(place) * job.shape.head_dim * job.count_number_bytes(place)
+    heads = round(job.count_heads(place) * job.shape.key_heads)
+    return heads * job.shape.head_dim * job.count_number_bytes(place)
 
 
 _CALL_FORMULAS = (

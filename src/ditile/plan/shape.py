@@ -60,10 +60,12 @@ class Shape:
         batch: rows of a transformer call.
         images: images made at once.
         calls: transformer calls per step.
-        heads, head_dim: of attention; their product is the width of a token in the blocks.
+        heads, head_dim: of attention; their product is the width of a token in the blocks, unless `channels` is it.
         latent_elements: elements of one image's latents.
         element_size: bytes of an activation.
         frames: latent frames of a video.
+        channels: of a token in the blocks; 0 if the heads make them up.
+        key_heads: heads of keys over those of queries.
     """
 
     height: int
@@ -79,6 +81,8 @@ class Shape:
     latent_elements: int
     element_size: int
     frames: int = 1
+    channels: int = 0
+    key_heads: float = 1.0
 
     @classmethod
     def from_call(
@@ -137,7 +141,7 @@ class Shape:
     @property
     def token_channels(self) -> int:
         """The width of a token in the blocks."""
-        return self.heads * self.head_dim
+        return self.channels or self.heads * self.head_dim
 
     @property
     def latent_bytes(self) -> int:

@@ -18,7 +18,9 @@ from ditile.plan.shape import fill_call_defaults
 from ditile.plan.units import format_bytes, format_number
 from ditile.planner import hardware
 from ditile.planner.budget import choose, describe_setting, load_evaluation
+from ditile.planner.memory import RankMemory, count_rank_memory
 from ditile.planner.price import Price
+from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import (
     NearMiss,
@@ -53,6 +55,8 @@ class Answer:
             `guidance` (None if the pipeline has none).
         disturbed: the share of the machine's calibration that other processes slowed; 0 for a datasheet.
         uncounted: text encoders whose configs could not be read, so that no memory includes them.
+        memories: of each plan, what each of its ranks needs.
+        models: transformers that are called in turns; memory has all of them on every rank.
     """
 
     model: str
@@ -62,6 +66,8 @@ class Answer:
     call: Mapping[str, Any]
     disturbed: float = 0.0
     uncounted: tuple[str, ...] = ()
+    memories: tuple[tuple[RankMemory, ...], ...] = ()
+    models: int = 1
 
     def to_json_dict(self) -> dict[str, Any]:
         """The answer for programs."""
@@ -92,8 +98,11 @@ class Answer:
                     "bubble_s": price.bubble_s,
                     "compute_s": price.compute_s,
                     "why": why,
+                    "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in memory],
                 }
-                for price, why in zip(self.result.prices, explain_prices(self.result.prices), strict=True)
+                for price, why, memory in zip(
+                    self.result.prices, explain_prices(self.result.prices), self.memories, strict=True
+                )
             ],
         }
 
@@ -133,6 +142,9 @@ class Answer:
             "sent a step": [format_bytes(price.bytes_per_step) for price in prices],
         }
         parts = [self.describe_call(), title, *make_numbered_tables(labels, columns)]
+        parts += ["GB of each rank under plan 1; keys are those of the step before", make_memory_table(self.memories[0])]
+        if self.models > 1:
+            parts.append(f"weights are those of {self.models} transformers, which are on the device all the time")
         if self.result.missed:
             parts.append(f"too large: {describe_near_miss(self.result.missed, prices[0])}")
         if self.uncounted:
@@ -189,7 +201,45 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
         _describe_priced_call(subject, call, profile.element_size),
         profile.disturbed,
         subject.uncounted,
+        tuple(_list_rank_memories(subject, call, profile, price.plan) for price in result.prices),
+        subject.models,
     )
+
+
+def _list_rank_memories(
+    subject: PlanSubject, call: Mapping[str, Any], profile: Profile, plan: Plan
+) -> tuple[RankMemory, ...]:
+    job = subject.make_plan_job(plan, subject.make_call_shape(call, profile.element_size))
+    tokens = subject.count_text_tokens(call)
+    return tuple(count_rank_memory(subject, job, profile, rank, tokens) for rank in range(plan.world))
+
+
+def make_memory_table(memories: Sequence[RankMemory]) -> Table:
+    """What ranks need, by kind, in 80 columns; ranks that need the same share a row."""
+    from rich.table import Table
+
+    table = Table("rank")
+    for title in ("weights", "text", "VAE", "keys", "activations", "decode", "peak"):
+        table.add_column(title, justify="right", no_wrap=True)
+    ranks: dict[RankMemory, list[int]] = {}
+    for rank, memory in enumerate(memories):
+        ranks.setdefault(memory, []).append(rank)
+    for memory, alike in ranks.items():
+        parts = (memory.weights, memory.text, memory.vae, memory.keys, memory.activations, memory.decode)
+        cells = [f"{size / 1e9:.2f}" for size in (*parts, memory.peak_bytes)]
+        table.add_row(_format_ranks(alike), *cells)
+    return table
+
+
+def _format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks as runs: 0, 2-5."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _describe_priced_call(subject: PlanSubject, call: Mapping[str, Any], element_size: int) -> dict[str, Any]:

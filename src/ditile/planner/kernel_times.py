@@ -1,16 +1,19 @@
-"""Counts what a transformer computes: its forward runs once on the meta device, and every kernel is noted.
+"""Counts what a transformer computes: its forward runs once without weights, and every kernel is noted.
 
 The forward is the family's own, at a size whose token counts cannot be confused: an operation on 703 rows belongs to
 the image, one on 59 to the text, one on 762 to both. So it is known how each kernel grows with the tokens of a rank.
 `Work` says how often a block, or the rest of the model, runs each kernel. Of blocks that are built alike, one runs.
+
+What the forward is called with is in the `ModelSpec`, or it is recorded when the pipeline calls it (`recorded.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -45,6 +48,73 @@ FREE = {
     "aten::lift_fresh",
 }
 """Operators that read and write no numbers."""
+
+
+class StreamSizes(NamedTuple):
+    """The tokens of a forward that is counted.
+
+    Attributes:
+        image, text: how many there are.
+        others: further lengths that grow with one of them, such as that of the image before text is joined to it.
+        many: whether several rows for each token belong to it too.
+    """
+
+    image: int
+    text: int
+    others: Mapping[int, Stream] = MappingProxyType({})
+    many: bool = False
+
+    def match_stream(self, size: int) -> Stream:
+        """The stream that has so many tokens; "once" if none has."""
+        own: dict[int, Stream] = {**self.others, self.image: "image"}
+        if self.text:
+            own |= {self.text: "text", self.image + self.text: "both"}
+        return own.get(size, "once")
+
+    def match_rows(self, rows: int) -> tuple[Stream, int]:
+        """The stream that so many rows of a product belong to, and the rows for each token."""
+        stream = self.match_stream(rows)
+        if stream != "once" or not self.many:
+            return stream, 1
+        for stream in ("both", "image", "text"):
+            tokens = self.count_tokens(stream)
+            if tokens > 1 and rows % tokens == 0:
+                return stream, rows // tokens
+        return "once", rows
+
+    def count_tokens(self, stream: Stream) -> int:
+        """Tokens of a stream; 1 for what belongs to no token."""
+        return select_stream_length(stream, self.image, self.text)
+
+    def find_widest_stream(self, tensors: Sequence[Tensor]) -> Stream:
+        """The stream with the most tokens that dimensions of some tensors count."""
+        streams = {self.match_stream(size) for tensor in tensors for size in tensor.shape}
+        return next((stream for stream in ("both", "image", "text") if stream in streams), "once")
+
+    def count_live_numbers(self, tensor: Tensor) -> LiveNumbers:
+        """The numbers of a tensor, by the streams that its shape shows."""
+        numbers, stream = tensor.untyped_storage().nbytes() / tensor.element_size(), self.find_widest_stream([tensor])
+        if stream == "once" and numbers >= (image := self.count_tokens("image")) and numbers % image == 0:
+            # A tensor with the image's tokens as rows and columns, such as a latent.
+            stream = "image"
+        return LiveNumbers(**{stream: numbers / self.count_tokens(stream)})
+
+
+class CountedCall(NamedTuple):
+    """A call of a transformer whose work is counted.
+
+    Attributes:
+        make_inputs: makes the arguments of its forward, with one row, which count among what is alive.
+        sizes: of its tokens.
+        mode: makes the mode in which it runs.
+        splits_outside: whether what is computed outside of the blocks is told apart by where it is, because nothing
+            says which modules embed the latents and make the prediction.
+    """
+
+    make_inputs: Callable[[], Mapping[str, Any]]
+    sizes: StreamSizes
+    mode: Callable[[], AbstractContextManager[Any]] = lambda: torch.device("meta")
+    splits_outside: bool = False
 
 
 class RooflineKernel(NamedTuple):
@@ -88,6 +158,7 @@ class TransformerWork:
         every, step, once: work of every rank: in every call, once in a step, once in a generation.
         footprint: the numbers that are alive meanwhile.
         before: for each block, its work up to its first attention.
+        key_heads: heads of keys over those of queries, in blocks.
     """
 
     blocks: tuple[Work, ...]
@@ -100,6 +171,7 @@ class TransformerWork:
     once: Work
     footprint: Footprint
     before: tuple[Work, ...] = ()
+    key_heads: float = 1.0
 
     def mix_blocks(self, blocks: range, runs: Sequence[float]) -> WorkMix:
         """The work of some blocks; `runs` is the share of the calls in which each of them runs."""
@@ -119,42 +191,59 @@ def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tupl
     return list(merged.values())
 
 
-def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> TransformerWork:
+def make_counted_call(transformer: nn.Module, spec: ModelSpec) -> CountedCall:
+    """The call that the spec of a family has as an example.
+
+    Raises:
+        ModelError: if the spec has no `example`, which says how to call the forward.
+    """
+    example, config = spec.example, dict(transformer.config)  # type: ignore[arg-type]
+    if example is None:
+        raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
+
+    def make_inputs() -> dict[str, Any]:
+        return {**example(config, GRID, TEXT), "return_dict": False}
+
+    return CountedCall(make_inputs, StreamSizes(GRID.rows * GRID.tokens_per_row, TEXT))
+
+
+def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: CountedCall | None = None) -> TransformerWork:
     """Counts a transformer, whose weights are not read.
 
     Args:
         transformer: on the meta device.
         spec: that of its family.
+        call: what its forward is called with; by default what the spec has as an example.
 
     Raises:
-        ModelError: if the spec has no `example`, which says how to call the forward.
+        ModelError: as `make_counted_call`.
     """
-    if spec.example is None:
-        raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
+    call = call or make_counted_call(transformer, spec)
     hooks = build_block_hooks(transformer, spec)
-    config: Any = transformer.config
-    tracker = FootprintTracker(_count_live_numbers)
-    recorder = _KernelRecorder(tracker.attend_to_keys)
+    tracker = FootprintTracker(call.sizes.count_live_numbers)
+    recorder = _KernelRecorder(call, tracker.attend_to_keys)
     kinds: dict[tuple[Any, ...], int] = {}
     with ExitStack() as stack:
         for hook in hooks.chain:
             kind = (type(hook.block), *((name, tuple(p.shape)) for name, p in hook.block.named_parameters()))
             # A block that is built like an earlier one does not run: it passes its inputs on.
             if kind in kinds:
-                override_attribute(stack, hook.block, "forward", _make_passthrough(hook.block, hook.anatomy))
+                override_attribute(stack, hook.block, "forward", make_passthrough(hook.block, hook.anatomy))
             first = kinds.setdefault(kind, hook.index)
             recorder.alike[hook.index] = first
             for name in ("block step", "block once"):
                 recorder.work.setdefault((name, first), Counter())
             stack.enter_context(recorder.record_module(hook.block, ("block", first)))
         ends = {"first": (spec.image_tokens,), "last": (spec.out,), "step": spec.per_step, "once": spec.constant}
+        if call.splits_outside:
+            ends = {}
         for place, pattern in ((place, pattern) for place, patterns in ends.items() for pattern in patterns):
             for path, module in match_modules(transformer, pattern):
                 block = next((hook.index for hook in hooks.chain if path.startswith(f"{hook.name}.")), None)
                 key = (place, 0) if block is None else (f"block {place}", recorder.alike[block])
                 stack.enter_context(recorder.record_module(module, key))
-        with torch.device("meta"), torch.no_grad(), recorder, recorder.attention, tracker:
-            transformer(**spec.example(config, GRID, TEXT), return_dict=False)
+        with call.mode(), torch.no_grad(), recorder, recorder.attention, tracker:
+            transformer(**call.make_inputs())
     kinds_in_order = [first for _, first in sorted(recorder.alike.items())]
 
     def collect_work(name: str) -> tuple[Work, ...]:
@@ -171,50 +260,64 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec) -> Transform
         once=recorder.work["once", 0],
         footprint=tracker.make_footprint([recorder.kept.get(k, LiveNumbers()) for k in kinds_in_order]),
         before=tuple(recorder.before.get(k, Counter()) for k in kinds_in_order),
+        key_heads=recorder.key_heads or 1.0,
     )
 
 
 class _KernelRecorder(TorchDispatchMode):
     """Notes kernels under the innermost of the modules to record; calls `attend` where attention is computed."""
 
-    def __init__(self, attend: Callable[[], None]) -> None:
+    def __init__(self, call: CountedCall, attend: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes, self._splits_outside, self._num_calls = call.sizes, call.splits_outside, 0
         self.work: dict[tuple[str, int], Counter[RooflineKernel]] = {
             (name, 0): Counter() for name in ("first", "last", "every", "step", "once")
         }
         self.alike: dict[int, int] = {}
         self.kept: dict[int, LiveNumbers] = {}
         self.before: dict[int, Counter[RooflineKernel]] = {}
-        self.attention = _AttentionRecorder(self._count_attention, attend)
+        self.attention = _AttentionRecorder(self._sizes, self._count_attention, attend)
+        self.key_heads = 0.0
         self._at: list[tuple[str, int]] = [("every", 0)]
 
     @contextmanager
     def record_module(self, module: nn.Module, place: tuple[str, int]) -> Iterator[None]:
         """Notes the kernels of a module at a place."""
         self.work.setdefault(place, Counter())
-        before = module.register_forward_pre_hook(lambda *_: self._at.append(place))
+        before = module.register_forward_pre_hook(lambda *_: self._enter_module(place))
         after = module.register_forward_hook(lambda _, __, out: self._leave_module(out))
         yield
         before.remove()
         after.remove()
 
+    def _enter_module(self, place: tuple[str, int]) -> None:
+        self._at.append(place)
+        self._num_calls += place[0] == "block"
+
     def _leave_module(self, out: Any) -> None:
         place, block = self._at.pop()
         if place == "block once":
-            self.kept[block] = sum(map(_count_live_numbers, _iterate_tensors(out)), self.kept.get(block, LiveNumbers()))
+            numbers = map(self._sizes.count_live_numbers, _iterate_tensors(out))
+            self.kept[block] = sum(numbers, self.kept.get(block, LiveNumbers()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view and func.name() not in FREE:
-            self._count_kernel(_classify_kernel(str(func), args, out))
+            self._count_kernel(_classify_kernel(self._sizes, str(func), args, out))
         return out
 
     def _count_kernel(self, kernel: RooflineKernel) -> None:
-        self.work[self._at[-1]][kernel] += 1
+        place = self._at[-1]
+        if self._splits_outside and place[0] == "every" and self._num_calls in (0, len(self.alike)):
+            # What the latents are no part of is computed once in a step.
+            embeds, end = kernel.stream in ("image", "both"), "last" if self._num_calls else "first"
+            place = (end if embeds else "step", 0)
+        self.work[place][kernel] += 1
 
-    def _count_attention(self, kernel: RooflineKernel) -> None:
+    def _count_attention(self, kernel: RooflineKernel, key_heads: float) -> None:
         place, block = self._at[-1]
         if place == "block":
+            self.key_heads = max(self.key_heads, key_heads)
             self.before.setdefault(block, Counter(self.work[place, block]))
         self._count_kernel(kernel)
 
@@ -222,32 +325,37 @@ class _KernelRecorder(TorchDispatchMode):
 class _AttentionRecorder(TorchFunctionMode):
     """Notes attention as one kernel, before torch divides it into several."""
 
-    def __init__(self, add: Callable[[RooflineKernel], None], attend: Callable[[], None]) -> None:
+    def __init__(
+        self, sizes: StreamSizes, add: Callable[[RooflineKernel, float], None], attend: Callable[[], None]
+    ) -> None:
         super().__init__()
-        self._add, self._attend = add, attend
+        self._sizes, self._add, self._attend = sizes, add, attend
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key = (args[k] if len(args) > k else kwargs[name] for k, name in enumerate(("query", "key")))
-        streams, size = [_match_stream(each.shape[2]) for each in (query, key)], query.shape[3]
-        self._add(RooflineKernel("attention", streams[0], (query.shape[1] * size, size), streams[1]))
+        streams, size = [self._sizes.match_stream(each.shape[2]) for each in (query, key)], query.shape[3]
+        kernel = RooflineKernel("attention", streams[0], (query.shape[1] * size, size), streams[1])
+        self._add(kernel, key.shape[1] / query.shape[1])
         out = torch.empty_like(query)
         self._attend()
         return out
 
 
-def _classify_kernel(name: str, args: Any, out: Any) -> RooflineKernel:
+def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> RooflineKernel:
     if name in MATMULS:
         left, right = (args[k] for k in MATMULS[name])
-        return RooflineKernel("matmul", _match_stream(left.shape[0]), (int(right.shape[0]), int(right.shape[1])))
+        stream, rows = sizes.match_rows(left.shape[0])
+        return RooflineKernel("matmul", stream, (int(right.shape[0]) * rows, int(right.shape[1])))
     if name == "aten.convolution.default":
         width = int(out.shape[1])
-        return RooflineKernel("matmul", _match_stream(out.numel() // width), (args[1].numel() // width, width))
+        stream, rows = sizes.match_rows(out.numel() // width)
+        return RooflineKernel("matmul", stream, (args[1].numel() // width * rows, width))
     tensors = [*_iterate_tensors(args), *_iterate_tensors(out)]
-    stream = _find_widest_stream(tensors)
-    numbers = sum(tensor.numel() for tensor in tensors) / _count_stream_tokens(stream)
+    stream = sizes.find_widest_stream(tensors)
+    numbers = sum(tensor.numel() for tensor in tensors) / sizes.count_tokens(stream)
     kind: Kind = "interleave" if name in JOINING and _is_interleaving(args) else HEAVY.get(name, "pointwise")
     return RooflineKernel(kind, stream, (numbers, 0))
 
@@ -266,29 +374,6 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
             yield from _iterate_tensors(value)
 
 
-def _find_widest_stream(tensors: list[Tensor]) -> Stream:
-    streams = {_match_stream(size) for tensor in tensors for size in tensor.shape}
-    return next((stream for stream in ("both", "image", "text") if stream in streams), "once")
-
-
-def _count_live_numbers(tensor: Tensor) -> LiveNumbers:
-    numbers, stream = tensor.untyped_storage().nbytes() / tensor.element_size(), _find_widest_stream([tensor])
-    if stream == "once" and numbers >= (image := _count_stream_tokens("image")) and numbers % image == 0:
-        # A tensor with the image's tokens as rows and columns, such as a latent.
-        stream = "image"
-    return LiveNumbers(**{stream: numbers / _count_stream_tokens(stream)})
-
-
-def _match_stream(size: int) -> Stream:
-    image = GRID.rows * GRID.tokens_per_row
-    sizes: dict[int, Stream] = {image: "image", TEXT: "text", image + TEXT: "both"}
-    return sizes.get(size, "once")
-
-
-def _count_stream_tokens(stream: Stream) -> int:
-    return select_stream_length(stream, GRID.rows * GRID.tokens_per_row, TEXT)
-
-
 def select_stream_length(stream: Stream, image: int, text: int) -> int:
     """Tokens of a stream, of an image and a text of so many; 1 for what belongs to no token."""
     if stream == "image":
@@ -298,7 +383,7 @@ def select_stream_length(stream: Stream, image: int, text: int) -> int:
     return image + text if stream == "both" else 1
 
 
-def _make_passthrough(block: nn.Module, anatomy: ListAnatomy) -> Callable[..., Any]:
+def make_passthrough(block: nn.Module, anatomy: ListAnatomy) -> Callable[..., Any]:
     """A forward that passes image and text on, for a block that is built like an earlier one."""
     names = list_parameter_names(block)
 

@@ -55,16 +55,18 @@ def count_rank_memory(
     """The memory of a rank in a call; `text_tokens` is what its cross attention sees."""
     place, plan, size = job.locate_rank(rank), job.plan, job.shape.element_size
     owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
+    # Transformers that are called in turns are both there, and stages are cut alike in both.
     weights = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
     if plan.warmup_mode == "sequence":
         blocks = (range(block, block + 1) for block in range(len(job.weights.blocks)))
         weights += (BLOCKS_AHEAD + 1) * max(subject.count_parameters(block, plan.tensor) for block in blocks)
     text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
     return RankMemory(
-        weights=weights * size,
+        weights=weights * size * subject.models,
         text=text[plan.text] * size,
         vae=subject.vae * size,
-        keys=cost.count_key_store_bytes(job, rank),
+        # Keys of a transformer that is not called any more stay until the end.
+        keys=cost.count_key_store_bytes(job, rank) * subject.models,
         activations=_count_activation_bytes(subject, job, profile, rank, text_tokens),
         decode=_count_decode_bytes(subject, job, place, rank),
         idle=profile.idle_bytes,

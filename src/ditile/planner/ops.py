@@ -217,19 +217,24 @@ class OpPricer:
         group_size = len(self.op_schedule.select_warmup_group(micro))
         skips = self.skips if op.step in self.skips.steps and not group_size else None
         mix = self._basis.mix_blocks(range(len(counted.blocks)) if group_size else job.stages[place.stage], skips)
-        parts = [(counted.every, 1.0), *mix.blocks]
+        parts, ends = [(counted.every, 1.0), *mix.blocks], list[tuple[Work, float]]()
         if place.stage == 0 or group_size:
-            parts.append((counted.first, 1.0))
+            ends.append((counted.first, 1.0))
         if place.stage == job.plan.pipefusion - 1 or group_size:
-            parts.append((counted.last, 1.0))
+            ends.append((counted.last, 1.0))
         if op.branch == 0 and op.micro_batch == 0 and micro.patch in (None, 0):
             parts += [(counted.step, 1.0), *mix.steps]
         if op.step == 0:
             parts += [(counted.once, 1.0), *mix.once]
+        # Outside of its blocks a forward has all tokens, in the call of each patch. That is next to nothing in families
+        # with a `ModelSpec`, by whose published latencies the profiles were fitted without it.
+        whole = tokens if job.spec.example else tokens.count_all_tokens()
         total = DeviceLoad(0.0, 0.0)
-        for work, times in parts:
-            total = total.combine_loads(self._basis.compute_load(work, tokens), times)
-        return total
+        for work, times, seen in (*((*part, tokens) for part in parts), *((*part, whole) for part in ends)):
+            total = total.combine_loads(self._basis.compute_load(work, seen), times)
+        # A patch may be so small that its kernels are done before the host has started the next ones.
+        started = sum(times for _, times in mix.blocks) * self._profile.block_s
+        return total._replace(host=max(total.host, started))
 
     def _get_computed_share(self, place: RankCoordinates, step: int) -> float:
         """The share of a stage's blocks that run in a step; blocks that are left out exchange nothing."""

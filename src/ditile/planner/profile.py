@@ -97,6 +97,7 @@ class Profile:
         pointwise: bytes a second by kind ("pointwise", "norm", "gelu", "interleave"; `FUSED` where there is such a
             kernel), over bytes.
         kernel_s: seconds of the host for each kernel.
+        block_s: seconds of the host for each call of a block, at least: hooks and key stores included.
         runs_ahead: whether the host runs ahead of the device (a GPU), or is the device itself (a CPU).
         micro_s: seconds of the pipeline and its scheduler for each iteration of the loop.
         idle_bytes: memory of a process that has loaded no model yet.
@@ -120,6 +121,7 @@ class Profile:
     runs_ahead: bool
     micro_s: float
     link: Link
+    block_s: float = 0.0
     idle_bytes: int = 0
     interlink: Link | None = None
     devices: int = 8

@@ -43,6 +43,10 @@ class RankTokens(NamedTuple):
         """Tokens of a stream."""
         return select_stream_length(stream, self.image, self.text)
 
+    def count_all_tokens(self) -> RankTokens:
+        """The same if the rank computes all tokens, and attends with all heads."""
+        return self._replace(image=self.image_keys, text=self.text_keys, heads=1.0, split=1, share=1.0)
+
     def count_keys(self, stream: Stream) -> int:
         """Keys of a stream."""
         return select_stream_length(stream, self.image_keys, self.text_keys)

@@ -1,37 +1,56 @@
-"""The model that a plan is for, built from its configs without weights, and the shapes of its calls."""
+"""The model that a plan is for, built from its configs without weights, and the shapes of its calls.
+
+The family of a model with a `ModelSpec` says what its calls are. Those of any other one are recorded (`recorded.py`).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import diffusers
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from ditile.errors import LoadError, ModelError
+from ditile.errors import LoadError, ModelError, PlanError
 from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.block_policy import BlockHook
 from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models.anatomies import build_block_hooks, find_derived_cuts
-from ditile.models.registry import choose_model_spec
+from ditile.models.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
+from ditile.parallel.vae.vae import PROVEN
+from ditile.plan.anatomy import REAL_PAIRS, drop_further_keys
 from ditile.plan.cost import PlannedCall
-from ditile.plan.plan import Plan
-from ditile.plan.shape import Shape, Weights, check_image_size, fill_call_defaults
+from ditile.plan.layout import Grid
+from ditile.plan.plan import AXES, Plan
+from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
 from ditile.plan.spec import ModelSpec
 from ditile.planner.footprint import Footprint, count_decoder_numbers, make_frame_decode_counter
-from ditile.planner.kernel_times import TransformerWork, count_transformer_work
-from ditile.planner.tables import FamilyTable, VaeScale, check_family_plan, find_family_table, splits_only_tokens
+from ditile.planner.kernel_times import CountedCall, StreamSizes, TransformerWork, count_transformer_work
+from ditile.planner.recorded import NO_GUIDANCE, PipelineRecorder, RecordedStep, build_recorded_pipeline
+from ditile.planner.vae_scale import VaeScale, measure_vae_scale
 from ditile.runner.load import check_config_counts, convert_build_errors, read_json_object
 
 FACTS = "facts.json"
 """What cannot be read off the configs of a published model."""
-TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3")
+TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+PROBED = Grid(23, 32)
+"""Token rows and columns of the picture with which a model without a `ModelSpec` is counted."""
+PROBED_TEXT = 384
+"""Tokens of its text. Both are multiples of 32, to which some families pad, and neither is a width of a large model."""
+SIDES = (32, 64)
+"""Latent pixels of the sides of the squares whose tokens say how many pixels a token has."""
+COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale")}
+"""Axis -> the columns of `assets/families.json` that a family must hold."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +66,10 @@ class PlanSubject:
         decoder: the config of the VAE, if there is one.
         family: its `ModelSpec`, if none is registered for its class.
         uncounted: text encoders whose configs could not be read, and which `text` does not include.
-        table: the table of a family without a `ModelSpec`.
-        frames_of_latent: frames that its VAE makes of a latent one.
+        recorder: records the calls of a family without a `ModelSpec`.
+        scale: what the VAE makes of latent frames, for such a family.
         coder: the class of the VAE.
-        others: parameters of a second transformer, which is called in turns with the first.
+        models: transformers that are called in turns, each on every rank.
         decodes: numbers that are alive at once for each latent pixel of a decoded picture, if a file says so.
     """
 
@@ -63,15 +82,16 @@ class PlanSubject:
     decoder: Mapping[str, Any] | None = None
     family: ModelSpec | None = None
     uncounted: tuple[str, ...] = ()
-    table: FamilyTable | None = None
-    frames_of_latent: int = 1
+    recorder: PipelineRecorder | None = None
+    scale: VaeScale = VaeScale(1)
     coder: type = diffusers.AutoencoderKL
-    others: int = 0
+    models: int = 1
     decodes: float | None = None
     _stages: dict[Any, list[range]] = field(default_factory=dict, repr=False)
     _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
     _kept: dict[tuple[range, int, int, int], float] = field(default_factory=dict, repr=False)
     _parameters: dict[tuple[range, int], int] = field(default_factory=dict, repr=False)
+    _steps: dict[Any, RecordedStep] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_configs(cls, name: str, source: Path | str) -> PlanSubject:
@@ -79,7 +99,7 @@ class PlanSubject:
 
         Raises:
             LoadError: if configs cannot be read.
-            ModelError: if it has no transformer, or one without a `ModelSpec` that cannot be counted.
+            ModelError: if it has no transformer, or one whose calls are neither known nor can be recorded.
         """
         with convert_build_errors(name):
             return cls._build_from_configs(name, source)
@@ -102,14 +122,14 @@ class PlanSubject:
         with init_on_meta_device():
             transformer_model: nn.Module = transformer.from_config(config)
         kind = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
-        table = find_family_table(transformer_model, index)
-        if table is None:
-            scale = VaeScale(2 ** (len(vae["block_out_channels"]) - 1))
-        else:
-            with init_on_meta_device():
-                scale = table.scale(kind.from_config(vae))
-        other_parts = _count_other_parts(source, index, kind, vae)
+        spec, recorder = find_model_spec(transformer_model), None
         second = (index.get("transformer_2") or [None])[0] is not None
+        if spec is None or spec.example is None:
+            recorder = _make_recorder(source, index, transformer_model, kind, vae)
+            scale = measure_vae_scale(kind, vae)
+        else:
+            scale = VaeScale(2 ** (len(vae["block_out_channels"]) - 1))
+        other_parts = _count_other_parts(source, index, kind, vae)
         return cls(
             name,
             pipeline,
@@ -119,17 +139,21 @@ class PlanSubject:
             other_parts.vae,
             decoder=vae,
             uncounted=other_parts.uncounted,
-            table=table,
-            frames_of_latent=scale.frames,
+            recorder=recorder,
+            scale=scale,
             coder=kind,
-            others=_count_module_parameters(transformer_model) if second else 0,
+            models=1 + second,
             decodes=other_parts.decodes,
         )
 
     @cached_property
     def model_spec(self) -> ModelSpec:
-        """The spec of its family."""
-        return self.family or (choose_model_spec(self.transformer) if self.table is None else self.table.spec)
+        """The spec of its family; where it has none, what its anatomy says."""
+        if self.family is not None:
+            return self.family
+        if self.recorder is None:
+            return find_model_spec(self.transformer) or UNKNOWN_MODEL
+        return make_derived_spec(self.transformer)
 
     @cached_property
     def block_hooks(self) -> TransformerHooks:
@@ -139,26 +163,93 @@ class PlanSubject:
     @cached_property
     def parameter_counts(self) -> Weights:
         """The numbers of its parameters."""
-        return self.block_hooks.describe_weights()
+        weights = self.block_hooks.describe_weights()
+        if self.recorder is None:
+            return weights
+        layers = tuple(
+            tuple(hook.sees_text(path) for path, _ in hook.list_attentions() if _has_image_keys(hook, path))
+            for hook in self.block_hooks.chain
+        )
+        call = self._record_probe().calls[0]
+        each, rest = divmod(call.out, call.rows * call.image)
+        # Where text is in the sequence, there is no prediction of it.
+        return replace(weights, layers=layers, out=call.out // (call.rows * math.prod(PROBED)) if rest else each)
 
     @cached_property
     def transformer_work(self) -> TransformerWork:
         """Its work, counted on the first use."""
-        return count_transformer_work(self.transformer, self.model_spec)
+        call = None if self.recorder is None else self._make_counted_call()
+        return count_transformer_work(self.transformer, self.model_spec, call)
+
+    @cached_property
+    def token_side(self) -> int:
+        """Pixels of the side of a token."""
+        if self.recorder is None:
+            return self.vae_scale * self.model_spec.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
+        # What a picture has besides, such as references, is the same at both sizes.
+        sides = [side * self.vae_scale for side in SIDES]
+        small, large = (self._record({"height": side, "width": side, "num_frames": 1}).calls[0] for side in sides)
+        return round(math.sqrt((sides[1] ** 2 - sides[0] ** 2) / (large.image - small.image)))
+
+    def _record(self, call: Mapping[str, Any]) -> RecordedStep:
+        """The first step of a call."""
+        assert self.recorder is not None
+        filled = self._fill_arguments(call)
+        key = tuple(sorted((name, value) for name, value in filled.items() if isinstance(value, str | int | float)))
+        if key not in self._steps:
+            self._steps[key] = self.recorder.record_step(filled)
+        return self._steps[key]
+
+    def _record_probe(self) -> RecordedStep:
+        """The step of the call that is counted: one branch of one picture."""
+        height, width = (count * self.token_side for count in PROBED)
+        size = {"height": height, "width": width, "num_frames": 1, "max_sequence_length": PROBED_TEXT}
+        step = self._record(size | NO_GUIDANCE)
+        if step.calls[0].rows != 1:
+            raise ModelError(
+                f"{self.pipeline.__name__} calls {type(self.transformer).__name__} with {step.calls[0].rows} rows for "
+                "one picture without guidance, so that its work cannot be counted"
+            )
+        return step
+
+    def _make_counted_call(self) -> CountedCall:
+        step = self._record_probe()
+        call, others = step.calls[0], {PROBED_TEXT: "text", PROBED.rows * PROBED.tokens_per_row: "image"}
+        sizes = StreamSizes(call.image, call.text or PROBED_TEXT, others, many=True)
+        return CountedCall(lambda: tree_map(_renew_numbers, call.arguments), sizes, lambda: step.mode, True)
+
+    @cached_property
+    def attention_heads(self) -> tuple[int, int]:
+        """Heads of attention in a block, and channels of each."""
+        kernels = [kernel for kernel in self.transformer_work.blocks[0] if kernel.kind == "attention"]
+        if not kernels:
+            raise ModelError(
+                f"{type(self.transformer).__name__} attends otherwise than by scaled_dot_product_attention, so that "
+                "its work cannot be counted"
+            )
+        channels, each = max(kernel.size for kernel in kernels)
+        return int(channels) // each, each
 
     @cached_property
     def replicated_numbers(self) -> int:
-        """Numbers that every rank has beside its parameters: in its buffers, and in a second transformer."""
-        return self.others + sum(buffer.numel() for buffer in self.transformer.buffers())
+        """Numbers that every rank has in buffers of the transformer."""
+        return sum(buffer.numel() for buffer in self.transformer.buffers())
 
     def get_footprint(self, ranks: int) -> Footprint:
         """The numbers that are alive in its forward, on each of so many ranks of tensor parallelism."""
         if ranks not in self._footprints:
-            config: Any = self.transformer.config
-            channels = int(config["num_attention_heads"]) * int(config["attention_head_dim"])
             whole_footprint = self.transformer_work.footprint
-            self._footprints[ranks] = whole_footprint.divide_by_ranks(channels, ranks) if ranks > 1 else whole_footprint
+            self._footprints[ranks] = (
+                whole_footprint.divide_by_ranks(self._token_channels, ranks) if ranks > 1 else whole_footprint
+            )
         return self._footprints[ranks]
+
+    @property
+    def _token_channels(self) -> int:
+        if self.recorder is not None:
+            return self._record_probe().calls[0].channels
+        config: Any = self.transformer.config
+        return int(config["num_attention_heads"]) * int(config["attention_head_dim"])
 
     def count_kept_numbers(self, blocks: range, ranks: int, image: int, text: int) -> float:
         """Numbers that some blocks keep for a whole generation, on each of so many ranks of tensor parallelism."""
@@ -195,8 +286,8 @@ class PlanSubject:
     def _decode_counter(self) -> Callable[[int], float]:
         if self.decoder is None:
             return lambda frames: 0.0
-        if self.table is not None and self.table.decodes_frames:
-            return make_frame_decode_counter(self.coder, self.decoder, self.table.channels)
+        if self.scale.frames:
+            return make_frame_decode_counter(self.coder, self.decoder, self.scale.channels)
         numbers = count_decoder_numbers(self.decoder, self.coder) if self.decodes is None else self.decodes
         return lambda frames: numbers
 
@@ -206,18 +297,35 @@ class PlanSubject:
 
     def count_text_tokens(self, call: Mapping[str, Any]) -> int:
         """Tokens of text that cross attention sees, which are not in the sequence."""
-        own = 300 if self.table is None else self.table.text_tokens
-        return 0 if self.model_spec.joint != "none" else int(call.get("max_sequence_length") or own)
+        if self.model_spec.joint != "none":
+            return 0
+        if self.recorder is not None:
+            return self.recorder.count_text_tokens(call)
+        return int(call.get("max_sequence_length") or 300)
 
     @property
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
         """(field of a plan, value) with which a rank needs less memory, at no cost in the loop."""
-        return (("vae", "rows"), ("text", "split")) if self.table is None else ()
+        rows = (("vae", "rows"),) if self.recorder is None or self.coder.__name__ in PROVEN else ()
+        return (*rows, ("text", "split"))
 
     def can_run_plan(self, plan: Plan) -> bool:
-        """Whether its family can run under a plan: one without a `ModelSpec` divides only calls and tokens."""
-        calls = plan.world == plan.data * plan.cfg * plan.token_ranks
-        return self.table is None or (splits_only_tokens(plan) if self.others else calls)
+        """Whether its family can run under a plan, as the table of families says (`ditile models`)."""
+        return self.recorder is None or (not self._find_holes(plan) and self._divides_keys(plan))
+
+    def _find_holes(self, plan: Plan) -> dict[str, str]:
+        """Each axis of a plan that its family does not hold -> the reason."""
+        used = [name for name in AXES if getattr(plan, name) > 1]
+        holes = find_holes(type(self.transformer), self.pipeline.__name__)
+        return {name: holes[column] for name in used for column in COLUMNS[name] if column in holes}
+
+    def _divides_keys(self, plan: Plan) -> bool:
+        heads, _ = self.attention_heads
+        return round(heads * self.transformer_work.key_heads) % plan.tensor == 0
+
+    def _fill_arguments(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        config: Any = self.transformer.config
+        return fill_call_defaults(self.pipeline, config, self.vae_scale, call)
 
     def make_call_shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
         """The shape of a call; the pipeline's own defaults fill the gaps.
@@ -226,15 +334,45 @@ class PlanSubject:
             ModelError: if a side is not a whole number of tokens, or there are frames that the model does not make.
         """
         config: Any = self.transformer.config
-        filled = fill_call_defaults(self.pipeline, config, self.vae_scale, call)
-        check_image_size(filled, self.vae_scale * self.model_spec.latent_per_token(config))
+        filled = self._fill_arguments(call)
+        check_image_size(filled, self.token_side)
         frames = call.get("num_frames")
-        if frames is not None and not (self.table and self.table.is_video):
+        if frames is not None and not self.makes_videos:
             raise ModelError(f"frames={frames}: {self.pipeline.__name__} makes pictures; leave it out")
-        shape = Shape.from_call(self.model_spec, config, self.vae_scale, element_size, filled)
-        if self.table is None:
-            return shape
-        return self.table.add_frames(shape, int(filled.get("num_frames", 1)), self.frames_of_latent)
+        if self.recorder is None:
+            return Shape.from_call(self.model_spec, config, self.vae_scale, element_size, filled)
+        return self._make_recorded_shape(filled, element_size)
+
+    @property
+    def makes_videos(self) -> bool:
+        """Whether a call has frames."""
+        return self.recorder is not None and self.recorder.takes_frames
+
+    def _make_recorded_shape(self, call: Mapping[str, Any], element_size: int) -> Shape:
+        frames = int(call.get("num_frames") or 1) if self.makes_videos else 1
+        latent_frames = self.scale.count_latent_frames(frames)
+        step, (heads, head_dim) = self._record(call), self.attention_heads
+        images, rows = count_images({"prompt": "", **call}), [each.rows for each in step.calls]
+        first = max(step.calls, key=lambda each: each.rows)
+        # Calls with unlike numbers of rows count as one for each row.
+        is_even = len(set(rows)) == 1
+        return Shape(
+            height=int(call["height"]),
+            width=int(call["width"]),
+            steps=int(call["num_inference_steps"]),
+            grid=Grid(first.image, 1),
+            text=first.text,
+            batch=rows[0] if is_even else images,
+            images=images,
+            calls=len(rows) if is_even else sum(rows) // images,
+            heads=heads,
+            head_dim=head_dim,
+            latent_elements=step.latents // images,
+            element_size=element_size,
+            frames=latent_frames,
+            channels=first.channels,
+            key_heads=self.transformer_work.key_heads,
+        )
 
     def make_plan_job(self, plan: Plan, shape: Shape) -> PlannedCall:
         """The call under a plan.
@@ -243,14 +381,53 @@ class PlanSubject:
             PlanError: if the plan does not fit.
         """
         kind = type(self.transformer).__name__
-        if self.table is not None:
-            check_family_plan(plan, self.coder.__name__, in_turns=self.others > 0)
+        if self.recorder is not None:
+            self._check_derived_plan(plan)
         plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights)
         if key not in self._stages:
-            self._stages[key] = divide_blocks(self.block_hooks, plan, self._cost_model)
+            costs = None if self.recorder is not None else self._cost_model
+            self._stages[key] = divide_blocks(self.block_hooks, plan, costs)
         weights, stages = self.parameter_counts, self._stages[key]
         return PlannedCall(plan=plan, spec=self.model_spec, shape=shape, weights=weights, stages=stages)
+
+    def _check_derived_plan(self, plan: Plan) -> None:
+        kind, coder = type(self.transformer).__name__, self.coder.__name__
+        for axis, reason in self._find_holes(plan).items():
+            raise PlanError(f"{axis}={getattr(plan, axis)}: {kind} {reason}; `ditile models` says what it holds")
+        if plan.vae == "rows" and coder not in PROVEN:
+            raise PlanError(
+                f"vae=rows: whether {coder} can be divided by rows is only seen when it is loaded; use vae=whole"
+            )
+
+
+def make_derived_spec(transformer: nn.Module) -> ModelSpec:
+    """What the anatomy of a transformer says of its family; raises `ModelError` if it is not known."""
+    anatomy = build_block_hooks(transformer, UNKNOWN_MODEL).anatomy
+    joint = "none" if anatomy.is_one_sequence else anatomy.joint
+    return replace(UNKNOWN_MODEL, name=name_family(type(transformer)), joint=joint)
+
+
+def _renew_numbers(value: Any) -> Any:
+    """Another tensor of the same size, where one has numbers that decide nothing."""
+    is_large = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
+    return torch.empty_like(value) if is_large else value
+
+
+def _has_image_keys(hook: BlockHook, path: str) -> bool:
+    """Whether a module attends to tokens of the image, and not to those of a second stream alone."""
+    return any(drop_further_keys(kind.rstrip(REAL_PAIRS))[-1:] in ("N", "J") for kind in hook.anatomy.attention[path])
+
+
+def _make_recorder(
+    source: Path | str, index: Mapping[str, Any], transformer: nn.Module, coder: Any, vae: Mapping[str, Any]
+) -> PipelineRecorder:
+    with init_on_meta_device():
+        parts = {"transformer": transformer, "vae": coder.from_config(vae)}
+        if (index.get("transformer_2") or [None])[0] is not None:
+            parts["transformer_2"] = type(transformer).from_config(transformer.config)
+    hooks = [build_block_hooks(each, UNKNOWN_MODEL) for name, each in parts.items() if name != "vae"]
+    return PipelineRecorder(build_recorded_pipeline(source, index, parts), *hooks)
 
 
 class _OtherParts(NamedTuple):

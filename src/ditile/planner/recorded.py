@@ -1,0 +1,294 @@
+"""Records what a pipeline gives its transformer, at any size, without weights.
+
+The pipeline itself is called, with embeddings of a text in place of a prompt (`assets/prompts.json` says which, and of
+what shapes). It runs for the sizes of its tensors alone, and its blocks pass on what they are given, until the first
+step ends. So tokens, calls, rows and latents are those of the call, whatever the family does to get there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from ditile.errors import ModelError
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.block_policy import BlockHook
+from ditile.hooks.overrides import override_attribute
+from ditile.hooks.placeholders import init_on_meta_device
+from ditile.models.known import ASSETS
+from ditile.models.record import bind_arguments
+from ditile.planner.kernel_times import make_passthrough
+from ditile.planner.sizes import SizesOnly
+from ditile.runner.load import convert_build_errors
+
+NO_GUIDANCE = dict.fromkeys(("guidance_scale", "true_cfg_scale", "audio_guidance_scale"), 0.0)
+"""Arguments of a call of one branch, as far as the pipeline has them: 0 is no guidance under every convention."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordedCall:
+    """One call of a transformer.
+
+    Attributes:
+        arguments: of its forward, by parameter.
+        rows: of the batch.
+        image, text: tokens that go through its blocks; where these have one sequence, all of it is the image.
+        channels: of an image token.
+        out: numbers of the prediction, over all rows.
+    """
+
+    arguments: Mapping[str, Any]
+    rows: int
+    image: int
+    text: int
+    channels: int
+    out: int
+
+
+class RecordedStep(NamedTuple):
+    """The first step of a pipeline's loop.
+
+    Attributes:
+        calls: of the transformer.
+        latents: their numbers.
+        mode: the mode in which it ran, which knows what numbers are not known.
+    """
+
+    calls: tuple[RecordedCall, ...]
+    latents: int
+    mode: SizesOnly
+
+
+class _Stepped(Exception):
+    """The first step has ended: the pipeline is left."""
+
+
+@lru_cache(maxsize=1)
+def read_prompt_table() -> Mapping[str, Mapping[str, Any]]:
+    """Pipeline -> each argument that stands for a prompt, and its shape without rows: sizes by their names in configs.
+
+    A shape in a list is that of a list's item for each row. `picture` and `film` are of the size of the call.
+    """
+    table: Mapping[str, Mapping[str, Any]] = json.loads((ASSETS / "prompts.json").read_text("utf-8"))
+    return table
+
+
+class PipelineRecorder:
+    """Records calls of a pipeline.
+
+    Args:
+        pipe: the pipeline, whose models are on the meta device, without text encoders.
+        hooks: for the blocks of its transformer, not installed, and of a second one that is called in turns with it.
+
+    Raises:
+        ModelError: if nothing says what the pipeline takes in place of a prompt.
+    """
+
+    def __init__(self, pipe: Any, *hooks: TransformerHooks) -> None:
+        self._pipe, self._hooks = pipe, hooks
+        pipe.set_progress_bar_config(disable=True)
+        name = type(pipe).__name__
+        if name not in read_prompt_table():
+            raise ModelError(
+                f"{name}: nothing says what it takes in place of a prompt, so that its calls cannot be recorded; known "
+                f"are {', '.join(read_prompt_table())}"
+            )
+        self._prompt = read_prompt_table()[name]
+        self._parameters = inspect.signature(type(pipe).__call__).parameters
+
+    @property
+    def takes_frames(self) -> bool:
+        """Whether a call has a number of frames."""
+        return "num_frames" in self._parameters
+
+    def count_text_tokens(self, call: Mapping[str, Any]) -> int:
+        """Tokens of the text that a call has."""
+        own = self._parameters.get("max_sequence_length")
+        tokens = call.get("max_sequence_length") or (own.default if own is not None else None)
+        return int(tokens or getattr(self._pipe, "tokenizer_max_length", 512))
+
+    def record_step(self, call: Mapping[str, Any]) -> RecordedStep:
+        """The first step of a call.
+
+        Args:
+            call: its arguments; a prompt among them is not read.
+
+        Raises:
+            ModelError: if the pipeline refuses it, or decides by numbers that nobody knows.
+        """
+        calls, latents = list[RecordedCall](), list[int]()
+        sizes = SizesOnly()
+
+        step = inspect.signature(self._pipe.scheduler.step)
+
+        def end_step(*args: Any, **kwargs: Any) -> Any:
+            latents.append(step.bind(*args, **kwargs).arguments["sample"].numel())
+            raise _Stepped
+
+        with ExitStack() as stack:
+            for hooks in self._hooks:
+                self._watch_model(stack, hooks, calls)
+            override_attribute(stack, self._pipe.scheduler, "step", end_step)
+            stack.enter_context(silence_libraries())
+            stack.enter_context(convert_build_errors(type(self._pipe).__name__))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(sizes)
+            with suppress(_Stepped):
+                self._pipe(**self._make_arguments(call, sizes))
+        if not calls or not latents:
+            raise ModelError(f"{type(self._pipe).__name__} ended without a step, so that its calls cannot be counted")
+        return RecordedStep(tuple(calls), latents[0], sizes)
+
+    def _watch_model(self, stack: ExitStack, hooks: TransformerHooks, calls: list[RecordedCall]) -> None:
+        model, forward, seen = hooks.transformer, hooks.transformer.forward, dict[int, dict[str, Any]]()
+
+        def forward_and_record(*args: Any, **kwargs: Any) -> Any:
+            seen.clear()
+            out = forward(*args, **kwargs)
+            calls.append(_describe_call(hooks, bind_arguments(model, args, kwargs), seen, out))
+            return out
+
+        for hook in hooks.chain:
+            passthrough = make_passthrough(hook.block, hook.anatomy)
+            override_attribute(stack, hook.block, "forward", _make_watcher(hook, passthrough, seen))
+        override_attribute(stack, model, "forward", forward_and_record)
+
+    def _make_arguments(self, call: Mapping[str, Any], sizes: SizesOnly) -> dict[str, Any]:
+        """The arguments of the pipeline's call."""
+        given = {name: value for name, value in call.items() if name in self._parameters and value is not None}
+        given = {name: value for name, value in given.items() if "prompt" not in name}
+
+        for name, shape in self._prompt.items():
+            if isinstance(shape, list) and None in [self._sizes.get(str(size), size) for size in shape]:
+                continue  # the model takes none
+            for argument in (name, f"negative_{name}"):
+                if argument in self._parameters:
+                    given[argument] = self._make_prompt(shape, call, sizes, is_mask="mask" in name)
+        return given | {"num_inference_steps": 2, "output_type": "latent"}
+
+    def _make_prompt(self, shape: Any, call: Mapping[str, Any], sizes: SizesOnly, *, is_mask: bool) -> Any:
+        rows = int(call.get("num_images_per_prompt") or call.get("num_videos_per_prompt") or 1)
+        if isinstance(shape, int):
+            return shape
+        if isinstance(shape, str):
+            picture = Image.new("RGB", (int(call["width"]), int(call["height"])))
+            return picture if shape == "picture" else [picture] * int(call["num_frames"])
+        if isinstance(shape[0], list):
+            return [sizes.make_unknown(*self._read_shape(shape[0], call)) for _ in range(rows)]
+        lengths = (rows, *self._read_shape(shape, call))
+        return torch.ones(lengths, dtype=torch.bool) if is_mask else sizes.make_unknown(*lengths)
+
+    def _read_shape(self, shape: Sequence[str], call: Mapping[str, Any]) -> list[int]:
+        """The lengths of names, some of which are products."""
+        known = self._sizes | {"text": self.count_text_tokens(call)}
+        return [math.prod(int(known.get(name, name)) for name in names.split("*")) for names in shape]
+
+    @cached_property
+    def _sizes(self) -> dict[str, Any]:
+        """By name: those of the transformer's config, of the connectors', and of the pipeline."""
+        config = dict(self._hooks[0].transformer.config)  # type: ignore[arg-type]
+        connectors = getattr(self._pipe, "connectors", None)
+        if connectors is not None:
+            config |= {f"connectors.{name}": value for name, value in connectors.config.items()}
+        own = {name: value for name, value in vars(self._pipe).items() if isinstance(value, int)}
+        return own | config
+
+
+def _make_watcher(hook: BlockHook, passthrough: Callable[..., Any], seen: dict[int, dict[str, Any]]) -> Any:
+    """A forward that passes on what it is given, of which the arguments are noted."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        seen[hook.index] = bind_arguments(hook.block, args, kwargs)
+        return passthrough(*args, **kwargs)
+
+    return forward
+
+
+def _describe_call(
+    hooks: TransformerHooks, arguments: Mapping[str, Any], seen: Mapping[int, Mapping[str, Any]], out: Any
+) -> RecordedCall:
+    """A call, of whose blocks `seen` has the arguments."""
+    if not seen:
+        raise ModelError(f"{type(hooks.transformer).__name__} called none of its blocks")
+    first, text = min(seen), 0
+    given, anatomy = seen[first], hooks.chain[first].anatomy
+    image = given[anatomy.image]
+    for hook in hooks.chain:
+        stream = seen[hook.index].get(hook.anatomy.text or "") if hook.index in seen else None
+        if stream is not None:
+            text = stream.shape[hook.anatomy.tokens]
+            break
+    rows = 1 if anatomy.has_no_batch else image.shape[0 if anatomy.tokens else 1]
+    parts = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    return RecordedCall(
+        arguments=arguments,
+        rows=rows,
+        image=image.shape[anatomy.tokens] - (text if anatomy.joint != "none" else 0),
+        text=text,
+        channels=image.shape[-1],
+        out=sum(part.numel() for part in parts),
+    )
+
+
+@contextmanager
+def silence_libraries() -> Iterator[None]:
+    """Warnings of diffusers and transformers are about a call that nobody makes."""
+    loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def build_recorded_pipeline(source: Path | str, index: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    """A pipeline without weights, text encoders and what they need.
+
+    Args:
+        source: the folder or hub id with the configs.
+        index: its `model_index.json`.
+        parts: its models that are made already.
+    """
+    pipeline = getattr(diffusers, index["_class_name"])
+    known = inspect.signature(pipeline.__init__).parameters
+    made = {name: parts.get(name) for name in list(known)[1:]}
+    for name, given in index.items():
+        if name not in known or parts.get(name) is not None:
+            continue
+        if not isinstance(given, list | tuple) or len(given) != 2 or not isinstance(given[0], str | None):
+            made[name] = given
+        elif given[0] not in (None, "transformers"):
+            made[name] = _build_part(source, name, *given)
+    needed = [name for name in made if made[name] is not None or known[name].default is inspect.Parameter.empty]
+    with silence_libraries():
+        return pipeline(**{name: made[name] for name in needed})
+
+
+def _build_part(source: Path | str, name: str, library: str, kind: str) -> Any:
+    """A part of a pipeline by its config, or by the defaults of its class if there is none."""
+    place = diffusers if library == "diffusers" else getattr(diffusers.pipelines, library)
+    cls: Any = getattr(place, kind, None) or getattr(diffusers, kind)
+    is_model = issubclass(cls, nn.Module)
+    try:
+        config = cls.load_config(source, subfolder=name)
+    except OSError:
+        config = {}
+    with init_on_meta_device() if is_model else nullcontext():
+        return cls.from_config(config) if config else cls()

@@ -1,0 +1,89 @@
+"""Runs code for the sizes of its tensors alone: what follows from weights or noise is never computed.
+
+A model's parameters are on the meta device, and its inputs are on the CPU. An operator that reads a number which nobody
+knows makes an uninitialized tensor of the right shape, whose memory nothing touches. All others are computed, such as
+lengths, masks, and positions, by which a pipeline or a forward decides what to do.
+
+    with SizesOnly() as sizes, torch.no_grad():
+        pipe(prompt_embeds=sizes.make_unknown(1, 512, 4096), height=720, width=1280)
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+
+
+class SizesOnly(TorchDispatchMode):
+    """Computes no number that follows from an unknown one. Tensors on the meta device are unknown."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._unknown = dict[int, weakref.ref[Any]]()
+
+    def make_unknown(self, *shape: int) -> Tensor:
+        """A tensor of floats that are not known."""
+        return self._mark_unknown(torch.empty(shape))
+
+    def _mark_unknown(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._unknown[key] = weakref.ref(storage, lambda _: self._unknown.pop(key, None))
+        return tensor
+
+    def _is_unknown(self, tensor: Tensor) -> bool:
+        return tensor.is_meta or tensor.untyped_storage()._cdata in self._unknown
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:
+            kwargs["device"] = _CPU  # pipelines make tensors on the device of their models
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(map(self._is_unknown, given)):
+            return func(*args, **kwargs)
+        if func.is_view and not any(tensor.is_meta for tensor in given):
+            return func(*args, **kwargs)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                return self._mark_unknown(value)
+        if "device" in kwargs:
+            kwargs["device"] = _META
+        try:
+            out = func(*tree_map(_copy_to_meta, args), **tree_map(_copy_to_meta, kwargs))
+        except (NotImplementedError, RuntimeError):
+            # A shape that depends on numbers, such as those of a mask: these must be known.
+            if any(tensor.is_meta or (self._is_unknown(tensor) and not _is_float(tensor)) for tensor in given):
+                raise
+            return tree_map(lambda x: self._mark_unknown(x) if isinstance(x, Tensor) else x, func(*args, **kwargs))
+        if func is torch.ops.aten.convolution.default:
+            out = out.contiguous()  # only on the meta device channels may be last
+        return tree_map(self._make_like, out)
+
+    def _make_like(self, out: Any) -> Any:
+        if not isinstance(out, Tensor):
+            return out
+        make = torch.empty_strided if _is_float(out) else _make_zeros
+        return self._mark_unknown(make(out.shape, out.stride(), dtype=out.dtype, device=_CPU))
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _make_zeros(shape: Any, stride: Any, **options: Any) -> Tensor:
+    # Whole numbers may be indices: they must be in the range of any table.
+    return torch.empty_strided(shape, stride, **options).zero_()
+
+
+def _copy_to_meta(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.is_meta:
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=_META)
