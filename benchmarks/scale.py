@@ -87,7 +87,6 @@ def make_wan_task() -> ScalingTask:
     )
 
 
-
 class _EstimatedPlan(NamedTuple):
     """A plan by the formula's seconds, and by its name."""
 

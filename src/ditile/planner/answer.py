@@ -142,7 +142,10 @@ class Answer:
             "sent a step": [format_bytes(price.bytes_per_step) for price in prices],
         }
         parts = [self.describe_call(), title, *make_numbered_tables(labels, columns)]
-        parts += ["GB of each rank under plan 1; keys are those of the step before", make_memory_table(self.memories[0])]
+        parts += [
+            "GB of each rank under plan 1; keys are those of the step before",
+            make_memory_table(self.memories[0]),
+        ]
         if self.models > 1:
             parts.append(f"weights are those of {self.models} transformers, which are on the device all the time")
         if self.result.missed:

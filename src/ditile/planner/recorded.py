@@ -144,7 +144,7 @@ class PipelineRecorder:
                 self._watch_model(stack, hooks, calls)
             override_attribute(stack, self._pipe.scheduler, "step", end_step)
             stack.enter_context(silence_libraries())
-            stack.enter_context(convert_build_errors(type(self._pipe).__name__))
+            stack.enter_context(convert_build_errors(type(self._pipe).__name__, "cannot be called for its sizes alone"))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sizes)
             with suppress(_Stepped):

@@ -10,7 +10,9 @@ lengths, masks, and positions, by which a pipeline or a forward decides what to 
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+LARGE = 2**24
+"""Numbers above which an unknown tensor has no memory of its own."""
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 
@@ -31,7 +35,7 @@ class SizesOnly(TorchDispatchMode):
 
     def make_unknown(self, *shape: int) -> Tensor:
         """A tensor of floats that are not known."""
-        return self._mark_unknown(torch.empty(shape))
+        return self._mark_unknown(_make_empty(shape, None, torch.get_default_dtype()))
 
     def _mark_unknown(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -70,17 +74,22 @@ class SizesOnly(TorchDispatchMode):
     def _make_like(self, out: Any) -> Any:
         if not isinstance(out, Tensor):
             return out
-        make = torch.empty_strided if _is_float(out) else _make_zeros
-        return self._mark_unknown(make(out.shape, out.stride(), dtype=out.dtype, device=_CPU))
+        if _is_float(out):
+            return self._mark_unknown(_make_empty(out.shape, out.stride(), out.dtype))
+        # Whole numbers may be indices: they must be in the range of any table.
+        return self._mark_unknown(torch.zeros(out.shape, dtype=out.dtype, device=_CPU))
 
 
 def _is_float(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def _make_zeros(shape: Any, stride: Any, **options: Any) -> Tensor:
-    # Whole numbers may be indices: they must be in the range of any table.
-    return torch.empty_strided(shape, stride, **options).zero_()
+def _make_empty(shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> Tensor:
+    if math.prod(shape) > LARGE:
+        return torch.empty(1, dtype=dtype, device=_CPU).expand(shape)
+    if stride is None:
+        return torch.empty(shape, dtype=dtype, device=_CPU)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=_CPU)
 
 
 def _copy_to_meta(value: Any) -> Any:

@@ -153,8 +153,12 @@ def load(
 
 
 @contextmanager
-def convert_build_errors(name: str) -> Iterator[None]:
+def convert_build_errors(name: str, refusal: str = "is not one that diffusers can build here") -> Iterator[None]:
     """Turns what diffusers and transformers raise for a model that they cannot build into an error of ditile.
+
+    Args:
+        name: of the model.
+        refusal: what the error says of it.
 
     Raises:
         LoadError: for files that are missing or corrupt.
@@ -177,7 +181,7 @@ def convert_build_errors(name: str) -> Iterator[None]:
         if isinstance(error, OSError):
             raise LoadError(f"model {name!r} cannot be loaded: {what}") from error
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        raise ModelError(f"model {name!r} is not one that diffusers can build here: {kind}{what}") from error
+        raise ModelError(f"model {name!r} {refusal}: {kind}{what}") from error
 
 
 def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:

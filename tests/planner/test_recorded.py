@@ -1,0 +1,307 @@
+"""Plans for families without a `ModelSpec`: what their pipelines do at any size, without weights."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from ditile.cli.main import main
+from ditile.errors import ModelError, PlanError
+from ditile.models.known import list_known_models
+from ditile.models.record import capture_call
+from ditile.models.registry import find_holes
+from ditile.plan import cost
+from ditile.plan.plan import Plan
+from ditile.plan.shape import Shape
+from ditile.planner.footprint import LiveBytes
+from ditile.planner.memory import count_rank_memory
+from ditile.planner.seconds import RankTokens, merge_work
+from ditile.planner.sizes import SizesOnly
+from ditile.planner.subject import PlanSubject
+from ditile.runner.load import defaults
+from ditile.runner.runner import parallelize
+from tests.planner.test_planner import EVEN, count_work_flops
+from tests.pool import Pool
+from tests.zoo import ZOO
+
+TINY = ["wan-2.1", "qwen-image", "flux-2", "ltx", "hunyuan-video", "krea-2", "cogvideox-2b"]
+
+
+@functools.cache
+def known_subject(name: str) -> PlanSubject:
+    folder = next(model.folder for model in list_known_models() if model.name == name)
+    return PlanSubject.from_configs(name, folder)
+
+
+def video(frames: int, height: int, width: int, *, ratio: int = 4, pixels: int = 16) -> int:
+    """Tokens of a video, by hand."""
+    return ((frames - 1) // ratio + 1) * (height // pixels) * (width // pixels)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "text", "calls"),
+    [
+        ("wan2.1-t2v-14b", video(81, 720, 1280), 0, 2),
+        ("wan2.1-t2v-1.3b", video(81, 480, 832), 0, 2),
+        ("wan2.2-t2v-14b", video(81, 720, 1280), 0, 2),
+        ("wan2.2-i2v-14b", video(81, 720, 1280), 0, 2),
+        ("wan2.2-ti2v-5b", video(121, 704, 1280, pixels=32), 0, 2),
+        ("hunyuanvideo", video(129, 720, 1280), 256, 1),
+        # 1000 tokens of Qwen2.5-VL, 256 of ByT5, 729 for a picture that is not there
+        ("hunyuanvideo-1.5", video(121, 720, 1280), 1000 + 256 + 729, 2),
+        # the text is the sound: 121 frames at 24 a second, 25 latents of sound a second
+        ("ltx-2", video(121, 512, 768, ratio=8, pixels=32), round(121 / 24 * 25), 4),
+        ("ltx-video", video(161, 512, 704, ratio=8, pixels=32), 0, 1),
+        ("cogvideox-5b", video(49, 480, 720), 226, 1),
+        ("qwen-image", 64 * 64, 512, 2),
+        ("qwen-image-edit-2509", 2 * 64 * 64, 512, 2),
+        ("qwen-image-edit-2511", 2 * 64 * 64, 512, 2),
+        ("z-image-turbo", 64 * 64 + 512, 0, 1),
+        ("flux.2-dev", 64 * 64, 512, 1),
+        ("flux.2-klein-9b", 64 * 64, 512, 1),
+        ("flux.2-klein-4b", 64 * 64, 512, 1),
+        ("krea-2", 64 * 64 + 512, 0, 2),
+        ("krea-2-turbo", 64 * 64 + 512, 0, 1),
+    ],
+)
+def test_published_models_have_the_tokens_of_their_call(name: str, tokens: int, text: int, calls: int) -> None:
+    """At the size that their authors name. The latents have as many numbers as the recorded call gives the model.
+
+    A failure means that a published model is planned for at another size than it runs at."""
+    subject, call = known_subject(name), {"prompt": "", **defaults(name)}
+    shape = subject.make_call_shape(call, 2)
+    assert (shape.grid.rows * shape.grid.tokens_per_row, shape.text, shape.calls) == (tokens, text, calls)
+    assert shape.batch == (2 if name in ("ltx-video", "cogvideox-5b") else 1)
+    (recorded, *_) = subject._record(call).calls
+    out = subject.parameter_counts.out * tokens
+    assert recorded.out in (out * recorded.rows, (out - subject.parameter_counts.out * 512) * recorded.rows) or (
+        name == "ltx-2" and recorded.out > out * recorded.rows
+    )
+
+
+def test_every_published_model_is_listed_above() -> None:
+    marks = test_published_models_have_the_tokens_of_their_call.pytestmark  # type: ignore[attr-defined]
+    listed = {row[0] for row in marks[0].args[1]}
+    assert listed == {model.name for model in list_known_models() if not model.has_spec}
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    {"wan2.2-ti2v-5b": 5.0, "wan2.1-t2v-1.3b": 1.42, "flux.2-dev": 32.2, "flux.2-klein-9b": 9.08,
+     "flux.2-klein-4b": 3.88, "krea-2": 12.8, "z-image-turbo": 6.15, "ltx-2": 18.9, "hunyuanvideo": 12.8,
+     "hunyuanvideo-1.5": 8.33, "cogvideox-5b": 5.57}.items(),
+)  # fmt: skip
+def test_published_models_have_their_parameters(name: str, billions: float) -> None:
+    """As their names and cards say, to the digits that they give."""
+    weights = known_subject(name).parameter_counts
+    assert (sum(weights.blocks) + weights.shared) / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Name of a tiny pipeline -> the pipeline, and the folder that it is saved in."""
+
+    @functools.cache
+    def save(name: str) -> tuple[Any, Path]:
+        pipe, path = ZOO[name].make(), tmp_path_factory.mktemp("tiny") / name
+        pipe.save_pretrained(path)
+        return pipe, path
+
+    return save
+
+
+def describe_tiny_call(name: str) -> dict[str, Any]:
+    """The call of a tiny pipeline, as the planner is asked for it."""
+    call = ZOO[name].call()
+    sizes = {key: value for key, value in call.items() if isinstance(value, int | float)}
+    return {"prompt": "", **sizes, "max_sequence_length": call["prompt_embeds"].shape[1]}
+
+
+def make_tiny_shape(subject: PlanSubject, name: str) -> Shape:
+    return subject.make_call_shape(describe_tiny_call(name))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_counted_is_what_a_real_forward_does(saved: Any, name: str) -> None:
+    """Operations at another size than the counted one, attention by products, which torch counts.
+
+    A failure means that a kernel grows with the wrong tokens: the latency of any other size would be wrong."""
+    pipe, path = saved(name)
+    subject = PlanSubject.from_configs(name, path)
+    counted, shape = subject.transformer_work, make_tiny_shape(subject, name)
+    call = capture_call(pipe, pipe.transformer, ZOO[name].call())
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        pipe.transformer(**call)
+    rest = (counted.first, counted.last, counted.every, counted.step, counted.once)
+    image, text = shape.grid.rows, shape.text or describe_tiny_call(name)["max_sequence_length"]
+    tokens = RankTokens(shape.batch, image, text, image, text)
+    work = merge_work([*counted.blocks, *counted.block_steps, *counted.block_once, *rest])
+    # Of one sequence, what is in front of the text's place counts as long as all of it.
+    slack = 0.1 if name in ("krea-2", "hunyuan-video") else 1e-9
+    assert count_work_flops(work, tokens) == pytest.approx(counter.get_total_flops(), rel=slack)
+    assert counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("name", ["wan-2.1", "qwen-image", "flux-2", "ltx"])
+def test_what_a_real_forward_holds(saved: Any, name: str) -> None:
+    """A failure means that memory is foretold too low, or plans that fit are set aside."""
+    pipe, path = saved(name)
+    subject = PlanSubject.from_configs(name, path)
+    side = dict.fromkeys(("height", "width"), 20 * subject.token_side)
+    footprint, shape = subject.get_footprint(1), subject.make_call_shape(describe_tiny_call(name) | side)
+    call = capture_call(pipe, pipe.transformer, ZOO[name].call() | side)
+    with torch.no_grad(), LiveBytes() as live:
+        pipe.transformer(**call)
+    text = shape.text or describe_tiny_call(name)["max_sequence_length"]
+    foretold = 4 * shape.batch * max(held.count_numbers(shape.grid.rows, text) for held in footprint.moments)
+    assert foretold == pytest.approx(live.peak, rel=0.1)
+
+
+def send_tiny_call(name: str, plans: list[str]) -> list[dict[str, int]]:
+    """On a rank: bytes by kind, under each plan."""
+    result = []
+    for text in plans:
+        runner = parallelize(ZOO[name].make(), Plan.parse(text))
+        call = ZOO[name].call()
+        same = {other: call[other.removeprefix("negative_")] for other in call if other.startswith("negative_")}
+        runner(**call | same)
+        result.append(dict(runner.mesh.traffic.bytes))
+    return result
+
+
+SENT = {
+    "wan-2.1": ["ulysses=2", "ring=2", "pipefusion=2 patches=2", "cfg=2"],
+    "qwen-image": ["ulysses=2", "ring=2"],
+    "flux-2": ["ulysses=2", "ring=2", "pipefusion=2 patches=2", "distrifusion=2"],
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_foretold_bytes_are_counted_bytes(pool: Pool, saved: Any, name: str) -> None:
+    """A failure means that exposed communication is priced from other bytes than travel."""
+    subject = PlanSubject.from_configs(name, saved(name)[1])
+    shape = make_tiny_shape(subject, name)
+    for rank, of_plans in enumerate(pool.run(send_tiny_call, 2, name, SENT[name])):
+        for text, sent in zip(SENT[name], of_plans, strict=True):
+            foretold = cost.count_traffic_bytes(subject.make_plan_job(Plan.parse(text), shape), rank)
+            assert foretold == {kind: sent[kind] for kind in foretold}, f"{name}, {text}, rank {rank}: {sent}"
+
+
+ASKED = ("--height", "96", "--width", "128", "--steps", "4", "--hardware", "l40-pcie", "--devices", "4", "--json", "-")
+
+
+def plan_as_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["plan", *words]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return result
+
+
+def test_the_command_plans_a_video(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """More frames take longer. A failure means that saved models of this rung cannot be planned for."""
+    _, folder = saved("wan-2.1")
+    short, long = (plan_as_json(capsys, "--model", str(folder), "--frames", n, *ASKED)["plans"] for n in ("5", "81"))
+    assert 0 < short[0]["latency_s"] < long[0]["latency_s"]
+    assert short[0]["memory_bytes"] < long[0]["memory_bytes"]
+    for plan in long:
+        assert len(plan["memory_by_rank"]) == Plan.parse(plan["plan"]).world
+        assert max(rank["peak"] for rank in plan["memory_by_rank"]) == plan["memory_bytes"]
+    for words, said in (
+        (("--frames", "10"), "frames=10 are not a multiple of 4 and one more; try frames=9"),
+        (("--price", "pipefusion=200"), "'pipefusion=200' needs 200 devices"),
+        (("--width", "100"), "width=100 is not a multiple of 16"),
+    ):
+        assert main(["plan", "--model", str(folder), *ASKED, *words]) == 2
+        shown = capsys.readouterr()
+        assert said in shown.err and shown.err.count("\n") == 1 and not shown.out
+
+
+def test_plans_of_every_axis_are_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plans of the fastest eight have most axes; each of the others can be priced by name."""
+    name = ("--model", "wan2.1-t2v-1.3b", "--hardware", "h100-nvlink", "--steps", "4")
+    searched = {word.partition("=")[0] for plan in plan_as_json(capsys, *name, "--devices", "8", "--json", "-")["plans"]
+                for word in plan["plan"].split()}  # fmt: skip
+    assert {"cfg", "ulysses"} <= searched
+    for plan in ("pipefusion=4 patches=8", "distrifusion=4", "ring=4", "cfg=2 pipefusion=2 patches=2 vae=rows"):
+        answer = plan_as_json(capsys, *name, "--price", plan, "--json", "-")
+        assert answer["plans"][0]["latency_s"] > 0
+
+
+def test_two_transformers_are_there_twice(saved: Any) -> None:
+    """Wan 2.2 holds cfg and stages; a stage has its blocks of both transformers.
+
+    A failure means that memory is foretold for one of them."""
+    both = PlanSubject.from_configs("both", saved("wan-2.2")[1])
+    alone = PlanSubject.from_configs("alone", saved("wan-2.1")[1])
+    shape = make_tiny_shape(both, "wan-2.2")
+    for text in ("cfg=2", "pipefusion=2 patches=2", "ulysses=2"):
+        plan = Plan.parse(text)
+        assert both.can_run_plan(plan)
+        twice, once = (count_rank_memory(each, each.make_plan_job(plan, shape), EVEN) for each in (both, alone))
+        assert (twice.weights, twice.keys) == (2 * once.weights, 2 * once.keys) and once.weights > 0
+
+
+def test_the_table_is_the_terminal_of_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that a line of the answer is broken where people look at it."""
+    words = ("--model", "wan2.2-t2v-14b", "--hardware", "h100-nvlink", "--devices", "8", "--steps", "4")
+    assert main(["plan", *words]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "weights are those of 2 transformers, which are on the device all the time" in shown
+    for title in ("weights", "keys", "activations", "decode", "peak"):
+        assert title in shown
+
+
+def test_what_a_family_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the table of `ditile models`. A failure means that plans are proposed which the runner refuses."""
+    subject, call = known_subject("qwen-image"), {"prompt": "", **defaults("qwen-image")}
+    holes = {"pipefusion": "has a reason", "ring": "has another"}
+    monkeypatch.setattr("ditile.planner.subject.find_holes", lambda *_: holes)
+    shape = subject.make_call_shape(call)
+    with pytest.raises(PlanError, match="pipefusion=2: QwenImageTransformer2DModel has a reason"):
+        subject.make_plan_job(Plan(pipefusion=2), shape)
+    assert not subject.can_run_plan(Plan(ring=2)) and subject.can_run_plan(Plan(ulysses=2))
+    holes.clear()
+    assert subject.can_run_plan(Plan(ring=2))
+
+
+def test_holes_are_those_of_the_table() -> None:
+    class MochiTransformer3DModel: ...
+
+    class Unheard: ...
+
+    assert "padded text" in find_holes(MochiTransformer3DModel, "MochiPipeline")["ulysses"]
+    assert "cfg" not in find_holes(Unheard, "Pipeline") and "ring" in find_holes(Unheard, "Pipeline")
+
+
+def test_a_picture_has_no_frames() -> None:
+    with pytest.raises(ModelError, match="frames=9: QwenImagePipeline makes pictures; leave it out"):
+        known_subject("qwen-image").make_call_shape({"num_frames": 9})
+
+
+def test_a_pipeline_without_a_row_is_refused(saved: Any) -> None:
+    """A failure means that a model is priced by another call than its pipeline makes."""
+    with pytest.raises(ModelError, match="AllegroPipeline: nothing says what it takes in place of a prompt"):
+        PlanSubject.from_configs("allegro", saved("allegro")[1])
+
+
+def test_only_what_is_known_is_computed() -> None:
+    """Numbers made of unknown ones are not computed, and shapes that depend on known ones are right."""
+    weight = torch.empty(3, 4, device="meta")
+    with SizesOnly() as sizes:
+        x, mask = sizes.make_unknown(5, 4), torch.tensor([True, False, True, True, False])
+        y = torch.nn.functional.linear(x, weight)
+        assert y.shape == (5, 3) and y.device.type == "cpu"
+        assert y[mask].shape == (3, 3) and int(mask.sum()) == 3
+        assert torch.arange(3, device="meta").tolist() == [0, 1, 2]
+        y.add_(1)
+        huge = sizes.make_unknown(10**6, 10**5) @ sizes.make_unknown(10**5, 10**6)
+        assert huge.shape == (10**6, 10**6)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            x[(y > 0).any(1)]
