@@ -89,7 +89,7 @@ def test_published_models_have_the_tokens_of_their_call(name: str, tokens: int, 
 def test_every_published_model_is_listed_above() -> None:
     marks = test_published_models_have_the_tokens_of_their_call.pytestmark  # type: ignore[attr-defined]
     listed = {row[0] for row in marks[0].args[1]}
-    assert listed == {model.name for model in list_known_models() if not model.has_spec}
+    assert listed == {model.name for model in list_known_models() if model.hub_id is not None and not model.has_spec}
 
 
 @pytest.mark.parametrize(
@@ -177,9 +177,9 @@ def send_tiny_call(name: str, plans: list[str]) -> list[dict[str, int]]:
 
 
 SENT = {
-    "wan-2.1": ["ulysses=2", "ring=2", "pipefusion=2 patches=2", "cfg=2"],
+    "wan-2.1": ["ulysses=2", "ring=2", "pipefusion=2 patches=2", "cfg=2", "tensor=2"],
     "qwen-image": ["ulysses=2", "ring=2"],
-    "flux-2": ["ulysses=2", "ring=2", "pipefusion=2 patches=2", "distrifusion=2"],
+    "flux-2": ["ulysses=2", "ring=2", "pipefusion=2 patches=2", "distrifusion=2", "tensor=2"],
 }
 
 
@@ -191,7 +191,11 @@ def test_foretold_bytes_are_counted_bytes(pool: Pool, saved: Any, name: str) -> 
     for rank, of_plans in enumerate(pool.run(send_tiny_call, 2, name, SENT[name])):
         for text, sent in zip(SENT[name], of_plans, strict=True):
             foretold = cost.count_traffic_bytes(subject.make_plan_job(Plan.parse(text), shape), rank)
-            assert foretold == {kind: sent[kind] for kind in foretold}, f"{name}, {text}, rank {rank}: {sent}"
+            counted = {kind: sent[kind] for kind in foretold}
+            if "tensor" in foretold:
+                # The keys of cross attention are normed too; their text is no part of the plan.
+                assert foretold.pop("tensor") == pytest.approx(counted.pop("tensor"), rel=0.005)
+            assert foretold == counted, f"{name}, {text}, rank {rank}: {sent}"
 
 
 ASKED = ("--height", "96", "--width", "128", "--steps", "4", "--hardware", "l40-pcie", "--devices", "4", "--json", "-")

@@ -275,10 +275,12 @@ def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: M
     part = job.shard_tokens(micro.patch)[place.rank]
     text = count_micro_step_tokens(job, place, micro)[1]
     lengths = {"image": part.image_tokens, "text": text, "text+image": part.image_tokens + text}
+    channels = job.shape.token_channels
+    numbers = {"sum": channels if gathers else 2 * channels, "gather": channels if gathers else 0, "norm": 2}
     sizes = [
-        (lengths[stream] * job.shape.token_channels * (2 if kind == "sum" and not gathers else 1), times)
+        (lengths[stream] * numbers[kind], times)
         for (kind, stream), times in job.count_tensor_exchanges(place).items()
-        if kind == "sum" or gathers
+        if numbers[kind]
     ]
     if gathers:
         whole_step = micro.patch is None and job.plan.num_patches > 1

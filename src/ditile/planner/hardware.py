@@ -102,7 +102,7 @@ EFFICIENCY = Efficiency(
 
 _NVIDIA = "NVIDIA's datasheet"
 _H100_BLOCK = 1.5e-3
-"""Measured on one H100 with torch 2.11, without compiling: a call of a block of FLUX.1-dev for a patch of 1024 pixels."""
+"""Measured on one H100 with torch 2.11, without compiling: a call of a block of FLUX.1-dev for a patch."""
 SHEETS = {
     "l40-pcie": Datasheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
     "l20-pcie": Datasheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),

@@ -17,11 +17,13 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
+from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditile.errors import ModelError
+from ditile.hooks.block_policy import BlockHook
 from ditile.hooks.overrides import list_parameter_names, match_modules, override_attribute
 from ditile.models.anatomies import build_block_hooks
 from ditile.plan.anatomy import ListAnatomy
@@ -159,6 +161,7 @@ class TransformerWork:
         footprint: the numbers that are alive meanwhile.
         before: for each block, its work up to its first attention.
         key_heads: heads of keys over those of queries, in blocks.
+        streams: of each block, the path of each Linear and RMSNorm -> whose tokens it is given.
     """
 
     blocks: tuple[Work, ...]
@@ -172,6 +175,7 @@ class TransformerWork:
     footprint: Footprint
     before: tuple[Work, ...] = ()
     key_heads: float = 1.0
+    streams: tuple[Mapping[str, Stream], ...] = ()
 
     def mix_blocks(self, blocks: range, runs: Sequence[float]) -> WorkMix:
         """The work of some blocks; `runs` is the share of the calls in which each of them runs."""
@@ -229,6 +233,8 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
             # A block that is built like an earlier one does not run: it passes its inputs on.
             if kind in kinds:
                 override_attribute(stack, hook.block, "forward", make_passthrough(hook.block, hook.anatomy))
+            else:
+                recorder.watch_modules(stack, hook)
             first = kinds.setdefault(kind, hook.index)
             recorder.alike[hook.index] = first
             for name in ("block step", "block once"):
@@ -261,6 +267,7 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
         footprint=tracker.make_footprint([recorder.kept.get(k, LiveNumbers()) for k in kinds_in_order]),
         before=tuple(recorder.before.get(k, Counter()) for k in kinds_in_order),
         key_heads=recorder.key_heads or 1.0,
+        streams=tuple(recorder.streams[k] for k in kinds_in_order),
     )
 
 
@@ -278,6 +285,7 @@ class _KernelRecorder(TorchDispatchMode):
         self.before: dict[int, Counter[RooflineKernel]] = {}
         self.attention = _AttentionRecorder(self._sizes, self._count_attention, attend)
         self.key_heads = 0.0
+        self.streams: dict[int, dict[str, Stream]] = {}
         self._at: list[tuple[str, int]] = [("every", 0)]
 
     @contextmanager
@@ -289,6 +297,20 @@ class _KernelRecorder(TorchDispatchMode):
         yield
         before.remove()
         after.remove()
+
+    def watch_modules(self, stack: ExitStack, hook: BlockHook) -> None:
+        """Notes whose tokens the Linears and norms of a block are given, until the stack is closed."""
+        streams = self.streams.setdefault(hook.index, {})
+
+        def watch(path: str, module: nn.Module) -> None:
+            def note_rows(_: nn.Module, args: Any, out: Tensor) -> None:
+                streams[path] = self._sizes.match_rows(out.numel() // out.shape[-1])[0]
+
+            stack.callback(module.register_forward_hook(note_rows).remove)
+
+        for path, module in hook.block.named_modules():
+            if isinstance(module, nn.Linear | nn.RMSNorm | RMSNorm):
+                watch(path, module)
 
     def _enter_module(self, place: tuple[str, int]) -> None:
         self._at.append(place)

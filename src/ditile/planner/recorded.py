@@ -119,7 +119,7 @@ class PipelineRecorder:
         """Tokens of the text that a call has."""
         own = self._parameters.get("max_sequence_length")
         tokens = call.get("max_sequence_length") or (own.default if own is not None else None)
-        return int(tokens or getattr(self._pipe, "tokenizer_max_length", 512))
+        return int(tokens or getattr(self._pipe, "tokenizer_max_length", None) or 512)
 
     def record_step(self, call: Mapping[str, Any]) -> RecordedStep:
         """The first step of a call.

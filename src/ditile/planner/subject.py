@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from ditile.errors import LoadError, ModelError, PlanError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.block_policy import BlockHook
-from ditile.hooks.placeholders import init_on_meta_device
+from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.models.anatomies import build_block_hooks, find_derived_cuts
 from ditile.models.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
@@ -35,7 +35,7 @@ from ditile.plan.plan import AXES, Plan
 from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
 from ditile.plan.spec import ModelSpec
 from ditile.planner.footprint import Footprint, count_decoder_numbers, make_frame_decode_counter
-from ditile.planner.kernel_times import CountedCall, StreamSizes, TransformerWork, count_transformer_work
+from ditile.planner.kernel_times import CountedCall, Stream, StreamSizes, TransformerWork, count_transformer_work
 from ditile.planner.recorded import NO_GUIDANCE, PipelineRecorder, RecordedStep, build_recorded_pipeline
 from ditile.planner.vae_scale import VaeScale, measure_vae_scale
 from ditile.runner.load import check_config_counts, convert_build_errors, read_json_object
@@ -173,7 +173,23 @@ class PlanSubject:
         call = self._record_probe().calls[0]
         each, rest = divmod(call.out, call.rows * call.image)
         # Where text is in the sequence, there is no prediction of it.
-        return replace(weights, layers=layers, out=call.out // (call.rows * math.prod(PROBED)) if rest else each)
+        out = call.out // (call.rows * math.prod(PROBED)) if rest else each
+        return replace(weights, layers=layers, out=out, exchanges=self._find_tensor_exchanges())
+
+    def _find_tensor_exchanges(self) -> tuple[tuple[tuple[str, str], ...], ...]:
+        """Of each block, the sums behind its row-parallel Linears and within its norms across heads."""
+        if "tensor" in find_holes(type(self.transformer), self.pipeline.__name__):
+            return tuple(() for _ in self.block_hooks.chain)
+        names: dict[str, str] = {"image": "image", "text": "text", "both": "text+image"}
+        styles, kinds = self._tensor_cuts.styles, {"rowwise": "sum", "rms_norm": "norm"}
+        return tuple(
+            tuple(
+                (kinds[style.kind], names[stream])
+                for path, stream in streams.items()
+                if stream in names and (style := styles.get(f"{hook.name}.{path}")) and style.kind in kinds
+            )
+            for hook, streams in zip(self.block_hooks.chain, self.transformer_work.streams, strict=True)
+        )
 
     @cached_property
     def transformer_work(self) -> TransformerWork:
@@ -214,7 +230,8 @@ class PlanSubject:
 
     def _make_counted_call(self) -> CountedCall:
         step = self._record_probe()
-        call, others = step.calls[0], {PROBED_TEXT: "text", PROBED.rows * PROBED.tokens_per_row: "image"}
+        call = step.calls[0]
+        others: dict[int, Stream] = {PROBED_TEXT: "text", math.prod(PROBED): "image"}
         sizes = StreamSizes(call.image, call.text or PROBED_TEXT, others, many=True)
         return CountedCall(lambda: tree_map(_renew_numbers, call.arguments), sizes, lambda: step.mode, True)
 
@@ -260,10 +277,14 @@ class PlanSubject:
         return self._kept[key]
 
     @cached_property
+    def _tensor_cuts(self) -> TensorCuts:
+        table = find_tensor_table(self.transformer, self.model_spec, find_derived_cuts(self.transformer))
+        return TensorCuts.match_tensor_table(self.transformer, table, 0, 2, loaded=True)
+
+    @cached_property
     def sharded_parameters(self) -> tuple[int, ...]:
         """Parameters of each block that tensor parallelism divides."""
-        table = find_tensor_table(self.transformer, self.model_spec, find_derived_cuts(self.transformer))
-        cuts = TensorCuts.match_tensor_table(self.transformer, table, 0, 2, loaded=True)
+        cuts = self._tensor_cuts
         named = [(hook.name, hook.block.named_parameters()) for hook in self.block_hooks.chain]
         return tuple(
             sum(p.numel() for name, p in parameters if cuts.select_shard(f"{block}.{name}", p.shape))
@@ -425,7 +446,7 @@ def _make_recorder(
     with init_on_meta_device():
         parts = {"transformer": transformer, "vae": coder.from_config(vae)}
         if (index.get("transformer_2") or [None])[0] is not None:
-            parts["transformer_2"] = type(transformer).from_config(transformer.config)
+            parts["transformer_2"] = build_meta_model(transformer)
     hooks = [build_block_hooks(each, UNKNOWN_MODEL) for name, each in parts.items() if name != "vae"]
     return PipelineRecorder(build_recorded_pipeline(source, index, parts), *hooks)
 
