@@ -32,7 +32,7 @@ class KnownModel:
         blocks, heads: of the transformer.
         token_side: pixels of a token's side.
         height, width: the size of a picture by default.
-        has_spec: whether its family has a `ModelSpec`, or else a table of splits alone.
+        has_spec: whether its family has a `ModelSpec`.
         bins_sizes: whether its pipeline draws the nearest of some sizes instead of the given one, by default.
         is_video: whether it draws videos; said of bundled models alone.
         words: of which a prompt must have one; empty if it knows more than can be listed.

@@ -43,7 +43,7 @@ from ditile.runner.load import check_config_counts, convert_build_errors, read_j
 FACTS = "facts.json"
 """What cannot be read off the configs of a published model."""
 TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
-PROBED = Grid(23, 32)
+PROBED = Grid(22, 32)
 """Token rows and columns of the picture with which a model without a `ModelSpec` is counted."""
 PROBED_TEXT = 384
 """Tokens of its text. Both are multiples of 32, to which some families pad, and neither is a width of a large model."""
