@@ -426,7 +426,7 @@ def test_a_kernel_costs_its_host() -> None:
 
 
 def test_small_patches_wait_for_the_host() -> None:
-    """Measured on one H100: four patches of FLUX.1-dev at 1024 pixels took 0.36 s a step on one rank, and 0.187 s whole.
+    """Measured on an H100: four patches of FLUX.1-dev at 1024 pixels took 0.36 s a step on one rank, and 0.187 s whole.
 
     A failure means that plans are ranked first whose kernels are done before the host has started the next ones."""
     one, machine = subject("flux.1-dev"), hardware.load_profile("h100-nvlink")

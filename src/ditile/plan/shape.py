@@ -32,7 +32,7 @@ class Weights:
         layers: of each block, for each of its attention layers, whether it sees the text of joint attention.
         out: numbers that the output module makes of a token.
         exchanges: of each block, what tensor parallelism exchanges in it: ("sum" | "gather" | "norm", stream). Sums
-            are of row-parallel Linears, gathers those of split_scheme=sequence, norms the squares of norms across heads.
+            are of row-parallel Linears, gathers those of split_scheme=sequence, norms the squares of norms over heads.
         tensors: of each block, the numbers in each of its parameters and buffers.
     """
 

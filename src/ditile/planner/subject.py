@@ -34,10 +34,15 @@ from ditile.plan.layout import Grid
 from ditile.plan.plan import AXES, Plan
 from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
 from ditile.plan.spec import ModelSpec
-from ditile.planner.footprint import Footprint, count_decoder_numbers, make_frame_decode_counter
+from ditile.planner.footprint import (
+    Footprint,
+    VaeScale,
+    count_decoder_numbers,
+    make_frame_decode_counter,
+    measure_vae_scale,
+)
 from ditile.planner.kernel_times import CountedCall, Stream, StreamSizes, TransformerWork, count_transformer_work
 from ditile.planner.recorded import NO_GUIDANCE, PipelineRecorder, RecordedStep, build_recorded_pipeline
-from ditile.planner.vae_scale import VaeScale, measure_vae_scale
 from ditile.runner.load import check_config_counts, convert_build_errors, read_json_object
 
 FACTS = "facts.json"
