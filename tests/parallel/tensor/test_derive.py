@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideoTransformer3DModel
 from diffusers.models.attention_processor import Attention
+from peft import LoraConfig
 from torch import nn
 
 from ditile.distributed.mesh import Axis
@@ -48,6 +49,12 @@ def leave_norms_whole(table: Table) -> Table:
     return {path: style for path, style in table.items() if style[0] != "rms_norm"}
 
 
+def gather_one_of_two(table: Table) -> Table:
+    """The first Linear of a feed-forward is whole on every rank, and the second has a half of its inputs."""
+    path = next(path for path in table if path.endswith("ffn.net.0.proj"))
+    return {**table, path: ["gathered"]}
+
+
 def cut_packed_as_one(table: Table) -> Table:
     """Of queries, keys and values in one projection, the first rank has the queries and half of the keys."""
     return {path: style if style[0] == "rms_norm" else style[:1] for path, style in table.items()}
@@ -67,6 +74,7 @@ def swap_rotary_heads(table: Table) -> Table:
         ("wan-2.1", cut_values_unevenly),
         ("wan-2.1", cut_one_the_wrong_way),
         ("wan-2.1", leave_norms_whole),
+        ("wan-2.1", gather_one_of_two),
         ("prx", cut_packed_as_one),
         ("ltx", leave_rotary_tables_whole),
         ("ltx", swap_rotary_heads),
@@ -90,6 +98,16 @@ def test_what_is_derived_is_what_ships(name: str) -> None:
     before = {name: p.clone() for name, p in transformer.named_parameters()}
     assert derive_tensor_cuts(transformer, anatomy, call).tensor == anatomy.tensor
     assert all(torch.equal(before[name], p) for name, p in transformer.named_parameters())
+
+
+def test_loras_of_all_that_is_cut_are_cut() -> None:
+    """Those of modulations too, whose outputs every rank gets from all."""
+    transformer, call = record_call("qwen-image")
+    names = ["img_mod.1", "to_q", "to_out.0", "net.2"]
+    transformer.add_adapter(LoraConfig(r=2, target_modules=names, init_lora_weights=False))
+    table = find_derived_cuts(transformer)
+    assert table["transformer_blocks.*.img_mod.1"] == ["gathered"]
+    assert prove_tensor_cuts(transformer, table, call)
 
 
 def test_a_model_with_an_odd_number_of_heads_is_proven_by_more_ranks() -> None:
@@ -138,6 +156,14 @@ def test_a_norm_is_cut_where_it_is_across_heads(kind: str, across: bool) -> None
     table = {"a.to_q": ["colwise"], "a.to_k": ["colwise"], "a.to_v": ["colwise"], "a.norm_q": ["rms_norm", "a.to_q"]}
     table |= {"a.norm_k": ["rms_norm", "a.to_k"], "a.to_out.0": ["rowwise", "a.to_q"]}
     assert ("a.norm_q" in cut(model, table).styles) == across
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(2, 9), (3, 6), (4, 18)])
+def test_outputs_that_ranks_cannot_share_alike_stay_whole(ranks: int, share: int) -> None:
+    """Of a modulation, where they do not limit the degree."""
+    cuts = cut(nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 18)), {"0": ["colwise"], "1": ["gathered"]}, ranks)
+    pieces = cuts.select_shard("1.weight", (18, 24))
+    assert (pieces.pieces[0].stop if pieces else 18) == share
 
 
 def test_heads_and_widths_of_derived_tables_are_refused_with_numbers() -> None:

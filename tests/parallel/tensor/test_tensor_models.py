@@ -11,13 +11,17 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
+from ditile.errors import DitileError
 from ditile.models.anatomies import find_anatomy
 from ditile.models.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.tensor.tensors import axis, error, forward, inputs, with_heads
 from tests.pool import Pool
+from tests.zoo import ZOO
 
 TOLERANCE = 1e-5
 
@@ -131,3 +135,26 @@ def test_one_rank_is_the_plain_model() -> None:
     cut = shard_weights(model, find_tensor_table(model, choose_model_spec(model)), Axis("tensor"), Traffic())
     assert cut.select_shard("transformer_blocks.0.ff.net.2.weight", (48, 192)) is None
     assert torch.equal(forward(model, call), before) and model.state_dict().keys() == weights.keys()
+
+
+def refused_untouched(options: dict[str, Any], message: str) -> bool:
+    """Whether a refused pipeline of two transformers has all its weights."""
+    pipe = ZOO["wan-2.2"].make()
+    before = [parameter for model in (pipe.transformer, pipe.transformer_2) for parameter in model.parameters()]
+    with pytest.raises(DitileError, match=message):
+        parallelize(pipe, Plan(**options))
+    after = [parameter for model in (pipe.transformer, pipe.transformer_2) for parameter in model.parameters()]
+    return len(before) == len(after) and all(one is two for one, two in zip(before, after, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipefusion": 2, "tensor": 2, "split_scheme": "sequence"}, "no table of its token streams.*use row"),
+        ({"tensor": 4}, "tensor=4 does not divide the 2 heads of blocks.0.attn1; try 1, 2"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_all_its_weights(pool: Pool, options: dict[str, Any], message: str) -> None:
+    """A failure: after the refusal a stage has lost the blocks of others, or one of two transformers is cut."""
+    assert all(pool.run(refused_untouched, 4, options, message))

@@ -8,6 +8,7 @@ One that was derived names Linears where a class leaves sizes to its config, so 
     ["colwise", 1, 1, 4]            its outputs are blocks in these proportions
     ["rowwise", "a.to_q", "a.up/1"] its inputs are as many as a.to_q makes, and then as many as the second block of a.up
     ["rms_norm", "a.to_q"]          across heads, where it has as many channels as a.to_q makes features
+    ["gathered"]                    its outputs, if the ranks divide them, are few: each rank gets those of all
     "a:rotary.0": ["heads", 1, "a.to_q"]    dimension 1 of the first tensor of an argument of a counts the heads of
                                             a.to_q, or their features
 """
@@ -54,6 +55,7 @@ _DIMS: dict[str, dict[str, int]] = {
     "colwise": {"weight": 0, "bias": 0, "lora_B": 0},
     "rowwise": {"weight": 1, "lora_A": 1},
     "rms_norm": {"weight": 0, "bias": 0},
+    "gathered": {"weight": 0, "bias": 0, "lora_B": 0},
 }
 """The dimension of each parameter that is cut; the others are whole on every rank."""
 
@@ -70,7 +72,8 @@ class CutStyle:
     """How a module is cut.
 
     Attributes:
-        kind: "colwise" (outputs), "rowwise" (inputs) or "rms_norm" (channels).
+        kind: "colwise" (outputs), "rowwise" (inputs), "rms_norm" (channels) or "gathered" (outputs, which every rank
+            gets from all: a modulation's, which are few numbers of many weights).
         blocks: sizes, in proportion, of what is fused side by side in that dimension; each block is cut by itself.
     """
 
@@ -115,7 +118,7 @@ class TensorCuts:
             path: _parse_cut_style(given, table, transformer, path, module)
             for pattern, given in table.items()
             for path, module in match_modules(transformer, pattern)
-            if not _is_norm_within_heads(given, transformer, path)
+            if not _is_norm_within_heads(given, transformer, path) and not _is_kept_whole(given, module, size)
         }
         if not styles:
             raise ModelError(
@@ -225,6 +228,12 @@ def _is_norm_within_heads(given: Any, transformer: nn.Module, path: str) -> bool
         return False
     width = _find_norm_width(transformer.get_submodule(path))
     return width is not None and width != _find_named_linear(given[1], transformer, path).out_features
+
+
+def _is_kept_whole(given: Any, module: nn.Module, size: int) -> bool:
+    """Whether ranks cannot share the outputs of a modulation alike: every rank has all of it, as without a row."""
+    is_gathered = isinstance(given, list | tuple) and given[0] == "gathered"
+    return is_gathered and bool(unwrap_lora_base(module).out_features % size)  # type: ignore[operator]
 
 
 def _find_norm_width(norm: Any) -> int | None:

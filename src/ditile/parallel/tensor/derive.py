@@ -2,7 +2,8 @@
 
 A Linear whose input was made by other Linears of the block alone (by attention, an activation, a gate) and by nothing
 of the streams of tokens is cut by its inputs ("rowwise"), and those Linears by their outputs ("colwise"): between them
-every rank has a share of the heads or hidden features, and behind it ranks are summed.
+every rank has a share of the heads or hidden features, and behind it ranks are summed. A Linear that is given one row
+for each image, as a modulation is, is cut by its outputs, and every rank gets all of these ("gathered").
 """
 
 from __future__ import annotations
@@ -168,6 +169,7 @@ class _FlowWatch(TorchFunctionMode):
         self._spans: dict[int, tuple[str, int]] = {}  # which Linear made it, and its first feature
         self._ends: dict[str, set[int]] = {}  # of what lies side by side in what a Linear makes
         self._norms: dict[str, frozenset[str]] = {}
+        self._modulations: list[str] = []  # Linears that are given one row for each image: of a time or a size
         self._arguments: dict[str, tuple[torch.Size, str]] = {}  # shape, and kinds of the dimensions
         self._by_heads: dict[str, tuple[int, frozenset[str]]] = {}  # the dimension of heads, and whose they are
 
@@ -259,6 +261,8 @@ class _FlowWatch(TorchFunctionMode):
         sources, parts = self._find_sources(x), self._parts.get(id(x), ())
         if sum(part.width for part in parts) != x.shape[-1]:
             parts = (Part(x.shape[-1], sources),)
+        if STREAM not in sources and x.numel() == x.shape[0] * x.shape[-1]:
+            self._modulations.append(path)
         before = self._uses.get(path)
         self._uses[path] = Use(sources if before is None else sources | before.sources, parts)
 
@@ -333,6 +337,7 @@ class _FlowWatch(TorchFunctionMode):
                 for other, (size, _) in self._arguments.items():
                     if other.rpartition(".")[0] == argument and size == shape:
                         styles[other.removeprefix(_ARGUMENT)] = ["heads", dim, min(linears)]
+        styles |= {path: ["gathered"] for path in self._modulations if path not in styles}
         for path, sources in self._norms.items():
             if sources <= columns:
                 styles[path] = ["rms_norm", min(sources)]

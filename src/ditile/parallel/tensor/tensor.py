@@ -114,13 +114,13 @@ def is_sharded(transformer: nn.Module) -> bool:
 def find_tensor_table(
     transformer: nn.Module, spec: ModelSpec | None, derived: Mapping[str, Any] = MappingProxyType({})
 ) -> Mapping[str, Any]:
-    """The tensor table of a model: its spec's, else diffusers' own, else one that was derived.
+    """The tensor table of a model: its spec's, else one that was derived, else diffusers' own.
 
     Raises:
         ModelError: if it has none.
     """
     table: Mapping[str, Any] | None = (
-        (spec.tensor if spec else None) or getattr(transformer, "_tp_plan", None) or derived
+        (spec.tensor if spec else None) or derived or getattr(transformer, "_tp_plan", None)
     )
     if not table:
         raise ModelError(
@@ -176,7 +176,7 @@ def shard_weights(
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
             over_ranks = exclude_from_compile(scatters.get(path, sum_over_ranks))
-            _install_sums(stack, module, style.kind, cuts.size, over_ranks)
+            _install_sums(stack, module, style.kind, cuts, over_ranks)
             sharded.remember_fused_loras(path, module)
             if not loaded:
                 _cut_parameters(stack, path, module, cuts, keep=keep)
@@ -267,11 +267,14 @@ def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCu
 
 
 def _install_sums(
-    stack: ExitStack, module: nn.Module, kind: str, size: int, over_ranks: Callable[[Tensor], Tensor]
+    stack: ExitStack, module: nn.Module, kind: str, cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor]
 ) -> None:
-    """Makes a norm or row-parallel Linear, which needs the channels of all ranks, sum over the ranks."""
+    """Makes a norm or Linear that needs what all ranks have sum over the ranks."""
     if kind == "rms_norm":
-        override_attribute(stack, module, "forward", partial(_norm_across_ranks, module, size, over_ranks))
+        override_attribute(stack, module, "forward", partial(_norm_across_ranks, module, cuts.size, over_ranks))
+    if kind == "gathered":
+        for linear in (unwrap_lora_base(module), *getattr(module, "lora_B", nn.ModuleDict()).values()):
+            override_attribute(stack, linear, "forward", partial(_multiply_and_gather, linear, cuts, over_ranks))
     if kind == "rowwise":
         # the LoRAs around a Linear sum by themselves what they have, so that they may go later
         for linear in (unwrap_lora_base(module), *getattr(module, "lora_A", nn.ModuleDict()).values()):
@@ -282,6 +285,15 @@ def _multiply_and_sum(linear: Any, over_ranks: Callable[[Tensor], Tensor], x: Te
     """A row-parallel Linear."""
     out = over_ranks(functional.linear(x, linear.weight))
     return out if linear.bias is None else out.add_(linear.bias)
+
+
+def _multiply_and_gather(linear: Any, cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A Linear of which each rank has a share of the outputs, and all ranks get all: a sum with zeros is exact."""
+    share = functional.linear(x, linear.weight, linear.bias)
+    own = share.shape[-1]
+    out = share.new_zeros(*share.shape[:-1], own * cuts.size)
+    out[..., cuts.index * own : (cuts.index + 1) * own] = share
+    return over_ranks(out)
 
 
 def _norm_across_ranks(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
