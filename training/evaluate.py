@@ -20,6 +20,7 @@ from PIL import Image as Pillow
 
 from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, Image, score_pictures
 from ditile.cli.evaluate.motion_check import CLIP_ITEMS, Video, judge_clip, score_clips
+from ditile.runner.load import FRAME_RATE
 from training.motions import sample_motion_caption
 
 ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "assets"
@@ -53,7 +54,6 @@ def list_captions(model: str, count: int) -> list[str]:
 def sample(pipe: Any, captions: list[str], call: dict[str, Any], *, batch: int, seed: int) -> list[Image | Video]:
     """One picture or clip a caption; the noise of picture i depends on the seed and i only."""
     images: list[Image | Video] = []
-    call = {name: value for name, value in call.items() if name != "fps"}
     for start in range(0, len(captions), batch):
         part = captions[start : start + batch]
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
@@ -85,6 +85,7 @@ def main() -> None:
     folder = args.folder or ASSETS / args.model
     pipe = load(folder, args.transformer, torch.float32 if args.fp32 else torch.bfloat16)
     defaults = json.loads((folder / "generation.json").read_text())
+    defaults.pop(FRAME_RATE, None)
     guidance_name = GUIDANCE[type(pipe).__name__]
     captions = list_captions(args.model, args.captions)
     for size in args.sizes or [f"{defaults['height']}x{defaults['width']}"]:

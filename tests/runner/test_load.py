@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pkgutil
 import shutil
@@ -67,6 +68,9 @@ def test_defaults_are_those_beside_the_model(folder: Path) -> None:
     with pytest.raises(LoadError, match="no JSON object"):
         defaults(str(folder))
     assert defaults("someone/something") == {}
+    for model in list_bundled_models():
+        known = inspect.signature(type(load(model)).__call__).parameters
+        assert defaults(model).keys() <= known.keys(), model
 
 
 def test_an_unknown_name() -> None:

@@ -42,7 +42,7 @@ from ditile.models.probe import COUNTS
 from ditile.plan.flags import format_flag
 from ditile.plan.plan import Plan
 from ditile.plan.shape import check_image_size
-from ditile.runner.load import defaults, find_model_source, load
+from ditile.runner.load import FRAME_RATE, defaults, find_model_source, load, read_generation_defaults
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -424,7 +424,7 @@ def _choose_fps(pipe: DiffusionPipeline, wanted: GenerateOptions, call: Mapping[
     """Frames a second of a video: as given, else as the model or its class has it."""
     from ditile.cli.videos import DEFAULT_FPS
 
-    own = defaults(wanted.model).get("fps") or find_frame_rate(type(pipe), call)
+    own = read_generation_defaults(wanted.model).get(FRAME_RATE) or find_frame_rate(type(pipe), call)
     return float(wanted.fps or own or DEFAULT_FPS)
 
 

@@ -49,6 +49,8 @@ _BUILD_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
     *(RuntimeError, ImportError),
 )
+FRAME_RATE = "fps"
+"""The key of `generation.json` for the frames a second of a file."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -68,6 +70,11 @@ def defaults(model: str) -> dict[str, Any]:
         ModelError: if it is not known.
         LoadError: if the file is no JSON object.
     """
+    return {name: value for name, value in read_generation_defaults(model).items() if name != FRAME_RATE}
+
+
+def read_generation_defaults(model: str) -> dict[str, Any]:
+    """The same, and the rate of a video's files, which is no argument of the call. Raises as `defaults` does."""
     source = _locate_model(model, weights=False)
     path = source / "generation.json" if isinstance(source, Path) else None
     return read_json_object(path) if path is not None and path.exists() else {}
