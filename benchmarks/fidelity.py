@@ -26,16 +26,17 @@ from torch import Tensor
 
 from ditile.cli.evaluate.caption_check import score_pictures
 from ditile.cli.evaluate.metrics import Pictures, compute_psnr, compute_ssim
+from ditile.cli.evaluate.motion_check import score_clips
 from ditile.distributed import files
 from ditile.distributed.launch import launch
 from ditile.hooks.generation import LayerTokens
 from ditile.hooks.key_padding import AttentionOptions
-from ditile.models.known import ASSETS
 from ditile.parallel.attention.core import StaleKeys
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.load import defaults, load
 from ditile.runner.runner import parallelize
+from training.evaluate import list_captions
 
 METHODS = ("pipefusion", "distrifusion")
 CONTROL = " (control: own patch only)"
@@ -85,13 +86,17 @@ class OwnPatchOnly(StaleKeys):
 def draw_all_captions(
     model: str, captions: Sequence[str], job: FidelityJob, plan: Plan, control: bool
 ) -> tuple[Pictures, float] | None:
-    """The pictures `[n, H, W, 3]` of all captions, and the mean number of synchronous steps, on rank 0."""
+    """The pictures `[n, H, W, 3]` of all captions, and the mean number of synchronous steps, on rank 0.
+
+    Of a clip all frames are one high picture.
+    """
     pipe: Any = load(model)
     pipe.set_progress_bar_config(disable=True)
     runner = parallelize(pipe, plan, device="cpu")
     if control:
         runner._parts.attention.stale_keys = OwnPatchOnly
-    call = defaults(model) | {"height": job.size, "width": job.size, "num_inference_steps": job.steps}
+    size = {} if is_of_videos(model) else {"height": job.size, "width": job.size}
+    call = defaults(model) | size | {"num_inference_steps": job.steps}
     done, synchronous = [], []
     for start in range(0, len(captions), job.batch):
         some = list(captions[start : start + job.batch])
@@ -100,9 +105,23 @@ def draw_all_captions(
             call["negative_prompt"] = [""] * len(some)
         result = runner(some, output="first", output_type="np", generator=generators, **call)
         if result is not None and runner.report is not None:
-            done.append((result.images * 255).round().astype(np.uint8))
+            drawn = result.frames if is_of_videos(model) else result.images
+            done.append((drawn.reshape(len(some), -1, *drawn.shape[-2:]) * 255).round().astype(np.uint8))
             synchronous.append(len(runner.report.synchronous))
     return (np.concatenate(done), float(np.mean(synchronous))) if done else None
+
+
+def is_of_videos(model: str) -> bool:
+    """Whether a bundled model draws clips, at its own size."""
+    return "num_frames" in defaults(model)
+
+
+def score_drawn(model: str, pictures: Pictures, captions: Sequence[str]) -> dict[str, float]:
+    """Per cent of the captions that are right, by what is checked."""
+    if not is_of_videos(model):
+        return score_pictures(pictures, captions)
+    height = int(defaults(model)["height"])
+    return score_clips([each.reshape(-1, height, *each.shape[1:]) for each in pictures], captions)
 
 
 def read_rows_of_job(path: Path, captions: Sequence[str], job: FidelityJob) -> list[dict[str, Any]]:
@@ -135,7 +154,7 @@ def measure_fidelity_rows(
             "psnr": float(decibels.mean()),
             "psnr_min": float(decibels.min()),
             "ssim": float(compute_ssim(pictures, reference).mean()),
-            **score_pictures(pictures, captions),
+            **score_drawn(model, pictures, captions),
         }
 
 
@@ -191,12 +210,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, FidelityJob, title="job")
     job = FidelityJob(**collect_arguments(FidelityJob, parser.parse_args()))
-    captions = (ASSETS / "captions.txt").read_text("utf-8").splitlines()[: job.captions]
     out = None if job.out is None else Path(job.out)
-    made = {
-        (row["model"], row["plan"]): row for row in (read_rows_of_job(out, captions, job) if out is not None else [])
-    }
+    made: dict[tuple[str, str], dict[str, Any]] = {}
     for model in job.models.split(","):
+        captions = list_captions(model, job.captions)
+        if out is not None:
+            made |= {(row["model"], row["plan"]): row for row in read_rows_of_job(out, captions, job)}
         for row in measure_fidelity_rows(model, captions, job, list(made.values())):
             print(json.dumps(row), flush=True)
             made[row["model"], row["plan"]] = row

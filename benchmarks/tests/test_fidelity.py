@@ -74,11 +74,11 @@ def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(fidelity, "launch", launched)
     monkeypatch.setattr(fidelity, "score_pictures", lambda *_: dict.fromkeys(VERDICT_ITEMS, 99.0))
     job, captions = FidelityJob(ranks="2", warmups="0"), ["a red circle", "a blue square"]
-    found = list(measure_fidelity_rows("m", captions, job))
+    found = list(measure_fidelity_rows("shapes-flux", captions, job))
     everything = ["pipefusion=1", "pipefusion=2 warmup=0", "distrifusion=2 warmup=0", "patches=4 warmup=0 control"]
     assert drawn == everything and len(found) == 4
-    assert list(measure_fidelity_rows("m", captions, job, found)) == found and len(drawn) == 4
-    assert list(measure_fidelity_rows("m", captions, job, found[:2])) == found
+    assert list(measure_fidelity_rows("shapes-flux", captions, job, found)) == found and len(drawn) == 4
+    assert list(measure_fidelity_rows("shapes-flux", captions, job, found[:2])) == found
     assert drawn[4:] == [everything[0], *everything[2:]], "one process is drawn again, as what the others are held to"
     path = tmp_path / "rows.json"
     assert read_rows_of_job(path, captions, job) == []
