@@ -29,7 +29,7 @@ from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece, RehearsedPrediction, has_nan, list_predictions
 from ditile.hooks.token_arguments import cut_argument, find_misfit, find_unknown_rows, is_cut, slice_rows
 from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
-from ditile.plan.layout import Grid
+from ditile.plan.layout import Grid, merge_ranges
 
 Forward = Callable[..., Any]
 ReadGrid = Callable[[nn.Module, Mapping[str, Any]], Grid]
@@ -199,15 +199,38 @@ class BlockCalls:
 
     def _survey_call(self, forward: Forward, inputs: Mapping[str, Any], *, checks: bool) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
+        grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
+        if grid is None and self._policy.row_parts > 1:
+            grid = self._find_video_grid(forward, inputs)
         survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last, checks=checks)
         poisoned = poison_latents(self._names[0], inputs)
         self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
         result = self._memo.survey_call(run, self._anatomy.lists, survey)
-        grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
         return survey.describe_call(grid)._replace(
             returns_text=survey.poisons_text and has_nan(result), visits=self._visits
         )
+
+    def _find_video_grid(self, forward: Forward, inputs: Mapping[str, Any]) -> Grid | None:
+        """The frames and rows of tokens that are made of latents `[B, .., H, W]` or `[B, F, H, W, C]` of a video.
+
+        None where a row of the latents is not one row of tokens in each frame, or rows are too few to be cut.
+        """
+        name, grids = self._names[0], []
+        latents = inputs[name]
+        if not isinstance(latents, Tensor) or latents.ndim != 5:
+            return None
+        for dim in (2, 3):
+            marked = latents.clone()
+            marked.narrow(dim, 0, 1).fill_(float("nan"))
+            look = _FirstBlockPass(self._anatomy)
+            self._run_pass(look, forward, {**inputs, name: marked})
+            grid = None if look.flags is None else find_grid(look.flags)
+            if grid is not None and grid.frames > 1:
+                grids.append(grid)
+        # Columns look like rows of one token, in more frames.
+        found = min(grids, key=operator.attrgetter("frames"), default=None)
+        return None if found is None or found.rows < self._policy.row_parts else found
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
@@ -256,6 +279,17 @@ def find_run(flags: Tensor) -> range | None:
         return range(0)
     run = range(places[0], places[-1] + 1)
     return run if len(run) == len(places) else None
+
+
+def find_grid(flags: Tensor) -> Grid | None:
+    """The grid whose first row of each frame are these tokens; None if there is none. Waits for the device."""
+    places = flags.nonzero().flatten().tolist()
+    runs = merge_ranges(range(place, place + 1) for place in places)
+    if not runs or len(flags) % len(runs):
+        return None
+    frame, width = len(flags) // len(runs), len(runs[0])
+    grid = Grid(frame // width, width, len(runs))
+    return grid if grid.num_tokens == len(flags) and grid.locate_rows(0, 1) == runs else None
 
 
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:
@@ -325,7 +359,7 @@ class _SurveyPass:
         if not self._lengths:
             raise ModelError(f"{self._model} called none of its blocks")
         tokens = self._lengths["N"]
-        if grid is None or grid.rows * grid.tokens_per_row != tokens:
+        if grid is None or grid.num_tokens != tokens:
             grid = Grid(tokens, 1)
         lengths, glued = self._lengths, frozenset(self._glued)
         return CallForm(grid, lengths.get("T", 0), self._start, glued, fed=self._fed, rows=self._rows)
@@ -363,6 +397,27 @@ class _SurveyPass:
                 )
 
 
+class _FirstBlockPass:
+    """Blocks pass on what they are given.
+
+    Attributes:
+        flags: which tokens in front of the first block are NaN.
+    """
+
+    flags: Tensor | None = None
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self._anatomy = anatomy
+
+    def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
+        """Passes on the streams."""
+        image, text = _read_streams(hook.anatomy, call)
+        if not hook.index:
+            self.flags = torch.isnan(image).movedim(hook.anatomy.tokens, 0).flatten(1).any(1)
+            image = torch.nan_to_num(image)
+        return _give_streams(hook.anatomy, image, text)
+
+
 class _RehearsalPass:
     """Blocks pass on what they are given; behind the last one there is NaN in the places of a patch's tokens."""
 
@@ -376,10 +431,10 @@ class _RehearsalPass:
         if hook.index == self._last:
             assert now.rehearsed_patch is not None
             layout = now.branch_layout
-            tokens = layout.locate_tokens(now.rehearsed_patch)
-            start = tokens.start + (layout.text if anatomy.joint == "text_first" else 0)
+            start = layout.text if anatomy.joint == "text_first" else 0
             image = torch.nan_to_num(image)
-            image.narrow(anatomy.tokens, start, tokens.stop - tokens.start).fill_(float("nan"))
+            for run in layout.locate_tokens(now.rehearsed_patch):
+                image.narrow(anatomy.tokens, start + run.start, len(run)).fill_(float("nan"))
             if text is not None and now.form.returns_text and layout.carries_text(now.rehearsed_patch):
                 text = torch.full_like(text, float("nan"))
         return _give_streams(anatomy, image, text)

@@ -81,6 +81,10 @@ class BlockHook:
 class BlockPolicy(Protocol):
     """What happens at the blocks of a model."""
 
+    @property
+    def row_parts(self) -> int:
+        """In how many parts rows of tokens are cut, by patches or by ranks."""
+
     def begin_transformer_call(self, batch_size: int) -> Sequence[range]:
         """The transformer is called; returns the runs of its batch that are computed one after the other."""
 

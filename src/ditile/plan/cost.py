@@ -233,7 +233,8 @@ def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroS
         return 0
     layout = job.image_layout
     rows = layout.grid.rows if micro.patch is None else layout.count_rows(micro.patch)
-    numbers = (job.plan.cfg - 1) * rows * layout.grid.tokens_per_row * job.weights.out
+    tokens = layout.grid.num_tokens * rows // layout.grid.rows
+    numbers = (job.plan.cfg - 1) * tokens * job.weights.out
     return job.compute_replica_shape(place.data).calls * numbers * job.count_number_bytes(place)
 
 

@@ -1,13 +1,14 @@
 """Layout: where the tokens of one image are, how they are cut into patches, and how ranks share out a patch.
 
-Pure; every rank computes the same. A patch is a run of whole token rows. In joint attention the text belongs to patch
-0, which is made smaller for it. Ranks of the sequence axes share out each patch and the text as evenly as can be, so
-that a rank's tokens of a whole step are those of its patches, one after the other.
+Pure; every rank computes the same. A patch is a run of whole token rows; of a video, the same rows of every frame. In
+joint attention the text belongs to patch 0, which is made smaller for it. Ranks of the sequence axes share out each
+patch and the text as evenly as can be, so that a rank's tokens of a whole step are those of its patches, one after the
+other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -29,10 +30,27 @@ DUMMY_TEXT = 2
 
 
 class Grid(NamedTuple):
-    """The token rows of an image: how many, and tokens in each. Patches are runs of whole rows."""
+    """The tokens of an image, row after row, or of a video, frame after frame. Patches are runs of whole rows.
+
+    Attributes:
+        rows: of a frame.
+        tokens_per_row: how many.
+        frames: of a video whose patches are the same rows of every frame.
+    """
 
     rows: int
     tokens_per_row: int
+    frames: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens."""
+        return self.frames * self.rows * self.tokens_per_row
+
+    def locate_rows(self, start: int, stop: int) -> tuple[range, ...]:
+        """The tokens of some rows: a run in each frame."""
+        width, frame = self.tokens_per_row, self.rows * self.tokens_per_row
+        return merge_ranges(range(k * frame + start * width, k * frame + stop * width) for k in range(self.frames))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +86,7 @@ class Layout:
     def cut_into_patches(cls, grid: Grid, patches: int, text: int, joint: Joint) -> Layout:
         """Cuts a grid into patches of equal work, the text counted as work of patch 0."""
         ends = [0]
-        for rows in balance_patch_rows(grid.rows, patches, text / grid.tokens_per_row):
+        for rows in balance_patch_rows(grid.rows, patches, text / (grid.tokens_per_row * grid.frames)):
             ends.append(ends[-1] + rows)
         return cls(grid, text, joint, tuple(ends))
 
@@ -93,7 +111,7 @@ class Layout:
     @property
     def image_tokens(self) -> int:
         """Image tokens."""
-        return self.grid.rows * self.grid.tokens_per_row
+        return self.grid.num_tokens
 
     def count_layer_tokens(self, *, joint: bool) -> int:
         """Tokens in an attention layer that sees the text too, or the image alone."""
@@ -103,10 +121,9 @@ class Layout:
         """Token rows of a patch."""
         return self.cuts[patch + 1] - self.cuts[patch]
 
-    def locate_tokens(self, patch: int) -> slice:
+    def locate_tokens(self, patch: int) -> tuple[range, ...]:
         """The image tokens of a patch, counted among image tokens."""
-        width = self.grid.tokens_per_row
-        return slice(self.cuts[patch] * width, self.cuts[patch + 1] * width)
+        return self.grid.locate_rows(self.cuts[patch], self.cuts[patch + 1])
 
     def carries_text(self, patch: int | None) -> bool:
         """Whether the text is computed with a patch (None: the whole image)."""
@@ -154,9 +171,11 @@ class Split:
         if self.distrifusion > 1:
             parts = self._shard_by_rows(layout, text)
         else:
-            patches, image = range(layout.num_patches) if patch is None else [patch], range(layout.image_tokens)
-            runs = [image[layout.locate_tokens(p)] for p in patches]
-            parts = tuple(_pick_shard(text, runs, self.num_ranks, k) for k in range(self.num_ranks))
+            patches = range(layout.num_patches) if patch is None else [patch]
+            of_patches = [layout.locate_tokens(p) for p in patches]
+            if patch is None and self.num_ranks == 1:  # as the model has them
+                of_patches = [(range(layout.image_tokens),)]
+            parts = tuple(_pick_shard(text, of_patches, self.num_ranks, k) for k in range(self.num_ranks))
         if min(part.image_tokens for part in parts) == 0:
             name = f"patch {patch}" if patch is not None else "the image"
             raise PlanError(
@@ -181,19 +200,28 @@ class Split:
                     )
 
     def _shard_by_rows(self, layout: Layout, text: range) -> tuple[TokenShard, ...]:
-        width, parts, at = layout.grid.tokens_per_row, list[TokenShard](), 0
+        parts, at = list[TokenShard](), 0
         for rows in balance_patch_rows(layout.grid.rows, self.distrifusion):
-            image = range(at * width, (at + rows) * width)
+            image = layout.grid.locate_rows(at, at + rows)
             at += rows
             parts += [_pick_shard(text, [image], self.ulysses, k) for k in range(self.ulysses)]
         return tuple(parts)
 
 
-def _pick_shard(text: range, image: Iterable[range], ranks: int, index: int) -> TokenShard:
-    """A rank's even share of the text and of each run of image tokens."""
+def _pick_shard(text: range, image: Iterable[Sequence[range]], ranks: int, index: int) -> TokenShard:
+    """A rank's even share of the text and of each patch, which is runs of image tokens."""
     return TokenShard(
-        pick_even_chunk(text, ranks, index), merge_ranges(pick_even_chunk(run, ranks, index) for run in image)
+        pick_even_chunk(text, ranks, index),
+        merge_ranges(run for runs in image for run in _pick_from_runs(runs, ranks, index)),
     )
+
+
+def _pick_from_runs(runs: Sequence[range], ranks: int, index: int) -> Iterator[range]:
+    """A rank's even share of what is in some runs, one after the other."""
+    share, at = pick_even_chunk(range(sum(map(len, runs))), ranks, index), 0
+    for run in runs:
+        yield run[max(share.start - at, 0) : max(share.stop - at, 0)]
+        at += len(run)
 
 
 @lru_cache(maxsize=4096)

@@ -122,7 +122,7 @@ class Shape:
     @property
     def num_tokens(self) -> int:
         """Tokens of a sequence, text included."""
-        return self.grid.rows * self.grid.tokens_per_row + self.text
+        return self.grid.num_tokens + self.text
 
     def build_layout(self, plan: Plan, spec: ModelSpec) -> Layout:
         """The cuts of the image. Raises `PlanError` if it has fewer token rows than the plan has patches."""

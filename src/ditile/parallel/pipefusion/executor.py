@@ -24,9 +24,10 @@ from ditile.hooks.block_calls import write_tokens
 from ditile.hooks.block_policy import CallForm, TokenState
 from ditile.hooks.generation import Generation
 from ditile.hooks.protocols import TokenStreams
+from ditile.hooks.token_arguments import take_runs
 from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
-from ditile.plan.layout import DUMMY_TEXT, Joint, Layout
+from ditile.plan.layout import DUMMY_TEXT, Joint, Layout, merge_ranges
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.schedule import Op, OpKind, Schedule
 
@@ -204,6 +205,11 @@ class PipeFusion:
     # The block hooks
 
     @property
+    def row_parts(self) -> int:
+        """In how many parts rows of tokens are cut, by patches or by ranks."""
+        return max(self._patches, self._plan.distrifusion)
+
+    @property
     def divides_tokens(self) -> bool:
         """Whether a call of the transformer computes part of its tokens or blocks here."""
         return self._patches > 1 or self.stages > 1 or self._sequence.num_ranks > 1
@@ -231,7 +237,7 @@ class PipeFusion:
                 return
             if now.pieces or now.is_stale:
                 raise StateError(
-                    f"a call has {form.grid.rows * form.grid.tokens_per_row} image and {form.text} text tokens and had "
+                    f"a call has {form.grid.num_tokens} image and {form.text} text tokens and had "
                     f"{known.image_tokens} and {known.text} before; patches and stale keys belong to one size, so use "
                     "a plan without pipefusion, patches and distrifusion"
                 )
@@ -418,7 +424,11 @@ class PipeFusion:
         parts = [x.unflatten(1, (-1, width)) for x in parts]
         if len(parts) > 1:
             whole = [streams.gather_stream(x, now.get_own_part(patch).image_tokens) for patch, x in enumerate(parts)]
-            parts = [torch.cat(whole, dim=1)[:, streams.locate_own_share(part.image_tokens)]]
+            tokens = torch.cat(whole, dim=1)
+            runs = merge_ranges(run for patch in range(len(whole)) for run in now.get_own_part(patch).image)
+            if now.has_all_image_tokens and len(runs) > 1:
+                tokens = _place_tokens(tokens, runs)
+            parts = [tokens[:, streams.locate_own_share(part.image_tokens)]]
         return TokenState(_arrange_like(parts[0], state.image), text)
 
     def _send_activations(self, state: TokenState) -> None:
@@ -430,7 +440,9 @@ class PipeFusion:
         for op in self._ops:
             assert self._activations_out is not None and op.patch is not None
             part, message = now.get_own_part(op.patch), image
-            if whole_step:  # patch after patch
+            if now.has_all_image_tokens and self._patches > 1:  # in the order of the model
+                message = take_runs(image, part.image, 1)[:, streams.locate_own_share(part.image_tokens)]
+            elif whole_step:  # patch after patch
                 message = image[:, at : at + part.image_tokens][:, streams.locate_own_share(part.image_tokens)]
                 at += part.image_tokens
             message = message.flatten(1)
@@ -495,6 +507,13 @@ class PipeFusion:
         if not self._latents:
             return None
         return self.generation.pieces[key.branch][key.patch].shape(self._latents[key.branch])
+
+
+def _place_tokens(tokens: Tensor, runs: Sequence[range]) -> Tensor:
+    """All tokens in the order of the sequence, of which these are `runs`, one after the other."""
+    placed = torch.empty_like(tokens)
+    write_tokens(placed, tokens, runs)
+    return placed
 
 
 def _arrange_like(x: Tensor, like: Tensor) -> Tensor:
