@@ -16,7 +16,7 @@ from ditile.plan.layout import Grid, Joint, Layout, Split, TokenShard, balance_p
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     patches = draw(st.integers(1, 8))
-    grid = Grid(draw(st.integers(patches, 40)), draw(st.integers(1, 40)))
+    grid = Grid(draw(st.integers(patches, 40)), draw(st.integers(1, 40)), draw(st.integers(1, 5)))
     joint: Joint = draw(st.sampled_from(["none", "text_first", "image_first"]))
     return Layout.cut_into_patches(grid, patches, 0 if joint == "none" else draw(st.integers(1, 300)), joint)
 
@@ -48,8 +48,21 @@ def test_patches_partition_the_image(layout: Layout) -> None:
     grid, patches = layout.grid, range(layout.num_patches)
     assert sum(layout.count_rows(p) for p in patches) == grid.rows
     assert min(layout.count_rows(p) for p in patches) >= 1
-    tokens = [token for p in patches for token in range(layout.locate_tokens(p).start, layout.locate_tokens(p).stop)]
-    assert tokens == list(range(layout.image_tokens))
+    tokens = [token for p in patches for run in layout.locate_tokens(p) for token in run]
+    assert sorted(tokens) == list(range(layout.image_tokens))
+    assert grid.frames > 1 or tokens == sorted(tokens)
+
+
+def test_a_patch_of_a_video_has_the_same_rows_of_every_frame() -> None:
+    """By hand: two frames of three rows of four tokens."""
+    layout = Layout.cut_into_patches(Grid(3, 4, frames=2), 2, 0, "none")
+    assert layout.cuts == (0, 2, 3) and layout.image_tokens == 24
+    assert layout.locate_tokens(0) == (range(8), range(12, 20))
+    assert layout.locate_tokens(1) == (range(8, 12), range(20, 24))
+    first, second = Split(ring=2).shard_tokens(layout, 1)
+    assert (first.image, second.image) == ((range(8, 12),), (range(20, 24),))
+    (whole,) = Split().shard_tokens(layout, None)
+    assert whole.image == (range(24),)
 
 
 @settings(deadline=None)
@@ -63,8 +76,9 @@ def test_patches_are_balanced(layout: Layout) -> None:
         return
     assert max(others) - min(others) <= 1
     assert others == sorted(others, reverse=True)
-    work = layout.count_rows(0) + layout.text / layout.grid.tokens_per_row
-    share = (layout.grid.rows + layout.text / layout.grid.tokens_per_row) / layout.num_patches
+    text_rows = layout.text / (layout.grid.tokens_per_row * layout.grid.frames)
+    work = layout.count_rows(0) + text_rows
+    share = (layout.grid.rows + text_rows) / layout.num_patches
     assert abs(work - share) <= 0.5 + 1e-9 or layout.count_rows(0) == 1 or max(others) == 1
     if layout.text == 0:
         assert max(others) - 1 <= layout.count_rows(0) <= max(others) + 1
@@ -72,7 +86,8 @@ def test_patches_are_balanced(layout: Layout) -> None:
 
 def count_message_tokens(layout: Layout, patch: int) -> int:
     """Tokens that a stage sends to the next one for a patch."""
-    return layout.count_rows(patch) * layout.grid.tokens_per_row + (layout.text if layout.carries_text(patch) else 0)
+    image = layout.count_rows(patch) * layout.grid.tokens_per_row * layout.grid.frames
+    return image + (layout.text if layout.carries_text(patch) else 0)
 
 
 @settings(deadline=None)
@@ -146,8 +161,8 @@ def test_every_token_is_on_one_rank(split: tuple[Layout, Split]) -> None:
         parts = how.shard_tokens(layout, patch)
         assert len(parts) == how.num_ranks
         image = [token for part in parts for run in part.image for token in run]
-        span = slice(0, layout.image_tokens) if patch is None else layout.locate_tokens(patch)
-        assert sorted(image) == list(range(span.start, span.stop))
+        wanted_runs = (range(layout.image_tokens),) if patch is None else layout.locate_tokens(patch)
+        assert sorted(image) == [token for run in wanted_runs for token in run]
         text = [token for part in parts for token in part.text]
         wanted = list(range(layout.text if layout.carries_text(patch) else 0))
         assert sorted(text) == sorted(wanted * how.distrifusion)
@@ -156,7 +171,8 @@ def test_every_token_is_on_one_rank(split: tuple[Layout, Split]) -> None:
 @settings(deadline=None)
 @given(splits())
 def test_a_whole_step_is_its_patches_one_after_the_other(split: tuple[Layout, Split]) -> None:
-    """On every rank: so the messages of a synchronous step, cut into patches, are those of an asynchronous one.
+    """On every rank, or as the model has them on a rank alone: so the messages of a synchronous step, cut into patches,
+    are those of an asynchronous one.
 
     A failure means that keys of a synchronous step are kept in another order than those of its patches (xDiT's
     hybrid), or that a sender and a receiver disagree on a size.
@@ -167,7 +183,8 @@ def test_a_whole_step_is_its_patches_one_after_the_other(split: tuple[Layout, Sp
         mine = [parts[rank] for parts in of_patches]
         assert part.text == mine[0].text and not any(p.text for p in mine[1:])
         image = [token for run in part.image for token in run]
-        assert image == [token for p in mine for run in p.image for token in run]
+        in_patches = [token for p in mine for run in p.image for token in run]
+        assert image == (in_patches if how.num_ranks > 1 else sorted(in_patches))
         assert part.image_tokens == sum(p.image_tokens for p in mine)
     for patch, parts in enumerate(of_patches):
         sent = sum(part.count_tokens() for part in parts)

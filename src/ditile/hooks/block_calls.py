@@ -27,7 +27,7 @@ from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, TokenSta
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.pieces import Piece, RehearsedPrediction, has_nan, list_predictions
-from ditile.hooks.token_arguments import cut_argument, find_misfit, find_unknown_rows, is_cut, slice_rows
+from ditile.hooks.token_arguments import cut_argument, find_misfit, find_unknown_rows, is_cut, slice_rows, write_runs
 from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
 from ditile.plan.layout import Grid, merge_ranges
 
@@ -590,10 +590,7 @@ class _DividedPass:
 
 def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
     """Writes tokens `[B, n, C]` at the places `runs` of a whole sequence `[B, S, C]`."""
-    at = 0
-    for run in runs:
-        whole[:, run.start : run.stop] = values[:, at : at + len(run)]
-        at += len(run)
+    write_runs(whole, values, runs, 1)
 
 
 def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.transport import HostCopy, PendingMessages
 from ditile.errors import StateError
+from ditile.hooks.token_arguments import group_runs, view_frames, write_runs
 
 NEVER = -1
 
@@ -79,19 +80,21 @@ class KeyStore:
             batch_range: their rows among the `batch_size` rows of the batch; None if they are all.
             batch_size: rows in all.
         """
-        at, first = 0, self.buffers is None
+        at, first, runs = 0, self.buffers is None, tuple(runs)
         rows, buffers = k.shape[0] if batch_range is None else batch_size, self.buffers
         if buffers is None or buffers[0].shape[0] != rows:
             buffers = self._make_buffers(k, rows)
         where = slice(None) if batch_range is None else slice(batch_range.start, batch_range.stop)
-        for run in runs:
+        for frames in group_runs(runs):
+            part = range(at, at + frames.number * len(frames.first))
             for buffer, fresh in zip(buffers, (k, v), strict=True):
-                new, old = fresh[:, at : at + len(run)], buffer[where, run.start : run.stop]
+                new = fresh[:, part.start : part.stop].unflatten(1, (frames.number, len(frames.first)))
+                old = view_frames(buffer[where], frames, 1)
                 if self._relative_change is not None and not first:
                     row = batch_range.start if batch_range else 0
                     self._relative_change.record_change(("keys", self._branch, row), new, old)
                 old.copy_(new)
-            at += len(run)
+            at = part.stop
         return buffers
 
     def write_mask(
@@ -110,10 +113,7 @@ class KeyStore:
         elif self.mask.shape[0] < rows:  # so far one was for every row
             self.mask = self.mask.repeat(rows, 1, 1, 1)
         into = self.mask if batch_range is None else self.mask[batch_range.start : batch_range.stop]
-        at = 0
-        for run in runs:
-            into[..., run.start : run.stop] = mask[..., at : at + len(run)]
-            at += len(run)
+        write_runs(into, mask, tuple(runs), into.ndim - 1)
         return into
 
     def mark_written(self, step: int, segment: int | None = None) -> None:

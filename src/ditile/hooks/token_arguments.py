@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,8 +45,53 @@ def cut_tensor(x: Tensor, kinds: str, runs: Runs) -> Tensor:
 
 def take_runs(x: Tensor, runs: Sequence[range], dim: int) -> Tensor:
     """Runs along a dimension: a view where there is one."""
-    parts = [x.narrow(dim, run.start, len(run)) for run in runs]
+    parts = [view_frames(x, frames, dim).flatten(dim, dim + 1) for frames in group_runs(tuple(runs))]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def write_runs(whole: Tensor, values: Tensor, runs: Sequence[range], dim: int) -> None:
+    """Writes values, which are runs along a dimension of the whole, one after the other, to their places."""
+    at = 0
+    for frames in group_runs(tuple(runs)):
+        part = values.narrow(dim, at, frames.number * len(frames.first))
+        view_frames(whole, frames, dim).copy_(part.unflatten(dim, (frames.number, len(frames.first))))
+        at += part.shape[dim]
+
+
+class Frames(NamedTuple):
+    """The same run in each of some frames.
+
+    Attributes:
+        first: that of the first frame.
+        number: of frames.
+        step: from a frame to the next.
+    """
+
+    first: range
+    number: int
+    step: int
+
+
+@lru_cache(maxsize=4096)
+def group_runs(runs: tuple[range, ...]) -> tuple[Frames, ...]:
+    """Runs of one length at equal distances belong together, so that they are one copy; none of them is empty."""
+    groups: list[Frames] = []
+    for run in runs:
+        if run and groups and len(groups[-1].first) == len(run):
+            first, number, step = groups[-1]
+            distance = run.start - first.start - (number - 1) * step
+            if distance == step or (number == 1 and distance >= len(first)):
+                groups[-1] = Frames(first, number + 1, distance)
+                continue
+        groups.append(Frames(run, 1, len(run)))
+    return tuple(groups)
+
+
+def view_frames(x: Tensor, frames: Frames, dim: int) -> Tensor:
+    """The runs `[.., count, length, ..]`: a view."""
+    length = len(frames.first)
+    span = x.narrow(dim, frames.first.start, (frames.number - 1) * frames.step + length)
+    return span.unsqueeze(dim) if frames.number == 1 else span.unfold(dim, length, frames.step).movedim(-1, dim + 1)
 
 
 def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | None:
