@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from benchmarks import cache_overhead, cache_plans, cache_quality, fidelity, overhead, predictions
+from benchmarks import cache_overhead, cache_plans, cache_quality, fidelity, overhead, predictions, video_patches
 from ditile.cli.bench import tables
 from ditile.distributed import files
 
@@ -102,6 +102,16 @@ def _make_plans_section(model: str) -> Section:
 SECTIONS: dict[str, Section] = {
     "fidelity": Section(f"{FIDELITY} 1", ("fidelity.json",), fidelity.make_fidelity_table),
     "fidelity-warmups": Section(f"{FIDELITY} 0,2,auto", ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup),
+    "fidelity-video": Section(
+        "python -m benchmarks.fidelity --models shapes-wan --captions 20 --ranks 2,4 --warmups 1",
+        ("fidelity-video.json",),
+        fidelity.make_fidelity_table,
+    ),
+    "video-patches": Section(
+        "python -m benchmarks.video_patches --captions 20 --patches 2,4",
+        ("video-patches.json",),
+        video_patches.make_cuts_table,
+    ),
     **_make_sweep_section(
         "speed",
         f"{BIG} --sweep methods",

@@ -4,8 +4,8 @@
 
 The bundled video model draws held-out captions in one process, and its self-attention is given the keys that a patch
 would see under a plan: what is not fresh is of the step before. PSNR is against the same noise without stale keys, over
-all frames of a clip. The controls attend to their own patch alone. For runs, `pipefusion` here is what the engine
-draws (see the tests); rows of every frame are simulated only.
+all frames of a clip. The controls attend to their own patch alone. For rows, `pipefusion` here is what ditile draws
+(see the tests); runs are simulated only.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from training.evaluate import list_captions
 CAPTIONS = list_captions(MODEL, 1)
 
 
-def test_runs_are_the_patches_of_the_engine() -> None:
+def test_rows_are_the_patches_of_the_engine() -> None:
     """A failure means that the figures are of another method than ditile's."""
     pipe = ditile.load(MODEL)
-    simulated = draw_clips(pipe, CAPTIONS, 5, lambda: StaleAttention(number_patches("runs", 4), METHODS[0], 1))
+    simulated = draw_clips(pipe, CAPTIONS, 5, lambda: StaleAttention(number_patches("rows", 4), METHODS[0], 1))
     plain = draw_clips(pipe, CAPTIONS, 5)
     runner = ditile.parallelize(pipe, ditile.Plan(pipefusion=1, patches=4, warmup=1), device="cpu")
     drawn = draw_clips(runner, CAPTIONS, 5)
