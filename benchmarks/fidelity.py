@@ -214,9 +214,10 @@ def main() -> None:
     made: dict[tuple[str, str], dict[str, Any]] = {}
     for model in job.models.split(","):
         captions = list_captions(model, job.captions)
+        of_model = dataclasses.replace(job, size=int(defaults(model)["height"])) if is_of_videos(model) else job
         if out is not None:
-            made |= {(row["model"], row["plan"]): row for row in read_rows_of_job(out, captions, job)}
-        for row in measure_fidelity_rows(model, captions, job, list(made.values())):
+            made |= {(row["model"], row["plan"]): row for row in read_rows_of_job(out, captions, of_model)}
+        for row in measure_fidelity_rows(model, captions, of_model, list(made.values())):
             print(json.dumps(row), flush=True)
             made[row["model"], row["plan"]] = row
             if out is not None:

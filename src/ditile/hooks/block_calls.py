@@ -26,10 +26,10 @@ from ditile.hooks.batch_rows import join_batch_results
 from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, TokenState
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
-from ditile.hooks.pieces import Piece, RehearsedPrediction, has_nan, list_predictions
+from ditile.hooks.pieces import Piece, RehearsedPrediction, find_grid, find_nan_tokens, has_nan, list_predictions
 from ditile.hooks.token_arguments import cut_argument, find_misfit, find_unknown_rows, is_cut, slice_rows, write_runs
 from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
-from ditile.plan.layout import Grid, merge_ranges
+from ditile.plan.layout import Grid
 
 Forward = Callable[..., Any]
 ReadGrid = Callable[[nn.Module, Mapping[str, Any]], Grid]
@@ -265,31 +265,6 @@ def poison_latents(name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The same call with latents of NaN: the first parameter of a transformer is its latents."""
     latents = pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), inputs[name])
     return {**inputs, name: latents}
-
-
-def find_nan_tokens(x: Tensor, dim: int) -> range | None:
-    """The run of tokens along a dimension that are NaN; None if they are not one run. Waits for the device."""
-    return find_run(torch.isnan(x).movedim(dim, 0).flatten(1).any(1))
-
-
-def find_run(flags: Tensor) -> range | None:
-    """The run of places where flags are set; None if they are not one run. Waits for the device."""
-    places = flags.nonzero().flatten().tolist()
-    if not places:
-        return range(0)
-    run = range(places[0], places[-1] + 1)
-    return run if len(run) == len(places) else None
-
-
-def find_grid(flags: Tensor) -> Grid | None:
-    """The grid whose first row of each frame are these tokens; None if there is none. Waits for the device."""
-    places = flags.nonzero().flatten().tolist()
-    runs = merge_ranges(range(place, place + 1) for place in places)
-    if not runs or len(flags) % len(runs):
-        return None
-    frame, width = len(flags) // len(runs), len(runs[0])
-    grid = Grid(frame // width, width, len(runs))
-    return grid if grid.num_tokens == len(flags) and grid.locate_rows(0, 1) == runs else None
 
 
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
+from ditile.plan.layout import Grid, merge_ranges
 
 
 def list_predictions(result: Any) -> list[Tensor]:
@@ -25,6 +26,31 @@ def has_nan(values: Any) -> bool:
     """Whether some tensor in values has a NaN. Waits for the device."""
     flags = [torch.isnan(x).any() for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
     return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
+
+
+def find_nan_tokens(x: Tensor, dim: int) -> range | None:
+    """The run of tokens along a dimension that are NaN; None if they are not one run. Waits for the device."""
+    return find_run(torch.isnan(x).movedim(dim, 0).flatten(1).any(1))
+
+
+def find_run(flags: Tensor) -> range | None:
+    """The run of places where flags are set; None if they are not one run. Waits for the device."""
+    places = flags.nonzero().flatten().tolist()
+    if not places:
+        return range(0)
+    run = range(places[0], places[-1] + 1)
+    return run if len(run) == len(places) else None
+
+
+def find_grid(flags: Tensor) -> Grid | None:
+    """The grid whose first row of each frame are these tokens; None if there is none. Waits for the device."""
+    places = flags.nonzero().flatten().tolist()
+    runs = merge_ranges(range(place, place + 1) for place in places)
+    if not runs or len(flags) % len(runs):
+        return None
+    frame, width = len(flags) // len(runs), len(runs[0])
+    grid = Grid(frame // width, width, len(runs))
+    return grid if grid.num_tokens == len(flags) and grid.locate_rows(0, 1) == runs else None
 
 
 class RehearsedPrediction(Tensor):

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 
 from ditile.errors import ModelError
 from ditile.hooks.attention_processors import find_attention_processors
-from ditile.hooks.block_calls import find_run
 from ditile.hooks.overrides import override_attribute
+from ditile.hooks.pieces import find_run
 from ditile.models.block_lists import find_block_lists
 from ditile.plan.anatomy import describe_mode
 from ditile.plan.spec import BlockList, Flow

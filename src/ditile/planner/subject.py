@@ -223,7 +223,7 @@ class PlanSubject:
 
     def _record_probe(self) -> RecordedStep:
         """The step of the call that is counted: one branch of one picture."""
-        height, width = (count * self.token_side for count in PROBED)
+        height, width = (count * self.token_side for count in (PROBED.rows, PROBED.tokens_per_row))
         size = {"height": height, "width": width, "num_frames": 1, "max_sequence_length": PROBED_TEXT}
         step = self._record(size | NO_GUIDANCE)
         if step.calls[0].rows != 1:
