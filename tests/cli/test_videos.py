@@ -26,6 +26,7 @@ from ditile.cli import generate, main, videos
 from ditile.cli.evaluate.motion_check import judge_clip
 from ditile.cli.options import GenerateOptions
 from ditile.cli.pipelines import check_num_frames, check_prompt_cleaner, find_frame_rate
+from ditile.runner.load import read_generation_defaults
 from tests import tiny
 from tests.cli.test_cli import opened, refused
 
@@ -92,7 +93,7 @@ def test_the_models_own_frames_rate_and_name() -> None:
     assert main.main(["generate", PROMPT, *SHORT, "--num-images", "2"]) == 0
     for name in ("ditile-video-0.mp4", "ditile-video-1.mp4"):
         rate, pictures = decoded(name)
-        assert (rate, pictures.shape) == (ditile.defaults("shapes-wan")["fps"], (9, 64, 64, 3))
+        assert (rate, pictures.shape) == (read_generation_defaults("shapes-wan")["fps"], (9, 64, 64, 3))
     assert not np.array_equal(decoded("ditile-video-0.mp4")[1], decoded("ditile-video-1.mp4")[1])
 
 
@@ -113,6 +114,12 @@ def test_a_file_of_prompts_is_resumed(capsys: pytest.CaptureFixture[str]) -> Non
     [
         ((*SHORT, "--out", "a.png"), "out='a.png': this model draws videos; name it a.mp4, .webp or .gif"),
         ((*SHORT, "--fps", "0"), "fps=0.0 is no rate; try fps=16"),
+        ((*SHORT, "--fps", "1e-9", "--out", "a.gif"), "fps=1e-09 is not between 0.01 and 1000; try fps=16"),
+        (
+            (*SHORT, "--fps", "101", "--out", "a.gif"),
+            "fps=101: a GIF shows 100 frames a second at most; name it a.webp",
+        ),
+        ((*SHORT, "--out", "nowhere/a.mp4"), "ditile: out='nowhere/a.mp4': there is no folder 'nowhere'"),
         ((*SHORT, "--frames", "0"), "frames=0"),
         (("--out", "a.mp4"), "out='a.mp4': pictures are written as PNG; name it a.png"),
         (("--fps", "8"), "fps=8: shapes-pixart draws pictures, which have no rate"),

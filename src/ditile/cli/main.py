@@ -207,7 +207,7 @@ def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:
     if video and not run.dry_run and is_writing_process():
         from ditile.cli.videos import check_encoder
 
-        check_encoder(run.list_image_paths(1)[0])
+        check_encoder(run.list_image_paths(1)[0], wanted.fps)
     if not video and wanted.fps is not None:
         raise ModelError(f"fps={wanted.fps:g}: {wanted.model} draws pictures, which have no rate; leave it out")
     return run

@@ -21,6 +21,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_OUTPUTS_TRIED = 64
 """Outputs that are opened before a run; pictures of a file of prompts are in one folder."""
 VIDEO_SUFFIXES = (".mp4", ".webp", ".gif")
+LEAST_FPS, MOST_FPS = 0.01, 1000
+"""Frames a second. Below, a GIF has no number for how long a frame stays; above, a WebP has none."""
 COCO_PREFIX = "coco:"
 """Before the name of a file of captions that is one of COCO's annotations."""
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
@@ -112,6 +114,8 @@ class GenerateOptions(ModelOptions):
         check_counts(self, "num_images", "frames")
         if self.fps is not None:
             check_positive_number(self.fps, "fps", "rate", example=16)
+            if not LEAST_FPS <= self.fps <= MOST_FPS:
+                raise ModelError(f"fps={self.fps:g} is not between {LEAST_FPS:g} and {MOST_FPS:g}; try fps=16")
         _check_guidance(self)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed={self.seed} is out of range; try seed=0")
@@ -330,6 +334,8 @@ def check_writable(name: str, path: Path) -> None:
         else:
             with tempfile.TemporaryFile(dir=path.parent):
                 return
+    except ModelError:
+        raise
     except ValueError as error:  # a name with a NUL
         raise ModelError(f"{name}={str(path)!r} is no name of a file: {error}") from error
     except OSError as error:

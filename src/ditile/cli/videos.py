@@ -26,13 +26,19 @@ Video = NDArray[np.uint8]  # [F, H, W, 3]
 
 DEFAULT_FPS = 16.0
 """Frames a second of a video whose pipeline says nothing of it."""
+GIF_MOST_FPS = 100
 CRF = "16"
 """Of x264: at this constant rate factor a loss is hardly seen."""
 _MAX_DENOMINATOR = 1001  # of the rates of television, such as 30000 / 1001
 
 
-def check_encoder(path: Path) -> None:
-    """Raises `ModelError` if what writes a video to this path is not installed. It is looked for, not imported."""
+def check_encoder(path: Path, fps: float | None = None) -> None:
+    """Raises `ModelError` if what writes a video to this path is not installed, or its format has no such rate.
+
+    A package is looked for, not imported.
+    """
+    if path.suffix.lower() == ".gif" and fps is not None and fps > GIF_MOST_FPS:
+        raise ModelError(f"fps={fps:g}: a GIF shows {GIF_MOST_FPS} frames a second at most; name it {path.stem}.webp")
     if path.suffix.lower() == ".mp4" and importlib.util.find_spec("av") is None:
         raise ModelError(
             f"out={str(path)!r} needs PyAV, which is not installed; pip install 'ditile[video]', or name it "
