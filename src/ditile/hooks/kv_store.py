@@ -116,6 +116,10 @@ class KeyStore:
         write_runs(into, mask, tuple(runs), into.ndim - 1)
         return into
 
+    def list_tensors(self) -> list[Tensor]:
+        """Keys, values, and their mask if there is one."""
+        return [x for x in (*(self.buffers or ()), self.mask) if x is not None]
+
     def mark_written(self, step: int, segment: int | None = None) -> None:
         """Notes the step that wrote a segment, or all of them."""
         for k in range(len(self.written)) if segment is None else (segment,):
@@ -211,6 +215,7 @@ class GenerationMemory:
 
     Attributes:
         outputs: of modules that need not compute them again.
+        epoch: another object after whatever may have changed the model.
     """
 
     def __init__(
@@ -218,9 +223,11 @@ class GenerationMemory:
     ) -> None:
         self._relative_change, self._kept_buffers = relative_change, kept_buffers
         self._stores: dict[tuple[int, str], KeyStore] = {}
+        self._stores_of_blocks: dict[tuple[int, str], list[KeyStore]] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._constants: dict[Hashable, Any] = {}
         self.outputs: dict[Hashable, RememberedOutput] = {}
+        self.epoch = object()
         self._slices: dict[Hashable, SliceEntry] = {}
 
     def get_key_store(self, branch: int, layer: str, length: int, segments: int) -> KeyStore:
@@ -229,6 +236,7 @@ class GenerationMemory:
         if key not in self._stores:
             make_zeros = functools.partial(self._make_zeros, key)
             self._stores[key] = KeyStore(length, segments, branch, self._relative_change, make_zeros)
+            self._stores_of_blocks.clear()
         return self._stores[key]
 
     def _make_zeros(self, store: tuple[int, str], name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -241,16 +249,13 @@ class GenerationMemory:
             return kept
         return kept.zero_()
 
-    @property
-    def records_change(self) -> bool:
-        """Whether it is measured how much keys and values change."""
-        return self._relative_change is not None
-
-    def list_key_tensors(self, branch: int, block: str) -> list[Tensor]:
-        """Keys, values and masks of the layers of a block."""
-        stores = [store for (of, layer), store in self._stores.items() if of == branch and _is_within(layer, block)]
-        tensors = (x for store in stores for x in (*(store.buffers or ()), store.mask))
-        return [x for x in tensors if x is not None]
+    def list_key_stores(self, branch: int, block: str) -> list[KeyStore]:
+        """The keys and values of the layers of a block."""
+        found = self._stores_of_blocks.get((branch, block))
+        if found is None:
+            found = [store for (of, layer), store in self._stores.items() if of == branch and _is_within(layer, block)]
+            self._stores_of_blocks[branch, block] = found
+        return found
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
         """Counts old keys of these patches (None: all) as those of a step that left out layers with these prefixes."""
@@ -266,6 +271,7 @@ class GenerationMemory:
 
     def forget_branch_keys(self, branch: int) -> None:
         """Drops the keys and values of a guidance branch that this rank will not compute again."""
+        self._stores_of_blocks.clear()
         for key in [key for key in self._stores if key[0] == branch]:
             incoming = self._stores.pop(key).incoming
             if incoming is not None:
@@ -308,6 +314,7 @@ class GenerationMemory:
         self._constants.clear()
         self.outputs.clear()
         self._slices.clear()
+        self.epoch = object()
 
 
 def _is_within(layer: str, block: str) -> bool:

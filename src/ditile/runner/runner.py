@@ -437,6 +437,8 @@ def build_block_graphs(plan: Plan, device: torch.device, checks: AgeChecks | Non
                 f"cuda_graphs=True: {axis}={getattr(plan, axis)} sends messages within blocks, and these are not "
                 "recorded; use pipefusion, cfg and data"
             )
+    if plan.warmup == "auto":
+        raise PlanError("cuda_graphs=True: warmup=auto measures keys within blocks; give a number of steps")
     if checks is not None:
         raise PlanError("cuda_graphs=True: ages of keys are not checked in replays; leave out checks and DITILE_CHECK")
     return BlockGraphs(CudaGraphRecorder(device), device)

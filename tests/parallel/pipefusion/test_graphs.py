@@ -1,20 +1,24 @@
 """Blocks that are recorded in one asynchronous step and replayed in later ones draw the same picture.
 
-There is no GPU here: what stands in for a CUDA graph runs the recorded calls of one block again, on the same memory,
-and does nothing when it is recorded.
+There is no GPU here: what stands in for a CUDA graph are the operators that a block called, which are called again on
+the same memory, whatever the block has become; and what they wrote when they were recorded is undone.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ditile
 from ditile.errors import PlanError
+from ditile.hooks.kv_store import GenerationMemory
 from ditile.parallel.pipefusion.graphs import BlockGraphs
 from ditile.plan.plan import Plan
 from ditile.runner import runner as runners
@@ -25,13 +29,42 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = ["flux", "wan-2.2", "qwen-image", "z-image", "ltx-2", "stable-diffusion-3", "pixart-sigma", "flux-2"]
 
 
+class Operators(TorchDispatchMode):
+    """The operators that are called, with what they are given and return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+
 def record_calls(fn: Callable[[], None], written: Sequence[Tensor]) -> Callable[[], None]:
-    """What a function writes when it is recorded is undone."""
+    """What a function writes over when it is recorded is undone."""
     before = [x.clone() for x in written]
-    fn()
+    with Operators() as operators:
+        fn()
     for x, old in zip(written, before, strict=True):
         x.copy_(old)
-    return fn
+
+    def replay() -> None:
+        for func, args, kwargs, recorded in operators.calls:
+            outs = _list_tensors(recorded)
+            given = {x.untyped_storage().data_ptr() for x in _list_tensors((args, kwargs))}
+            if func._schema.is_mutable:
+                func(*args, **kwargs)
+            elif any(x.untyped_storage().data_ptr() not in given for x in outs):  # else a view
+                for x, new in zip(outs, _list_tensors(func(*args, **kwargs)), strict=True):
+                    x.copy_(new)
+
+    return replay
+
+
+def _list_tensors(values: Any) -> list[Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
 
 
 @pytest.fixture
@@ -88,6 +121,71 @@ def test_other_weights_sizes_and_prompts_are_seen(graphs: list[BlockGraphs]) -> 
     runner.restore()
 
 
+@pytest.mark.parametrize("name", ["flux", "z-image", "wan-2.2"])
+def test_without_warmup_stale_keys_are_not_wiped(name: str, graphs: list[BlockGraphs]) -> None:
+    """The first keys of a picture get their memory in a step of patches, which must not be recorded."""
+    pipe, plan = ZOO[name].make(), Plan(pipefusion=1, patches=2, warmup=0)
+    runner = ditile.parallelize(pipe, plan, keep_weights=True)
+    want = draw(runner, name)
+    runner.restore()
+    runner = ditile.parallelize(pipe, plan, keep_weights=True, cuda_graphs=True)
+    for _ in range(3):
+        assert all(torch.equal(*pair) for pair in zip(draw(runner, name), want, strict=True))
+    assert graphs[0].replayed
+    runner.restore()
+
+
+def test_a_callback_that_changes_weights_is_seen(graphs: list[BlockGraphs]) -> None:
+    def double(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if step == 2:
+            layer = pipe.transformer.transformer_blocks[0].ff.net[2]
+            layer.weight = torch.nn.Parameter(layer.weight.detach() * 1.5)
+        return kwargs
+
+    drawn = []
+    for recorded in (False, True):
+        pipe = ZOO["flux"].make()
+        plan = Plan(pipefusion=1, patches=2, warmup=1)
+        runner = ditile.parallelize(pipe, plan, keep_weights=True, cuda_graphs=recorded)
+        drawn.append(draw(runner, "flux", callback_on_step_end=double, num_inference_steps=6))
+        runner.restore()
+    assert all(torch.equal(*pair) for pair in zip(*drawn, strict=True))
+    assert graphs[0].replayed
+
+
+def test_nothing_of_other_sizes_stays(graphs: list[BlockGraphs]) -> None:
+    """A failure means that a server of many sizes fills its GPU."""
+    pipe, plan = ZOO["flux"].make(), Plan(pipefusion=1, patches=2, warmup=1)
+    runner = ditile.parallelize(pipe, plan, keep_weights=True, cuda_graphs=True)
+    counts = []
+    for size in (32, 48, 64):
+        draw(runner, "flux", height=size, width=size)
+        gc.collect()
+        counts.append(len(graphs[0]._inputs))
+    assert counts[0] == counts[1] == counts[2] > 0
+    assert not [x for x in gc.get_objects() if isinstance(x, GenerationMemory) and x.key_bytes]
+    runner.restore()
+
+
+def test_a_block_that_cannot_be_recorded_runs_as_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where a block reads a number of the GPU. It is said once."""
+
+    def fail(fn: Callable[[], None], written: Sequence[Tensor]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(runners, "build_block_graphs", lambda plan, device, checks: BlockGraphs(fail, device))
+    drawn = []
+    for recorded in (False, True):
+        pipe, plan = ZOO["wan-2.1"].make(), Plan(pipefusion=1, patches=2, warmup=1)
+        runner = ditile.parallelize(pipe, plan, keep_weights=True, cuda_graphs=recorded)
+        drawn.append(draw(runner, "wan-2.1"))
+        runner.restore()
+    assert all(torch.equal(*pair) for pair in zip(*drawn, strict=True))
+    assert caplog.text.count("is not recorded as a CUDA graph, and runs as ever: operation not permitted") == 1
+
+
 def test_what_cannot_be_recorded_is_refused_in_one_line() -> None:
     pipe = ZOO["flux"].make()
     with pytest.raises(PlanError, match="needs a GPU"):
@@ -95,3 +193,5 @@ def test_what_cannot_be_recorded_is_refused_in_one_line() -> None:
     for axis in ("ulysses", "ring", "tensor", "distrifusion"):
         with pytest.raises(PlanError, match=f"{axis}=2 sends messages within blocks"):
             runners.build_block_graphs(Plan(**{axis: 2}), torch.device("cuda"), None)
+    with pytest.raises(PlanError, match="warmup=auto measures"):
+        runners.build_block_graphs(Plan(pipefusion=2, warmup="auto"), torch.device("cuda"), None)

@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,13 @@ from torch.utils import _pytree as pytree
 from ditile.hooks.block_policy import BlockHook
 from ditile.hooks.compile import ForwardCall
 from ditile.hooks.generation import Generation
+from ditile.hooks.kv_store import KeyStore
 
 LOG = logging.getLogger(__name__)
 
 _READ_ADDRESS = operator.methodcaller("data_ptr")
+_PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
+"""Arguments whose value says all that a block can make of them."""
 _ADAPTERS = "peft."
 """Modules of this package compute what their settings say, which may change between calls."""
 
@@ -66,13 +70,13 @@ class CudaGraphRecorder:
         return graph.replay
 
 
-@dataclass(slots=True)
 class _StaticInput:
-    """Memory that stays, and what was last copied to it."""
+    """Memory that stays as long as a recording needs it, and what was last copied to it."""
 
-    tensor: Tensor
-    source: Tensor | None = None
-    state: tuple[Any, ...] = ()
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.source: Tensor | None = None
+        self.state: tuple[Any, ...] = ()
 
     def fill(self, source: Tensor, *, always: bool) -> None:
         if source is self.tensor:
@@ -92,19 +96,35 @@ class _Recording:
 
     Attributes:
         form: of what it was given.
-        fails: whether it cannot be recorded.
+        fails: whether recording it failed.
+        is_plain: whether it can be recorded as it is now.
         replay: runs it; None until it was called once.
         out: what it returns.
         addresses: of its weights, its keys and their masks.
-        memory: the memory of the generation in which the addresses were last compared.
+        epoch: when the addresses were last compared, see `GenerationMemory`.
+        statics: the memory that it reads.
+        segments: of its keys, those of each layer that it writes.
     """
 
     form: Any
     fails: bool = False
+    is_plain: bool = True
     replay: Callable[[], None] | None = None
     out: Any = None
     addresses: tuple[int, ...] = ()
-    memory: object = None
+    epoch: object = None
+    statics: list[_StaticInput] = field(default_factory=list)
+    segments: list[list[int]] = field(default_factory=list)
+
+    def note_written_segments(self, stores: Sequence[KeyStore], step: int) -> None:
+        """Notes what a run in this step has written; what others wrote in it may be among that."""
+        self.segments = [[k for k, at in enumerate(store.written) if at == step] for store in stores]
+
+    def mark_written(self, stores: Sequence[KeyStore], step: int) -> None:
+        """Marks what a replay has written."""
+        for store, segments in zip(stores, self.segments, strict=True):
+            for segment in segments:
+                store.mark_written(step, segment)
 
 
 class BlockGraphs:
@@ -122,8 +142,10 @@ class BlockGraphs:
     def __init__(self, record: Recorder, device: torch.device) -> None:
         self._record, self._device = record, device
         self.kept_buffers: dict[Hashable, Tensor] = {}
-        self._inputs: dict[Hashable, _StaticInput] = {}
+        # Recordings hold what they read, so what no recording reads any more goes.
+        self._inputs: WeakValueDictionary[Hashable, _StaticInput] = WeakValueDictionary()
         self._recordings: dict[Hashable, _Recording] = {}
+        self._warned: set[str] = set()
         self.recorded = self.replayed = 0
 
     def wrap_forward(self, now: Generation, hook: BlockHook, is_last: bool, forward: ForwardCall) -> ForwardCall:
@@ -135,51 +157,77 @@ class BlockGraphs:
             is_last: whether others than the next block read what it returns.
             forward: what it computes.
         """
-        if not _is_plain(hook.block):
-            return forward
         streams = {"image": hook.anatomy.image, "text": hook.anatomy.text}
         settings = _describe_attention(hook.block)
 
         def forward_recorded(*args: Any, **call: Any) -> Any:
             patch = now.micro_step.patch
-            if args or patch is None or now.is_surveyed or now.memory.records_change:
+            if args or patch is None or now.is_surveyed:
                 return forward(*args, **call)
             leaves, spec = pytree.tree_flatten(call)
             form = (spec, tuple(map(_describe_leaf, leaves)), now.branch_layout, now.may_round, settings)
             key = (hook.name, now.branch, patch)
             recording = self._recordings.get(key)
             if recording is None or recording.form != form:
-                # The first time all is as ever: kernels are loaded, and keys have memory.
+                # The first time all is as ever: kernels are loaded.
                 self._recordings[key] = _Recording(form)
                 return forward(**call)
-            if recording.fails or any(isinstance(x, Tensor) and x.device != self._device for x in leaves):
+            # Without warmup keys get their memory from a first run as ever.
+            stores = now.memory.list_key_stores(now.branch, hook.name)
+            if stores and recording.epoch is not now.memory.epoch:
+                self._compare_addresses(recording, now, hook, stores)
+            if recording.fails or not recording.is_plain or not stores or not self._can_record(leaves):
                 return forward(**call)
-            statics = self._fill_inputs((hook.list_name, now.branch, patch), call, set(streams.values()))
-            if recording.memory is not now.memory:
-                addresses = self._list_addresses(now, hook)
-                if addresses != recording.addresses:
-                    recording.replay = None
-                recording.addresses, recording.memory = addresses, now.memory
+            statics = self._fill_inputs(recording, (hook.list_name, now.branch, patch), call, set(streams.values()))
             if recording.replay is None:
                 returns = [streams[name] for name in hook.anatomy.returns]
                 try:
                     with now.memory.hide_remembered():
                         self._record_block(recording, forward, statics, returns)
+                    recording.note_written_segments(stores, now.micro_step.step)
                 except RuntimeError as error:
                     recording.fails = True
-                    reason = (str(error) or type(error).__name__).splitlines()[0]
-                    LOG.warning("%s is not recorded as a CUDA graph, and runs as ever: %s", hook.name, reason)
+                    self._warn(hook, error)
                     return forward(**call)
             assert recording.replay is not None
             recording.replay()
+            recording.mark_written(stores, now.micro_step.step)
             self.replayed += 1
             return pytree.tree_map_only(Tensor, torch.clone, recording.out) if is_last else recording.out
 
         return forward_recorded
 
-    def _fill_inputs(self, run: Hashable, call: Mapping[str, Any], streams: set[str | None]) -> dict[str, Any]:
+    def _warn(self, hook: BlockHook, error: RuntimeError) -> None:
+        """Says once for each list of blocks what failed."""
+        if hook.list_name not in self._warned:
+            self._warned.add(hook.list_name)
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            LOG.warning("%s is not recorded as a CUDA graph, and runs as ever: %s", hook.name, reason)
+
+    def _can_record(self, leaves: Sequence[Any]) -> bool:
+        """Whether a block is given nothing that may change without being seen, and nothing on another device."""
+        return all(
+            isinstance(leaf, _PLAIN_LEAVES) and (not isinstance(leaf, Tensor) or leaf.device == self._device)
+            for leaf in leaves
+        )
+
+    def _compare_addresses(
+        self, recording: _Recording, now: Generation, hook: BlockHook, stores: Sequence[KeyStore]
+    ) -> None:
+        """Forgets what was recorded if something that it reads or writes is elsewhere now; looks at the block again."""
+        recording.epoch, recording.is_plain = now.memory.epoch, _is_plain(hook.block)
+        keys = (x for store in stores for x in store.list_tensors())
+        addresses = tuple(map(_READ_ADDRESS, (*hook.block.parameters(), *hook.block.buffers(), *keys)))
+        if addresses != recording.addresses:
+            recording.replay = None
+        recording.addresses = addresses
+
+    def _fill_inputs(
+        self, recording: _Recording, run: Hashable, call: Mapping[str, Any], streams: set[str | None]
+    ) -> dict[str, Any]:
         """The call with tensors in memory that stays."""
         statics: dict[str, Any] = {}
+        held: list[_StaticInput] = []
         for name, value in call.items():
             leaves, spec = pytree.tree_flatten(value)
             for index, leaf in enumerate(leaves):
@@ -190,8 +238,10 @@ class BlockGraphs:
                 if static is None:
                     static = self._inputs[key] = _StaticInput(torch.empty_like(leaf))
                 static.fill(leaf, always=name in streams)
+                held.append(static)
                 leaves[index] = static.tensor
             statics[name] = pytree.tree_unflatten(leaves, spec)
+        recording.statics = held
         return statics
 
     def _record_block(
@@ -216,13 +266,14 @@ class BlockGraphs:
         recording.out = found[-1]
         self.recorded += 1
 
-    def _list_addresses(self, now: Generation, hook: BlockHook) -> tuple[int, ...]:
-        weights = (*hook.block.parameters(), *hook.block.buffers())
-        return tuple(map(_READ_ADDRESS, (*weights, *now.memory.list_key_tensors(now.branch, hook.name))))
-
 
 def _is_plain(block: nn.Module) -> bool:
-    """Whether a block computes the same whenever it is given the same: no adapters, and nothing hooked on."""
+    """Whether a block computes the same whenever it is given the same: no adapters, and nothing hooked on.
+
+    Weights of classes of their own, as quantized ones, do not say where they are.
+    """
+    if any(type(weight) not in (nn.Parameter, Tensor) for weight in (*block.parameters(), *block.buffers())):
+        return False
     return not any(
         type(module).__module__.startswith(_ADAPTERS)
         or module._forward_hooks
