@@ -251,3 +251,12 @@ def test_decoded_frames_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):  # as tiles that overlap
             pipe.vae.decode(latents)
     assert counts == [1, 4, 4, 0, 0, 0] and not pipe.vae.decoder._forward_hooks
+
+
+def test_tensors_of_types_that_numpy_lacks_are_written() -> None:
+    """Some pipelines return tensors, `[B, F, C, H, W]`."""
+    frames = torch.rand(1, 3, 3, 8, 12, dtype=torch.bfloat16, requires_grad=True)
+    (video,) = videos.convert_to_videos(frames)
+    assert video.shape == (3, 8, 12, 3) and video.dtype == np.uint8
+    want = frames[0].detach().float().movedim(1, -1).numpy() * 255
+    assert np.abs(video - want).max() <= 0.5

@@ -67,12 +67,17 @@ def _convert_video(frames: Any) -> Video:
     if isinstance(frames, list | tuple) and isinstance(frames[0], Image.Image):
         return np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
     if not isinstance(frames, np.ndarray):
-        frames = np.stack([np.asarray(frame) for frame in frames])
+        frames = np.stack([_read_numbers(frame) for frame in frames])
         frames = frames.transpose(0, 2, 3, 1) if frames.shape[-1] != 3 else frames
     video: Video = frames
     if frames.dtype != np.uint8:
         video = np.rint(frames.astype(np.float32).clip(0, 1) * 255).astype(np.uint8)
     return video
+
+
+def _read_numbers(frame: Any) -> Any:
+    """An array of a tensor, which may be on a GPU and of a type that numpy lacks."""
+    return frame.detach().float().cpu().numpy() if hasattr(frame, "detach") else np.asarray(frame)
 
 
 def save_video_with_poster(video: Video, path: Path, fps: float, texts: Mapping[str, str]) -> None:
@@ -81,6 +86,8 @@ def save_video_with_poster(video: Video, path: Path, fps: float, texts: Mapping[
     Raises:
         OSError: if a file cannot be written.
     """
+    # First, because a poster says that its video is whole.
+    build_poster_path(path).unlink(missing_ok=True)
     encode = _encode_mp4 if path.suffix.lower() == ".mp4" else _encode_animation
     files.write_atomically(path, encode(video, path.suffix.lower().removeprefix("."), fps, texts))
     texts = {**texts, "frames": str(len(video)), "fps": f"{fps:g}"}
