@@ -86,10 +86,14 @@ class KeyStore:
             buffers = self._make_buffers(k, rows)
         where = slice(None) if batch_range is None else slice(batch_range.start, batch_range.stop)
         for frames in group_runs(runs):
-            part = range(at, at + frames.number * len(frames.first))
+            length = len(frames.first)
+            part = range(at, at + frames.number * length)
             for buffer, fresh in zip(buffers, (k, v), strict=True):
-                new = fresh[:, part.start : part.stop].unflatten(1, (frames.number, len(frames.first)))
-                old = view_frames(buffer[where], frames, 1)
+                new = fresh[:, part.start : part.stop]
+                if frames.number == 1:
+                    old = buffer[where, frames.first.start : frames.first.stop]
+                else:
+                    new, old = new.unflatten(1, (frames.number, length)), view_frames(buffer[where], frames, 1)
                 if self._relative_change is not None and not first:
                     row = batch_range.start if batch_range else 0
                     self._relative_change.record_change(("keys", self._branch, row), new, old)
@@ -234,20 +238,11 @@ class GenerationMemory:
         """The keys and values of a layer."""
         key = (branch, layer)
         if key not in self._stores:
-            make_zeros = functools.partial(self._make_zeros, key)
+            # Not a method: stores must go as soon as this memory does.
+            make_zeros = functools.partial(_make_zeros, self._kept_buffers, key)
             self._stores[key] = KeyStore(length, segments, branch, self._relative_change, make_zeros)
             self._stores_of_blocks.clear()
         return self._stores[key]
-
-    def _make_zeros(self, store: tuple[int, str], name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Zeros for a key store, where those of the last generation were."""
-        if self._kept_buffers is None:
-            return like.new_zeros(shape)
-        kept = self._kept_buffers.get((store, name))
-        if kept is None or (kept.shape, kept.dtype, kept.device) != (torch.Size(shape), like.dtype, like.device):
-            kept = self._kept_buffers[store, name] = like.new_zeros(shape)
-            return kept
-        return kept.zero_()
 
     def list_key_stores(self, branch: int, block: str) -> list[KeyStore]:
         """The keys and values of the layers of a block."""
@@ -315,6 +310,19 @@ class GenerationMemory:
         self.outputs.clear()
         self._slices.clear()
         self.epoch = object()
+
+
+def _make_zeros(
+    kept_buffers: dict[Hashable, Tensor] | None, store: Hashable, name: str, shape: tuple[int, ...], like: Tensor
+) -> Tensor:
+    """Zeros for a key store; where buffers are kept, where those of the last generation were."""
+    if kept_buffers is None:
+        return like.new_zeros(shape)
+    kept = kept_buffers.get((store, name))
+    if kept is None or (kept.shape, kept.dtype, kept.device) != (torch.Size(shape), like.dtype, like.device):
+        kept = kept_buffers[store, name] = like.new_zeros(shape)
+        return kept
+    return kept.zero_()
 
 
 def _is_within(layer: str, block: str) -> bool:

@@ -45,7 +45,12 @@ def cut_tensor(x: Tensor, kinds: str, runs: Runs) -> Tensor:
 
 def take_runs(x: Tensor, runs: Sequence[range], dim: int) -> Tensor:
     """Runs along a dimension: a view where there is one."""
-    parts = [view_frames(x, frames, dim).flatten(dim, dim + 1) for frames in group_runs(tuple(runs))]
+    parts = [
+        x.narrow(dim, frames.first.start, len(frames.first))
+        if frames.number == 1
+        else view_frames(x, frames, dim).flatten(dim, dim + 1)
+        for frames in group_runs(tuple(runs))
+    ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -74,7 +79,7 @@ class Frames(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def group_runs(runs: tuple[range, ...]) -> tuple[Frames, ...]:
-    """Runs of one length at equal distances belong together, so that they are one copy; none of them is empty."""
+    """Runs of one length at equal distances belong together, so that they are one copy."""
     groups: list[Frames] = []
     for run in runs:
         if run and groups and len(groups[-1].first) == len(run):

@@ -111,7 +111,8 @@ class Layout:
     @property
     def image_tokens(self) -> int:
         """Image tokens."""
-        return self.grid.num_tokens
+        frames, rows, width = self.grid.frames, self.grid.rows, self.grid.tokens_per_row
+        return frames * rows * width
 
     def count_layer_tokens(self, *, joint: bool) -> int:
         """Tokens in an attention layer that sees the text too, or the image alone."""

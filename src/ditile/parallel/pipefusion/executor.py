@@ -440,10 +440,10 @@ class PipeFusion:
         for op in self._ops:
             assert self._activations_out is not None and op.patch is not None
             part, message = now.get_own_part(op.patch), image
-            if now.has_all_image_tokens and self._patches > 1:  # in the order of the model
-                message = take_runs(image, part.image, 1)[:, streams.locate_own_share(part.image_tokens)]
-            elif whole_step:  # patch after patch
-                message = image[:, at : at + part.image_tokens][:, streams.locate_own_share(part.image_tokens)]
+            if whole_step:
+                # In the order of the model, or patch after patch.
+                runs = part.image if now.has_all_image_tokens else (range(at, at + part.image_tokens),)
+                message = take_runs(image, runs, 1)[:, streams.locate_own_share(part.image_tokens)]
                 at += part.image_tokens
             message = message.flatten(1)
             if part.text:
