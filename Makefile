@@ -5,7 +5,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.made-$(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
 DEMO := ditile-demo.png
-VIDEO_DEMO := ditile-demo.mp4
+VIDEO_DEMO := ditile-demo-video.mp4
 
 .PHONY: demo demo-video test test-families test-fast faults benchmarks-check check docs environment
 
