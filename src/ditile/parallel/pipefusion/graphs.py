@@ -1,7 +1,7 @@
 """CUDA graphs of blocks: what a block does to a patch is recorded in an asynchronous step, and replayed in later ones.
 
 A block of a patch is some fifty small kernels, and starting them one by one can take the host longer than they take
-the GPU: about 1.5 ms a block on the machine of docs/gpu.md. A replay starts all of them at once.
+the GPU: 1.1 to 1.5 ms a block on the machines of docs/gpu.md. A replay starts all of them at once.
 
 In asynchronous steps a block gets tensors of the same shapes each time, and reads and writes its keys in the same
 memory. What it is given is copied to memory that stays, unless it is there already. Its streams end in the memory
