@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import ditile
-from ditile.cli.cache_options import CacheOptions
 from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.requests.cache_options import CacheOptions
 from ditile.runner.load import defaults
 
 PROMPT = "A cat holding a sign that says hello world"

@@ -30,9 +30,9 @@ from ditile.cache.config_text import (
     parse_cache_line,
 )
 from ditile.cache.step_mask import parse_step_mask
-from ditile.cli.cache_options import CacheOptions
 from ditile.errors import LoadError, ModelError
 from ditile.plan.flags import add_arguments, collect_arguments, normalize_flags
+from ditile.requests.cache_options import CacheOptions
 
 HYBRID = """
 cache_config:

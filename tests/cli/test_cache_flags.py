@@ -16,11 +16,12 @@ from ditile.cache.config import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.cli import main
-from ditile.cli.cache_options import QUANTIZE_TYPES, CacheOptions
 from ditile.cli.flag_aliases import merge_alias_values
-from ditile.cli.options import GenerateOptions, RunOptions
+from ditile.cli.options import RunOptions
 from ditile.errors import DitileError, PlanError
 from ditile.plan.flags import collect_arguments, list_flags, normalize_flags
+from ditile.requests.cache_options import QUANTIZE_TYPES, CacheOptions
+from ditile.requests.options import GenerateOptions
 
 
 def parsed(*words: str) -> argparse.Namespace:

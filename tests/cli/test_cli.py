@@ -25,9 +25,9 @@ import ditile as package
 from ditile import Plan, RankError
 from ditile.cli import main
 from ditile.cli.matrix import build_matrix
-from ditile.cli.pictures import read_png_texts
 from ditile.models.known import ASSETS
 from ditile.plan.flags import normalize_flags
+from ditile.requests.pictures import read_png_texts
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -352,7 +352,7 @@ def test_help_version_models_and_refusals_do_not_import_torch(words: list[str]) 
     code = f"""
 import sys
 from ditile.cli import main
-from ditile.cli.pictures import read_png_texts
+from ditile.requests.pictures import read_png_texts
 try:
     main({words})
 finally:

@@ -17,12 +17,13 @@ from PIL import Image
 
 import ditile
 from ditile import ModelError, Plan
-from ditile.cli import generate, main
+from ditile.cli import main
 from ditile.cli.dry_run import describe_dry_run
-from ditile.cli.options import GenerateOptions
-from ditile.cli.pipelines import convert_value_errors
 from ditile.models.known import ASSETS
 from ditile.plan.shape import check_image_size
+from ditile.requests import arguments, prepare, results
+from ditile.requests.options import GenerateOptions
+from ditile.requests.pipelines import convert_value_errors
 from tests import tiny
 from tests.cli.test_cli import ROOT, opened, refused
 from tests.parallel.sequence import planned
@@ -101,7 +102,7 @@ def test_what_the_system_refuses_to_write(
     """Even to root. A failure would mean a picture that is drawn for nothing, or a traceback."""
     if words[1].startswith("/proc") and not os.path.isdir("/proc"):
         pytest.skip("this system has no /proc")
-    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         assert says in refused(capsys, *SMALL, *words)
@@ -117,7 +118,7 @@ def test_a_picture_that_cannot_be_written_in_the_end() -> None:
     if not os.path.isdir("/proc"):
         pytest.skip("this system has no /proc")
     with pytest.raises(ModelError, match="out='/proc/a.png' cannot be written: ") as caught:
-        generate._write_drawn(Image.new("RGB", (8, 8)), "/proc/a.png", 16.0, {})
+        results.write_drawn(Image.new("RGB", (8, 8)), "/proc/a.png", 16.0, {})
     assert "\n" not in str(caught.value)
 
 
@@ -144,7 +145,7 @@ assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules), "importe
 
 
 def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
-    return generate.build_call_arguments(pipe, GenerateOptions(prompt="a circle", height=height, width=width), {})
+    return arguments.build_call_arguments(pipe, GenerateOptions(prompt="a circle", height=height, width=width), {})
 
 
 @pytest.mark.parametrize("height", [64.0, "64", True, [64], -16])
@@ -198,7 +199,7 @@ def test_a_pipeline_of_sound_is_refused_before_it_is_loaded(
     """A failure: minutes of denoising, and then an error because there is no picture."""
     Path("model").mkdir()
     Path("model/model_index.json").write_text('{"_class_name": "StableAudioPipeline", "_diffusers_version": "0.42.1"}')
-    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = refused(capsys, "generate", "a circle", "--model", "model", *words)
     assert (
         "StableAudioPipeline returns audios, and only pictures and videos are written here; in Python, ditile.para"

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ditile.cli import generate, main, pictures
+from ditile.cli import generate, main
+from ditile.requests import arguments, pictures, prepare
 from tests import tiny
 from tests.cli.test_cli import opened
 
@@ -62,7 +63,7 @@ def test_a_picture_per_line_and_only_what_is_missing(
     assert facts["skipped"] == 1 and facts["steps"] == 4
     assert [Path(name).read_bytes() for name in names] == whole
 
-    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("nothing is left to make"))
+    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("nothing is left to make"))
     facts = made(capsys, "--out", "x.png")
     assert facts["skipped"] == 3 and facts["bytes_sent"] == []
 
@@ -127,9 +128,9 @@ def test_replicas_share_out_the_lines(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three lines over two replicas: a batch of two with a generator each, and one of one."""
-    from ditile.cli.options import GenerateOptions
     from ditile.cli.prompts import PromptLine
     from ditile.plan.plan import Plan
+    from ditile.requests.options import GenerateOptions
 
     lines = [PromptLine(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
     wanted, base = GenerateOptions(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}
@@ -174,17 +175,17 @@ def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.Captu
 @pytest.mark.parametrize("family", ["flux", "sd3"])
 def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
     """A failure would mean that image k of several is not the image of its seed."""
-    from ditile.cli.options import GenerateOptions
-    from ditile.cli.pipelines import convert_to_image_to_image
+    from ditile.requests.options import GenerateOptions
+    from ditile.requests.pipelines import convert_to_image_to_image
 
     Image.new("RGB", (32, 32), "red").save("in.png")
     pipe = convert_to_image_to_image(getattr(tiny, family)())
     wanted = GenerateOptions(prompt="a red circle", image="in.png", num_images=2)
     call = {"prompt": "a red circle", "num_inference_steps": 4, "strength": 0.6, "height": 32, "width": 32}
-    both = pipe(**call, **generate._build_object_arguments(pipe, wanted, [5, 6]), output_type="np").images
+    both = pipe(**call, **arguments.build_object_arguments(pipe, wanted, [5, 6]), output_type="np").images
     for image, seed in zip(both, (5, 6), strict=True):
         alone = pipe(
-            **call, **generate._build_object_arguments(pipe, replace(wanted, num_images=1), [seed]), output_type="np"
+            **call, **arguments.build_object_arguments(pipe, replace(wanted, num_images=1), [seed]), output_type="np"
         ).images[0]
         assert np.abs(image - alone).max() < 1e-4, seed
     assert np.abs(both[0] - both[1]).max() > 1e-2

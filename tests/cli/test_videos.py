@@ -22,10 +22,11 @@ from PIL import Image
 
 import ditile
 from ditile import ModelError
-from ditile.cli import generate, main, videos
+from ditile.cli import generate, main
 from ditile.cli.evaluate.motion_check import judge_clip
-from ditile.cli.options import GenerateOptions
-from ditile.cli.pipelines import check_num_frames, check_prompt_cleaner, find_frame_rate
+from ditile.requests import arguments, prepare, videos
+from ditile.requests.options import GenerateOptions
+from ditile.requests.pipelines import check_num_frames, check_prompt_cleaner, find_frame_rate
 from ditile.runner.load import read_generation_defaults
 from tests import tiny
 from tests.cli.test_cli import opened, refused
@@ -128,14 +129,14 @@ def test_a_file_of_prompts_is_resumed(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_is_refused_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
 ) -> None:
-    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     assert says in refused(capsys, "generate", PROMPT, *words)
 
 
 def test_an_encoder_that_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "av" else find(name, *rest))
-    monkeypatch.setattr(generate, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = refused(capsys, "generate", PROMPT, *SHORT, "--out", "a.mp4")
     assert "pip install 'ditile[video]', or name it a.webp or a.gif" in line
 
@@ -196,13 +197,13 @@ def test_frames_and_rate_under_the_names_of_every_class() -> None:
         "LattePipeline": {"video_length": 17},
     }
     for name, expected in names.items():
-        call = generate.merge_call_arguments(getattr(diffusers, name), wanted, {})
+        call = arguments.merge_call_arguments(getattr(diffusers, name), wanted, {})
         assert {key: value for key, value in call.items() if key != "prompt"} == expected, name
     alone = GenerateOptions(image="start.png", frames=17, fps=7)
-    call = generate.merge_call_arguments(diffusers.StableVideoDiffusionPipeline, alone, {})
+    call = arguments.merge_call_arguments(diffusers.StableVideoDiffusionPipeline, alone, {})
     assert call == {"num_frames": 17, "fps": 7}, "of a picture alone"
     with pytest.raises(ModelError, match="LTXImageToVideoPipeline draws from a picture and a prompt; give a PROMPT"):
-        generate.merge_call_arguments(diffusers.LTXImageToVideoPipeline, alone, {})
+        arguments.merge_call_arguments(diffusers.LTXImageToVideoPipeline, alone, {})
     assert find_frame_rate(diffusers.LTXPipeline, {}) == 25 and find_frame_rate(diffusers.WanPipeline, {}) is None
 
 

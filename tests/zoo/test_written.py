@@ -12,8 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ditile.cli import generate
-from ditile.cli.pipelines import FRAME_COUNTS, check_num_frames, enable_required_tiling, find_argument, returns_videos
+from ditile.requests import results
+from ditile.requests.pipelines import (
+    FRAME_COUNTS,
+    check_num_frames,
+    enable_required_tiling,
+    find_argument,
+    returns_videos,
+)
 from tests.zoo import more_videos, videos
 from tests.zoo.entry import Entry
 
@@ -38,7 +44,7 @@ def test_videos_are_written(each: Entry) -> None:
     check_num_frames(pipe, call)
     enable_required_tiling(pipe)
     known = inspect.signature(type(pipe).__call__).parameters
-    (video,) = generate._list_drawn(pipe(**{name: value for name, value in call.items() if name in known}))
+    (video,) = results.list_drawn(pipe(**{name: value for name, value in call.items() if name in known}))
     assert video.dtype == np.uint8 and video.ndim == 4 and video.shape[3] == 3
     name = find_argument(type(pipe), FRAME_COUNTS)
     if name in call and each.name not in OWN_COUNT:

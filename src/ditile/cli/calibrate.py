@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ditile.cli.generate import silence_libraries
 from ditile.cli.options import CalibrateOptions
 from ditile.distributed import cpus, env, files
 from ditile.distributed.console import show_progress_bar
@@ -35,6 +34,7 @@ from ditile.planner.calibrate import Bench, DisturbanceGuard, SlowdownGauge
 from ditile.planner.profile import Link, Profile
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
+from ditile.requests.prepare import silence_libraries
 from ditile.runner.load import defaults, find_model_source, load
 from ditile.runner.runner import parallelize
 

@@ -9,15 +9,15 @@ from torch import nn
 
 from ditile.cache.build import explain_idle_steps
 from ditile.cache.cached import build_transformer_cache
-from ditile.cli.generate import build_dry_run_call, merge_call_arguments
-from ditile.cli.options import GenerateOptions
-from ditile.cli.pipelines import find_image_to_image_class, returns_videos
 from ditile.errors import ModelError
 from ditile.models.block_lists import find_block_lists
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import render_gantt_chart
 from ditile.planner.subject import PlanSubject
+from ditile.requests.arguments import build_dry_run_call, merge_call_arguments
+from ditile.requests.options import GenerateOptions
+from ditile.requests.pipelines import find_image_to_image_class, returns_videos
 from ditile.runner.load import defaults, find_model_source
 from ditile.runner.table import describe_plan
 

@@ -11,10 +11,11 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ditile.cli.options import GenerateOptions, RunOptions
+from ditile.cli.options import RunOptions
 from ditile.errors import ModelError, PlanError
 from ditile.plan.flags import format_flag, iter_field_readers
 from ditile.plan.plan import Plan
+from ditile.requests.options import GenerateOptions
 
 
 class FlagAlias(NamedTuple):

@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ditile.cli import pictures
-from ditile.cli.cache_options import CacheOptions
-from ditile.cli.options import GenerateOptions, RunOptions
+from ditile.cli.options import RunOptions
 from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
+from ditile.requests import pictures
+from ditile.requests.cache_options import CacheOptions
+from ditile.requests.options import GenerateOptions
 from ditile.runner.load import choose_dtype_name, find_model_source
 
 MIN_DIGITS = 4

@@ -31,10 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ditile
-from ditile.cli.generate import build_call_arguments, silence_libraries
 from ditile.cli.options import VerifyOptions
 from ditile.cli.outcome import Check, PlanVerdict
-from ditile.cli.pipelines import convert_value_errors
 from ditile.distributed import backend, env
 from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.mesh import join_torchrun, pick_device
@@ -46,6 +44,9 @@ from ditile.plan import cost
 from ditile.plan.plan import AUTO, Plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.units import format_bytes
+from ditile.requests.arguments import build_call_arguments
+from ditile.requests.pipelines import convert_value_errors
+from ditile.requests.prepare import silence_libraries
 from ditile.runner.load import defaults, load
 from ditile.runner.prove import TOLERANCE, prove_pipeline
 from ditile.runner.runner import LOG, Runner, build_single_runner, parallelize

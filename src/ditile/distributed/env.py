@@ -5,6 +5,8 @@ DITILE_PROGRESS_FD      set by `launch`, and by ranks under torchrun: a file des
 DITILE_NETWORK_FD       set by ranks of `launch`: a file descriptor of the run's private network
 DITILE_DIRECTORY        set by `launch`: a folder for files that its ranks share, removed when the run is over
 DITILE_PROFILE          where `ditile calibrate` keeps what it measured of this machine
+DITILE_API_KEY          the key that `ditile serve` asks for, where --api-key names no file
+DITILE_LINK_FD          set by `launch`, for ranks that have a link to their parent: its file descriptor
 RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT   set by torchrun and by `launch`
 TORCHELASTIC_RUN_ID     set by torchrun
 GLIBC_TUNABLES          settings of glibc.malloc that are missing in it are added for the ranks that `launch` starts
@@ -48,6 +50,22 @@ def find_profile_path() -> Path:
     """Where the profile of this machine is kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("DITILE_PROFILE") or cache / "ditile" / "profile.json")
+
+
+def find_data_folder() -> Path:
+    """Where data of this user is kept that outlives a program."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ditile"
+
+
+def read_api_key() -> str | None:
+    """The key that a server asks for; None if the environment has none."""
+    return os.environ.get("DITILE_API_KEY") or None
+
+
+def read_link_fd() -> int | None:
+    """The descriptor of this rank's link to its parent; None where there is none."""
+    text = os.environ.get("DITILE_LINK_FD", "")
+    return int(text) if text else None
 
 
 def read_torchrun_place() -> Torchrun | None:

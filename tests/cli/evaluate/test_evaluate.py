@@ -14,7 +14,6 @@ from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from ditile.cache.config import DBCacheConfig, TaylorSeerCalibratorConfig
-from ditile.cli.cache_options import CacheOptions
 from ditile.cli.evaluate import scores
 from ditile.cli.evaluate.captions import Caption, load_captions
 from ditile.cli.evaluate.figures import draw_contact_sheet, make_difference_image
@@ -30,11 +29,12 @@ from ditile.cli.evaluate.store import (
     select_pareto_front,
     summarize_settings,
 )
-from ditile.cli.pipelines import draws_videos
 from ditile.errors import LoadError, ModelError, PlanError
 from ditile.models.known import ASSETS, list_bundled_models
 from ditile.plan.plan import Plan
 from ditile.planner.budget import STORED, Budget, choose, load_evaluation
+from ditile.requests.cache_options import CacheOptions
+from ditile.requests.pipelines import draws_videos
 
 CAPTION = "a large red circle in the center on a black background"
 SETTING = EvaluationSetting("pipefusion=2", "F=1")

@@ -19,7 +19,6 @@ from ditile.cli.bench.runs import Prediction, Row
 from ditile.cli.bench.session import BenchTask, run_session
 from ditile.cli.bench.subjects import BenchSubject, create_bench_subject
 from ditile.cli.bench.worlds import list_allowed_cores
-from ditile.cli.generate import silence_libraries
 from ditile.distributed import cpus, env
 from ditile.distributed.launch import launch
 from ditile.errors import ModelError, PlanError
@@ -32,6 +31,7 @@ from ditile.planner.ops import CacheSkips
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import make_pricer, predict_skipped_steps
+from ditile.requests.prepare import silence_libraries
 from ditile.runner.table import compute_axis_bounds
 
 PLANS = "plans"

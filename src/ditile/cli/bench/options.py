@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ditile.cli.bench.links import parse_link_rate
-from ditile.cli.options import DeviceOptions, ModelOptions, check_output_files
+from ditile.cli.options import check_output_files
 from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_counts, check_whole_number
 from ditile.plan.flags import define_option
+from ditile.requests.options import DeviceOptions, ModelOptions
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache")
 RANDOM = "random-"

@@ -27,7 +27,6 @@ from ditile.cli.bench.runs import append_run
 from ditile.cli.bench.subjects import BenchSubject, create_bench_subject
 from ditile.cli.bench.turns import time_denoising_loop, use_cache_within
 from ditile.cli.bench.worlds import Worlds, allow_all_cores, wait_for_all_ranks
-from ditile.cli.generate import silence_libraries
 from ditile.distributed import env
 from ditile.distributed.console import show_progress_bar
 from ditile.distributed.mesh import Communicators, pick_device
@@ -36,6 +35,7 @@ from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
 from ditile.planner.calibrate import DisturbanceGuard, SlowdownGauge
 from ditile.planner.footprint import LiveBytes
+from ditile.requests.prepare import silence_libraries
 from ditile.runner.runner import Runner, parallelize
 
 PAUSES = 100

@@ -12,13 +12,13 @@ from ditile.cli.bench.cells import ONE_RANK, BenchCell
 from ditile.cli.bench.options import Workload
 from ditile.cli.bench.random_models import VAE_SCALE, RandomModel
 from ditile.cli.dry_run import build_subject_job
-from ditile.cli.generate import build_call_arguments, build_dry_run_call
-from ditile.cli.options import GenerateOptions
 from ditile.errors import ModelError
 from ditile.hooks.placeholders import init_on_meta_device
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner.subject import PlanSubject as Described
+from ditile.requests.arguments import build_call_arguments, build_dry_run_call
+from ditile.requests.options import GenerateOptions
 from ditile.runner.load import defaults, find_model_source, load
 
 SIZE, STEPS = 512, 20

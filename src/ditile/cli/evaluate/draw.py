@@ -26,8 +26,6 @@ from ditile.cli.bench.worlds import allow_all_cores
 from ditile.cli.evaluate.metrics import Pictures, compute_psnr
 from ditile.cli.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, SessionOptions
 from ditile.cli.evaluate.store import EvaluationFolder, PictureRow
-from ditile.cli.generate import build_call_arguments, silence_libraries
-from ditile.cli.pictures import hide_local_path, read_picture, save_png_with_texts
 from ditile.distributed import env
 from ditile.distributed.console import show_progress_bar
 from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
@@ -35,6 +33,9 @@ from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError
 from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
+from ditile.requests.arguments import build_call_arguments
+from ditile.requests.pictures import hide_local_path, read_picture, save_png_with_texts
+from ditile.requests.prepare import silence_libraries
 from ditile.runner.load import defaults, load
 from ditile.runner.runner import parallelize
 

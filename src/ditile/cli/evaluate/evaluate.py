@@ -36,8 +36,6 @@ from ditile.cli.evaluate.store import (
     list_complete_settings,
     summarize_settings,
 )
-from ditile.cli.generate import build_dry_run_call, silence_libraries
-from ditile.cli.pictures import save_png_with_texts
 from ditile.distributed import cpus, env, files
 from ditile.distributed.console import is_writing_process, make_numbered_tables
 from ditile.distributed.launch import launch
@@ -46,6 +44,9 @@ from ditile.errors import ModelError
 from ditile.models.registry import list_model_specs
 from ditile.plan.plan import Plan
 from ditile.planner.budget import FILE
+from ditile.requests.arguments import build_dry_run_call
+from ditile.requests.pictures import save_png_with_texts
+from ditile.requests.prepare import silence_libraries
 from ditile.runner.load import defaults, find_model_source
 
 if TYPE_CHECKING:

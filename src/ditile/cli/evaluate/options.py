@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile.cache.config_text import NO_CACHE
-from ditile.cli.cache_options import CacheOptions
-from ditile.cli.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions, check_output_files
+from ditile.cli.options import check_output_files
 from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
 from ditile.plan.plan import Plan
+from ditile.requests.cache_options import CacheOptions
+from ditile.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
 
 DEFAULT_PLANS = "pipefusion=2 patches=4; ulysses=2"
 DEFAULT_CACHES = f"{NO_CACHE}; F=1 W=4 R=0.12 taylor=1"

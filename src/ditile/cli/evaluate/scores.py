@@ -20,9 +20,9 @@ from ditile.cli.evaluate.metrics import (
 )
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting, JudgeOptions, list_pictures
 from ditile.cli.evaluate.store import EvaluationFolder, PictureKey, PictureRow
-from ditile.cli.pictures import read_picture
 from ditile.distributed.console import show_progress_bar
 from ditile.errors import ModelError
+from ditile.requests.pictures import read_picture
 
 NUM_FEATURES = 2048
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from ditile.cli.pictures import save_png_with_texts
 from ditile.distributed import files
 from ditile.errors import ModelError
+from ditile.requests.pictures import save_png_with_texts
 
 Video = NDArray[np.uint8]  # [F, H, W, 3]
 

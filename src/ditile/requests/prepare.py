@@ -1,0 +1,134 @@
+"""Loads a model and divides it as options say: the runner that draws requests."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ditile
+from ditile.distributed import env
+from ditile.distributed.mesh import join_torchrun
+from ditile.distributed.pulse import is_out_of_memory
+from ditile.errors import DitileError, ModelError
+from ditile.plan.plan import Plan
+from ditile.requests.cache_options import CacheOptions
+from ditile.requests.options import EngineOptions
+from ditile.requests.pipelines import (
+    check_prompt_cleaner,
+    convert_to_image_to_image,
+    enable_required_tiling,
+    find_pipeline_class,
+    returns_videos,
+)
+from ditile.runner.load import find_model_source, load
+
+if TYPE_CHECKING:
+    from ditile.runner.runner import Runner
+
+
+def prepare_runner(
+    model: str, engine: EngineOptions, plan: Plan, cache: CacheOptions, *, from_picture: bool = False
+) -> tuple[Any, Runner]:
+    """A pipeline on this rank, divided, quantized and with its cache. All ranks call it.
+
+    Args:
+        model: a bundled model, a folder or a hub id.
+        engine, plan, cache: how to compute.
+        from_picture: whether to take the pipeline of the model's family that starts from a picture.
+
+    Raises:
+        DitileError: if the model, the plan or an option does not fit.
+    """
+    silence_libraries()
+    if engine.threads is not None:
+        _set_num_threads(engine.threads)
+    pipeline = find_pipeline_class(find_model_source(model))
+    returns_videos(pipeline)  # or refuses it
+    check_prompt_cleaner(pipeline)
+    # A LoRA needs whole weights; tensor parallelism then cuts its factors with them.
+    needs_whole_model = cache.lora is not None and plan.tensor > 1
+    pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan)
+    enable_required_tiling(pipe)
+    if from_picture:
+        pipe = convert_to_image_to_image(pipe)
+    if cache.lora is not None:
+        _load_lora_weights(pipe, cache.lora, fuse=cache.fuse_lora)
+    if engine.compile:
+        ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
+    join_torchrun(engine.stall_timeout)
+    runner = ditile.parallelize(
+        pipe,
+        plan,
+        device=engine.device,
+        text_after=engine.text_after,
+        attention=engine.attention,
+        cp_plan=cache.cp_plan,
+        compile=engine.compile,
+        cuda_graphs=engine.cuda_graphs,
+    )
+    _enable_cache_and_quantization(runner, cache)
+    return pipe, runner
+
+
+def silence_libraries() -> None:
+    """Silences the progress bars of libraries, and the log of diffusers on all ranks but rank 0."""
+    env.silence_library_imports()
+    # diffusers gives this argument to huggingface_hub, which warns of it.
+    warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument")
+    from transformers.utils import logging
+
+    # Before diffusers is imported, which transformers would warn about.
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    from diffusers.utils import logging as diffusers_logging
+
+    diffusers_logging.disable_progress_bar()
+    place = env.read_torchrun_place()
+    if place is not None and place.rank:
+        diffusers_logging.set_verbosity_error()
+
+
+def _load_lora_weights(pipe: Any, source: str, *, fuse: bool) -> None:
+    """Loads a LoRA into this rank's modules, and fuses it if that is wanted."""
+    import safetensors
+
+    path = Path(source)
+    place = {"weight_name": path.name} if path.is_file() else {}
+    try:
+        ditile.load_lora(pipe, str(path.parent) if place else source, **place)
+        if fuse:
+            pipe.fuse_lora()
+            pipe.unload_lora_weights()
+    except DitileError:
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError, safetensors.SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ModelError(f"lora={source!r} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+
+
+def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
+    """Quantizes this rank's weights, and enables the cache.
+
+    Raises:
+        ModelError: also if nothing could be left out, for which the API only warns.
+    """
+    from ditile.cache.cached import IdleCacheWarning
+
+    wanted = cache.build_cache_arguments()
+    wanted.pop("attention_backend", None)  # `parallelize` has set it
+    if wanted["cache_config"] is None and "quantize_config" not in wanted:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", IdleCacheWarning)
+            ditile.enable_cache(runner, **wanted)
+    except IdleCacheWarning as warning:
+        raise ModelError(str(warning)) from warning
+
+
+def _set_num_threads(count: int) -> None:
+    import torch
+
+    torch.set_num_threads(count)

@@ -1,0 +1,77 @@
+"""From a call's result to files: pictures and videos, with how they were made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ditile
+from ditile.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.requests.cache_options import CacheOptions
+from ditile.requests.options import GenerateOptions
+from ditile.requests.pipelines import (
+    VIDEO_FIELDS,
+    find_frame_rate,
+)
+from ditile.runner.load import FRAME_RATE, read_generation_defaults
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from PIL import Image
+
+    from ditile.requests.videos import Video
+
+
+def build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, call: dict[str, Any]) -> dict[str, str]:
+    """The texts in a picture's file that say how it was made, without its prompt and seed."""
+    from ditile.requests.pictures import hide_local_path
+
+    settings = cache.describe_settings()
+    if "lora" in settings:
+        settings["lora"] = hide_local_path(settings["lora"])
+    return {
+        "Software": f"ditile {ditile.__version__}",
+        "model": hide_local_path(wanted.model),
+        "plan": str(plan),
+        "settings": json.dumps(call),
+    } | ({"cache": json.dumps(settings)} if settings else {})
+
+
+def list_drawn(result: Any) -> Sequence[Image.Image | Video]:
+    """The pictures or the videos of a pipeline's result; none of None, which the other ranks have."""
+    from ditile.requests.videos import convert_to_videos
+
+    if result is None:
+        return []
+    images: Sequence[Image.Image] | None = getattr(result, "images", None)
+    if images is not None:
+        return images
+    return convert_to_videos(next(getattr(result, name) for name in VIDEO_FIELDS if hasattr(result, name)))
+
+
+def choose_fps(pipe: DiffusionPipeline, wanted: GenerateOptions, call: Mapping[str, Any]) -> float:
+    """Frames a second of a video: as given, else as the model or its class has it."""
+    from ditile.requests.videos import DEFAULT_FPS
+
+    own = read_generation_defaults(wanted.model).get(FRAME_RATE) or find_frame_rate(type(pipe), call)
+    return float(wanted.fps or own or DEFAULT_FPS)
+
+
+def write_drawn(drawn: Image.Image | Video, path: str, fps: float, texts: dict[str, str]) -> None:
+    """Writes a picture, or a video and its poster."""
+    from PIL import Image
+
+    from ditile.requests.pictures import save_png_with_texts
+    from ditile.requests.videos import save_video_with_poster
+
+    try:
+        Path(path).parent.mkdir(exist_ok=True)
+        if isinstance(drawn, Image.Image):
+            save_png_with_texts(drawn, Path(path), texts)
+        else:
+            save_video_with_poster(drawn, Path(path), fps, texts)
+    except OSError as error:
+        raise ModelError(f"out={path!r} cannot be written: {error}") from error

@@ -1,0 +1,93 @@
+"""The flags of `ditile serve`. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ditile.distributed import env
+from ditile.errors import ModelError
+from ditile.plan.checks import check_counts, check_positive_number
+from ditile.plan.flags import define_option
+from ditile.requests.options import EngineOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServeOptions(EngineOptions):
+    """What to serve, to whom, and within which limits.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME", reads=True)
+    plan: str | None = define_option(
+        None, 'all of a plan, such as "pipefusion=2 patches=4", or auto: what ditile plan puts first', metavar="PLAN"
+    )
+    host: str = define_option("127.0.0.1", "the address to listen on; any but this machine's own asks for keys")
+    port: int = define_option(8000, "the port to listen on; 0 takes a free one", metavar="N")
+    api_key: str | None = define_option(
+        None, "a file with a key on each line, as key or name:key; or DITILE_API_KEY", metavar="FILE", reads=True
+    )
+    insecure: bool = define_option(False, "listen on other addresses without keys")
+    cors: str | None = define_option(None, "origins whose pages may call the server, with commas", metavar="ORIGINS")
+    state: str | None = define_option(
+        None, "folder for jobs and results, which outlive the server; by default one for each model and port",
+        metavar="DIR",
+    )  # fmt: skip
+    keep_results: float = define_option(3600.0, "seconds for which results are kept", metavar="S")
+    replicas: int = define_option(1, "groups of ranks on this machine, each with the whole plan", metavar="N")
+    lora_dir: str | None = define_option(
+        None, "folder of LoRAs (.safetensors) that requests may name", metavar="DIR", reads=True
+    )
+    max_loras: int = define_option(4, "LoRAs that stay loaded", metavar="N")
+    max_queue: int = define_option(64, "jobs that may wait", metavar="N")
+    max_batch: int = define_option(1, "pictures of one shape drawn at once; at least the plan's data", metavar="N")
+    max_pixels: int = define_option(2**24, "pixels of a picture or of a frame", metavar="N")
+    max_steps: int = define_option(200, "steps of a request", metavar="N")
+    max_images: int = define_option(10, "pictures or videos of a request", metavar="N")
+    max_frames: int = define_option(1024, "frames of a video", metavar="N")
+    max_prompt: int = define_option(8192, "letters of a prompt", metavar="N")
+    max_body: int = define_option(2**26, "bytes of a request", metavar="N")
+    timeout: float = define_option(3600.0, "seconds after which a job is ended", metavar="S")
+    drain: float = define_option(60.0, "seconds that running jobs get when the server is told to end", metavar="S")
+    no_page: bool = define_option(False, "serve no web page")
+
+    def __post_init__(self) -> None:
+        self.check_device_options()
+        check_counts(self, "replicas", "max_loras", "max_queue", "max_batch", "max_pixels", "max_steps", "max_images")
+        check_counts(self, "max_frames", "max_prompt", "max_body")
+        for name in ("keep_results", "timeout", "drain"):
+            check_positive_number(getattr(self, name), name, "time", example=60)
+        if not 0 <= self.port < 2**16:
+            raise ModelError(f"port={self.port} is no port; try port=8000")
+        if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
+            raise ModelError(f"lora_dir={self.lora_dir!r} is no folder; give one that has .safetensors files")
+        if not self.is_loopback and self.api_key is None and env.read_api_key() is None and not self.insecure:
+            raise ModelError(
+                f"host={self.host!r} is reached by others; give --api-key FILE or DITILE_API_KEY, or --insecure"
+            )
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def find_state_folder(self) -> Path:
+        """Where jobs and results are kept."""
+        if self.state is not None:
+            return Path(self.state)
+        name = "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in Path(self.model).name)
+        return env.find_data_folder() / "serve" / f"{name}-{self.port}"
+
+    def find_lora_files(self) -> dict[str, Path]:
+        """The LoRAs that requests may name: name -> file."""
+        if self.lora_dir is None:
+            return {}
+        with os.scandir(self.lora_dir) as entries:
+            return {Path(e.name).stem: Path(e.path) for e in entries if e.is_file() and e.name.endswith(".safetensors")}
