@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env
 from ditile.distributed.launch import launch
-from ditile.errors import DitileError, JoinError, LoadError, ModelError, PlanError, RankError, StateError
+from ditile.errors import DitileError, JoinError, LoadError, ModelError, PlanError, RankError, StateError, StoppedError
 from ditile.plan.plan import Plan
 from ditile.runner.load import defaults, load
 
@@ -64,7 +64,8 @@ __all__ = [
     "DMDCalibratorConfig", "DitileError", "FoCaCalibratorConfig", "ForwardPattern", "IdleCacheWarning", "JoinError",
     "LoadError", "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier",
     "PatchFunctor", "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan",
-    "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "StateError", "TaylorSeerCalibratorConfig",
+    "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "StateError", "StoppedError",
+    "TaylorSeerCalibratorConfig",
     "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
     "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
     "parallelize", "plan_for", "quantize", "refresh_context", "register", "set_compile_configs", "steps_mask",

@@ -6,6 +6,7 @@
      ├── LoadError    weights or configs that are missing or corrupt
      ├── StateError   something was called out of order, or edited behind ditile's back
      │    └── JoinError   ranks that cannot connect to each other
+     ├── StoppedError a call that `Runner.stop` ended: nothing failed
      └── RankError    a rank raised, died, hung or made no progress; carries that rank's own traceback
 
 A message says what is wrong, the value, and what would work. The command line prints the first four as one line
@@ -37,6 +38,10 @@ class StateError(DitileError):
 
 class JoinError(StateError):
     """Ranks that cannot connect to each other."""
+
+
+class StoppedError(DitileError):
+    """A call that `Runner.stop` ended, on every rank. Nothing failed, and the next call is right."""
 
 
 class RankError(DitileError):

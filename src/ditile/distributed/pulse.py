@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ditile.distributed import env
+from ditile.errors import StoppedError
 
 HEARTBEAT = b"\0"
 READING = b"\1"
@@ -33,7 +34,7 @@ COMPUTING = b"\2"
 """A heartbeat of a rank that has computed, itself or by a process that it started, such as a compiler."""
 PROGRESS = b"."
 
-PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError", "JoinError")
+PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError", "JoinError", "StoppedError")
 """What a rank may raise that needs no traceback: who watches raises the very type with the same message."""
 BUSY = 0.05
 """The share of a core that a rank uses at least while it computes. One that waits uses less."""
@@ -159,7 +160,7 @@ def note_shared_call() -> Iterator[None]:
     """A context around what all ranks must do together.
 
     If one rank leaves it by an error, even by one that the user's code catches, the others are told, as they would wait
-    for it.
+    for it. `StoppedError` is none: all ranks raise it together.
     """
     if env.read_progress_fd() is None or COUNT.is_inside:
         yield
@@ -168,6 +169,9 @@ def note_shared_call() -> Iterator[None]:
     send_note(enter=COUNT.number)
     try:
         yield
+    except StoppedError:
+        send_note(leave=COUNT.number)
+        raise
     except BaseException as error:
         failure = list(shorten_failure(describe_error(error))[1:])
         send_note(leave=COUNT.number, **({} if COUNT.is_alone else {"error": failure}))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from diffusers.models.attention import AttentionModuleMixin
@@ -36,6 +36,19 @@ def find_attention_processors(transformer: nn.Module) -> Iterator[tuple[str, nn.
         processor = getattr(module, "processor", None)
         if processor is not None:
             yield name, module, processor
+
+
+@contextmanager
+def restore_processors_on_error(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts the processors of models back after an error: pipelines that replace them do it at their end alone."""
+    before = [each for model in models for each in find_attention_processors(model)]
+    try:
+        yield
+    except BaseException:
+        for _, module, processor in before:
+            if module.processor is not processor:
+                module.set_processor(processor)  # type: ignore[operator]
+        raise
 
 
 def cache_signatures(stack: ExitStack, block: nn.Module) -> None:

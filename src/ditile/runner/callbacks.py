@@ -8,7 +8,7 @@ scale of a LoRA.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from operator import length_hint
 from typing import Any
@@ -48,14 +48,23 @@ class StepEndCallbacks:
         call: the call's arguments; `install_callbacks` replaces the callbacks in it.
         device: where tensors that callbacks return go.
         watch: records each step.
+        is_stopped: whether `Runner.stop` was called.
     """
 
     loop: Loop
     decodes_alone = False
     """Whether ranks exchange nothing more after the last step."""
 
-    def __init__(self, pipe: Any, mesh: Mesh, call: dict[str, Any], device: torch.device, watch: CallMeter) -> None:
-        self._pipe, self._mesh, self._device, self._watch = pipe, mesh, device, watch
+    def __init__(
+        self,
+        pipe: Any,
+        mesh: Mesh,
+        call: dict[str, Any],
+        device: torch.device,
+        watch: CallMeter,
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._pipe, self._mesh, self._device, self._watch, self._is_stopped = pipe, mesh, device, watch, is_stopped
         self._callback, self._generator = call.get("callback_on_step_end"), call.get("generator")
         self._legacy, self._every = call.get("callback"), call.get("callback_steps", 1)
         names = getattr(self._callback, "tensor_inputs", None) or call.get("callback_on_step_end_tensor_inputs")
@@ -97,6 +106,7 @@ class StepEndCallbacks:
             self._handle_step_end,
             self._wants_latents,
             env.report_progress,
+            self._is_stopped,
             rng.list_generators(self._generator, self._device),
         )
 

@@ -17,7 +17,7 @@ from ditile.cache.agreement import AgreementGroups, LoopClock, StageAgreement
 from ditile.cache.cached import TransformerCache, find_transformer_cache
 from ditile.distributed.mesh import Axis, Mesh
 from ditile.distributed.trace import GenerationTrace
-from ditile.errors import ModelError, StateError
+from ditile.errors import ModelError, StateError, StoppedError
 from ditile.hooks.block_hooks import CallCountHooks, TransformerHooks
 from ditile.hooks.block_policy import BlockHook, LayerAttention
 from ditile.hooks.compile import unwrap_compiled
@@ -214,6 +214,9 @@ class Composition:
             try:
                 yield
                 clean = True
+            except StoppedError:  # all ranks end behind the same step
+                clean = True
+                raise
             finally:
                 agreement.close_channels(clean=clean)
 

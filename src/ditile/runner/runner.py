@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,6 +28,7 @@ from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError, PlanError, StateError
+from ditile.hooks.attention_processors import restore_processors_on_error
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
@@ -73,7 +75,9 @@ class Runner:
         self.report: Report | None = None
         self._parts, self._origin, self._keep = composition, origin, keep_weights
         self._loras, self._quantized = self._describe_loras(), list_quantized_parameters(composition.model)
-        self._restored = self._running = False
+        self._restored = False
+        # Of the call under way: a stop that comes too late does not reach the next one.
+        self._stop_event: threading.Event | None = None
         num_parameters = sum(p.numel() for p in composition.model.parameters())
         everyone = gather_json([str(composition.device), num_parameters], self.mesh.everyone)
         self.devices, self._parameter_counts = [device for device, _ in everyone], [count for _, count in everyone]
@@ -99,28 +103,39 @@ class Runner:
             PlanError: if the plan does not fit the size of the image, the number of images or the guidance.
             StateError: if the runner was restored or runs already, the pipeline has another model now, an earlier call
                 on several ranks raised in the middle of a picture, or the ranks were called with different arguments.
+            StoppedError: on every rank, if `stop` ended the call.
         """
         if self._restored:
             raise StateError("this runner was restored; call ditile.parallelize again")
-        if self._running:
+        if self._stop_event is not None:
             raise StateError("this runner is in the middle of a call; one at a time")
         if self._parts.pipefusion.broken:
             raise StateError(
                 "an earlier call raised in the middle of a picture, and its messages are still under way; start the "
-                "ranks again. To stop a picture, set pipe._interrupt = True"
+                "ranks again. To end a call early, use runner.stop() or pipe._interrupt"
             )
-        call = self._agree_on_call(args, kwargs, output)
-        self._check_call_fits_plan(call)
-        self._running = True
+        self._stop_event = threading.Event()
         try:
-            return self._run_pipeline(call, output)
+            call = self._agree_on_call(args, kwargs, output)
+            self._check_call_fits_plan(call)
+            return self._run_pipeline(call, output, self._stop_event)
         finally:
-            self._running = False
+            self._stop_event = None
+
+    def stop(self) -> None:
+        """Ends the call under way without a picture; one rank is enough, and any thread may do it.
+
+        The call raises `StoppedError` on every rank, at most two steps later, and decodes nothing. The next call is as
+        if there had been none. A stop while a picture is decoded comes too late: the call returns it. A stop while
+        there is no call does nothing.
+        """
+        if (event := self._stop_event) is not None:
+            event.set()
 
     @property
     def is_running(self) -> bool:
         """Whether a call is under way."""
-        return self._running
+        return self._stop_event is not None
 
     def restore(self) -> None:
         """Makes the pipeline what it was before `parallelize`, bit for bit.
@@ -131,7 +146,7 @@ class Runner:
         """
         if self._restored:
             return
-        if self._running:
+        if self.is_running:
             raise StateError("this runner is in the middle of a call; restore it when the call is over")
         cut = self.plan.divides_weights
         if cut and not self._keep:
@@ -208,14 +223,15 @@ class Runner:
         rank = f"rank {self.mesh.rank} of {self.plan.world} on {self.devices[self.mesh.rank]}"
         return f"<Runner of {type(self.pipe).__name__}: {self.plan}; {rank}>"
 
-    def _run_pipeline(self, call: dict[str, Any], output: str) -> Any:
+    def _run_pipeline(self, call: dict[str, Any], output: str, stop_event: threading.Event) -> Any:
         parts = self._parts
         generators = rng.list_generators(call.get("generator"), parts.device)
         watch, decodes = CallMeter(parts.device, parts.trace, self.mesh.traffic, traced=self.trace), DecodeChecks()
         # Before anything is drawn: all ranks continue rank 0's generators.
         rng.synchronise_generators(generators, 0, self.mesh.everyone, self.mesh.traffic)
         with ExitStack() as stack:
-            ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch)
+            stack.enter_context(restore_processors_on_error(find_loop_models(self.pipe)))
+            ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch, stop_event.is_set)
             ends.decodes_alone = self.plan.vae == "whole" and self.plan.data == 1 and not generators
             callbacks, first = ends.install_callbacks(stack, call), output == "first"
             if parts.model_caches and self._decisions is None:

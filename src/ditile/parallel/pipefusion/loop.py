@@ -23,8 +23,8 @@ from torch import Tensor
 from ditile.distributed import rng
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
-from ditile.distributed.transport import AsyncMax, broadcast_tensor
-from ditile.errors import ModelError, StateError
+from ditile.distributed.transport import broadcast_tensor
+from ditile.errors import StateError
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import GenerationMemory, RelativeChange
 from ditile.hooks.overrides import WatchedMethod, override_attribute, replace_globals
@@ -40,6 +40,7 @@ from ditile.parallel.pipefusion.patch_schedulers import (
     replace_latents,
 )
 from ditile.parallel.pipefusion.rehearsal import Rehearsal
+from ditile.parallel.pipefusion.step_agreement import StepAgreement
 from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan
@@ -55,6 +56,7 @@ class StepCallbacks:
         on_step_end: called with (step, timestep, latents) at the end of each step; latents are whole only where wanted.
         wants_latents: which steps need the whole latents on every rank.
         progress: called at each micro-step, to show that this rank is alive.
+        is_stopped: whether this rank wants no picture any more.
         generators: which the pipeline may draw from.
     """
 
@@ -62,6 +64,7 @@ class StepCallbacks:
     on_step_end: Callable[[int, Any, Tensor], None]
     wants_latents: Callable[[int], bool]
     progress: Callable[[], None]
+    is_stopped: Callable[[], bool]
     generators: Sequence[torch.Generator] = ()
 
 
@@ -255,14 +258,12 @@ class Loop:
             generation.warmup_split = Split(warmup_group.size)
             generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
         self._schedule, self._timesteps = schedule, timesteps
-        self._stop_flags: list[AsyncMax] = []
-        self._finite_flags: dict[int, Tensor] = {}  # of each step on the device, where they wait to be read
+        self._agreement = StepAgreement(self._stop_group, self._mesh.traffic, self._callbacks.is_stopped)
         self._adaptive_warmup = (
             None
             if self._relative_change is None
             else AdaptiveWarmup(self._mesh, self._relative_change, self._plan.warmup_bound)
         )
-        self._stop_wanted = False
         self._synced = -1  # the last step after which every rank had the whole latents
         self._pipefusion.begin_generation(schedule, generation)
         self._callbacks.on_loop_begin(len(timesteps))
@@ -295,10 +296,7 @@ class Loop:
 
         With warmup=auto the ranks of an image agree on changes too, which say whether this step is synchronous.
         """
-        self._stop_flags.append(AsyncMax(self._stop_group, int(self._stop_wanted), self._mesh.traffic))
-        if self._stop_group is not None:
-            self._mesh.traffic.count_message("control", 8)
-        if step > 0 and self._stop_flags[step - 1].wait_for_max() and step + 1 < self._schedule.steps:
+        if self._agreement.begin_step() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
         if (
             self._adaptive_warmup is not None
@@ -360,37 +358,22 @@ class Loop:
         if not getattr(self._pipe, "_interrupt", False):
             return False
         self._pipe._interrupt = False
-        self._stop_wanted = True
+        self._agreement.ends_early = True
         return True
 
     def _finish_generation(self, *, stopped: bool) -> None:
-        for stop_flag in self._stop_flags:
-            stop_flag.wait_for_max()
+        gives_up = self._agreement.wait_for_wishes()
         if self._adaptive_warmup is not None:
             self._adaptive_warmup.wait_for_sums()
-        if stopped:
+        # Other pipelines would never set it back, and end the next call too.
+        if stopped and not gives_up and hasattr(type(self._pipe), "interrupt"):
             self._pipe._interrupt = True
         self._pipefusion.end_generation(clean=True)
         self.generation.become(Generation())
         for done in self.when_over:
             done()
         self._batch.end_generation()
-        self._check_finite_latents()
-
-    def _check_finite_latents(self) -> None:
-        """Raises `ModelError` on all ranks if latents became NaN or infinite on one: they would be a black picture."""
-        # Read once for all steps, because reading waits for a GPU.
-        finite = torch.stack([*self._finite_flags.values()]).tolist() if self._finite_flags else []
-        steps = self._schedule.steps
-        left = steps - finite.index(False) if False in finite else 0
-        most_left = AsyncMax(self._stop_group, left, self._mesh.traffic).wait_for_max()
-        if self._stop_group is not None:
-            self._mesh.traffic.count_message("control", 8)
-        if most_left:
-            raise ModelError(
-                f"the latents have NaN or infinite numbers since step {steps - most_left + 1} of {steps}; lower the "
-                "guidance, or compute in float32 or bfloat16; if neither helps, the weights are damaged"
-            )
+        self._agreement.check_outcome(self._schedule.steps)
 
     # The scheduler
 
@@ -571,9 +554,7 @@ class Loop:
         last = step == self._schedule.steps - 1
         if self._is_stepping_rank:
             fresh = [stream.latents, *stream.held_patches.values()]
-            finite = torch.stack([torch.isfinite(self._batch.view_own_images(x)).all() for x in fresh]).all()
-            known = self._finite_flags.get(step)
-            self._finite_flags[step] = finite if known is None else known & finite.to(known.device)
+            self._agreement.note_latents(step, map(self._batch.view_own_images, fresh))
         wanted = self._callbacks.wants_latents(step)
         if last or wanted:
             stream.release_patches(range(self._schedule.patches))
