@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeGuard
 
 from ditile.errors import ModelError
 
@@ -24,12 +24,12 @@ MOST = {
 """The largest counts: more than any run needs, and few enough that a slip of the hand does not fill the memory."""
 
 
-def is_whole_number(value: Any) -> bool:
+def is_whole_number(value: Any) -> TypeGuard[int]:
     """Whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[int | float]:
     """Whether a value is an int or a float and not a bool; NaN and infinity count as numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 

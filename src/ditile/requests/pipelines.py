@@ -105,22 +105,36 @@ def find_frame_rate(pipeline: type, call: Mapping[str, Any]) -> float | None:
     return float(rate) if isinstance(rate, int | float) else None
 
 
+def find_frames_ratio(pipe: Any) -> int:
+    """The frames of a video that its VAE makes of a latent frame, but for the first; 1 where any number can be made."""
+    ratio = next((getattr(pipe, ratio) for ratio in _TEMPORAL_RATIOS if hasattr(pipe, ratio)), 1)
+    free = not isinstance(ratio, int) or type(getattr(pipe, "vae", None)).__name__ in _VAES_OF_TILES
+    return 1 if free else ratio
+
+
 def check_num_frames(pipe: Any, call: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for a number of frames that the pipeline's VAE cannot make."""
+    name = find_argument(type(pipe), FRAME_COUNTS)
+    if name is not None and isinstance(frames := call.get(name), int):
+        own = inspect.signature(type(pipe).__call__).parameters[name].default
+        check_frame_count(type(pipe).__name__, frames, find_frames_ratio(pipe), own)
+
+
+def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
     """Raises `ModelError` for a number of frames that a causal VAE cannot make: the first alone, then groups.
 
-    A number that is the class's own is taken, as some classes draw windows and cut.
+    Args:
+        pipeline: the name of the class.
+        frames: the number.
+        ratio: frames of a group.
+        own: the class's own number, which is taken, as some classes draw windows and cut.
     """
-    name = find_argument(type(pipe), FRAME_COUNTS)
-    ratio = next((getattr(pipe, ratio) for ratio in _TEMPORAL_RATIOS if hasattr(pipe, ratio)), 1)
-    if name is None or not isinstance(frames := call.get(name), int) or not isinstance(ratio, int):
-        return
-    own = inspect.signature(type(pipe).__call__).parameters[name].default
     too_many = (frames - 1) % ratio
-    if frames == own or too_many == 0 or type(getattr(pipe, "vae", None)).__name__ in _VAES_OF_TILES:
+    if frames == own or too_many == 0:
         return
     below = frames - too_many
     raise ModelError(
-        f"frames={frames}: the VAE of {type(pipe).__name__} makes 1 + a multiple of {ratio}; try frames={below} or "
+        f"frames={frames}: the VAE of {pipeline} makes 1 + a multiple of {ratio}; try frames={below} or "
         f"frames={below + ratio}"
     )
 
@@ -180,6 +194,20 @@ def find_image_to_image_class(pipeline: type) -> type:
             "or try a FLUX.1 or SD3 model"
         )
     return image_pipeline
+
+
+def find_inpaint_class(pipeline: type) -> type | None:
+    """The class that starts from a picture and a mask: this one, or that of the same family; None without one."""
+    from diffusers.pipelines.auto_pipeline import AUTO_INPAINT_PIPELINES_MAPPING, _get_task_class
+
+    if find_argument(pipeline, ("mask_image",)) is not None:
+        return pipeline
+    if returns_videos(pipeline):
+        return None
+    found: type | None = _get_task_class(
+        AUTO_INPAINT_PIPELINES_MAPPING, pipeline.__name__, throw_error_if_not_exist=False
+    )
+    return found
 
 
 def convert_to_image_to_image(pipe: DiffusionPipeline) -> DiffusionPipeline:

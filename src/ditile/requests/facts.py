@@ -1,0 +1,289 @@
+"""What a model's calls take, as JSON: collected where the model is loaded, asked where neither torch nor diffusers is.
+
+Most requests that a pipeline would refuse are refused by its facts, before anything is drawn. Nothing here imports
+torch, but `collect_facts` and `collect_call_facts` are called where diffusers is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ditile.errors import ModelError
+from ditile.plan.checks import is_number, is_whole_number
+from ditile.plan.flags import format_flag
+from ditile.plan.plan import Plan
+from ditile.plan.shape import check_image_size
+from ditile.requests.options import GenerateOptions
+from ditile.requests.pipelines import (
+    FRAME_COUNTS,
+    FRAME_RATES,
+    check_frame_count,
+    find_frames_ratio,
+    find_image_to_image_class,
+    find_inpaint_class,
+    returns_videos,
+)
+
+_TAKE_SEVERAL = ("QwenImageEditPlusPipeline", "Flux2Pipeline", "Flux2KleinPipeline", "OmniGenPipeline")
+"""Classes whose call composes several pictures into one; of others, a list of pictures is a batch."""
+MOST_PICTURES = 16
+"""Pictures of one edit."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallFacts:
+    """What the call of a class of pipelines takes.
+
+    Attributes:
+        pipeline: the class's name.
+        defaults: its arguments -> their defaults; None also for a default that is no plain value.
+        required: the arguments without a default.
+    """
+
+    pipeline: str
+    defaults: dict[str, Any]
+    required: list[str] = field(default_factory=list)
+
+    def find_argument(self, names: tuple[str, ...]) -> str | None:
+        """The first of these names that the call takes."""
+        return next((name for name in names if name in self.defaults), None)
+
+    def merge_arguments(self, wanted: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+        """The call arguments that are plain values: the model's own options, overridden by the given ones.
+
+        Raises:
+            ModelError: if this pipeline does not take an argument that is given, or starts from what is not given.
+        """
+        given = self._rename_video_arguments(wanted, collect_request_arguments(wanted, base))
+        if wanted.image is None and "image" in self.required:
+            raise ModelError(f"{self.pipeline} starts from a picture; add --image FILE")
+        without_prompt = wanted.prompt is None and wanted.prompts_file is None
+        if wanted.image is not None and without_prompt and "prompt" in self.defaults:
+            raise ModelError(
+                f"{self.pipeline} draws from a picture and a prompt; give a PROMPT, or --prompts-file FILE"
+            )
+        if refused := sorted(set(given) - set(self.defaults)):
+            raise ModelError(f"{self.pipeline} takes no {', '.join(map(_flag_of_argument, refused))}; leave it out")
+        call = {name: value for name, value in base.items() if name in self.defaults} | given
+        if "true_cfg_scale" in call:
+            call.setdefault("negative_prompt", "")  # without one, diffusers does no true guidance
+        if wanted.negative_prompt is not None:
+            self._check_negative_prompt(call)
+        self._check_strength(call)
+        return call
+
+    def _rename_video_arguments(self, wanted: GenerateOptions, given: dict[str, Any]) -> dict[str, Any]:
+        """With the frames and the rate under the names of this class, if it is told the rate at all."""
+        count, rate = self.find_argument(FRAME_COUNTS), self.find_argument(FRAME_RATES)
+        if "num_frames" in given and count is not None:
+            given = {count if name == "num_frames" else name: value for name, value in given.items()}
+        if wanted.fps is not None and rate is not None:
+            given[rate] = int(wanted.fps) if float(wanted.fps).is_integer() else wanted.fps
+        return given
+
+    def _check_negative_prompt(self, call: Mapping[str, Any]) -> None:
+        scale = "true_cfg_scale" if "true_cfg_scale" in self.defaults else "guidance_scale"
+        value, flag_name = call.get(scale, self.defaults.get(scale, 1.0)), _flag_of_argument(scale)
+        if is_number(value) and value <= 1:
+            raise ModelError(
+                f"{self.pipeline} ignores a negative prompt at {flag_name} {value:g}; try {flag_name} above 1, or "
+                "leave it out"
+            )
+
+    def _check_strength(self, call: Mapping[str, Any]) -> None:
+        if "strength" not in self.defaults:
+            return
+        strength, steps = (call.get(name, self.defaults.get(name)) for name in ("strength", "num_inference_steps"))
+        if is_number(strength) and is_whole_number(steps) and int(steps * strength) < 1:
+            raise ModelError(f"strength={strength} of {steps} steps is less than one step; raise either")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What a served model is and takes, in the types of JSON.
+
+    Attributes:
+        name: of the model.
+        plan: the plan's text; empty for one rank.
+        is_video: whether it draws videos.
+        call: of its own pipeline.
+        edit: of the pipeline that starts from a picture; None if there is none. It may be `call`.
+        inpaint: of the pipeline that also takes a mask; None if there is none.
+        base: the model's own arguments of a call, which override defaults.
+        size: width and height by default; empty if nothing says it.
+        size_multiple: of which height and width must be multiples.
+        frames_ratio: a video has 1 + a multiple of it frames, or as many as the class has by default.
+        fps: frames a second by default.
+        max_pictures: how many pictures an edit starts from at most; 0 without edits.
+        example: a prompt that it can draw.
+    """
+
+    name: str
+    plan: str
+    is_video: bool
+    call: CallFacts
+    edit: CallFacts | None = None
+    inpaint: CallFacts | None = None
+    base: dict[str, Any] = field(default_factory=dict)
+    size: list[int] = field(default_factory=list)
+    size_multiple: int = 1
+    frames_ratio: int = 1
+    fps: float = 16.0
+    max_pictures: int = 0
+    example: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ModelFacts:
+        """What `to_json` gave."""
+        calls = {name: CallFacts(**values[name]) for name in ("call", "edit", "inpaint") if values[name] is not None}
+        return cls(**{**values, **calls})
+
+    def takes(self, argument: str) -> bool:
+        """Whether the call of any of its pipelines takes an argument, by its name in diffusers."""
+        return any(call is not None and argument in call.defaults for call in (self.call, self.edit, self.inpaint))
+
+    @property
+    def needs_picture(self) -> bool:
+        """Whether it draws nothing without a picture to start from."""
+        return "image" in self.call.required
+
+    def find_default(self, *names: str) -> Any:
+        """The value of an argument, which may have several names, where a request does not give it."""
+        for values in (self.base, self.call.defaults):
+            if (value := next((values[name] for name in names if values.get(name) is not None), None)) is not None:
+                return value
+        return None
+
+    def count_frames(self, seconds: float, fps: float | None = None) -> int:
+        """The number of frames that the model can make whose length is nearest to some seconds."""
+        frames = seconds * (fps or self.fps)
+        return 1 + max(0, round((frames - 1) / self.frames_ratio)) * self.frames_ratio
+
+    def check_options(self, wanted: GenerateOptions, *, has_mask: bool = False, num_pictures: int = 1) -> None:
+        """Raises `ModelError` for what the model cannot draw, as far as that is known before a rank tries.
+
+        Args:
+            wanted: the request; `image` is not None if it starts from a picture.
+            has_mask: whether it has a mask too.
+            num_pictures: how many pictures it starts from, if it does.
+        """
+        call = self._choose_call(wanted, has_mask, num_pictures)
+        merged = call.merge_arguments(wanted, self.base)
+        check_image_size(merged, self.size_multiple)
+        if (name := call.find_argument(FRAME_COUNTS)) is not None and is_whole_number(frames := merged.get(name)):
+            check_frame_count(call.pipeline, frames, self.frames_ratio, call.defaults[name])
+
+    def _choose_call(self, wanted: GenerateOptions, has_mask: bool, num_pictures: int) -> CallFacts:
+        if wanted.image is None:
+            return self.call
+        if self.edit is None:
+            what = "draws videos from text alone" if self.is_video else "has no pipeline that starts from a picture"
+            raise ModelError(f"{self.name} {what}; leave the picture out, or serve a model that takes one")
+        if num_pictures > self.max_pictures:
+            raise ModelError(
+                f"{self.edit.pipeline} starts from {self.max_pictures} at most, and not from {num_pictures} pictures"
+            )
+        if not has_mask:
+            return self.edit
+        if self.inpaint is None:
+            raise ModelError(f"{self.name} has no pipeline that takes a mask; leave the mask out")
+        return self.inpaint
+
+
+def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
+    """The facts of a loaded pipeline; diffusers is at hand.
+
+    Args:
+        pipe: the pipeline that draws from text, or the model's only one.
+        model: its name, by which its own options are found.
+        plan: the plan, or its text.
+    """
+    from ditile.models.known import find_known_model
+    from ditile.requests.results import choose_fps
+    from ditile.runner.load import defaults
+
+    base, call, known = defaults(model), collect_call_facts(type(pipe)), find_known_model(model)
+    try:
+        edit = collect_call_facts(find_image_to_image_class(type(pipe)))
+    except ModelError:
+        edit = None
+    inpaint = find_inpaint_class(type(pipe))
+    is_video = returns_videos(type(pipe))
+    most = 0 if edit is None else MOST_PICTURES if edit.pipeline in _TAKE_SEVERAL else 1
+    return ModelFacts(
+        name=model,
+        plan=str(plan),
+        is_video=is_video,
+        call=call,
+        edit=edit,
+        inpaint=None if inpaint is None or edit is None else collect_call_facts(inpaint),
+        base={name: value for name, value in base.items() if name in call.defaults},
+        size=_find_default_size(pipe, {**call.defaults, **base}),
+        size_multiple=_find_size_multiple(pipe),
+        frames_ratio=find_frames_ratio(pipe),
+        fps=choose_fps(pipe, GenerateOptions(model=model), base),
+        max_pictures=most,
+        example="" if known is None else known.example,
+    )
+
+
+def collect_call_facts(pipeline: type) -> CallFacts:
+    """The arguments of the call of a class of pipelines."""
+    known = [p for p in inspect.signature(pipeline.__call__).parameters.values() if p.name != "self"]
+    plain = (bool, int, float, str)
+    return CallFacts(
+        pipeline=pipeline.__name__,
+        defaults={p.name: p.default if isinstance(p.default, plain) else None for p in known},
+        required=[p.name for p in known if p.default is inspect.Parameter.empty],
+    )
+
+
+def collect_request_arguments(wanted: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The given arguments. --guidance sets true guidance if the model's own options do and --true-cfg is not given."""
+    given = wanted.to_call_arguments()
+    if wanted.guidance is None:
+        return given
+    true = "true_cfg_scale" in base and wanted.true_cfg is None
+    return given | {"true_cfg_scale" if true else "guidance_scale": wanted.guidance}
+
+
+def _flag_of_argument(argument: str) -> str:
+    """The flag that sets an argument of a pipeline's call."""
+    names = {"true_cfg_scale": "true_cfg", "guidance_scale": "guidance", "num_inference_steps": "steps"}
+    names["num_frames"] = "frames"
+    return format_flag(names.get(argument, argument))
+
+
+def _find_default_size(pipe: Any, call: Mapping[str, Any]) -> list[int]:
+    """Width and height where a request has neither; empty if the pipeline decides by other things."""
+    width, height = call.get("width"), call.get("height")
+    if is_whole_number(width) and is_whole_number(height):
+        return [width, height]
+    side = getattr(getattr(getattr(pipe, "transformer", None), "config", None), "sample_size", None)
+    side = getattr(pipe, "default_sample_size", side)
+    scale = getattr(pipe, "vae_scale_factor", None)
+    return [side * scale, side * scale] if is_whole_number(side) and is_whole_number(scale) else []
+
+
+def _find_size_multiple(pipe: Any) -> int:
+    """Pixels of a token's side; of a transformer without a `ModelSpec`, by what its config calls a patch."""
+    from ditile.models.registry import find_model_spec
+
+    transformer: Any = getattr(pipe, "transformer", None)
+    scale = next(
+        (getattr(pipe, name) for name in ("vae_scale_factor_spatial", "vae_scale_factor") if hasattr(pipe, name)), 1
+    )
+    spec = find_model_spec(transformer)
+    if spec is not None:
+        return int(pipe.vae_scale_factor * spec.latent_per_token(transformer.config))
+    patch = getattr(getattr(transformer, "config", None), "patch_size", 1)
+    patch = patch[-1] if isinstance(patch, list | tuple) and patch else patch
+    return scale * patch if is_whole_number(scale) and is_whole_number(patch) else 1

@@ -1,0 +1,97 @@
+"""What a server knows of its model without torch: the same refusals as where the model is loaded."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import diffusers
+import pytest
+
+import ditile
+from ditile.errors import ModelError
+from ditile.requests.arguments import build_call_arguments
+from ditile.requests.facts import ModelFacts, collect_call_facts, collect_facts
+from ditile.requests.options import GenerateOptions
+
+MODELS = ("shapes-flux", "shapes-pixart", "shapes-wan")
+WANTED: list[dict[str, Any]] = [
+    {},
+    {"height": 64, "width": 64, "steps": 3, "seed": 1},
+    {"height": 100},
+    {"frames": 6},
+    {"frames": 5, "fps": 4},
+    {"true_cfg": 1.0, "negative_prompt": "red"},
+    {"guidance": 1.0, "negative_prompt": "red"},
+    {"guidance": 5.0},
+]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def loaded(request: pytest.FixtureRequest) -> tuple[Any, ModelFacts]:
+    pipe = ditile.load(request.param)
+    facts = collect_facts(pipe, request.param, "pipefusion=2")
+    return pipe, ModelFacts.from_json(json.loads(json.dumps(facts.to_json())))
+
+
+@pytest.mark.parametrize("wanted", WANTED, ids=str)
+def test_facts_refuse_what_the_pipeline_does(loaded: tuple[Any, ModelFacts], wanted: dict[str, Any]) -> None:
+    pipe, facts = loaded
+    options = GenerateOptions(model=facts.name, prompt="a red circle", **wanted)
+
+    def try_to(check: Any) -> str:
+        try:
+            check()
+        except ModelError as error:
+            return str(error)
+        return ""
+
+    by_pipeline = try_to(lambda: build_call_arguments(pipe, options, ditile.defaults(facts.name)))
+    by_facts = try_to(lambda: facts.check_options(options))
+    if "height" in wanted and facts.is_video:  # a pipeline without a ModelSpec checks sizes in its call
+        assert bool(by_facts) == (wanted["height"] == 100)
+    else:
+        assert by_facts == by_pipeline
+
+
+def test_what_is_known_of_a_model(loaded: tuple[Any, ModelFacts]) -> None:
+    facts = loaded[1]
+    side = 64 if facts.is_video else 128
+    assert (facts.size, facts.size_multiple, facts.plan) == ([side, side], 8, "pipefusion=2")
+    assert facts.is_video == (facts.name == "shapes-wan")
+    assert facts.find_default("num_inference_steps") == 20 and facts.example
+    assert facts.takes("true_cfg_scale") == (facts.name == "shapes-flux") and not facts.needs_picture
+    if facts.is_video:
+        assert (facts.fps, facts.frames_ratio, facts.find_default("num_frames")) == (8, 4, 9)
+        assert [facts.count_frames(seconds) for seconds in (0.01, 0.5, 1, 1.2)] == [1, 5, 9, 9]
+
+
+def test_edits_and_masks_that_a_model_has(loaded: tuple[Any, ModelFacts]) -> None:
+    """Of FLUX diffusers has both classes; of PixArt none, and shapes-wan draws from text alone."""
+    facts = loaded[1]
+    options = GenerateOptions(prompt="a red circle", image="image")
+    if facts.name != "shapes-flux":
+        with pytest.raises(ModelError, match="leave the picture out"):
+            facts.check_options(options)
+        return
+    assert facts.edit is not None and facts.edit.pipeline == "FluxImg2ImgPipeline"
+    assert facts.inpaint is not None and facts.inpaint.pipeline == "FluxInpaintPipeline"
+    facts.check_options(options)
+    facts.check_options(options, has_mask=True)
+    with pytest.raises(ModelError, match="starts from 1 at most, and not from 2 pictures"):
+        facts.check_options(options, num_pictures=2)
+    with pytest.raises(ModelError, match=r"strength=0.01 of 20 steps is less than one step"):
+        facts.check_options(GenerateOptions(prompt="a red circle", image="image", strength=0.01))
+
+
+def test_arguments_of_any_class_are_json() -> None:
+    for name in ("WanImageToVideoPipeline", "LTXPipeline", "QwenImageEditPlusPipeline", "StableVideoDiffusionPipeline"):
+        call = collect_call_facts(getattr(diffusers, name))
+        assert json.loads(json.dumps(call.defaults)) == call.defaults
+        assert ("image" in call.required) == (name in ("WanImageToVideoPipeline", "StableVideoDiffusionPipeline"))
+
+
+def test_neither_torch_nor_diffusers_is_imported() -> None:
+    """A server asks the facts in a process that has neither."""
+    code = "import sys, ditile.requests.facts; sys.exit(not {'torch', 'diffusers'}.isdisjoint(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
