@@ -17,9 +17,8 @@ import torch
 import ditile as ditile_package
 from ditile import Plan
 from ditile.cache.config import DBCacheConfig
-from ditile.cache.report import ContextReport, Decisions, merge_rank_reports
+from ditile.cache.report import ContextReport, Decisions, merge_rank_reports, summarize_cache_reports
 from ditile.cli import generate, main
-from ditile.cli.outcome import summarize_cache_reports
 from tests import tiny
 from tests.cli.test_cli import ditile, opened, refused
 from tests.pool import Pool

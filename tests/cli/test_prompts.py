@@ -182,10 +182,15 @@ def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
     pipe = convert_to_image_to_image(getattr(tiny, family)())
     wanted = GenerateOptions(prompt="a red circle", image="in.png", num_images=2)
     call = {"prompt": "a red circle", "num_inference_steps": 4, "strength": 0.6, "height": 32, "width": 32}
-    both = pipe(**call, **arguments.build_object_arguments(pipe, wanted, [5, 6]), output_type="np").images
+
+    def draw(wanted: GenerateOptions, seeds: list[int]) -> Any:
+        picture = pictures.read_picture("in.png", "image")
+        return pipe(
+            **call, **arguments.build_object_arguments(pipe, wanted, seeds, picture=picture), output_type="np"
+        ).images
+
+    both = draw(wanted, [5, 6])
     for image, seed in zip(both, (5, 6), strict=True):
-        alone = pipe(
-            **call, **arguments.build_object_arguments(pipe, replace(wanted, num_images=1), [seed]), output_type="np"
-        ).images[0]
+        alone = draw(replace(wanted, num_images=1), [seed])[0]
         assert np.abs(image - alone).max() < 1e-4, seed
     assert np.abs(both[0] - both[1]).max() > 1e-2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -180,3 +181,35 @@ def format_steps(steps: Sequence[int]) -> str:
             runs.append([step])
     text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{len(steps)}: {text}" if steps else "0"
+
+
+def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[dict[str, Any]]:
+    """What caches left out in some calls: an entry for each stage and context, as JSON types.
+
+    `cached_steps` are the steps that were left out for all images, branches and patches of a call. `blocks_saved` also
+    counts blocks that were left out for some of them.
+    """
+    reports_by_context: dict[tuple[int, str, int], list[ContextReport]] = {}
+    for reports in calls:
+        places = [(report.stage, report.name) for report in reports]
+        for k, report in enumerate(reports):
+            reports_by_context.setdefault((*places[k], places[:k].count(places[k])), []).append(report)
+    return [
+        _summarize_context(stage, name, reports) for (stage, name, _), reports in sorted(reports_by_context.items())
+    ]
+
+
+def _summarize_context(stage: int, name: str, reports: Sequence[ContextReport]) -> dict[str, Any]:
+    steps = sum(report.steps for report in reports)
+    differences = [difference for report in reports for difference in report.differences]
+    return {
+        "stage": stage,
+        "context": name,
+        "settings": reports[0].settings,
+        "blocks": reports[0].blocks,
+        "middle": reports[0].middle,
+        "steps": steps,
+        "cached_steps": [report.cached_steps for report in reports],
+        "blocks_saved": sum(report.saved * report.steps for report in reports) / max(steps, 1),
+        "median_difference": statistics.median(differences) if differences else None,
+    }

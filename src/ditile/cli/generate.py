@@ -11,16 +11,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ditile
+from ditile.cache.report import summarize_cache_reports
 from ditile.cli.options import RunOptions
-from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, sum_reports, summarize_cache_reports
+from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, sum_reports
 from ditile.cli.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.distributed.console import show_progress_bar
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.requests.arguments import build_call_arguments, build_object_arguments, check_cache_steps
+from ditile.requests.arguments import build_batch_call, build_call_arguments, build_object_arguments, check_cache_steps
 from ditile.requests.cache_options import CacheOptions
 from ditile.requests.options import GenerateOptions
+from ditile.requests.pictures import read_picture
 from ditile.requests.pipelines import (
     FRAME_COUNTS,
     convert_value_errors,
@@ -32,6 +34,7 @@ from ditile.runner.load import defaults
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+    from PIL import Image
     from torch.distributed import ProcessGroup
 
     from ditile.cache.report import ContextReport
@@ -50,9 +53,13 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
         call = build_call_arguments(pipe, wanted, defaults(wanted.model))
         check_cache_steps(cache, call)
         seeds = range(seed, seed + wanted.num_images)
+
+        def make_call() -> dict[str, Any]:
+            return call | build_object_arguments(pipe, wanted, seeds, picture=_read_start_picture(wanted))
+
         num_videos = wanted.num_images * (1 + NUM_PERF_CALLS if cache.perf else 1)
         with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
-            call_result = _call_and_report(runner, lambda: call | build_object_arguments(pipe, wanted, seeds), cache)
+            call_result = _call_and_report(runner, make_call, cache)
         drawn = list_drawn(call_result.result)
         files = [str(path) for path in run.list_image_paths(len(drawn))] if drawn else []
         texts, fps = build_png_texts(wanted, plan, cache, call), choose_fps(pipe, wanted, call)
@@ -172,13 +179,16 @@ def _build_lines_call(
     pipe: DiffusionPipeline, base: dict[str, Any], lines: Sequence[PromptLine], wanted: GenerateOptions, plan: Plan
 ) -> dict[str, Any]:
     """The call that makes the pictures of some lines: one on its own, or a batch over the replicas."""
-    objects = build_object_arguments(pipe, wanted, [line.seed for line in lines], alone=plan.data == 1)
+    seeds, picture = [line.seed for line in lines], _read_start_picture(wanted)
     if plan.data == 1:
-        return base | objects | {"prompt": lines[0].prompt}
-    call = base | objects | {"prompt": [line.prompt for line in lines]}
-    if "negative_prompt" in base:
-        call["negative_prompt"] = [base["negative_prompt"]] * len(lines)
-    return call
+        return base | build_object_arguments(pipe, wanted, seeds, picture=picture) | {"prompt": lines[0].prompt}
+    bases = [base | {"prompt": line.prompt} for line in lines]
+    return build_batch_call(pipe, bases, wanted, seeds, picture=picture)
+
+
+def _read_start_picture(wanted: GenerateOptions) -> Image.Image | None:
+    """The picture of --image."""
+    return None if wanted.image is None else read_picture(wanted.image, "image")
 
 
 @contextlib.contextmanager

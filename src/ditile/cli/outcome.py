@@ -17,8 +17,6 @@ from ditile.plan.units import format_bytes
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ditile.cache.report import ContextReport
-
 
 NUM_PERF_CALLS = 3
 """Calls of --perf that are measured, after one that is not."""
@@ -74,38 +72,6 @@ def compute_median_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict
             of_rank[-1] | {"seconds": {name: statistics.median(r["seconds"][name] for r in of_rank) for name in names}}
         )
     return rank_reports
-
-
-def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[dict[str, Any]]:
-    """What caches left out in some calls: an entry for each stage and context, as JSON types.
-
-    `cached_steps` are the steps that were left out for all images, branches and patches of a call. `blocks_saved` also
-    counts blocks that were left out for some of them.
-    """
-    reports_by_context: dict[tuple[int, str, int], list[ContextReport]] = {}
-    for reports in calls:
-        places = [(report.stage, report.name) for report in reports]
-        for k, report in enumerate(reports):
-            reports_by_context.setdefault((*places[k], places[:k].count(places[k])), []).append(report)
-    return [
-        _summarize_context(stage, name, reports) for (stage, name, _), reports in sorted(reports_by_context.items())
-    ]
-
-
-def _summarize_context(stage: int, name: str, reports: Sequence[ContextReport]) -> dict[str, Any]:
-    steps = sum(report.steps for report in reports)
-    differences = [difference for report in reports for difference in report.differences]
-    return {
-        "stage": stage,
-        "context": name,
-        "settings": reports[0].settings,
-        "blocks": reports[0].blocks,
-        "middle": reports[0].middle,
-        "steps": steps,
-        "cached_steps": [report.cached_steps for report in reports],
-        "blocks_saved": sum(report.saved * report.steps for report in reports) / max(steps, 1),
-        "median_difference": statistics.median(differences) if differences else None,
-    }
 
 
 SECONDS = ("total", "text", "denoise", "decode")

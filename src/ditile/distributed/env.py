@@ -262,13 +262,16 @@ def build_host_environment(rank: int, world: int, master: str, interface: str) -
     return os.environ | place | rest
 
 
-def build_rank_environment(rank: int, world: int, threads: int, directory: str, progress_fd: int) -> dict[str, str]:
+def build_rank_environment(
+    rank: int, world: int, threads: int, directory: str, link_fd: int | None, progress_fd: int
+) -> dict[str, str]:
     """The whole environment of a rank that `launch` starts.
 
     Its connections stay on the loopback device, also where variables of a run of several hosts are still exported.
     """
     place = _build_place_variables(rank, world, rank, world, "lo0" if sys.platform == "darwin" else "lo")
     own = {"DITILE_PROGRESS_FD": str(progress_fd), "DITILE_DIRECTORY": directory}
+    own["DITILE_LINK_FD"] = "" if link_fd is None else str(link_fd)
     return os.environ | _choose_waiting() | place | own | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": str(threads)}
 
 

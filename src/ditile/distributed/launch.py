@@ -63,6 +63,8 @@ def launch(
     stall_timeout: float = 600.0,
     progress: Callable[[int, int], None] | None = None,
     limits: LaunchLimits | None = None,
+    links: Sequence[int] | None = None,
+    check: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Runs `fn(*args)` in each of `ranks` new processes; returns their results in the order of the ranks.
 
@@ -75,6 +77,8 @@ def launch(
         progress: called in this process as `progress(rank, reports)` when a rank has reported progress, with the number
             of reports since the last call. A rank reports each micro-step of a runner, and each tensor that it reads.
         limits: the other time limits; `stall_timeout` replaces its `stall`.
+        links: file descriptors of this process, one for each rank, which has it as `env.read_link_fd`.
+        check: called ten times a second in this process; what it raises ends the run.
 
     Raises:
         PlanError: if `ranks`, `threads` or `stall_timeout` is out of range, or a rank raised one.
@@ -98,8 +102,9 @@ def launch(
     prepare = _find_main_module(call) | {"sys_argv": sys.argv}
     times = dataclasses.replace(limits or LaunchLimits(), stall=float(stall_timeout))
     started: list[RankProcess] = []
+    link_fds: Sequence[int | None] = links if links is not None else [None] * ranks
     with (
-        unwind_on_signals() as check,
+        unwind_on_signals() as check_interrupt,
         tempfile.TemporaryDirectory(prefix="ditile-") as directory,
         create_private_network() as network,
     ):
@@ -109,10 +114,11 @@ def launch(
                 rank_call = f"run_rank_process({number}, {ranks}, {threads}, {directory!r}, {descriptors}, {prepare})"
                 code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import run_rank_process; {rank_call}"
                 command = (sys.executable, "-c", code, "ditile-rank", str(number))
-                environ = functools.partial(env.build_rank_environment, number, ranks, threads, directory)
-                stacks = Path(directory, f"stacks-{number}")
-                started.append(RankProcess(number, command, environ, call, stacks, descriptors))
-            return watch_ranks(started, times, progress, check)
+                link = link_fds[number]
+                environ = functools.partial(env.build_rank_environment, number, ranks, threads, directory, link)
+                stacks, own = Path(directory, f"stacks-{number}"), () if link is None else (link,)
+                started.append(RankProcess(number, command, environ, call, stacks, (*descriptors, *own)))
+            return watch_ranks(started, times, progress, [check_interrupt, *([check] if check else [])])
         finally:
             terminate_ranks(started, times)
             end_open_line(Path(directory))

@@ -55,6 +55,8 @@ class LaunchLimits:
     compute, ten times as long without a report"""
     silence: float = 10.0
     """a rank that has started gives no heartbeat: it is stopped, or holds the interpreter's lock"""
+    stopped: float = 10.0
+    """the same, where the system says that it is stopped"""
     start: float = 120.0
     """the same before it has started, unless it is stopped: loading torch from a cold disk holds that lock"""
     grace: float = 0.3
@@ -111,9 +113,10 @@ class RankState:
             looked: when this process last looked for signs, before it read them: it may have been stopped since.
         """
         silence = looked - self.signs.last_sign_of_life
-        if self.outcome is not None or silence <= limits.silence:
+        if self.outcome is not None or silence <= min(limits.silence, limits.stopped):
             return
-        if self.signs.started or self.is_stopped() or silence > limits.start:
+        longest = limits.silence if self.signs.started else limits.start
+        if silence > longest or (silence > limits.stopped and self.is_stopped()):
             message = f"no sign of life for {silence:.0f} s: stopped, or its interpreter is blocked"
             self.outcome = RankFailure(time.monotonic(), SILENT, message)
 
@@ -248,9 +251,9 @@ def watch_ranks(
     ranks: Sequence[RankProcess],
     limits: LaunchLimits,
     progress: Callable[[int, int], None] | None,
-    check: Callable[[], None],
+    checks: Sequence[Callable[[], None]],
 ) -> list[Any]:
-    """Waits for all ranks; returns their results in order. `check` may raise to end the run.
+    """Waits for all ranks; returns their results in order. `checks` may raise to end the run.
 
     Raises:
         RankError: for the first rank that fails, is silent or stalls.
@@ -260,7 +263,8 @@ def watch_ranks(
         for rank in ranks:
             rank.register_pipes(selector, progress)
         while not all(isinstance(rank.outcome, RankResult) for rank in ranks):
-            check()
+            for check in checks:
+                check()
             looked = time.monotonic()
             for key, _ in selector.select(timeout=0.1):
                 if not key.data():

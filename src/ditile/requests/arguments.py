@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +44,12 @@ def build_dry_run_call(wanted: GenerateOptions, base: dict[str, Any]) -> dict[st
 
 
 def build_object_arguments(
-    pipe: DiffusionPipeline, wanted: GenerateOptions, seeds: Sequence[int], *, alone: bool | None = None
+    pipe: DiffusionPipeline,
+    wanted: GenerateOptions,
+    seeds: Sequence[int],
+    *,
+    picture: Any = None,
+    alone: bool | None = None,
 ) -> dict[str, Any]:
     """The call arguments that are objects: generators, which every rank makes alike, and the picture to start from.
 
@@ -55,13 +61,32 @@ def build_object_arguments(
     call: dict[str, Any] = {"generator": generators[0] if len(seeds) == 1 and alone is not False else generators}
     if wanted.num_images > 1:
         call[find_argument(type(pipe), COUNTS) or COUNTS[0]] = wanted.num_images
-    if wanted.image is not None:
-        from ditile.requests.pictures import read_picture
-
-        picture = read_picture(wanted.image, "image")
-        several = isinstance(call["generator"], list)
-        call["image"] = [picture] * len(seeds) if several else picture
+    if picture is not None:
+        call["image"] = [picture] * len(seeds) if isinstance(call["generator"], list) else picture
     return call
+
+
+def build_batch_call(
+    pipe: DiffusionPipeline,
+    bases: Sequence[Mapping[str, Any]],
+    wanted: GenerateOptions,
+    seeds: Sequence[int],
+    *,
+    picture: Any = None,
+) -> dict[str, Any]:
+    """One call that makes several pictures of one shape, each of a prompt and a seed of its own.
+
+    Args:
+        pipe: the pipeline.
+        bases: the arguments of each picture, which are alike but for the prompts.
+        wanted: the options of the first one.
+        seeds: of each picture.
+        picture: what all of them start from.
+    """
+    one = dataclasses.replace(wanted, num_images=1)
+    objects = build_object_arguments(pipe, one, seeds, picture=picture, alone=False)
+    prompts = {name: [base[name] for base in bases] for name in ("prompt", "negative_prompt") if name in bases[0]}
+    return {**bases[0], **objects, **prompts}
 
 
 def check_cache_steps(cache: CacheOptions, call: Mapping[str, Any]) -> None:

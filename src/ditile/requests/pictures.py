@@ -43,18 +43,39 @@ def read_picture(path: str | Path, option: str) -> Image.Image:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: {error}") from error
 
 
+def encode_png(image: Image.Image, texts: Mapping[str, str]) -> bytes:
+    """A picture as the bytes of a PNG, with texts in its text chunks."""
+    info = PngInfo()
+    for key, text in texts.items():
+        info.add_text(key, text)
+    encoded = io.BytesIO()
+    image.save(encoded, format="PNG", pnginfo=info)
+    return encoded.getvalue()
+
+
+def encode_picture(image: Image.Image, format: str, quality: int, texts: Mapping[str, str]) -> bytes:
+    """A picture as the bytes of a file; a PNG keeps the texts.
+
+    Args:
+        image: the picture, in RGB.
+        format: "png", "jpeg" or "webp".
+        quality: of jpeg and webp, 0 to 100.
+        texts: how it was made.
+    """
+    if format == "png":
+        return encode_png(image, texts)
+    encoded = io.BytesIO()
+    image.save(encoded, format=format, quality=quality)
+    return encoded.getvalue()
+
+
 def save_png_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
     """Writes a picture as PNG, with texts in its text chunks.
 
     Raises:
         OSError: if the file cannot be written.
     """
-    info = PngInfo()
-    for key, text in texts.items():
-        info.add_text(key, text)
-    encoded = io.BytesIO()
-    image.save(encoded, format="PNG", pnginfo=info)
-    files.write_atomically(path, encoded.getvalue())
+    files.write_atomically(path, encode_png(image, texts))
 
 
 def save_figure(figure: Any, path: Path, **options: Any) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import ditile
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
+from ditile.requests import pictures, videos
 from ditile.requests.cache_options import CacheOptions
 from ditile.requests.options import GenerateOptions
 from ditile.requests.pipelines import (
@@ -27,14 +28,12 @@ if TYPE_CHECKING:
 
 def build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, call: dict[str, Any]) -> dict[str, str]:
     """The texts in a picture's file that say how it was made, without its prompt and seed."""
-    from ditile.requests.pictures import hide_local_path
-
     settings = cache.describe_settings()
     if "lora" in settings:
-        settings["lora"] = hide_local_path(settings["lora"])
+        settings["lora"] = pictures.hide_local_path(settings["lora"])
     return {
         "Software": f"ditile {ditile.__version__}",
-        "model": hide_local_path(wanted.model),
+        "model": pictures.hide_local_path(wanted.model),
         "plan": str(plan),
         "settings": json.dumps(call),
     } | ({"cache": json.dumps(settings)} if settings else {})
@@ -42,36 +41,40 @@ def build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, ca
 
 def list_drawn(result: Any) -> Sequence[Image.Image | Video]:
     """The pictures or the videos of a pipeline's result; none of None, which the other ranks have."""
-    from ditile.requests.videos import convert_to_videos
-
     if result is None:
         return []
     images: Sequence[Image.Image] | None = getattr(result, "images", None)
     if images is not None:
         return images
-    return convert_to_videos(next(getattr(result, name) for name in VIDEO_FIELDS if hasattr(result, name)))
+    return videos.convert_to_videos(next(getattr(result, name) for name in VIDEO_FIELDS if hasattr(result, name)))
 
 
 def choose_fps(pipe: DiffusionPipeline, wanted: GenerateOptions, call: Mapping[str, Any]) -> float:
     """Frames a second of a video: as given, else as the model or its class has it."""
-    from ditile.requests.videos import DEFAULT_FPS
-
     own = read_generation_defaults(wanted.model).get(FRAME_RATE) or find_frame_rate(type(pipe), call)
-    return float(wanted.fps or own or DEFAULT_FPS)
+    return float(wanted.fps or own or videos.DEFAULT_FPS)
+
+
+def encode_drawn(
+    drawn: Image.Image | Video, format: str, quality: int, fps: float, texts: Mapping[str, str]
+) -> tuple[bytes, bytes | None]:
+    """A picture or a video as the bytes of a file, and the poster of a video; see `encode_picture`, `encode_video`."""
+    from PIL import Image
+
+    if isinstance(drawn, Image.Image):
+        return pictures.encode_picture(drawn, format, quality, texts), None
+    return videos.encode_video(drawn, format, fps, texts), videos.encode_poster(drawn, fps, texts)
 
 
 def write_drawn(drawn: Image.Image | Video, path: str, fps: float, texts: dict[str, str]) -> None:
     """Writes a picture, or a video and its poster."""
     from PIL import Image
 
-    from ditile.requests.pictures import save_png_with_texts
-    from ditile.requests.videos import save_video_with_poster
-
     try:
         Path(path).parent.mkdir(exist_ok=True)
         if isinstance(drawn, Image.Image):
-            save_png_with_texts(drawn, Path(path), texts)
+            pictures.save_png_with_texts(drawn, Path(path), texts)
         else:
-            save_video_with_poster(drawn, Path(path), fps, texts)
+            videos.save_video_with_poster(drawn, Path(path), fps, texts)
     except OSError as error:
         raise ModelError(f"out={path!r} cannot be written: {error}") from error

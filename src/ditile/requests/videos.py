@@ -20,7 +20,7 @@ from PIL import Image
 
 from ditile.distributed import files
 from ditile.errors import ModelError
-from ditile.requests.pictures import save_png_with_texts
+from ditile.requests.pictures import encode_png
 
 Video = NDArray[np.uint8]  # [F, H, W, 3]
 
@@ -88,10 +88,25 @@ def save_video_with_poster(video: Video, path: Path, fps: float, texts: Mapping[
     """
     # First, because a poster says that its video is whole.
     build_poster_path(path).unlink(missing_ok=True)
-    encode = _encode_mp4 if path.suffix.lower() == ".mp4" else _encode_animation
-    files.write_atomically(path, encode(video, path.suffix.lower().removeprefix("."), fps, texts))
-    texts = {**texts, "frames": str(len(video)), "fps": f"{fps:g}"}
-    save_png_with_texts(Image.fromarray(video[0]), build_poster_path(path), texts)
+    files.write_atomically(path, encode_video(video, path.suffix.lower().removeprefix("."), fps, texts))
+    files.write_atomically(build_poster_path(path), encode_poster(video, fps, texts))
+
+
+def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]) -> bytes:
+    """A video as the bytes of a file.
+
+    Args:
+        video: [F, H, W, 3].
+        format: "mp4", "webp" or "gif"; an mp4 keeps the texts.
+        fps: frames a second.
+        texts: how it was made.
+    """
+    return (_encode_mp4 if format == "mp4" else _encode_animation)(video, format, fps, texts)
+
+
+def encode_poster(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
+    """The first frame of a video as the bytes of a PNG, with the texts, the number of frames and the rate."""
+    return encode_png(Image.fromarray(video[0]), {**texts, "frames": str(len(video)), "fps": f"{fps:g}"})
 
 
 def _encode_mp4(video: Video, _: str, fps: float, texts: Mapping[str, str]) -> bytes:

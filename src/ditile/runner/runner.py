@@ -109,7 +109,7 @@ class Runner:
             raise StateError("this runner was restored; call ditile.parallelize again")
         if self._stop_event is not None:
             raise StateError("this runner is in the middle of a call; one at a time")
-        if self._parts.pipefusion.broken:
+        if self.is_broken:
             raise StateError(
                 "an earlier call raised in the middle of a picture, and its messages are still under way; start the "
                 "ranks again. To end a call early, use runner.stop() or pipe._interrupt"
@@ -136,6 +136,11 @@ class Runner:
     def is_running(self) -> bool:
         """Whether a call is under way."""
         return self._stop_event is not None
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call raised in the middle of a picture, so that all ranks must be started again."""
+        return self._parts.pipefusion.broken
 
     def restore(self) -> None:
         """Makes the pipeline what it was before `parallelize`, bit for bit.
