@@ -143,6 +143,8 @@ class AsyncMax:
     def __init__(self, group: dist.ProcessGroup | None, value: int, traffic: Traffic) -> None:
         self._value, self._traffic = torch.tensor([value], dtype=torch.int64), traffic
         self._work = None if group is None else dist.all_reduce(self._value, dist.ReduceOp.MAX, group, async_op=True)
+        if group is not None:
+            traffic.count_message("control", 8)
 
     def wait_for_max(self) -> int:
         """Waits for all ranks and returns the largest value."""

@@ -202,7 +202,6 @@ class DataCfgBatch:
         if not by_calls:
             return
         hole_max = AsyncMax(self._mesh.control, 0 if hole is None else int(hole), self._mesh.traffic)
-        self._mesh.traffic.count_message("control", 8)
         if hole_max.wait_for_max():
             raise StateError(
                 "the pipeline used one prediction before it asked for the next, as it did not in its first step, and "

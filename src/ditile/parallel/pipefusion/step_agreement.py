@@ -42,7 +42,8 @@ class StepAgreement:
 
         All ranks call it once per step, in order.
         """
-        self._wishes.append(self._exchange_max(GIVE_UP if self._is_stopped() else END_EARLY * self.ends_early))
+        wish = GIVE_UP if self._is_stopped() else END_EARLY * self.ends_early
+        self._wishes.append(AsyncMax(self._group, wish, self._traffic))
         return len(self._wishes) > 1 and self._wishes[-2].wait_for_max() > 0
 
     def note_latents(self, step: int, latents: Iterable[Tensor]) -> None:
@@ -66,7 +67,7 @@ class StepAgreement:
         finite = torch.stack([*self._finite.values()]).tolist() if self._finite else []
         left = num_steps - finite.index(False) if False in finite else 0
         gives_up = self.wait_for_wishes() or self._is_stopped()
-        most_left = self._exchange_max(num_steps + 1 if gives_up else left).wait_for_max()
+        most_left = AsyncMax(self._group, num_steps + 1 if gives_up else left, self._traffic).wait_for_max()
         if most_left > num_steps:
             raise StoppedError(f"runner.stop() ended the call after step {num_steps}; there is no picture")
         if most_left:
@@ -74,8 +75,3 @@ class StepAgreement:
                 f"the latents have NaN or infinite numbers since step {num_steps - most_left + 1} of {num_steps}; "
                 "lower the guidance, or compute in float32 or bfloat16; if neither helps, the weights are damaged"
             )
-
-    def _exchange_max(self, value: int) -> AsyncMax:
-        if self._group is not None:
-            self._traffic.count_message("control", 8)
-        return AsyncMax(self._group, value, self._traffic)
