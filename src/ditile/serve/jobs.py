@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ditile.errors import DitileError
 from ditile.requests.options import GenerateOptions
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -24,6 +25,26 @@ INPUT_IMAGE, INPUT_MASK = "image", "mask"
 """Names of input files; further pictures to start from are image-1, image-2, .."""
 POSTER, SPRITESHEET = "thumbnail.png", "spritesheet.png"
 """Names of output files of a video beside the video itself. Pictures and videos are 0.png, 1.png, .. or 0.mp4, .."""
+
+
+class NotReadyError(DitileError):
+    """The server draws nothing now: its ranks start, or it ends."""
+
+
+class JobNotFoundError(DitileError):
+    """No such job or file, or another owner's."""
+
+
+class QueueFullError(DitileError):
+    """As many jobs wait as may.
+
+    Attributes:
+        retry_after: seconds after which there is likely a place.
+    """
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

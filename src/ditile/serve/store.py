@@ -1,0 +1,306 @@
+"""Jobs and their files on disk: SQLite for the jobs, a folder for each job's files.
+
+    <state>/lock          held by the server that uses the folder
+    <state>/jobs.db       a row for each job
+    <state>/jobs/<id>/    pictures to start from, and results
+
+What is accepted and what has ended is on disk before anybody is told. Files are written before the row that speaks of
+them, and removed after it, so that a server that is killed at any moment leaves jobs that can be drawn again, or
+folders without a row, which are removed at the next start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ditile.distributed.files import write_atomically
+from ditile.errors import ModelError, StateError
+from ditile.serve.jobs import Drawn, Failure, Job, JobNotFoundError, Request
+
+MAX_ATTEMPTS = 3
+"""How often a video is begun before the server believes that the video ends the server."""
+APPLICATION, VERSION = 0x64697469, 1
+"""Of the database: "diti", and the version of its table."""
+JOB_ID = re.compile(r"(image|video)_[a-z0-9]{24}")
+FILE_NAME = re.compile(r"(image|mask)(-\d{1,4})?|(\d{1,6}|thumbnail|spritesheet)\.(png|jpeg|webp|mp4|gif)")
+
+_TABLE = """
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, kind TEXT NOT NULL, request TEXT NOT NULL, created REAL NOT NULL,
+    state TEXT NOT NULL, started REAL, ended REAL, expires REAL, attempts INTEGER NOT NULL, failure TEXT, drawn TEXT
+)"""
+_CHANGING = ("state", "started", "ended", "expires", "attempts", "failure", "drawn")
+_COLUMNS = ("id", "owner", "kind", "request", "created", *_CHANGING)
+
+
+class JobStore:
+    """The jobs of one server. All but `read_job_file` is called in the thread that made it.
+
+    Args:
+        folder: made if it is not there; readable by its owner alone.
+        keep_results: seconds after its end until a job expires, for jobs that end because the server was restarted.
+
+    Raises:
+        StateError: if another server uses the folder, if it cannot be written, or if its database is none of ditile.
+    """
+
+    def __init__(self, folder: Path, keep_results: float) -> None:
+        self._folder, self._keep_results = folder, keep_results
+        self._path = folder / "jobs.db"
+        try:
+            (folder / "jobs").mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = _lock_folder(folder)
+        except OSError as error:
+            raise StateError(
+                f"state={str(folder)!r} cannot be used: {error.strerror}; give --state a folder that can be written"
+            ) from None
+        try:
+            self._database = _open_database(self._path)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        """Lets another server use the folder."""
+        with self._convert_errors():
+            self._database.close()
+        os.close(self._lock)
+
+    def recover_jobs(self) -> list[Job]:
+        """All jobs in the order in which they came, after those that an earlier server left were put right.
+
+        Videos that had not ended wait again, unless they were begun `MAX_ATTEMPTS` times. Pictures that had not ended
+        fail: their clients have gone.
+
+        Raises:
+            StateError: if a job cannot be read.
+        """
+        with self._convert_errors():
+            rows = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY number").fetchall()
+        left = [self._parse_row(row) for row in rows]
+        jobs = [self._settle_job(job) for job in left]
+        self.save_jobs([job for job, before in zip(jobs, left, strict=True) if job is not before])
+        self._remove_strangers({job.id for job in jobs})
+        return jobs
+
+    def accept_job(self, job: Job, inputs: Mapping[str, bytes]) -> None:
+        """Keeps a new job; when this returns it is on disk.
+
+        Args:
+            job: which waits.
+            inputs: content by name of the pictures to start from.
+
+        Raises:
+            StateError: if it cannot be written.
+        """
+        columns = ", ".join(_COLUMNS)
+        with self._convert_errors():
+            self._write_files(job.id, inputs)
+            with self._database:
+                marks = ", ".join(f":{name}" for name in _COLUMNS)
+                self._database.execute(f"INSERT INTO jobs ({columns}) VALUES ({marks})", _build_row(job))
+
+    def save_jobs(self, jobs: Sequence[Job], files: Mapping[str, Mapping[str, bytes]] | None = None) -> None:
+        """Keeps what became of jobs, in one transaction. A job that has ended on disk stays as it is.
+
+        Args:
+            jobs: as they are now.
+            files: job id -> name -> content of output files.
+
+        Raises:
+            StateError: if they cannot be written.
+        """
+        if not jobs:
+            return
+        values = ", ".join(f"{name} = :{name}" for name in _CHANGING)
+        with self._convert_errors():
+            for job_id, contents in (files or {}).items():
+                self._write_files(job_id, contents)
+            with self._database:
+                self._database.executemany(
+                    f"UPDATE jobs SET {values} WHERE id = :id AND state IN ('queued', 'running')",
+                    [_build_row(job) for job in jobs],
+                )
+
+    def remove_jobs(self, ids: Sequence[str]) -> None:
+        """Removes rows and files.
+
+        Raises:
+            StateError: if the rows cannot be removed.
+        """
+        with self._convert_errors(), self._database:
+            self._database.executemany("DELETE FROM jobs WHERE id = ?", [(job_id,) for job_id in ids])
+        for job_id in ids:
+            shutil.rmtree(self._find_folder(job_id), ignore_errors=True)
+
+    def read_job_file(self, job_id: str, name: str) -> bytes:
+        """The content of an input or output file. Any thread may call this.
+
+        Raises:
+            JobNotFoundError: if there is none of this name.
+        """
+        if not FILE_NAME.fullmatch(name):
+            raise JobNotFoundError(f"{job_id} has no file {name!r}")
+        try:
+            return (self._find_folder(job_id) / name).read_bytes()
+        except FileNotFoundError:
+            raise JobNotFoundError(f"{job_id} has no file {name!r}") from None
+
+    def read_inputs(self, job_id: str) -> dict[str, bytes]:
+        """The pictures to start from: name -> content.
+
+        Raises:
+            StateError: if they cannot be read.
+        """
+        folder = self._find_folder(job_id)
+        with self._convert_errors():
+            names = sorted(os.listdir(folder)) if folder.exists() else []
+            return {name: (folder / name).read_bytes() for name in names if "." not in name}
+
+    def _settle_job(self, job: Job) -> Job:
+        """What becomes of a job that an earlier server left."""
+        if job.has_ended:
+            return job
+        if job.kind == "image":
+            failure = Failure(code="restarted", message="the server was restarted before this was drawn; send it again")
+        elif job.attempts >= MAX_ATTEMPTS:
+            message = f"the server ended {job.attempts} times while it drew this; try fewer frames or a smaller size"
+            failure = Failure(code="rank_failed", message=message)
+        elif job.state == "queued":
+            return job
+        else:
+            return dataclasses.replace(job, state="queued", started=None)
+        now = time.time()
+        return dataclasses.replace(job, state="failed", ended=now, expires=now + self._keep_results, failure=failure)
+
+    def _parse_row(self, row: Sequence[Any]) -> Job:
+        values: dict[str, Any] = dict(zip(_COLUMNS, row, strict=True))
+        try:
+            details = {n: values[n] and json.loads(values[n]) for n in ("request", "failure", "drawn")}
+            values["request"] = Request.from_json(details["request"])
+            values["failure"] = details["failure"] and Failure(**details["failure"])
+            values["drawn"] = details["drawn"] and Drawn(**details["drawn"] | {"size": tuple(details["drawn"]["size"])})
+            return Job(**values, progress=100 if values["state"] == "done" else 0)
+        except (KeyError, TypeError, ValueError, ModelError) as error:
+            raise StateError(
+                f"{self._path}: the job {values['id']} was written by another version of ditile ({error}); "
+                "give --state another folder"
+            ) from None
+
+    def _find_folder(self, job_id: str) -> Path:
+        if not JOB_ID.fullmatch(job_id):
+            raise JobNotFoundError(f"{job_id!r} is no id of a job")
+        return self._folder / "jobs" / job_id
+
+    def _write_files(self, job_id: str, contents: Mapping[str, bytes]) -> None:
+        if not contents:
+            return
+        folder = self._find_folder(job_id)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for name, content in contents.items():
+            if not FILE_NAME.fullmatch(name):
+                raise StateError(f"{name!r} is no name for a file of a job")
+            write_atomically(folder / name, content)
+            _sync_file(folder / name)
+        # The row that follows must not outlive the names of the files when the machine loses power.
+        _sync_file(folder)
+        _sync_file(folder.parent)
+
+    def _remove_strangers(self, known: Iterable[str]) -> None:
+        """Removes folders of jobs that have no row; nothing else that is there."""
+        for name in set(os.listdir(self._folder / "jobs")).difference(known):
+            if JOB_ID.fullmatch(name):
+                shutil.rmtree(self._folder / "jobs" / name, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _convert_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise StateError(f"{self._folder}: {error}; make room or give --state another folder") from None
+
+
+def _build_row(job: Job) -> dict[str, Any]:
+    """Values of the columns of a job."""
+    row = {name: getattr(job, name) for name in _COLUMNS}
+    details = {
+        "request": job.request.to_json(),
+        "failure": job.failure and dataclasses.asdict(job.failure),
+        "drawn": job.drawn and dataclasses.asdict(job.drawn),
+    }
+    return row | {name: None if value is None else json.dumps(value) for name, value in details.items()}
+
+
+def _lock_folder(folder: Path) -> int:
+    """A descriptor that holds the folder until it is closed, also by the death of this process."""
+    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+    except BlockingIOError:
+        owner = os.pread(descriptor, 20, 0).decode(errors="replace")
+        os.close(descriptor)
+        raise StateError(
+            f"state={str(folder)!r} is used by another server (process {owner}); end it, or give --state another folder"
+        ) from None
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _open_database(path: Path) -> sqlite3.Connection:
+    """The database at a path; an empty one is made if there is none."""
+    try:
+        database = sqlite3.connect(path, isolation_level="IMMEDIATE")
+    except sqlite3.Error as error:
+        raise StateError(f"{path} cannot be opened: {error}; give --state another folder") from None
+    try:
+        _prepare_database(database, path)
+    except BaseException as error:
+        database.close()
+        if isinstance(error, sqlite3.Error):
+            raise StateError(
+                f"{path} is no database of jobs: {error}; remove it, or give --state another folder"
+            ) from None
+        raise
+    return database
+
+
+def _prepare_database(database: sqlite3.Connection, path: Path) -> None:
+    application, version = (database.execute(f"PRAGMA {n}").fetchone()[0] for n in ("application_id", "user_version"))
+    is_new = not database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if not is_new and application != APPLICATION:
+        raise StateError(f"{path} is the database of another program; give --state another folder")
+    if not is_new and version != VERSION:
+        raise StateError(
+            f"{path} has version {version} and this ditile reads {VERSION}; remove it, or give --state another folder"
+        )
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = FULL")  # each commit is on the disk when it returns
+    if is_new:
+        with database:
+            database.execute(f"PRAGMA application_id = {APPLICATION}")
+            database.execute(f"PRAGMA user_version = {VERSION}")
+            database.execute(_TABLE)
+
+
+def _sync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
