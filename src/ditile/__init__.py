@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ditile.plan.spec import ModelSpec
     from ditile.planner.answer import plan_for
     from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
+    from ditile.runner.callbacks import StepWatch
     from ditile.runner.lora import load_lora
     from ditile.runner.quantize import quantize
     from ditile.runner.report import Report
@@ -64,7 +65,7 @@ __all__ = [
     "DMDCalibratorConfig", "DitileError", "FoCaCalibratorConfig", "ForwardPattern", "IdleCacheWarning", "JoinError",
     "LoadError", "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier",
     "PatchFunctor", "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan",
-    "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "StateError", "StoppedError",
+    "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "StateError", "StepWatch", "StoppedError",
     "TaylorSeerCalibratorConfig",
     "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
     "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
@@ -94,6 +95,7 @@ _LAZY = {
         "ditile.plan.spec": "ModelSpec",
         "ditile.planner.answer": "plan_for",
         "ditile.runner.caching": "disable_cache enable_cache refresh_context strify summary",
+        "ditile.runner.callbacks": "StepWatch",
         "ditile.runner.lora": "load_lora",
         "ditile.runner.quantize": "quantize",
         "ditile.runner.report": "Report",

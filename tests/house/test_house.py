@@ -193,7 +193,7 @@ def test_the_public_names_are_these_and_sorted() -> None:
         "DMDCalibratorConfig", "DitileError", "FoCaCalibratorConfig", "ForwardPattern", "IdleCacheWarning", "JoinError",
         "LoadError", "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier",
         "PatchFunctor", "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan",
-        "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "StateError", "StoppedError",
+        "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "StateError", "StepWatch", "StoppedError",
         "TaylorSeerCalibratorConfig",
         "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
         "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",

@@ -8,8 +8,9 @@ scale of a LoRA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
 
@@ -21,9 +22,37 @@ from ditile.distributed.console import mark_open_line
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.pulse import note_work_alone
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
+from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
 from ditile.runner.report import CallMeter
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWatch:
+    """Watches the steps of one call and changes nothing: progress, and latents for previews.
+
+    Steps are counted as progress bars show them, from 0. An error of a function ends the call as one of a callback.
+
+    Attributes:
+        on_step: called with (step, number of steps) at the end of each step, on the rank that gave it. It costs nothing
+            else: no message, and no wait for the device.
+        on_latents: called on rank 0 with (step, latents) at the end of the steps `latents_at`. The latents are whole,
+            of all images, as the pipeline steps them; they are for reading, and to be copied if kept.
+        latents_at: these steps. The ranks send each other latents at their ends, so all ranks must name the same.
+    """
+
+    on_step: Callable[[int, int], None] | None = None
+    on_latents: Callable[[int, Tensor], None] | None = None
+    latents_at: Set[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        wrong = [step for step in self.latents_at if type(step) is not int or step < 0]
+        if wrong:
+            raise ModelError(f"latents_at has {wrong[0]!r}; give the numbers of steps, the first of which is 0")
+
+
+NOBODY = StepWatch()
 
 
 class _SilentBar:
@@ -49,6 +78,7 @@ class StepEndCallbacks:
         device: where tensors that callbacks return go.
         watch: records each step.
         is_stopped: whether `Runner.stop` was called.
+        watcher: who watches the steps.
     """
 
     loop: Loop
@@ -63,8 +93,10 @@ class StepEndCallbacks:
         device: torch.device,
         watch: CallMeter,
         is_stopped: Callable[[], bool],
+        watcher: StepWatch = NOBODY,
     ) -> None:
         self._pipe, self._mesh, self._device, self._watch, self._is_stopped = pipe, mesh, device, watch, is_stopped
+        self._watcher = watcher
         self._callback, self._generator = call.get("callback_on_step_end"), call.get("generator")
         self._legacy, self._every = call.get("callback"), call.get("callback_steps", 1)
         names = getattr(self._callback, "tensor_inputs", None) or call.get("callback_on_step_end_tensor_inputs")
@@ -73,7 +105,8 @@ class StepEndCallbacks:
         everyone = gather_json(asks, mesh.everyone)
         self._tensors = any(tensors for tensors, _ in everyone)
         self._legacy_every = max(every for _, every in everyone)
-        self._steps, self._bar = 0, None
+        # Iterations in all and of a step: two with two-stage schedulers, whose last step has one.
+        self._steps, self._order, self._bar = 0, 1, None
 
     def install_callbacks(self, stack: ExitStack, call: dict[str, Any]) -> StepCallbacks:
         """Replaces the callbacks in `call` and the pipeline's progress bar until the stack is closed."""
@@ -111,12 +144,17 @@ class StepEndCallbacks:
         )
 
     def _handle_loop_begin(self, steps: int) -> None:
-        self._steps = steps
+        self._steps, self._order = steps, getattr(self._pipe.scheduler, "order", 1)
         self._watch.mark_loop_begin()
 
     def _wants_latents(self, step: int) -> bool:
         every = self._legacy_every
-        return self._tensors or (every > 0 and self._is_step_visible(step) and step % every == 0)
+        legacy = every > 0 and self._is_step_visible(step) and step % every == 0
+        return self._tensors or legacy or (bool(self._watcher.latents_at) and self._is_watched(step))
+
+    def _is_watched(self, step: int) -> bool:
+        """Whether the watcher of rank 0 gets the latents of an iteration."""
+        return self._is_step_visible(step) and step // self._order in self._watcher.latents_at
 
     def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
         now = self.loop.generation
@@ -126,14 +164,18 @@ class StepEndCallbacks:
             note_work_alone()
         if self._bar is not None and self._is_step_visible(step):
             self._bar.update()
+        watcher, number = self._watcher, step // self._order
+        if watcher.on_step is not None and self._is_step_visible(step):
+            watcher.on_step(number, -(-self._steps // self._order))
+        if watcher.on_latents is not None and self._is_watched(step) and self._mesh.rank == 0:
+            watcher.on_latents(number, latents)
         if self._legacy is not None and self._is_step_visible(step) and step % self._every == 0:
-            self._legacy(step // getattr(self._pipe.scheduler, "order", 1), timestep, latents)
+            self._legacy(number, timestep, latents)
             self.loop.forget_constants()
 
     def _is_step_visible(self, step: int) -> bool:
         """Whether the stock pipelines show this iteration: every one, or every second with two-stage schedulers."""
-        order = getattr(self._pipe.scheduler, "order", 1)
-        return step == self._steps - 1 or (step + 1) % order == 0
+        return step == self._steps - 1 or (step + 1) % self._order == 0
 
     def _handle_micro_step_end(self, pipe: Any, _: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         step = self.loop.closing_step

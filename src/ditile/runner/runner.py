@@ -40,7 +40,7 @@ from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.shape import Shape, fill_call_defaults
 from ditile.runner import digest
-from ditile.runner.callbacks import StepEndCallbacks
+from ditile.runner.callbacks import NOBODY, StepEndCallbacks, StepWatch
 from ditile.runner.compose import (
     Composition,
     CompositionOptions,
@@ -92,11 +92,14 @@ class Runner:
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
 
     @note_shared_call()
-    def __call__(self, *args: Any, output: Literal["all", "first"] = "all", **kwargs: Any) -> Any:
+    def __call__(
+        self, *args: Any, output: Literal["all", "first"] = "all", watch: StepWatch = NOBODY, **kwargs: Any
+    ) -> Any:
         """Generates, with the arguments and the result of `pipe(...)`.
 
         Args:
             output: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
+            watch: is called at the ends of steps. It does not change the picture.
 
         Raises:
             ModelError: if an argument cannot be honoured exactly, or latents or pictures become NaN or infinite.
@@ -116,9 +119,9 @@ class Runner:
             )
         self._stop_event = threading.Event()
         try:
-            call = self._agree_on_call(args, kwargs, output)
+            call = self._agree_on_call(args, kwargs, {"output": output, "latents_at": sorted(watch.latents_at) or None})
             self._check_call_fits_plan(call)
-            return self._run_pipeline(call, output, self._stop_event)
+            return self._run_pipeline(call, output, watch)
         finally:
             self._stop_event = None
 
@@ -228,15 +231,16 @@ class Runner:
         rank = f"rank {self.mesh.rank} of {self.plan.world} on {self.devices[self.mesh.rank]}"
         return f"<Runner of {type(self.pipe).__name__}: {self.plan}; {rank}>"
 
-    def _run_pipeline(self, call: dict[str, Any], output: str, stop_event: threading.Event) -> Any:
-        parts = self._parts
+    def _run_pipeline(self, call: dict[str, Any], output: str, watcher: StepWatch) -> Any:
+        parts, stop_event = self._parts, self._stop_event
+        assert stop_event is not None
         generators = rng.list_generators(call.get("generator"), parts.device)
         watch, decodes = CallMeter(parts.device, parts.trace, self.mesh.traffic, traced=self.trace), DecodeChecks()
         # Before anything is drawn: all ranks continue rank 0's generators.
         rng.synchronise_generators(generators, 0, self.mesh.everyone, self.mesh.traffic)
         with ExitStack() as stack:
             stack.enter_context(restore_processors_on_error(find_loop_models(self.pipe)))
-            ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch, stop_event.is_set)
+            ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch, stop_event.is_set, watcher)
             ends.decodes_alone = self.plan.vae == "whole" and self.plan.data == 1 and not generators
             callbacks, first = ends.install_callbacks(stack, call), output == "first"
             if parts.model_caches and self._decisions is None:
@@ -256,19 +260,19 @@ class Runner:
         self.report = watch.build_report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.model_caches))
         return None if first and self.mesh.rank != 0 else result
 
-    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: str) -> dict[str, Any]:
+    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name. Raises on every rank if one rank refuses the call, or ranks were called unlike."""
         if self.mesh.everyone is None:
-            return self._bind_call(args, kwargs, output)
+            return self._bind_call(args, kwargs, options["output"])
         refusal: DitileError | TypeError | None = None
         call: dict[str, Any] = {}
         try:
-            call = self._bind_call(args, kwargs, output)
+            call = self._bind_call(args, kwargs, options["output"])
         # The other ranks would wait for this one.
         except (DitileError, TypeError) as error:
             refusal = error
         caches = [context.settings for cache in self._parts.model_caches for context in cache.contexts]
-        given = digest.describe_call(call | {"output": output}) | digest.describe_state(self.pipe, self._parts.device)
+        given = digest.describe_call(call | options) | digest.describe_state(self.pipe, self._parts.device)
         mine = [refusal and [type(refusal).__name__, str(refusal)], given | {"cache": caches}]
         everyone = gather_json([*mine, digest.describe_loras(self.pipe.components)], self.mesh.everyone)
         if refusal is not None:

@@ -1,0 +1,119 @@
+"""`StepWatch`: rank 0 sees each step, and whole latents where it asks, and the picture stays the same by every bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import HeunDiscreteScheduler
+from torch import Tensor
+
+from ditile.errors import ModelError, StateError
+from ditile.runner.callbacks import StepWatch
+from tests.parallel.sequence.planned import wan_pipeline
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of, divided, same
+
+STEPS = 4
+AT = frozenset({0, 2})
+
+
+def watch_call(runner: Any, call: dict[str, Any], at: frozenset[int] = AT) -> tuple[Any, list[Any], dict[int, Tensor]]:
+    """The picture, the steps and the latents that a watcher gets."""
+    steps: list[Any] = []
+    latents: dict[int, Tensor] = {}
+
+    def keep_latents(step: int, whole: Tensor) -> None:
+        latents[step] = whole.clone()
+
+    watch = StepWatch(on_step=lambda *step: steps.append(step), on_latents=keep_latents, latents_at=at)
+    return runner(**call, watch=watch)[0], steps, latents
+
+
+def watched(name: str, plan: dict[str, Any]) -> dict[int, Tensor]:
+    """On a rank: asserts that a watcher changes nothing, and sees what a callback sees that asks for latents."""
+    pipe = MAKE[name]()
+    with divided(pipe, **plan) as runner:
+        wanted = runner(**call_of(name))[0]
+        sent = dict(runner.report.sent) if runner.report else {}
+        picture, steps, latents = watch_call(runner, call_of(name))
+        same(picture, wanted, f"{name} {plan}: watched")
+        assert steps == [(step, STEPS) for step in range(STEPS)]
+        assert latents.keys() == (AT if dist.get_rank() == 0 else set())
+        picture, steps, none = watch_call(runner, call_of(name), frozenset())
+        same(picture, wanted, f"{name} {plan}: watched without latents")
+        assert len(steps) == STEPS and not none
+        assert runner.report is not None and dict(runner.report.sent) == sent, "messages for progress alone"
+        seen: dict[int, Tensor] = {}
+
+        def callback(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            seen[step] = tensors["latents"].clone()
+            return {}
+
+        runner(**call_of(name), callback_on_step_end=callback)
+        for step, whole in latents.items():
+            same(whole, seen[step], f"{name} {plan}: latents of step {step}")
+    return latents
+
+
+PLANS: list[dict[str, Any]] = [
+    {"pipefusion": 2, "patches": 3, "warmup": 1},
+    {"pipefusion": 2, "warmup": "auto"},
+    {"ulysses": 2},
+    {"cfg": 2},
+    {"data": 2},
+    {"distrifusion": 2, "warmup": 1},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_a_watcher_changes_nothing(pool: Pool, plan: dict[str, Any]) -> None:
+    """A failure means that previews change the picture, or show patches of several steps."""
+    pool.run(watched, 2, "flux true cfg" if "cfg" in plan else "flux", plan)
+    if plan == PLANS[0]:
+        pool.run(watched, 2, "sd3", plan)
+
+
+def watched_video() -> None:
+    pipe, call = wan_pipeline()
+    with divided(pipe, pipefusion=2, warmup=2) as runner:
+        wanted = runner(**call, generator=torch.Generator().manual_seed(3))[0]
+        call |= {"generator": torch.Generator().manual_seed(3)}
+        picture, _, latents = watch_call(runner, call, frozenset({STEPS - 1}))
+        same(picture, wanted, "a video")
+        if dist.get_rank() == 0:
+            same(latents[STEPS - 1], wanted, "the latents of the last step")
+
+
+def test_the_last_latents_of_a_video(pool: Pool) -> None:
+    """A failure means that previews cannot be fitted: what is fitted is not what was decoded."""
+    pool.run(watched_video, 2)
+
+
+def two_stages() -> None:
+    pipe = MAKE["pixart sigma"]()
+    pipe.scheduler = HeunDiscreteScheduler(beta_end=0.004)
+    with divided(pipe) as runner:
+        _, steps, latents = watch_call(runner, call_of("pixart sigma"), frozenset({1, STEPS - 1}))
+        assert steps == [(step, STEPS) for step in range(STEPS)] and sorted(latents) == [1, STEPS - 1]
+
+
+def test_schedulers_of_two_stages(pool: Pool) -> None:
+    """A failure means that a user who asks for 4 steps sees 7."""
+    pool.run(two_stages, 1)
+
+
+def unlike() -> None:
+    with divided(MAKE["flux"](), pipefusion=2, warmup=1) as runner:
+        watch = StepWatch(latents_at=AT if dist.get_rank() == 0 else frozenset())
+        with pytest.raises(StateError, match=r"rank 1 was called with latents_at=None and rank 0 with \[0, 2\]"):
+            runner(**call_of("flux"), watch=watch)
+
+
+def test_ranks_ask_for_the_same_latents(pool: Pool) -> None:
+    """A failure means that one rank waits for latents that no other sends."""
+    pool.run(unlike, 2)
+    with pytest.raises(ModelError, match="latents_at has -1"):
+        StepWatch(latents_at={-1})
