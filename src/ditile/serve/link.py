@@ -1,4 +1,5 @@
-"""Messages between the server and its ranks: JSON and bytes over a pair of sockets that no other process can reach.
+"""What ranks of the server are started with, and the messages between them and it: JSON and bytes over a pair of
+sockets that no other process can reach.
 
 A message is one frame of JSON, and a frame for each of its files. Nothing is pickled.
 """
@@ -8,8 +9,33 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
+
+from ditile.plan.plan import Plan
+from ditile.requests.cache_options import CacheOptions
+from ditile.requests.options import EngineOptions
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSetup:
+    """What the ranks of a group load, and how they compute.
+
+    Attributes:
+        model: a bundled model, a folder or a hub id.
+        engine, plan, cache: as of `ditile generate`.
+        loras: the LoRAs that requests may name: name -> file.
+        max_loras: how many of them stay loaded.
+    """
+
+    model: str
+    engine: EngineOptions
+    plan: Plan
+    cache: CacheOptions
+    loras: Mapping[str, Path]
+    max_loras: int
 
 
 class RankLink:

@@ -1,0 +1,306 @@
+"""A group of ranks that live on: started by `launch` in a thread of the server, and again whenever one of them fails.
+
+The group says what happens by events, in the server's event loop and in order. Whatever ends the ranks (a signal, a
+rank that hangs, an error that leaves messages under way) ends the batch that they were drawing, and no other job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ditile.distributed import env
+from ditile.distributed.launch import launch
+from ditile.distributed.pulse import MEMORY_MESSAGE
+from ditile.distributed.supervise import LaunchLimits
+from ditile.errors import DitileError, RankError, StateError
+from ditile.requests.facts import ModelFacts
+from ditile.serve.jobs import Drawn, Failure, Job
+from ditile.serve.link import GroupSetup, RankLink
+
+LOG = logging.getLogger("ditile")
+GroupState = Literal["starting", "ready", "drawing", "down"]
+STOPPED_SECONDS = 3.0
+"""After how long a rank that the system has stopped counts as failed."""
+LONGEST_DELAY = 30.0
+"""Seconds between two starts, at most; ranks that never became ready wait 1, 2, 4 .. seconds."""
+STOP_AGAIN_SECONDS = 0.2
+"""How often a batch is told to stop, until it has: its call may not have begun yet."""
+LEAVE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """Jobs that are drawn by one call.
+
+    Attributes:
+        id: of the batch.
+        jobs: of one shape.
+        inputs: of each job: file name -> content.
+    """
+
+    id: str
+    jobs: tuple[Job, ...]
+    inputs: dict[str, dict[str, bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReady:
+    """The ranks have loaded the model, and draw what they are given."""
+
+    group: RankGroup
+    facts: ModelFacts
+
+
+@dataclass(frozen=True, slots=True)
+class StepMade:
+    """A step of a batch has ended; steps count from 1."""
+
+    group: RankGroup
+    batch_id: str
+    step: int
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewMade:
+    """The running latents of a job as a PNG; `index` counts from 0."""
+
+    group: RankGroup
+    batch_id: str
+    job_id: str
+    index: int
+    png: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class JobDrawn:
+    """A job is done, with its files."""
+
+    group: RankGroup
+    batch_id: str
+    job_id: str
+    drawn: Drawn
+    files: dict[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class JobFailed:
+    """The pipeline has refused a job, on all ranks alike; they live on."""
+
+    group: RankGroup
+    batch_id: str
+    job_id: str
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEnded:
+    """The last event of a batch whose ranks live. If it was stopped, its jobs have no other event."""
+
+    group: RankGroup
+    batch_id: str
+    stopped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupDown:
+    """The ranks have ended, and are started again.
+
+    Attributes:
+        batch_id: the batch that is lost; None if there was none.
+        error: what `launch` raised; an error other than `RankError` before the group was ever ready says that the
+            model, the plan or an option does not fit.
+    """
+
+    group: RankGroup
+    failure: Failure
+    batch_id: str | None
+    error: DitileError
+
+
+GroupEvent = GroupReady | StepMade | PreviewMade | JobDrawn | JobFailed | BatchEnded | GroupDown
+
+
+class RankGroup:
+    """The ranks of one replica of the model.
+
+    Args:
+        name: of the replica.
+        setup: what they load.
+        loop: the event loop of the server, in which all methods are called.
+        on_event: called there with each event.
+
+    Attributes:
+        state: what the ranks do.
+        facts: of the model; None before the ranks were ready for the first time.
+    """
+
+    def __init__(
+        self, name: str, setup: GroupSetup, loop: asyncio.AbstractEventLoop, on_event: Callable[[GroupEvent], None]
+    ) -> None:
+        self.name = name
+        self.state: GroupState = "starting"
+        self.facts: ModelFacts | None = None
+        self._setup, self._loop, self._on_event = setup, loop, on_event
+        self._links: list[RankLink] = []
+        # One thread, so that messages keep their order; links block while a rank computes and files are large.
+        self._sender = ThreadPoolExecutor(1, f"links-{name}")
+        self._batch_id: str | None = None
+        self._ending, self._killed = threading.Event(), threading.Event()
+        self._ended = asyncio.Event()
+        self._repeat: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Starts the ranks, and starts them again when they fail."""
+        threading.Thread(target=self._keep_ranks_alive, name=f"ranks-{self.name}", daemon=True).start()
+
+    def draw(self, batch: Batch) -> None:
+        """Gives the ranks, which are ready, a batch to draw."""
+        assert self.state == "ready", "a batch for ranks that draw another"
+        self.state, self._batch_id = "drawing", batch.id
+        jobs = [{"id": job.id, "request": job.request.to_json()} for job in batch.jobs]
+        files = {f"{job}/{name}": content for job, given in batch.inputs.items() for name, content in given.items()}
+        self._send({"draw": batch.id, "jobs": jobs}, files)
+
+    def stop(self, batch_id: str) -> None:
+        """Ends a batch within two steps on every rank; does nothing if it has ended."""
+        if self._batch_id == batch_id and self.state == "drawing":
+            self._send({"stop": batch_id})
+            self._repeat = self._loop.call_later(STOP_AGAIN_SECONDS, self.stop, batch_id)
+
+    async def end(self) -> None:
+        """Ends the ranks for good; returns when no process is left."""
+        self._ending.set()
+        self._send({"leave": True})
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), 0.1 if self.state != "ready" else LEAVE_SECONDS)
+        self._killed.set()
+        await self._ended.wait()
+        self._sender.shutdown()
+
+    def _send(self, message: dict[str, Any], files: Mapping[str, bytes] | None = None) -> None:
+        self._sender.submit(_send_to_all, list(self._links), message, files)
+
+    def _keep_ranks_alive(self) -> None:
+        delay = 0.0
+        while not self._ending.is_set():
+            was_ready = self._run_ranks()
+            delay = 0.0 if was_ready else min(LONGEST_DELAY, max(1.0, 2 * delay))
+            self._ending.wait(delay)
+        self._loop.call_soon_threadsafe(self._ended.set)
+
+    def _run_ranks(self) -> bool:
+        """Runs the ranks until they end; returns whether they were ready to draw."""
+        world = self._setup.plan.world
+        pairs = [socket.socketpair() for _ in range(world)]
+        links = [RankLink(ours.detach()) for ours, _ in pairs]
+        ready = threading.Event()
+        reader = threading.Thread(target=self._receive_answers, args=(links[0], ready), daemon=True)
+        error: DitileError = StateError("the ranks have left")
+        try:
+            self._post(self._note_links, links)
+            reader.start()
+            launch(
+                serve_rank,
+                world,
+                (self._setup,),
+                threads=self._setup.engine.threads,
+                stall_timeout=self._setup.engine.stall_timeout,
+                limits=LaunchLimits(stopped=STOPPED_SECONDS),
+                links=[theirs.fileno() for _, theirs in pairs],
+                check=self._raise_if_killed,
+            )
+        except DitileError as raised:
+            error = raised
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+            reader.join()
+            for link in links:
+                link.close_connection()
+        if not self._ending.is_set():
+            self._post(self._note_down, error)
+        return ready.is_set()
+
+    def _raise_if_killed(self) -> None:
+        if self._killed.is_set():
+            raise StateError("the server ends")
+
+    def _receive_answers(self, link: RankLink, ready: threading.Event) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message, files = link.receive_message()
+                if "ready" in message:
+                    ready.set()
+                self._post(self._handle_answer, message, files)
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        # The loop is closed if the server ended in a hurry.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _note_links(self, links: list[RankLink]) -> None:
+        self._links, self.state = links, "starting"
+
+    def _note_down(self, error: DitileError) -> None:
+        self.state, lost, self._batch_id = "down", self._batch_id, None
+        if isinstance(error, RankError):
+            LOG.error("replica %s: %s\n%s", self.name, error, error.traceback.rstrip())
+        self._on_event(GroupDown(self, describe_group_failure(error), lost, error))
+
+    def _handle_answer(self, message: dict[str, Any], files: dict[str, bytes]) -> None:
+        if "ready" in message:
+            self.facts, self.state = ModelFacts.from_json(message["ready"]), "ready"
+            self._on_event(GroupReady(self, self.facts))
+            return
+        batch_id = message["batch"]
+        if "step" in message:
+            self._on_event(StepMade(self, batch_id, *message["step"]))
+        elif "preview" in message:
+            self._on_event(PreviewMade(self, batch_id, message["job"], message["preview"], files["preview"]))
+        elif "drawn" in message:
+            drawn = Drawn(**message["drawn"] | {"size": tuple(message["drawn"]["size"])})
+            self._on_event(JobDrawn(self, batch_id, message["job"], drawn, files))
+        elif "failed" in message:
+            self._on_event(JobFailed(self, batch_id, message["job"], Failure(**message["failed"])))
+        elif "ended" in message:
+            self.state, self._batch_id = "ready", None
+            if self._repeat is not None:
+                self._repeat.cancel()
+            self._on_event(BatchEnded(self, batch_id, message["ended"]["stopped"]))
+
+
+def serve_rank(setup: GroupSetup) -> None:
+    """Draws what the server asks this rank for, until it says that the rank may leave, or has gone."""
+    # It imports torch, which the server never does.
+    from ditile.serve.rank import RankServer
+
+    fd = env.read_link_fd()
+    assert fd is not None, "a rank of the server has a link to it"
+    # The standard output is the server's.
+    with contextlib.redirect_stdout(sys.stderr):
+        RankServer(setup, RankLink(fd)).serve_batches()
+
+
+def describe_group_failure(error: DitileError) -> Failure:
+    """What a client is told of ranks that have ended: one line, without a traceback."""
+    line = " ".join(str(error).split())[:300]
+    if MEMORY_MESSAGE.search(line) or "out of memory" in line:
+        return Failure(code="out_of_memory", message=f"{line}; ask for a smaller picture, or fewer at once")
+    return Failure(code="rank_failed", message=f"{line}; the ranks are started again")
+
+
+def _send_to_all(links: list[RankLink], message: dict[str, Any], files: Mapping[str, bytes] | None) -> None:
+    for link in links:
+        # Of a rank that has gone the launcher tells.
+        with contextlib.suppress(OSError, EOFError):
+            link.send_message(message, files)
