@@ -28,7 +28,7 @@ from ditile.serve.link import GroupSetup, RankLink
 
 LOG = logging.getLogger("ditile")
 GroupState = Literal["starting", "ready", "drawing", "down"]
-STOPPED_SECONDS = 3.0
+STOPPED_SECONDS = 2.0
 """After how long a rank that the system has stopped counts as failed."""
 LONGEST_DELAY = 30.0
 """Seconds between two starts, at most; ranks that never became ready wait 1, 2, 4 .. seconds."""
