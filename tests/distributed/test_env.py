@@ -118,9 +118,9 @@ def test_threads_sleep_while_they_wait_unless_the_user_says(monkeypatch: pytest.
     """A failure means that two threads on a busy machine crawl, or that a setting of the user's is overruled."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
-    assert env.build_rank_environment(0, 1, 2, "d", None, 3)["OMP_WAIT_POLICY"] == "passive"
+    assert env.build_rank_environment(env.RankPlace(0, 1, 0, 1, 2), "d", None, 3)["OMP_WAIT_POLICY"] == "passive"
     monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    assert "OMP_WAIT_POLICY" not in env.build_rank_environment(0, 1, 2, "d", None, 3)
+    assert "OMP_WAIT_POLICY" not in env.build_rank_environment(env.RankPlace(0, 1, 0, 1, 2), "d", None, 3)
 
 
 def test_a_bar_that_a_rank_left_open(

@@ -124,6 +124,11 @@ def read_local_world() -> int | None:
     return int(text) if text.isdigit() else None
 
 
+def read_launched_local_rank() -> int | None:
+    """The place of this rank of `launch` among the ranks of this machine; None in another process."""
+    return int(os.environ["LOCAL_RANK"]) if read_shared_directory() is not None else None
+
+
 def read_progress_fd() -> int | None:
     """The file descriptor on which this rank reports to its watcher; None where nobody watches it."""
     text = os.environ.get("DITILE_PROGRESS_FD", "")
@@ -262,17 +267,32 @@ def build_host_environment(rank: int, world: int, master: str, interface: str) -
     return os.environ | place | rest
 
 
-def build_rank_environment(
-    rank: int, world: int, threads: int, directory: str, link_fd: int | None, progress_fd: int
-) -> dict[str, str]:
+class RankPlace(NamedTuple):
+    """The place of a rank that `launch` starts.
+
+    Attributes:
+        rank, world: among those of its run.
+        local_rank, local_world: among all on this machine, of other runs too.
+        threads: of its CPU.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    threads: int
+
+
+def build_rank_environment(rank: RankPlace, directory: str, link_fd: int | None, progress_fd: int) -> dict[str, str]:
     """The whole environment of a rank that `launch` starts.
 
     Its connections stay on the loopback device, also where variables of a run of several hosts are still exported.
     """
-    place = _build_place_variables(rank, world, rank, world, "lo0" if sys.platform == "darwin" else "lo")
+    place = _build_place_variables(*rank[:4], "lo0" if sys.platform == "darwin" else "lo")
     own = {"DITILE_PROGRESS_FD": str(progress_fd), "DITILE_DIRECTORY": directory}
     own["DITILE_LINK_FD"] = "" if link_fd is None else str(link_fd)
-    return os.environ | _choose_waiting() | place | own | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": str(threads)}
+    threads = str(rank.threads)
+    return os.environ | _choose_waiting() | place | own | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": threads}
 
 
 def _build_place_variables(rank: int, world: int, local_rank: int, local_world: int, interface: str) -> dict[str, str]:

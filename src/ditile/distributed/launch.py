@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 
 from ditile.distributed import cpus, env
 from ditile.distributed.console import end_open_line
+from ditile.distributed.env import RankPlace
 from ditile.distributed.private_network import PrivateNetwork, create_private_network, join_user_space, make_groups
 from ditile.distributed.pulse import describe_error, send_heartbeats
 from ditile.distributed.supervise import (
@@ -65,6 +66,7 @@ def launch(
     limits: LaunchLimits | None = None,
     links: Sequence[int] | None = None,
     check: Callable[[], None] | None = None,
+    local_ranks: tuple[int, int] | None = None,
 ) -> list[Any]:
     """Runs `fn(*args)` in each of `ranks` new processes; returns their results in the order of the ranks.
 
@@ -79,6 +81,8 @@ def launch(
         limits: the other time limits; `stall_timeout` replaces its `stall`.
         links: file descriptors of this process, one for each rank, which has it as `env.read_link_fd`.
         check: called ten times a second in this process; what it raises ends the run.
+        local_ranks: the place of rank 0 among all ranks on this machine, and how many these are, where other runs share
+            it: each rank takes a GPU and cores by its place.
 
     Raises:
         PlanError: if `ranks`, `threads` or `stall_timeout` is out of range, or a rank raised one.
@@ -89,7 +93,8 @@ def launch(
     check_whole_number(ranks, "ranks", error=PlanError)
     check_whole_number(threads, "threads", error=PlanError, optional=True)
     check_positive_number(stall_timeout, "stall_timeout", "time", example=600, error=PlanError)
-    threads = threads or max(1, cpus.count_usable_cores() // ranks)
+    first_place, num_places = local_ranks or (0, ranks)
+    threads = threads or max(1, cpus.count_usable_cores() // num_places)
     if env.read_progress_fd() is not None and not env.is_under_torchrun():
         raise StateError(
             "launch() was called inside a rank; call it once, in a script under `if __name__ == '__main__':`"
@@ -111,11 +116,11 @@ def launch(
         descriptors = () if network is None else network.list_descriptors()
         try:
             for number in range(ranks):
-                rank_call = f"run_rank_process({number}, {ranks}, {threads}, {directory!r}, {descriptors}, {prepare})"
+                place = RankPlace(number, ranks, first_place + number, num_places, threads)
+                rank_call = f"run_rank_process({tuple(place)}, {directory!r}, {descriptors}, {prepare})"
                 code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import run_rank_process; {rank_call}"
-                command = (sys.executable, "-c", code, "ditile-rank", str(number))
-                link = link_fds[number]
-                environ = functools.partial(env.build_rank_environment, number, ranks, threads, directory, link)
+                command, link = (sys.executable, "-c", code, "ditile-rank", str(number)), link_fds[number]
+                environ = functools.partial(env.build_rank_environment, place, directory, link)
                 stacks, own = Path(directory, f"stacks-{number}"), () if link is None else (link,)
                 started.append(RankProcess(number, command, environ, call, stacks, (*descriptors, *own)))
             return watch_ranks(started, times, progress, [check_interrupt, *([check] if check else [])])
@@ -125,9 +130,10 @@ def launch(
 
 
 def run_rank_process(
-    number: int, world: int, threads: int, directory: str, descriptors: Sequence[int], prepare: dict[str, Any]
+    numbers: Sequence[int], directory: str, descriptors: Sequence[int], prepare: dict[str, Any]
 ) -> None:
     """Runs a rank from its start to its end. Its command line ends with the numbers of its three pipes."""
+    place = RankPlace(*numbers)
     # Before there is a second thread.
     network = _join_network(descriptors)
     control, report, pulse = map(int, sys.argv[-3:])
@@ -136,7 +142,7 @@ def run_rank_process(
     die_with_parent()
     for fd in (control, report, pulse):
         os.set_inheritable(fd, False)
-    with open(Path(directory, f"stacks-{number}"), "w") as stacks:
+    with open(Path(directory, f"stacks-{place.rank}"), "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
         job = _read_frame(control)
@@ -147,7 +153,7 @@ def run_rank_process(
             # Before the imports of the script: the parent has shown these complaints already.
             env.drop_import_complaints()
             multiprocessing.spawn.prepare(prepare)
-            _set_up_process_group(number, world, threads, directory, network)
+            _set_up_process_group(place, directory, network)
             fn, args = pickle.loads(job)
             del job
             outcome = pickle.dumps(RankResult(fn(*args)), pickle.HIGHEST_PROTOCOL)
@@ -174,7 +180,7 @@ def _join_network(descriptors: Sequence[int]) -> int | None:
     return network.network if join_user_space(network) else None
 
 
-def _set_up_process_group(number: int, world: int, threads: int, directory: str, network: int | None = None) -> None:
+def _set_up_process_group(place: RankPlace, directory: str, network: int | None = None) -> None:
     import torch
     import torch.distributed as dist
 
@@ -182,9 +188,10 @@ def _set_up_process_group(number: int, world: int, threads: int, directory: str,
     from ditile.distributed import mesh
 
     env.report_progress()  # it has started
-    device = mesh.pick_device(None, number)
+    number, world, threads = place.rank, place.world, place.threads
+    device = mesh.pick_device(None, place.local_rank)
     if device.type == "cpu":
-        pin_to_own_cores(number, world, threads)
+        pin_to_own_cores(place.local_rank, place.local_world, threads)
     torch.set_num_threads(threads)
     mesh.make_device_current(device)
     store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]

@@ -245,6 +245,8 @@ def find_local_rank() -> int:
     place = env.read_torchrun_place()
     if place is not None:
         return place.local_rank
+    if (launched := env.read_launched_local_rank()) is not None:
+        return launched
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -218,6 +218,7 @@ class RankGroup:
                 limits=LaunchLimits(stopped=STOPPED_SECONDS),
                 links=[theirs.fileno() for _, theirs in pairs],
                 check=self._raise_if_killed,
+                local_ranks=self._setup.local_ranks,
             )
         except DitileError as raised:
             error = raised

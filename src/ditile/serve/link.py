@@ -28,6 +28,7 @@ class GroupSetup:
         engine, plan, cache: as of `ditile generate`.
         loras: the LoRAs that requests may name: name -> file.
         max_loras: how many of them stay loaded.
+        local_ranks: as of `launch`.
     """
 
     model: str
@@ -36,6 +37,7 @@ class GroupSetup:
     cache: CacheOptions
     loras: Mapping[str, Path]
     max_loras: int
+    local_ranks: tuple[int, int] | None = None
 
 
 class RankLink:
