@@ -149,5 +149,5 @@ def test_a_coder_that_sees_all_rows_is_refused() -> None:
         decoder_block_types=("ResBlock", "ResBlock", "EfficientViTBlock"),
         encoder_qkv_multiscales=((), (), ()), decoder_qkv_multiscales=((), (), ()),
     )  # fmt: skip
-    with pytest.raises(ModelError, match="cannot be divided by rows; use vae=whole"):
+    with pytest.raises(ModelError, match="cannot be divided by rows; call its enable_tiling"):
         ParallelVAE(tiny.randomise(vae, gain=1.0), Axis(), Traffic())

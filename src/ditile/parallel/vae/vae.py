@@ -34,6 +34,7 @@ from ditile.parallel.vae.layers import (
     run_residual_block,
 )
 from ditile.parallel.vae.prove import prove_rows
+from ditile.parallel.vae.tiles import install_tile_forwards
 from ditile.plan.checks import check_whole_number
 
 PROVEN = frozenset({
@@ -91,7 +92,9 @@ class ParallelVAE:
         """
         check_vae_divisible(self.vae)
         with ExitStack() as stack:
-            if self.axis.num_ranks > 1 or self.block_size is not None:
+            if explain_rows_refusal(self.vae) is not None:
+                install_tile_forwards(stack, self.vae, GroupLinks(self.axis, self.traffic))
+            elif self.axis.num_ranks > 1 or self.block_size is not None:
                 strip = Strip(GroupLinks(self.axis, self.traffic), self.block_size)
                 install_row_forwards(stack, self.vae, strip, first=self.gather == "first")
             yield
@@ -175,14 +178,38 @@ def find_row_unit(vae: Any) -> int:
 
 
 def check_vae_divisible(vae: Any) -> None:
-    """Refuses an autoencoder that cannot be divided exactly: one that is not as its class makes it is tried.
+    """Refuses an autoencoder that can neither be divided by rows exactly, nor calls its coders on tiles.
 
     Raises:
-        ModelError: if it cannot; the message names the module, and what would work.
+        ModelError: the message names the module that is in the way, and what would work.
     """
-    kind, structure = type(vae).__name__, _describe_structure(vae)
-    if _checked.get(vae) == structure:
+    reason = explain_rows_refusal(vae)
+    if reason is None or getattr(vae, "use_tiling", False):
         return
+    if hasattr(vae, "use_tiling"):
+        reason = (
+            reason.removesuffix("use vae=whole")
+            + "call its enable_tiling(), so that tiles are shared out, or use vae=whole"
+        )
+    raise ModelError(reason)
+
+
+def explain_rows_refusal(vae: Any) -> str | None:
+    """Why an autoencoder cannot be divided by rows exactly, or None; one that is not as its class makes it is tried."""
+    structure = _describe_structure(vae)
+    known = _checked.get(vae)
+    if known is None or known[0] != structure:
+        try:
+            _check_rows(vae, structure)
+            known = structure, None
+        except ModelError as error:
+            known = structure, str(error)
+        _checked[vae] = known
+    return known[1]
+
+
+def _check_rows(vae: Any, structure: Structure) -> None:
+    kind = type(vae).__name__
     if not dict(_iterate_coders(vae)):
         raise ModelError(f"{kind} has no encoder and no decoder that could be divided by rows; use vae=whole")
     for part, coder in _iterate_coders(vae):
@@ -191,14 +218,14 @@ def check_vae_divisible(vae: Any) -> None:
                 raise ModelError(f"{kind}.{name} cannot be divided by rows: {reason}, or use vae=whole")
     if kind not in PROVEN or structure != _describe_structure(build_meta_model(vae)):
         prove_rows(vae, install_row_forwards)
-    _checked[vae] = structure
 
 
-_checked: weakref.WeakKeyDictionary[Any, list[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-"""What was found to be divisible."""
+Structure = list[tuple[Any, ...]]
+_checked: weakref.WeakKeyDictionary[Any, tuple[Structure, str | None]] = weakref.WeakKeyDictionary()
+"""What was found, and why an autoencoder is not divisible by rows."""
 
 
-def _describe_structure(vae: nn.Module) -> list[tuple[Any, ...]]:
+def _describe_structure(vae: nn.Module) -> Structure:
     """The modules of the coders, with what may be replaced on them."""
     return [
         (name, type(module), getattr(module, "padding_mode", ""), type(getattr(module, "processor", None)))

@@ -1,0 +1,146 @@
+"""Tiles of an autoencoder that cannot be divided by rows: each rank codes some of them, and all get the rest.
+
+diffusers calls a coder on one tile after the other, and blends them at the end. Here the coder of a tile that another
+rank has returns at once a tensor that is yet to arrive, and the first operation that reads it waits. So all ranks code
+their own tiles at the same time, and what comes out equals the tiled call on one rank. An autoencoder that blends each
+tile before it codes the next would wait for one rank after the other: right, and no sooner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ditile.errors import ModelError
+from ditile.hooks.overrides import override_attribute
+from ditile.hooks.placeholders import build_meta_model
+from ditile.parallel.vae.halo import PendingRows, RowLinks
+
+CALLS = ("encode", "decode")
+
+
+class _Arriving(NamedTuple):
+    """A tile that another rank codes, and the message that brings it."""
+
+    tile: Tensor
+    message: PendingRows
+
+
+class ArrivingTiles(TorchFunctionMode):
+    """Operations wait for the tiles that they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._arriving: dict[int, _Arriving] = {}
+        self._sent: list[PendingRows] = []
+
+    def expect_tile(self, tile: Tensor, message: PendingRows) -> None:
+        """A tile that has memory and no content yet."""
+        self._arriving[id(tile)] = _Arriving(tile, message)
+
+    def keep_sent(self, message: PendingRows) -> None:
+        """A message that is under way."""
+        self._sent.append(message)
+
+    def wait_for_all(self) -> None:
+        """Waits for tiles that nothing has read, and for what was sent."""
+        for key in list(self._arriving):
+            self._receive(key)
+        for message in self._sent:
+            message.wait_for_tensors()
+        self._sent.clear()
+
+    def _receive(self, key: int) -> None:
+        tile, message = self._arriving.pop(key)
+        (content,) = message.wait_for_tensors()
+        tile.copy_(content)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Receives what the operation is given."""
+        if self._arriving:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, Tensor) and id(leaf) in self._arriving:
+                    self._receive(id(leaf))
+        return func(*args, **(kwargs or {}))
+
+
+class SharedCoder:
+    """An encoder or a decoder that is called on tiles in the same order by every rank.
+
+    Args:
+        coder: as it is on every rank.
+        meta: the same without weights.
+        links: to the other ranks.
+        tiles: those under way.
+    """
+
+    def __init__(self, coder: nn.Module, meta: nn.Module, links: RowLinks, tiles: ArrivingTiles) -> None:
+        self._forward, self._meta, self._links, self._tiles = coder.forward, meta, links, tiles
+        self._name = type(coder).__name__
+        self._shapes: dict[Any, torch.Size] = {}
+        self.count = 0
+
+    def code_tile(self, sample: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The result of a tile, or a tensor that is yet to arrive."""
+        if torch.is_grad_enabled() and sample.requires_grad:
+            raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
+        links = self._links
+        owner, self.count = self.count % links.num_ranks, self.count + 1
+        with torch.no_grad():
+            if owner != links.index:
+                shape = self._find_shape(sample, args, kwargs)
+                message = links.start_exchange([], [(owner, shape)], sample)
+                tile = sample.new_empty(shape)
+                self._tiles.expect_tile(tile, message)
+                return tile
+            result = self._forward(sample, *args, **kwargs)
+            if not isinstance(result, Tensor) or result.dtype != sample.dtype:
+                raise ModelError(f"{self._name} does not make one tensor of the type of a tile; use vae=whole")
+            # A copy, because tiles are blended in place.
+            sent = result.clone(memory_format=torch.contiguous_format)
+            others = [(peer, sent) for peer in range(links.num_ranks) if peer != owner]
+            self._tiles.keep_sent(links.start_exchange(others, [], sent))
+            return result
+
+    def _find_shape(self, sample: Tensor, args: Any, kwargs: Any) -> torch.Size:
+        key = (sample.shape, len(args), tuple(kwargs))
+        if key not in self._shapes:
+            on_meta = pytree.tree_map_only(Tensor, lambda x: x.to("meta", self._dtype), (sample, args, kwargs))
+            self._shapes[key] = self._meta(on_meta[0], *on_meta[1], **on_meta[2]).shape
+        return self._shapes[key]
+
+    @functools.cached_property
+    def _dtype(self) -> torch.dtype:
+        return next(self._meta.parameters()).dtype
+
+
+def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks) -> None:
+    """Shares out the tiles of an autoencoder's calls, on the instance, until the stack is closed."""
+    meta = build_meta_model(vae)
+    for call, name in zip(CALLS, ("encoder", "decoder"), strict=True):
+        coder = getattr(vae, name, None)
+        if coder is None:
+            continue
+        tiles = ArrivingTiles()
+        shared = SharedCoder(coder, meta.get_submodule(name), links, tiles)
+        override_attribute(stack, coder, "forward", shared.code_tile)
+        override_attribute(stack, vae, call, _wrap_call(getattr(vae, call), shared, tiles))
+
+
+def _wrap_call(call: Callable[..., Any], shared: SharedCoder, tiles: ArrivingTiles) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def call_with_tiles(*args: Any, **kwargs: Any) -> Any:
+        shared.count = 0
+        with tiles:
+            result = call(*args, **kwargs)
+        tiles.wait_for_all()
+        return result
+
+    return call_with_tiles
