@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import HunyuanVideoTransformer3DModel
+from diffusers import HunyuanVideoTransformer3DModel, LTX2VideoTransformer3DModel
 from diffusers.models.attention_processor import Attention
 from peft import LoraConfig
 from torch import nn
@@ -147,6 +147,15 @@ def test_what_a_config_packs_otherwise_is_refused() -> None:
         ModelError, match="1 has 8 inputs, and 6 were expected, so this Sequential packs features other"
     ):
         cut(nn.Sequential(nn.Linear(8, 18), nn.Linear(8, 8)), table)
+
+
+def test_a_linear_of_attention_that_no_row_names_is_refused() -> None:
+    """Gates of heads, which a config may have: whole, they would meet half of the heads."""
+    config = {**EVERY["LTX2VideoTransformer3DModel"].config, "gated_attn": True, "audio_gated_attn": True}
+    with torch.device("meta"):
+        model = LTX2VideoTransformer3DModel(**config)
+    with pytest.raises(ModelError, match="to_gate_logits is not in the tensor table, and the heads beside it are cut"):
+        cut(model, find_derived_cuts(model))
 
 
 @pytest.mark.parametrize(("kind", "across"), [("rms_norm_across_heads", True), ("rms_norm", False)])

@@ -342,6 +342,12 @@ def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, C
             f"{path} has weights in its processor {type(processor).__name__}, which tensor parallelism does not cut; "
             "unload the IP-adapter that brought it"
         )
+    for name, module in attention.named_modules(prefix=path):
+        if isinstance(module, nn.Linear) and not any(name == at or name.startswith(f"{at}.") for at in styles):
+            raise ModelError(
+                f"{name} is not in the tensor table, and the heads beside it are cut, so this config has what the one "
+                "did not have that the table was derived from; use ulysses or ring, or give ModelSpec(tensor=...)"
+            )
     columns = [at for at, style in styles.items() if style.kind == "colwise" and at.startswith(f"{path}.")]
     widths = {unwrap_lora_base(attention.get_submodule(at.removeprefix(f"{path}."))).out_features for at in columns}
     for name, norm in attention.named_children():
