@@ -262,7 +262,7 @@ ENTRIES = [
     entry(
         "skyreels-v2-image-to-video", 20, lambda: wan(
             diffusers.SkyReelsV2ImageToVideoPipeline, transformer=wan_transformer(
-                name="SkyReelsV2Transformer3DModel", in_channels=12, image_dim=8,
+                name="SkyReelsV2Transformer3DModel", in_channels=12, image_dim=8, added_kv_proj_dim=24,
             ), **encoders.clip_vision(),
         ), lambda: wan_call() | guided(512, 512) | {"image": picture(48, 64)},
         **WAN_IMAGE_VARIANTS,
@@ -299,7 +299,7 @@ ENTRIES = [
     entry(
         "chrono-edit", 20, lambda: wan(
             diffusers.ChronoEditPipeline, transformer=wan_transformer(
-                name="ChronoEditTransformer3DModel", in_channels=12, image_dim=8,
+                name="ChronoEditTransformer3DModel", in_channels=12, image_dim=8, added_kv_proj_dim=24,
             ), **encoders.clip_vision(),
         ), lambda: wan_call() | guided(512, 512) | size(2, 3, 5) | {"image": picture(48, 80)},
         **WAN_IMAGE_VARIANTS | {"larger": size(2, 5, 7)},
@@ -307,7 +307,7 @@ ENTRIES = [
     entry(
         "chrono-edit-reasoning", 20, lambda: wan(
             diffusers.ChronoEditPipeline, transformer=wan_transformer(
-                name="ChronoEditTransformer3DModel", in_channels=12, image_dim=8,
+                name="ChronoEditTransformer3DModel", in_channels=12, image_dim=8, added_kv_proj_dim=24,
             ), **encoders.clip_vision(),
         ), lambda: wan_call() | guided(512, 512) | {
             "image": picture(48, 64), "enable_temporal_reasoning": True, "num_temporal_reasoning_steps": 2,

@@ -46,7 +46,7 @@ def ltx_2_vae(**config: Any) -> Any:
     return vae
 
 
-def ltx_2(cls: Any) -> Any:
+def ltx_2(cls: Any, **config: Any) -> Any:
     heads = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "num_learnable_registers": None}
     connector = {f"{kind}_connector_{name}": value for kind in ("video", "audio") for name, value in heads.items()}
     return cls(
@@ -63,7 +63,8 @@ def ltx_2(cls: Any) -> Any:
         vocoder=None,
         # Sound tokens are wider than those of the video: products of 8 numbers round otherwise where several are one.
         transformer=transformer(
-            "LTX2VideoTransformer3DModel", rope_type="split", audio_attention_head_dim=12, audio_cross_attention_dim=24
+            "LTX2VideoTransformer3DModel", rope_type="split", audio_attention_head_dim=12, audio_cross_attention_dim=24,
+            **config,
         ),
     )  # fmt: skip
 
@@ -339,7 +340,9 @@ ENTRIES = [
         other_prompt=ltx_2_text(OTHER_TEXT), two_images=ltx_2_text(rows=2), padded_prompt=LTX_2_PADDED,
     ),
     entry(
-        "ltx-2-image-to-video", 3, lambda: ltx_2(diffusers.LTX2ImageToVideoPipeline),
+        "ltx-2-image-to-video", 3, lambda: ltx_2(
+            diffusers.LTX2ImageToVideoPipeline, gated_attn=True, audio_gated_attn=True,
+        ),
         lambda: ltx_2_call() | {"image": picture(96, 128), "image_crf": 0},
         larger=size(7, 3, 6, ratio=2, pixels=32), other_prompt=ltx_2_text(OTHER_TEXT), two_images=ltx_2_text(rows=2),
         padded_prompt=LTX_2_PADDED,
@@ -448,7 +451,8 @@ ENTRIES = [
     ),
     entry(
         "wan-2.1-image-to-video", 10, lambda: wan(
-            diffusers.WanImageToVideoPipeline, transformer=wan_transformer(in_channels=12, image_dim=8),
+            diffusers.WanImageToVideoPipeline,
+            transformer=wan_transformer(in_channels=12, image_dim=8, added_kv_proj_dim=24),
             **encoders.clip_vision(),
         ), lambda: wan_call() | guided(512, 512) | {"image": picture(48, 64)}, **WAN_IMAGE_VARIANTS,
     ),

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_processor import Attention
 from torch import nn
 
 from ditile.hooks.generation import Generation
@@ -28,6 +29,11 @@ def has_fused_projections(attention: Any) -> bool:
     if isinstance(attention, AttentionModuleMixin):
         return bool(attention.fused_projections)
     return type(getattr(attention, "processor", None)).__name__.startswith("Fused")
+
+
+def is_unfused_leftover(attention: Any, name: str) -> bool:
+    """Whether a product is one that older layers keep after they were unfused, and never use again."""
+    return isinstance(attention, Attention) and name in ("to_qkv", "to_kv", "to_added_qkv")
 
 
 def find_attention_processors(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

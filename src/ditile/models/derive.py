@@ -494,6 +494,8 @@ def merge_lists(where: str, one: ListAnatomy, other: ListAnatomy) -> ListAnatomy
 
 def _merge_attention(where: str, one: Kinds, other: Kinds) -> Kinds:
     """The kinds of a module's attention calls, which have further keys in one pipeline and may have none in another."""
+    if {*one, *other} == {LOCAL}:  # nothing is done in such calls, however many a config makes
+        return min(one, other, key=len)
     pairs = list(zip(one, other, strict=False))
     if len(one) != len(other) or any(
         a not in (b, drop_further_keys(b)) and b != drop_further_keys(a) for a, b in pairs

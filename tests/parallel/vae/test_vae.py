@@ -266,10 +266,13 @@ def far_sighted(vae: AutoencoderKL) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (far_sighted, "AutoencoderKL.decode by rows differs from the whole by .*; use vae=whole"),
+        (
+            far_sighted,
+            "AutoencoderKL.decode by rows differs from the whole by .*; call its enable_tiling.*use vae=whole",
+        ),
         (sliced_attention, "SlicedAttnProcessor is not stock; call vae.set_attn_processor"),
         (hooked, "encoder.conv_in .* its forward is replaced; remove the hook"),
-        (circular, "pads rows by .*circular.*; use vae=whole"),
+        (circular, "pads rows by .*circular.*; call its enable_tiling.*use vae=whole"),
     ],
 )
 def test_what_is_not_exact_is_refused(change: Any, message: str) -> None:

@@ -16,7 +16,7 @@ One that was derived names Linears where a class leaves sizes to its config, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
-from ditile.hooks.attention_processors import UNFUSE, has_fused_projections
+from ditile.hooks.attention_processors import UNFUSE, has_fused_projections, is_unfused_leftover
 from ditile.hooks.overrides import match_modules
 
 
@@ -114,10 +114,14 @@ class TensorCuts:
             PlanError: if `size` does not divide heads or features.
         """
         table, arguments = _split_table(table, transformer)
-        styles = {
-            path: _parse_cut_style(given, table, transformer, path, module)
+        matched = {
+            path: (given, module)
             for pattern, given in table.items()
             for path, module in match_modules(transformer, pattern)
+        }
+        styles = {
+            path: _parse_cut_style(given, table, transformer, path, module)
+            for path, (given, module) in matched.items()
             if not _is_norm_within_heads(given, transformer, path) and not _is_kept_whole(given, module, size)
         }
         if not styles:
@@ -126,6 +130,7 @@ class TensorCuts:
             )
         if not loaded:
             _check_tensor_degree(transformer, styles, size)
+            _check_linears_named(transformer, styles, matched)
         return cls(styles, index, size, arguments)
 
     def select_shard(self, name: str, shape: Sequence[int]) -> TensorCut | None:
@@ -342,12 +347,6 @@ def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, C
             f"{path} has weights in its processor {type(processor).__name__}, which tensor parallelism does not cut; "
             "unload the IP-adapter that brought it"
         )
-    for name, module in attention.named_modules(prefix=path):
-        if isinstance(module, nn.Linear) and not any(name == at or name.startswith(f"{at}.") for at in styles):
-            raise ModelError(
-                f"{name} is not in the tensor table, and the heads beside it are cut, so this config has what the one "
-                "did not have that the table was derived from; use ulysses or ring, or give ModelSpec(tensor=...)"
-            )
     columns = [at for at, style in styles.items() if style.kind == "colwise" and at.startswith(f"{path}.")]
     widths = {unwrap_lora_base(attention.get_submodule(at.removeprefix(f"{path}."))).out_features for at in columns}
     for name, norm in attention.named_children():
@@ -355,3 +354,28 @@ def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, C
         across = of_heads and read_head_counts(attention)[0] > 1 and _find_norm_width(norm) in widths
         if across and f"{path}.{name}" not in styles:
             raise ModelError(f"{path}.{name} normalises across heads; the tensor table must name it as rms_norm")
+
+
+def _check_linears_named(transformer: nn.Module, styles: Mapping[str, CutStyle], named: Collection[str]) -> None:
+    """What lies beside the projections of heads must be in the table: whole, it would meet this rank's heads."""
+    owners = {_find_owner(transformer, path) for path in styles}
+    attentions = find_sharded_attentions(transformer, styles)
+    for path in owners & attentions.keys():
+        attention = attentions[path]
+        for name, module in attention.named_children():
+            linears = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
+            for place, linear in linears:
+                at = f"{path}.{name}.{place}".rstrip(".")
+                is_linear = isinstance(unwrap_lora_base(linear), nn.Linear)
+                if is_linear and at not in named and not is_unfused_leftover(attention, name):
+                    raise ModelError(
+                        f"{at} is not in the tensor table, and the heads beside it are cut, so this config has what "
+                        "the one did not have that the table was derived from; use ulysses or ring, or give "
+                        "ModelSpec(tensor=...)"
+                    )
+
+
+def _find_owner(transformer: nn.Module, path: str) -> str:
+    """The module that has another as an attribute, or in a list."""
+    owner = path.rpartition(".")[0]
+    return owner.rpartition(".")[0] if isinstance(transformer.get_submodule(owner), nn.ModuleList) else owner
