@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.cli.main import main
 from ditile.errors import ModelError, PlanError
+from ditile.hooks.block_calls import BlockCalls
 from ditile.models.known import list_known_models
 from ditile.models.record import capture_call
 from ditile.models.registry import find_holes
@@ -77,7 +78,7 @@ def test_published_models_have_the_tokens_of_their_call(name: str, tokens: int, 
     A failure means that a published model is planned for at another size than it runs at."""
     subject, call = known_subject(name), {"prompt": "", **defaults(name)}
     shape = subject.make_call_shape(call, 2)
-    assert (shape.grid.rows * shape.grid.tokens_per_row, shape.text, shape.calls) == (tokens, text, calls)
+    assert (shape.grid.num_tokens, shape.text, shape.calls) == (tokens, text, calls)
     assert shape.batch == (2 if name in ("ltx-video", "cogvideox-5b") else 1)
     (recorded, *_) = subject._record(call).calls
     out = subject.parameter_counts.out * tokens
@@ -140,7 +141,7 @@ def test_counted_is_what_a_real_forward_does(saved: Any, name: str) -> None:
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         pipe.transformer(**call)
     rest = (counted.first, counted.last, counted.every, counted.step, counted.once)
-    image, text = shape.grid.rows, shape.text or describe_tiny_call(name)["max_sequence_length"]
+    image, text = shape.grid.num_tokens, shape.text or describe_tiny_call(name)["max_sequence_length"]
     tokens = RankTokens(shape.batch, image, text, image, text)
     work = merge_work([*counted.blocks, *counted.block_steps, *counted.block_once, *rest])
     # Of one sequence, what is in front of the text's place counts as long as all of it.
@@ -160,8 +161,26 @@ def test_what_a_real_forward_holds(saved: Any, name: str) -> None:
     with torch.no_grad(), LiveBytes() as live:
         pipe.transformer(**call)
     text = shape.text or describe_tiny_call(name)["max_sequence_length"]
-    foretold = 4 * shape.batch * max(held.count_numbers(shape.grid.rows, text) for held in footprint.moments)
+    foretold = 4 * shape.batch * max(held.count_numbers(shape.grid.num_tokens, text) for held in footprint.moments)
     assert foretold == pytest.approx(live.peak, rel=0.1)
+
+
+@pytest.mark.parametrize("name", ["wan-2.1", "ltx", "flux-2"])
+def test_patches_are_cut_where_the_engine_cuts_them(saved: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of every frame of a video whose latents have them. Else plans are priced for other patches."""
+    grids, survey_call = [], BlockCalls._survey_call
+
+    def survey_and_note(self: BlockCalls, *args: Any, **kwargs: Any) -> Any:
+        form = survey_call(self, *args, **kwargs)
+        grids.append(form.grid)
+        return form
+
+    monkeypatch.setattr(BlockCalls, "_survey_call", survey_and_note)
+    pipe, path = saved(name)
+    runner = parallelize(pipe, Plan(pipefusion=1, patches=2, warmup=1), keep_weights=True)
+    runner(**ZOO[name].call())
+    runner.restore()
+    assert set(grids) == {make_tiny_shape(PlanSubject.from_configs(name, path), name).grid}
 
 
 def send_tiny_call(name: str, plans: list[str]) -> list[dict[str, int]]:

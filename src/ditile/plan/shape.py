@@ -155,7 +155,7 @@ class Shape:
             blocks=blocks,
             heads=self.heads,
             rows=self.grid.rows,
-            tokens_per_row=self.grid.tokens_per_row,
+            tokens_per_row=self.grid.tokens_per_row * self.grid.frames,
             text=self.text,
             branches=self.branches_per_call * self.calls,
         )

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
@@ -149,7 +150,7 @@ class Answer:
         if self.models > 1:
             parts.append(f"weights are those of {self.models} transformers, which are on the device all the time")
         if self.result.missed:
-            parts.append(f"too large: {describe_near_miss(self.result.missed, prices[0])}")
+            parts.append("\n".join(wrap(f"too large: {describe_near_miss(self.result.missed, prices[0])}", 80)))
         if self.uncounted:
             parts.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
         return [*parts, *self._list_warnings()]

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from ditile.errors import LoadError, ModelError, PlanError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.block_policy import BlockHook
+from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.models.anatomies import build_block_hooks, find_derived_cuts
 from ditile.models.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
@@ -42,7 +43,13 @@ from ditile.planner.footprint import (
     measure_vae_scale,
 )
 from ditile.planner.kernel_times import CountedCall, Stream, StreamSizes, TransformerWork, count_transformer_work
-from ditile.planner.recorded import NO_GUIDANCE, PipelineRecorder, RecordedStep, build_recorded_pipeline
+from ditile.planner.recorded import (
+    NO_GUIDANCE,
+    PipelineRecorder,
+    RecordedCall,
+    RecordedStep,
+    build_recorded_pipeline,
+)
 from ditile.runner.load import check_config_counts, convert_build_errors, read_json_object
 
 FACTS = "facts.json"
@@ -386,7 +393,7 @@ class PlanSubject:
             height=int(call["height"]),
             width=int(call["width"]),
             steps=int(call["num_inference_steps"]),
-            grid=Grid(first.image, 1),
+            grid=self._find_grid(call, first),
             text=first.text,
             batch=rows[0] if is_even else images,
             images=images,
@@ -399,6 +406,14 @@ class PlanSubject:
             channels=first.channels,
             key_heads=self.transformer_work.key_heads,
         )
+
+    def _find_grid(self, call: Mapping[str, Any], first: RecordedCall) -> Grid:
+        """The rows that patches are cut at: of every frame of latents `[B, .., H, W]`, else of the flattened order."""
+        latents = first.arguments.get(list_parameter_names(self.transformer)[0])
+        rows, columns = (int(call[name]) // self.token_side for name in ("height", "width"))
+        frames, rest = divmod(first.image, rows * columns)
+        has_frames = isinstance(latents, Tensor) and latents.ndim == 5 and not rest and frames > 1
+        return Grid(rows, columns, frames) if has_frames else Grid(first.image, 1)
 
     def make_plan_job(self, plan: Plan, shape: Shape) -> PlannedCall:
         """The call under a plan.
