@@ -81,7 +81,8 @@ class _Stepped(Exception):
 def read_prompt_table() -> Mapping[str, Mapping[str, Any]]:
     """Pipeline -> each argument that stands for a prompt, and its shape without rows: sizes by their names in configs.
 
-    A shape in a list is that of a list's item for each row. `picture` and `film` are of the size of the call.
+    A shape in a list is that of a list's item for each row. `picture` and `film` are of the size of the call, and
+    `ends` are where the texts of rows in one sequence begin and end.
     """
     table: Mapping[str, Mapping[str, Any]] = json.loads((ASSETS / "prompts.json").read_text("utf-8"))
     return table
@@ -104,8 +105,8 @@ class PipelineRecorder:
         name = type(pipe).__name__
         if name not in read_prompt_table():
             raise ModelError(
-                f"{name}: nothing says what it takes in place of a prompt, so that its calls cannot be recorded; known "
-                f"are {', '.join(read_prompt_table())}"
+                f"{name} cannot be planned for, as nothing says what it takes in place of a prompt; give a plan, as "
+                "ulysses=2, or one of the models that `ditile models` names"
             )
         self._prompt = read_prompt_table()[name]
         self._parameters = inspect.signature(type(pipe).__call__).parameters
@@ -184,6 +185,8 @@ class PipelineRecorder:
         rows = int(call.get("num_images_per_prompt") or call.get("num_videos_per_prompt") or 1)
         if isinstance(shape, int):
             return shape
+        if shape == "ends":
+            return torch.arange(rows + 1, dtype=torch.int32) * self.count_text_tokens(call)
         if isinstance(shape, str):
             picture = Image.new("RGB", (int(call["width"]), int(call["height"])))
             return picture if shape == "picture" else [picture] * int(call["num_frames"])
