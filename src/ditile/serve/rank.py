@@ -30,6 +30,7 @@ from ditile.requests.options import GenerateOptions
 from ditile.requests.pipelines import convert_value_errors
 from ditile.requests.prepare import prepare_runner
 from ditile.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
+from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import defaults
 from ditile.serve.jobs import INPUT_IMAGE, POSTER, Drawn, Request
 from ditile.serve.link import GroupSetup, RankLink
@@ -118,7 +119,9 @@ class RankServer:
         check_cache_steps(self._setup.cache, bases[0])
         traced = self._runner.trace = bool(jobs[0].request.client.get("trace"))
         with convert_value_errors(self._pipe):
-            result = self._runner(**self._build_call(jobs, bases), output="first")
+            result = self._runner(
+                **self._build_call(jobs, bases), output="first", watch=StepWatch(on_step=self._note_step)
+            )
         reports, left_out = self._runner.reports(), self._summarize_cache()
         trace = self._collect_trace() if traced else {}
         if self._answers:
@@ -127,6 +130,9 @@ class RankServer:
             for job, base in zip(jobs, bases, strict=True):
                 drawn, files = self._encode_job(job, base, [next(pictures) for _ in list_seeds(job.request.options)])
                 self._send_drawn(job.id, replace(drawn, facts=facts), files | trace)
+
+    def _note_step(self, step: int, num_steps: int) -> None:
+        self._answer({"step": [step + 1, num_steps]})
 
     def _build_call(self, jobs: Sequence[BatchJob], bases: Sequence[dict[str, Any]]) -> dict[str, Any]:
         wanted = jobs[0].request.options

@@ -1,0 +1,81 @@
+"""A real `ditile serve` in a process of its own, on a free port of the loopback device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+START_SECONDS = 120.0
+
+
+class RunningServer:
+    """A server, and what it has written.
+
+    Args:
+        model: which is served.
+        flags: further words of the command.
+        state: its state folder.
+
+    Attributes:
+        url: where it listens, when it is ready.
+    """
+
+    def __init__(self, model: str, flags: tuple[str, ...], state: Path, **environ: str) -> None:
+        self.url, self._log, self.state = "", state.with_suffix(".log"), state
+        words = ["serve", "--model", model, "--port", "0", "--state", str(state), "--no-page", *flags]
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ditile", *words],
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=os.environ | {"HF_HUB_OFFLINE": "1"} | environ,
+            )
+
+    @property
+    def log(self) -> str:
+        """What the server has written to its outputs."""
+        return self._log.read_text(errors="replace")
+
+    def wait_until_ready(self, seconds: float = START_SECONDS) -> RunningServer:
+        """Returns when the server says where it is; fails if it ends before."""
+        deadline = time.monotonic() + seconds
+        while not (found := re.findall(r" on (http://\S+)", self.log)):
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.05)
+        self.url = found[-1]
+        return self
+
+    def client(self, **options: object) -> httpx.Client:
+        """A client of its address."""
+        return httpx.Client(base_url=self.url, timeout=120, trust_env=False, **options)  # type: ignore[arg-type]
+
+    def end(self, number: int = signal.SIGTERM, seconds: float = 60.0) -> int:
+        """Sends a signal and waits; returns the exit code. Kills it if it does not end."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextlib.contextmanager
+def run_server(model: str, *flags: str, state: Path, **environ: str) -> Iterator[RunningServer]:
+    """A server that is ready, until the context is left."""
+    server = RunningServer(model, flags, state, **environ)
+    try:
+        yield server.wait_until_ready()
+    finally:
+        server.end(signal.SIGKILL)

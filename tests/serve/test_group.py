@@ -1,0 +1,152 @@
+"""Groups of real ranks: what they draw, how they stop, and what happens when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ditile.cli import main
+from ditile.plan.plan import Plan
+from ditile.requests.cache_options import CacheOptions
+from ditile.requests.options import GenerateOptions
+from ditile.serve.group import (
+    Batch,
+    BatchEnded,
+    GroupDown,
+    GroupEvent,
+    GroupReady,
+    JobDrawn,
+    JobFailed,
+    RankGroup,
+    StepMade,
+)
+from ditile.serve.jobs import Job, Request
+from ditile.serve.link import GroupSetup
+from ditile.serve.options import ServeOptions
+
+PROMPT = "a large red circle on the left on a gray background"
+
+
+def make_job(name: str, prompt: str = PROMPT, **options: Any) -> Job:
+    wanted = GenerateOptions(**{"prompt": prompt, "seed": 5, "steps": 4} | options)
+    return Job(id=f"image_{name}", owner="", kind="image", request=Request(options=wanted))
+
+
+class Driven:
+    """A group of ranks, and the events that came from it."""
+
+    def __init__(self, model: str, plan: str) -> None:
+        self._events: asyncio.Queue[GroupEvent] = asyncio.Queue()
+        options = ServeOptions(model=model)
+        setup = GroupSetup(
+            model=model, engine=options, plan=Plan.parse(plan), cache=CacheOptions(), loras={}, max_loras=1
+        )
+        self.group = RankGroup("0", setup, asyncio.get_running_loop(), self._events.put_nowait)
+
+    async def draw(self, name: str, *jobs: Job) -> list[GroupEvent]:
+        self.group.draw(Batch(id=name, jobs=jobs, inputs={}))
+        return await self.wait_for(BatchEnded)
+
+    async def wait_for(self, *kinds: type) -> list[GroupEvent]:
+        """All events up to the first of some kinds."""
+        seen = []
+        while not seen or not isinstance(seen[-1], kinds):
+            seen.append(await asyncio.wait_for(self._events.get(), 100))
+        return seen
+
+    def find_rank(self, number: int) -> psutil.Process:
+        ranks = [p for p in psutil.Process().children() if p.cmdline()[3:5] == ["ditile-rank", str(number)]]
+        assert len(ranks) == 1, ranks
+        return ranks[0]
+
+
+def drive(model: str, plan: str, script: Callable[[Driven], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        driven = Driven(model, plan)
+        driven.group.start()
+        try:
+            await driven.wait_for(GroupReady)
+            await script(driven)
+        finally:
+            await driven.group.end()
+
+    asyncio.run(run())
+
+
+def list_files(events: list[GroupEvent]) -> list[dict[str, bytes]]:
+    return [event.files for event in events if isinstance(event, JobDrawn)]
+
+
+def test_ranks_draw_what_the_command_draws_and_stop(tmp_path: Path) -> None:
+    """A failure would mean another picture than that of `ditile generate`, before, after or between other requests."""
+    out = tmp_path / "a.png"
+    words = ["--model", "shapes-pixart", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--out", str(out)]
+    assert main.main(["generate", PROMPT, *words]) == 0
+
+    async def script(driven: Driven) -> None:
+        events = await driven.draw("first", make_job("a"))
+        assert list_files(events) == [{"0.png": out.read_bytes()}]
+        assert [event.step for event in events if isinstance(event, StepMade)] == [1, 2, 3, 4]
+        # What the pipeline refuses ends the job alone.
+        (failed, _) = await driven.draw("refused", make_job("b", height=33))
+        assert isinstance(failed, JobFailed)
+        assert failed.failure.code == "refused"
+        assert "try height=32" in failed.failure.message
+        # A stopped batch has no picture, and ends within two steps.
+        driven.group.draw(Batch(id="long", jobs=(make_job("c", steps=400),), inputs={}))
+        steps = await driven.wait_for(StepMade)
+        driven.group.stop("long")
+        steps += await driven.wait_for(BatchEnded)
+        assert isinstance(steps[-1], BatchEnded)
+        assert steps[-1].stopped
+        assert not list_files(steps)
+        assert len(steps) < 200
+        two = await driven.draw("both", make_job("d"), make_job("e", seed=6))
+        assert len(list_files(two)) == 2
+        assert list_files(await driven.draw("again", make_job("f"))) == [{"0.png": out.read_bytes()}]
+
+    drive("shapes-pixart", "pipefusion=2", script)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+def test_a_rank_that_dies_is_noticed_and_started_again(number: int) -> None:
+    """A failure would mean a server that waits for a rank that has gone."""
+
+    async def script(driven: Driven) -> None:
+        before = list_files(await driven.draw("before", make_job("a")))
+        driven.group.draw(Batch(id="lost", jobs=(make_job("b", steps=400),), inputs={}))
+        await driven.wait_for(StepMade)
+        since = time.monotonic()
+        driven.find_rank(1).send_signal(number)
+        down = (await driven.wait_for(GroupDown))[-1]
+        assert time.monotonic() - since < 6
+        assert isinstance(down, GroupDown)
+        assert (down.batch_id, down.failure.code) == ("lost", "rank_failed")
+        assert down.failure.message.startswith("rank 1")
+        assert "\n" not in down.failure.message
+        await driven.wait_for(GroupReady)
+        assert list_files(await driven.draw("after", make_job("c"))) == before
+
+    drive("shapes-pixart", "pipefusion=2", script)
+
+
+def test_a_model_that_cannot_be_divided_so_is_told() -> None:
+    """A failure would mean a server that starts its ranks for ever."""
+
+    async def run() -> None:
+        driven = Driven("shapes-pixart", "tensor=3")
+        driven.group.start()
+        (down,) = await driven.wait_for(GroupDown)
+        assert isinstance(down, GroupDown)
+        assert "tensor=3" in down.failure.message
+        await driven.group.end()
+
+    asyncio.run(run())
