@@ -1,10 +1,12 @@
-"""What a survey of the first call copes with on a GPU; here the meta device stands for it."""
+"""What a survey of the first call copes with on a GPU, for which the meta device stands, and what it advises."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from ditile.hooks.block_calls import _SurveyPass
+from ditile.hooks.block_calls import _SurveyPass, advise_whole_tokens
 from ditile.hooks.block_policy import BlockHook
 from ditile.hooks.generation import Generation
 from ditile.models.anatomies import find_anatomy
@@ -18,7 +20,7 @@ def test_a_block_may_be_given_a_table_of_positions_on_another_device() -> None:
     anatomy = find_anatomy(model)
     assert anatomy is not None
     of_list = anatomy.lists["transformer_blocks"]
-    survey = _SurveyPass("Model", anatomy, 9, checks=False)
+    survey = _SurveyPass("Model", anatomy, 9, "", checks=False)
     call = {
         "hidden_states": torch.empty(1, 6, 32, device="meta"),
         "encoder_hidden_states": torch.empty(1, 3, 32, device="meta"),
@@ -28,6 +30,16 @@ def test_a_block_may_be_given_a_table_of_positions_on_another_device() -> None:
         hook = BlockHook(index, "transformer_blocks", f"transformer_blocks.{index}", block, of_list)
         survey.visit_block(Generation(), hook, dict(call), block.forward)
     assert [flag.device.type for flag in survey.describe_call(None).fed.values()] == ["meta"]
+
+
+def test_tensor_is_advised_where_a_model_has_it() -> None:
+    """Its cuts were derived, or are those of its class."""
+    derived, of_class = transformer("WanTransformer3DModel"), transformer("Flux2Transformer2DModel")
+    for model, without in ((derived, "data or cfg"), (of_class, "data, cfg or tensor")):
+        anatomy = find_anatomy(model)
+        assert anatomy is not None
+        assert advise_whole_tokens(model, replace(anatomy, tensor={})) == f"use a plan of {without}"
+        assert "tensor" in advise_whole_tokens(model, anatomy)
 
 
 def test_rounded_positions_count_columns_right() -> None:

@@ -140,7 +140,7 @@ class CallsInTurn:
         if turns not in (0, len(self._cores)):
             raise StateError(
                 f"{self._layer} attended {turns} times in a call and {len(self._cores)} times when it was looked at, "
-                "so which keys are whose is not known; use a plan of data, cfg or tensor"
+                "so which keys are whose is not known; use a plan of data or cfg"
             )
 
 
@@ -206,7 +206,7 @@ def _forward_redirected(
     # A block that attends itself may be left out by a cache, whose hook is within.
     if redirect.calls == before and layer is not None:
         raise ModelError(
-            f"{layer} computes attention otherwise than it did when it was looked at; use data, cfg or tensor"
+            f"{layer} computes attention otherwise than it did when it was looked at; use a plan of data or cfg"
         )
     return out
 

@@ -89,6 +89,7 @@ class BlockCalls:
     ) -> None:
         self._transformer, self._last, self._anatomy, self._policy = transformer, len(chain) - 1, anatomy, policy
         self._now, self._memo, self._read_grid = now, memo, read_grid
+        self._advice = advise_whole_tokens(transformer, anatomy)
         self._names, self._key = list_parameter_names(transformer), id(transformer)
         self._divided = _DividedPass(policy, anatomy, self._last)
         self._every = range(len(chain))
@@ -152,8 +153,8 @@ class BlockCalls:
         if self._visits != expected:
             raise StateError(
                 f"{type(self._transformer).__name__} ran {self._visits} blocks at {self._now.micro_step}, and "
-                f"{expected} when it was first called so; it must run the same blocks in every step, so use a plan of "
-                "data, cfg or tensor"
+                f"{expected} when it was first called so; it must run the same blocks in every step, so "
+                f"{self._advice}"
             )
 
     def _run_micro_batches(self, forward: Forward, inputs: Mapping[str, Any], micro_batches: Sequence[range]) -> Any:
@@ -187,8 +188,7 @@ class BlockCalls:
         if modes and mode not in modes:
             raise ModelError(
                 f"{type(self._transformer).__name__} is called with {mode or 'no mode'}, and known are "
-                f"{', '.join(modes)}; let the pipeline keep keys in a cache, as it does by default, or use a plan of "
-                "data, cfg or tensor"
+                f"{', '.join(modes)}; let the pipeline keep keys in a cache, as it does by default, or {self._advice}"
             )
         is_whole = modes.get(mode, False)
         if is_whole and now.micro_step.patch is not None:
@@ -202,7 +202,8 @@ class BlockCalls:
         grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
         if grid is None and self._policy.row_parts > 1:
             grid = self._find_video_grid(forward, inputs)
-        survey = _SurveyPass(type(self._transformer).__name__, self._anatomy, self._last, checks=checks)
+        name = type(self._transformer).__name__
+        survey = _SurveyPass(name, self._anatomy, self._last, self._advice, checks=checks)
         poisoned = poison_latents(self._names[0], inputs)
         self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
@@ -284,6 +285,12 @@ def _give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> A
     return (text, image) if anatomy.returns[0] == "text" else (image, text)
 
 
+def advise_whole_tokens(transformer: Any, anatomy: Anatomy) -> str:
+    """The plans of a model that divide no tokens: without cuts that were derived or are its class's, no tensor."""
+    has_tensor = bool(anatomy.tensor or getattr(transformer, "_tp_plan", None))
+    return f"use a plan of {'data, cfg or tensor' if has_tensor else 'data or cfg'}"
+
+
 class _SurveyPass:
     """Blocks pass on what they are given, which is looked at.
 
@@ -292,8 +299,9 @@ class _SurveyPass:
         has_begun: whether the first block was called.
     """
 
-    def __init__(self, model: str, anatomy: Anatomy, last: int, *, checks: bool) -> None:
+    def __init__(self, model: str, anatomy: Anatomy, last: int, advice: str, *, checks: bool) -> None:
         self._model, self._anatomy, self._last, self._checks = model, anatomy, last, checks
+        self._advice = advice
         self.poisons_text = self.has_begun = False
         self._lengths: dict[str, int] = {}
         self._start, self._rows = 0, 1
@@ -355,7 +363,7 @@ class _SurveyPass:
         if image.shape[anatomy.tokens] != self._lengths[kind]:
             raise ModelError(
                 f"{self._model}: {hook.name} is given {image.shape[anatomy.tokens]} tokens and the blocks before it "
-                f"had {self._lengths[kind]}, so patches cannot be told apart in them; use a plan of data, cfg or tensor"
+                f"had {self._lengths[kind]}, so patches cannot be told apart in them; {self._advice}"
             )
 
     def _check_arguments(self, hook: BlockHook, call: Mapping[str, Any]) -> None:
@@ -368,7 +376,7 @@ class _SurveyPass:
             if misfit is not None:
                 raise ModelError(
                     f"{self._model}: {hook.name} is given {name} with {misfit}; which of it belongs to a patch is not "
-                    "known, so use a plan of data, cfg or tensor, or leave out what brings it"
+                    f"known, so {self._advice}, or leave out what brings it"
                 )
 
 
@@ -472,7 +480,7 @@ class _DividedPass:
         if now.form.glued.isdisjoint(range(self._passed[3] + 1, hook.index + 1)):
             raise StateError(
                 f"the forward changed the tokens in front of {hook.name} and did not when it was first called so; use "
-                "a plan of data, cfg or tensor"
+                "a plan of data or cfg"
             )
         return self._policy.cut_tokens(full)
 

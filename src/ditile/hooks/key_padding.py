@@ -84,5 +84,5 @@ def make_pairs_error(mask: Tensor) -> ModelError:
     """The error for a mask that differs from query to query and is not of the whole sequence."""
     return ModelError(
         f"an attention mask of shape {tuple(mask.shape)} tells queries apart, and only one of keys, [B, keys] or "
-        "[B, 1, 1, keys], or of all queries and keys can be cut with the tokens; use a plan of data, cfg or tensor"
+        "[B, 1, 1, keys], or of all queries and keys can be cut with the tokens; use a plan of data or cfg"
     )

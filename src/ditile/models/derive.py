@@ -389,7 +389,7 @@ class _Derivation:
         if want is not None and not torch.allclose(part, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
             raise ModelError(
                 f"{self._name}: {block.name} computes a token from others beside its attention, as experts do that "
-                "choose among all tokens; use a plan of data, cfg or tensor"
+                "choose among all tokens; use a plan of data or cfg"
             )
 
     def _choose_part(self) -> tuple[range, range]:

@@ -50,7 +50,7 @@ def derive_from_pipeline(pipe: Any, transformer: nn.Module, twin: nn.Module) -> 
                 raise ModelError(
                     f"{type(transformer).__name__} is not in the table of known anatomies, and {type(pipe).__name__} "
                     f"could not be called with a {what} picture to look at it: {type(error).__name__}: "
-                    f"{' '.join(str(error).split())[:200]}; use a plan of data, cfg or tensor"
+                    f"{' '.join(str(error).split())[:200]}; use a plan of data or cfg"
                 ) from error
             continue
         calls.append(_convert_call(call))
@@ -69,7 +69,7 @@ def _advise(transformer: nn.Module) -> str:
     for path, module in transformer.named_modules():
         if isinstance(processor := getattr(module, "processor", None), nn.Module):
             return f"unload the IP-adapter that brought {type(processor).__name__} to {path}"
-    return "use a plan of data, cfg or tensor"
+    return "use a plan of data or cfg"
 
 
 def _convert_call(call: CapturedCall) -> CapturedCall:
@@ -134,7 +134,7 @@ def _fill_arguments(pipe: Any, parameters: Mapping[str, inspect.Parameter], heig
         if "image" not in name:
             raise ModelError(
                 f"{type(pipe).__name__} needs {name}, and its transformer is not in the table of known anatomies; use "
-                "a plan of data, cfg or tensor"
+                "a plan of data or cfg"
             )
         pixels = numpy.random.default_rng(0).integers(0, 256, (height, width, 3), dtype="uint8")
         arguments[name] = Image.fromarray(pixels)

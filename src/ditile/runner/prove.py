@@ -263,7 +263,7 @@ def _check_proof(
     transformer: nn.Module, twin: nn.Module, branches: Sequence[Mapping[str, Any]], build: BuildRunner
 ) -> None:
     """Raises `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
-    remedy = "use a plan of data, cfg or tensor"
+    remedy = "use a plan of data or cfg"
     try:
         difference = prove_anatomy(twin, branches, build)
     except DitileError as error:

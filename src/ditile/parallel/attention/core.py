@@ -130,7 +130,7 @@ class AttentionCore:
             if not whole and mask.shape[-1] != own + count:
                 raise ModelError(
                     f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; "
-                    f"give one of {own + count} or {tokens.length + count} keys, or use a plan of data, cfg or tensor"
+                    f"give one of {own + count} or {tokens.length + count} keys, or use a plan of data or cfg"
                 )
             places = tokens.locate_further_keys(self._further, None if whole else own)
             mask, more_mask = _take_apart(mask, places, count, mask.ndim - 1)
