@@ -1,0 +1,204 @@
+"""ComfyUI's nodes keep its conventions, without ComfyUI.
+
+A failure means that ComfyUI does not load them, or that a workflow does not run.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.serve.comfy import FOLDER, load_nodes
+
+PACKAGE = load_nodes()
+NODES: dict[str, Any] = PACKAGE.NODE_CLASS_MAPPINGS
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN"}
+CORE = {
+    "LoadImage": ([], ["IMAGE", "MASK"]),
+    "SaveImage": (["IMAGE"], []),
+    "CreateVideo": (["IMAGE", "FLOAT"], ["VIDEO"]),
+    "SaveVideo": (["VIDEO"], []),
+}
+"""ComfyUI's own nodes in the examples: types of the wires that come in and go out."""
+
+
+def read_module(name: str) -> Any:
+    return sys.modules[f"{PACKAGE.__name__}.{name}"]
+
+
+def list_inputs(node: Any) -> Iterator[tuple[str, tuple[Any, ...], bool]]:
+    """(name, definition, whether it must be there)."""
+    for group, values in node.INPUT_TYPES().items():
+        yield from ((name, value, group == "required") for name, value in values.items())
+
+
+@pytest.mark.parametrize("node", NODES.values(), ids=NODES)
+def test_a_node_is_as_comfyui_wants_it(node: Any) -> None:
+    """Types, names, and a function that takes every input by its name and returns as many as there are outputs."""
+    assert set(node.INPUT_TYPES()) <= {"required", "optional", "hidden"}
+    assert len(node.RETURN_TYPES) == len(node.RETURN_NAMES) and node.CATEGORY == "ditile" and node.DESCRIPTION
+    parameters = inspect.signature(getattr(node(), node.FUNCTION)).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name, definition, required in list_inputs(node):
+        kind = definition[0]
+        assert kind in WIDGETS or (kind.isupper() and kind.replace("_", "").isalpha())
+        assert name in parameters or (takes_all and not required)
+        assert required or name not in parameters or parameters[name].default is not parameters[name].empty
+        if kind in WIDGETS:
+            values = definition[1]
+            assert isinstance(values["default"], {"INT": int, "FLOAT": float, "STRING": str}[kind])
+            assert kind == "STRING" or values["min"] <= values["default"] <= values["max"]
+
+
+def test_every_node_has_a_name_that_people_read() -> None:
+    assert set(PACKAGE.NODE_DISPLAY_NAME_MAPPINGS) == set(NODES)
+    assert {name for name, node in NODES.items() if getattr(node, "OUTPUT_NODE", False)} == {"DitileStatus"}
+    assert NODES["DitileStatus"].IS_CHANGED() != NODES["DitileStatus"].IS_CHANGED()
+
+
+def test_the_nodes_import_neither_torch_nor_ditile() -> None:
+    code = (
+        "import sys, importlib.util as u; p = sys.argv[1]; s = u.spec_from_file_location('x', p + '/__init__.py');"
+        "m = u.module_from_spec(s); sys.modules['x'] = m; s.loader.exec_module(m);"
+        "print(sorted({'torch', 'ditile', 'requests', 'httpx', 'diffusers', 'comfy'} & set(sys.modules)))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, str(FOLDER)], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_no_input_is_a_key() -> None:
+    """Workflows are shared, and are written into every picture."""
+    names = {name for node in NODES.values() for name, _, _ in list_inputs(node)}
+    assert not {name for name in names if "key" in name or "token" in name or "path" in name}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("api_workflows/*.json")), ids=lambda path: path.stem)
+def test_a_workflow_for_the_api_fits_the_nodes(path: Path) -> None:
+    flow = json.loads(path.read_text("utf-8"))
+    for each in flow.values():
+        kind, given = each["class_type"], each["inputs"]
+        wires = {name: value for name, value in given.items() if isinstance(value, list)}
+        outputs = {name: find_outputs(flow[source]["class_type"])[k] for name, (source, k) in wires.items()}
+        if kind in CORE:
+            assert list(outputs.values()) == CORE[kind][0]
+            continue
+        inputs = {name: definition[0] for name, definition, _ in list_inputs(NODES[kind])}
+        assert set(given) <= set(inputs) and all(inputs[name] == output for name, output in outputs.items())
+        assert {name for name, _, required in list_inputs(NODES[kind]) if required} <= set(given)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("example_workflows/*.json")), ids=lambda path: path.stem)
+def test_an_example_fits_the_nodes(path: Path) -> None:
+    """The links of both ends agree, and each widget has its value: a browser sets them by their order."""
+    flow = json.loads(path.read_text("utf-8"))
+    nodes = {node["id"]: node for node in flow["nodes"]}
+    for link, source, output, target, slot, kind in flow["links"]:
+        assert nodes[target]["inputs"][slot]["link"] == link and nodes[target]["inputs"][slot]["type"] == kind
+        assert link in nodes[source]["outputs"][output]["links"]
+        assert find_outputs(nodes[source]["type"])[output] == kind
+    for node in nodes.values():
+        if node["type"] in CORE:
+            continue
+        inputs = list(list_inputs(NODES[node["type"]]))
+        assert [i["name"] for i in node["inputs"]] == [name for name, kind, _ in inputs if kind[0] not in WIDGETS]
+        expected: list[str] = []
+        for _, kind, _ in inputs:
+            if kind[0] in WIDGETS:
+                expected += [kind[0]] + ["STRING"] * kind[1].get("control_after_generate", False)
+        types = {int: "INT", float: "FLOAT", str: "STRING"}
+        assert [types[type(value)] for value in node["widgets_values"]] == expected
+
+
+def find_outputs(kind: str) -> list[str]:
+    return CORE[kind][1] if kind in CORE else list(NODES[kind].RETURN_TYPES)
+
+
+def test_pictures_keep_their_bytes_as_tensors() -> None:
+    """[B, H, W, C] of floats from 0 to 1, there and back."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 3), dtype=np.uint8)
+    pictures = read_module("pictures")
+    files = [base64.b64decode(text.partition(",")[2]) for text in pictures.encode_images(torch.tensor(pixels) / 255)]
+    tensor = pictures.decode_images(files)
+    assert tensor.shape == (2, 5, 7, 3) and tensor.dtype == torch.float32 and tensor.max() <= 1
+    assert torch.equal(tensor, torch.tensor(pixels, dtype=torch.float32) / 255)
+
+
+def test_a_mask_is_transparent_where_the_picture_is_drawn_anew() -> None:
+    """At the picture's size: masks of ComfyUI may have another."""
+    mask = torch.zeros(1, 4, 4)
+    mask[:, :, 2:] = 1
+    encoded = read_module("pictures").encode_mask(mask, torch.zeros(1, 8, 16, 3))
+    with Image.open(io.BytesIO(base64.b64decode(encoded.partition(",")[2]))) as image:
+        assert image.size == (16, 8) and image.mode == "RGBA"
+        alpha = np.asarray(image.getchannel("A"))
+    assert (alpha[:, :4] == 255).all() and (alpha[:, -4:] == 0).all()
+
+
+def test_an_empty_mask_is_refused() -> None:
+    """LoadImage gives one for a file without transparency."""
+    with pytest.raises(ValueError, match="the mask is empty; paint it"):
+        read_module("pictures").encode_mask(torch.zeros(1, 64, 64), torch.zeros(1, 8, 8, 3))
+
+
+def test_loras_are_chained() -> None:
+    node = NODES["DitileLoRA"]()
+    (first,) = node.add_lora("style", 0.8)
+    assert node.add_lora(" light ", 1.0, first) == ({"style": 0.8, "light": 1.0},) and first == {"style": 0.8}
+    with pytest.raises(ValueError, match="'style' is there twice"):
+        node.add_lora("style", 0.1, first)
+    with pytest.raises(ValueError, match="no name"):
+        node.add_lora(" ", 1.0)
+
+
+def test_what_is_left_to_the_model_is_not_sent() -> None:
+    collect = read_module("nodes").collect_fields
+    optional = {name: kind[1].get("default") for name, kind, needed in list_inputs(NODES["DitileEdit"]) if not needed}
+    assert collect(optional) == {}
+    given = {"guidance": 0.0, "steps": 4, "strength": 0.5, "lora": {"style": 1.0}, "width": 64, "fps": 8.0}
+    sent = {"guidance_scale": 0.0, "num_inference_steps": 4, "strength": 0.5, "lora": {"style": 1.0}}
+    assert collect(given) == {**sent, "width": 64, "fps": 8.0}
+
+
+def test_a_key_is_sent_to_its_own_address_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A workflow of a stranger may hold the stranger's address."""
+    client, file = read_module("client"), tmp_path / "keys.json"
+    monkeypatch.setenv("DITILE_KEYS", str(file))
+    monkeypatch.setenv("DITILE_API_KEY", "own-secret")
+    monkeypatch.delenv("DITILE_SERVER", raising=False)
+    assert client.find_key("http://127.0.0.1:8000/") == "own-secret"
+    assert client.find_key("http://stranger:8000") is None
+    file.write_text('{"https://host/v1": "of-host"}')
+    assert client.find_key("https://host") == "of-host" and client.find_key("http://host") is None
+    monkeypatch.setenv("DITILE_SERVER", "http://gpu:9000")
+    assert client.find_key("http://gpu:9000/v1") == "own-secret" and client.find_key("http://127.0.0.1:8000") is None
+    file.write_text("no json")
+    with pytest.raises(client.ServerError, match="keys.json cannot be read"):
+        client.find_key("https://host")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "file:///etc/passwd", "127.0.0.1:8000", "http://", "http://host:port", "ftp://h"]
+)
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    client = read_module("client")
+    with pytest.raises(client.ServerError, match="is none of HTTP; try http://127.0.0.1:8000"):
+        client.Client(address)
+
+
+def test_a_server_that_is_not_there_is_an_error_with_its_address() -> None:
+    client = read_module("client")
+    with pytest.raises(client.ServerError, match="no answer from http://127.0.0.1:9: "):
+        client.Client("http://127.0.0.1:9").read_json("/health")
+    assert NODES["DitileServer"].IS_CHANGED("http://127.0.0.1:9") != 0
