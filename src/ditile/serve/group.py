@@ -1,6 +1,6 @@
 """A group of ranks that live on: started by `launch` in a thread of the server, and again whenever one of them fails.
 
-The group says what happens by events, in the server's event loop and in order. Whatever ends the ranks (a signal, a
+A group says what happens by events, in the server's event loop and in order. Whatever ends the ranks (a signal, a
 rank that hangs, an error that leaves messages under way) ends the batch that they were drawing, and no other job.
 """
 
@@ -12,6 +12,7 @@ import logging
 import socket
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -56,7 +57,7 @@ class Batch:
 class GroupReady:
     """The ranks have loaded the model, and draw what they are given."""
 
-    group: RankGroup
+    group: ReplicaGroup
     facts: ModelFacts
 
 
@@ -64,7 +65,7 @@ class GroupReady:
 class StepMade:
     """A step of a batch has ended; steps count from 1."""
 
-    group: RankGroup
+    group: ReplicaGroup
     batch_id: str
     step: int
     num_steps: int
@@ -74,7 +75,7 @@ class StepMade:
 class PreviewMade:
     """The running latents of a job as a PNG; `index` counts from 0."""
 
-    group: RankGroup
+    group: ReplicaGroup
     batch_id: str
     job_id: str
     index: int
@@ -85,7 +86,7 @@ class PreviewMade:
 class JobDrawn:
     """A job is done, with its files."""
 
-    group: RankGroup
+    group: ReplicaGroup
     batch_id: str
     job_id: str
     drawn: Drawn
@@ -96,7 +97,7 @@ class JobDrawn:
 class JobFailed:
     """The pipeline has refused a job, on all ranks alike; they live on."""
 
-    group: RankGroup
+    group: ReplicaGroup
     batch_id: str
     job_id: str
     failure: Failure
@@ -106,7 +107,7 @@ class JobFailed:
 class BatchEnded:
     """The last event of a batch whose ranks live. If it was stopped, its jobs have no other event."""
 
-    group: RankGroup
+    group: ReplicaGroup
     batch_id: str
     stopped: bool
 
@@ -121,7 +122,7 @@ class GroupDown:
             model, the plan or an option does not fit.
     """
 
-    group: RankGroup
+    group: ReplicaGroup
     failure: Failure
     batch_id: str | None
     error: DitileError
@@ -130,13 +131,12 @@ class GroupDown:
 GroupEvent = GroupReady | StepMade | PreviewMade | JobDrawn | JobFailed | BatchEnded | GroupDown
 
 
-class RankGroup:
-    """The ranks of one replica of the model.
+class ReplicaGroup(ABC):
+    """The ranks of one replica of the model, wherever they are. All methods are called in the loop of the server.
 
     Args:
         name: of the replica.
-        setup: what they load.
-        loop: the event loop of the server, in which all methods are called.
+        loop: the event loop of the server.
         on_event: called there with each event.
 
     Attributes:
@@ -144,17 +144,88 @@ class RankGroup:
         facts: of the model; None before the ranks were ready for the first time.
     """
 
-    def __init__(
-        self, name: str, setup: GroupSetup, loop: asyncio.AbstractEventLoop, on_event: Callable[[GroupEvent], None]
-    ) -> None:
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop, on_event: Callable[[GroupEvent], None]) -> None:
         self.name = name
         self.state: GroupState = "starting"
         self.facts: ModelFacts | None = None
-        self._setup, self._loop, self._on_event = setup, loop, on_event
+        self._loop, self._on_event = loop, on_event
+        self._batch_id: str | None = None
+
+    @abstractmethod
+    def start(self) -> None:
+        """Starts the ranks, and starts them again when they fail."""
+
+    @abstractmethod
+    def draw(self, batch: Batch) -> None:
+        """Gives the ranks, which are ready, a batch to draw."""
+
+    @abstractmethod
+    def stop(self, batch_id: str) -> None:
+        """Ends a batch within two steps on every rank; does nothing if it has ended."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Ends the ranks for good; returns when no process is left."""
+
+    def _note_batch(self, batch: Batch) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Notes that the ranks draw a batch; returns the message that tells them so, and its files."""
+        assert self.state == "ready", "a batch for ranks that draw another"
+        self.state, self._batch_id = "drawing", batch.id
+        jobs = [{"id": job.id, "request": job.request.to_json()} for job in batch.jobs]
+        files = {f"{job}/{name}": content for job, given in batch.inputs.items() for name, content in given.items()}
+        return {"draw": batch.id, "jobs": jobs}, files
+
+    def _note_ready(self, facts: ModelFacts) -> None:
+        self.facts, self.state = facts, "ready"
+        self._on_event(GroupReady(self, facts))
+
+    def _note_down(self, error: DitileError) -> None:
+        self.state, lost, self._batch_id = "down", self._batch_id, None
+        if isinstance(error, RankError):
+            LOG.error("replica %s: %s\n%s", self.name, error, error.traceback.rstrip())
+        self._on_event(GroupDown(self, describe_group_failure(error), lost, error))
+
+    def _note_ended(self, batch_id: str, stopped: bool) -> None:
+        self.state, self._batch_id = "ready", None
+        self._on_event(BatchEnded(self, batch_id, stopped))
+
+    def _handle_answer(self, message: dict[str, Any], files: dict[str, bytes]) -> None:
+        """Tells what rank 0 has answered."""
+        if "ready" in message:
+            self._note_ready(ModelFacts.from_json(message["ready"]))
+            return
+        batch_id = message["batch"]
+        if "step" in message:
+            self._on_event(StepMade(self, batch_id, *message["step"]))
+        elif "preview" in message:
+            self._on_event(PreviewMade(self, batch_id, message["job"], message["preview"], files["preview"]))
+        elif "drawn" in message:
+            drawn = Drawn(**message["drawn"] | {"size": tuple(message["drawn"]["size"])})
+            self._on_event(JobDrawn(self, batch_id, message["job"], drawn, files))
+        elif "failed" in message:
+            self._on_event(JobFailed(self, batch_id, message["job"], Failure(**message["failed"])))
+        elif "ended" in message:
+            self._note_ended(batch_id, message["ended"]["stopped"])
+
+
+class RankGroup(ReplicaGroup):
+    """The ranks of one replica, on this machine.
+
+    Args:
+        name: of the replica.
+        setup: what they load.
+        loop: the event loop of the server, in which all methods are called.
+        on_event: called there with each event.
+    """
+
+    def __init__(
+        self, name: str, setup: GroupSetup, loop: asyncio.AbstractEventLoop, on_event: Callable[[GroupEvent], None]
+    ) -> None:
+        super().__init__(name, loop, on_event)
+        self._setup = setup
         self._links: list[RankLink] = []
         # One thread, so that messages keep their order; links block while a rank computes and files are large.
         self._sender = ThreadPoolExecutor(1, f"links-{name}")
-        self._batch_id: str | None = None
         self._ending, self._killed = threading.Event(), threading.Event()
         self._ended = asyncio.Event()
         self._repeat: asyncio.TimerHandle | None = None
@@ -165,11 +236,7 @@ class RankGroup:
 
     def draw(self, batch: Batch) -> None:
         """Gives the ranks, which are ready, a batch to draw."""
-        assert self.state == "ready", "a batch for ranks that draw another"
-        self.state, self._batch_id = "drawing", batch.id
-        jobs = [{"id": job.id, "request": job.request.to_json()} for job in batch.jobs]
-        files = {f"{job}/{name}": content for job, given in batch.inputs.items() for name, content in given.items()}
-        self._send({"draw": batch.id, "jobs": jobs}, files)
+        self._send(*self._note_batch(batch))
 
     def stop(self, batch_id: str) -> None:
         """Ends a batch within two steps on every rank; does nothing if it has ended."""
@@ -252,32 +319,10 @@ class RankGroup:
     def _note_links(self, links: list[RankLink]) -> None:
         self._links, self.state = links, "starting"
 
-    def _note_down(self, error: DitileError) -> None:
-        self.state, lost, self._batch_id = "down", self._batch_id, None
-        if isinstance(error, RankError):
-            LOG.error("replica %s: %s\n%s", self.name, error, error.traceback.rstrip())
-        self._on_event(GroupDown(self, describe_group_failure(error), lost, error))
-
-    def _handle_answer(self, message: dict[str, Any], files: dict[str, bytes]) -> None:
-        if "ready" in message:
-            self.facts, self.state = ModelFacts.from_json(message["ready"]), "ready"
-            self._on_event(GroupReady(self, self.facts))
-            return
-        batch_id = message["batch"]
-        if "step" in message:
-            self._on_event(StepMade(self, batch_id, *message["step"]))
-        elif "preview" in message:
-            self._on_event(PreviewMade(self, batch_id, message["job"], message["preview"], files["preview"]))
-        elif "drawn" in message:
-            drawn = Drawn(**message["drawn"] | {"size": tuple(message["drawn"]["size"])})
-            self._on_event(JobDrawn(self, batch_id, message["job"], drawn, files))
-        elif "failed" in message:
-            self._on_event(JobFailed(self, batch_id, message["job"], Failure(**message["failed"])))
-        elif "ended" in message:
-            self.state, self._batch_id = "ready", None
-            if self._repeat is not None:
-                self._repeat.cancel()
-            self._on_event(BatchEnded(self, batch_id, message["ended"]["stopped"]))
+    def _note_ended(self, batch_id: str, stopped: bool) -> None:
+        if self._repeat is not None:
+            self._repeat.cancel()
+        super()._note_ended(batch_id, stopped)
 
 
 def serve_rank(setup: GroupSetup) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ditile.plan.plan import Plan
 from ditile.requests.cache_options import CacheOptions
@@ -38,6 +38,16 @@ class GroupSetup:
     loras: Mapping[str, Path]
     max_loras: int
     local_ranks: tuple[int, int] | None = None
+
+
+class MessageLink(Protocol):
+    """One end of a link between the server and a rank."""
+
+    def send_message(self, message: Mapping[str, Any], files: Mapping[str, bytes] | None = None) -> None:
+        """Sends JSON types, and files by name."""
+
+    def receive_message(self) -> tuple[dict[str, Any], dict[str, bytes]]:
+        """Waits for the next message, and its files. Raises `EOFError` if none will come."""
 
 
 class RankLink:

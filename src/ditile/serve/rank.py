@@ -33,7 +33,7 @@ from ditile.requests.results import build_png_texts, choose_fps, encode_drawn, l
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import defaults
 from ditile.serve.jobs import INPUT_IMAGE, POSTER, Drawn, Request
-from ditile.serve.link import GroupSetup, RankLink
+from ditile.serve.link import GroupSetup, MessageLink
 
 IDLE_SECONDS = 5.0
 """How often a rank that has nothing to do says that it lives."""
@@ -55,7 +55,7 @@ class RankServer:
         link: to the server.
     """
 
-    def __init__(self, setup: GroupSetup, link: RankLink) -> None:
+    def __init__(self, setup: GroupSetup, link: MessageLink) -> None:
         self._setup, self._link = setup, link
         self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
         self._pipe.set_progress_bar_config(disable=True)
