@@ -32,6 +32,7 @@ from ditile.hooks.attention_processors import restore_processors_on_error
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
+from ditile.models import registry
 from ditile.models.source import find_latent_cuts
 from ditile.models.step_memory import explain_hook_refusal
 from ditile.parallel.pipefusion.graphs import BlockGraphs, CudaGraphRecorder
@@ -51,6 +52,7 @@ from ditile.runner.compose import (
 )
 from ditile.runner.prove import ensure_anatomies
 from ditile.runner.report import CallMeter, Report
+from ditile.runner.siblings import build_sibling_pipeline, share_settings
 from ditile.runner.table import describe_derived_model, describe_plan
 
 LOG = logging.getLogger("ditile")
@@ -85,9 +87,14 @@ class Runner:
         self._decisions: AgreementGroups | None = None
         # The shape and not the arguments of the last call, which would keep images and embeddings in memory.
         self._last: Shape | None = None
-        # The class as it is now: enable_cache may give the pipeline another class later, whose call is this runner.
-        self._kind = type(self.pipe)
-        self._signature = inspect.signature(self.pipe.__call__)
+        # Each pipeline with its class as it was: enable_cache may give it another later, whose call is this runner.
+        self._pipes: dict[tuple[str, str], tuple[Any, type]] = {}
+        self._use_pipeline(self.pipe, type(self.pipe))
+
+    def _use_pipeline(self, pipe: Any, kind: type) -> None:
+        """Calls run a pipeline of a class from now on."""
+        self.pipe, self._kind = self._pipes[kind.__module__, kind.__name__] = pipe, kind
+        self._signature = inspect.signature(self._kind.__call__.__get__(pipe))
         parameters = self._signature.parameters.values()
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
 
@@ -145,6 +152,42 @@ class Runner:
         """Whether a call raised in the middle of a picture, so that all ranks must be started again."""
         return self._parts.pipefusion.broken
 
+    def switch_pipeline(self, kind: type[Any]) -> Any:
+        """Runs another class of pipelines on the divided model from now on, such as its image-to-image pipeline.
+
+        All ranks must switch alike, between calls. The new pipeline has the components that the pipeline has now, as
+        they are; plan, weights, LoRAs and caches stay. `pipe` is the pipeline of that class from then on, and to
+        switch back gives the first one.
+
+        Args:
+            kind: a class of diffusers, or the first pipeline's.
+
+        Returns:
+            The pipeline, as `pipe`.
+
+        Raises:
+            ModelError: if the class needs other components or calls other models, or cannot be divided so.
+            PlanError: if the plan does not fit the class.
+            StateError: if a call is under way, or the runner was restored.
+        """
+        if self._restored or self.is_running:
+            what = "was restored" if self._restored else "is in the middle of a call"
+            raise StateError(f"this runner {what}; switch its pipeline between calls")
+        pipes = [*(pipe for pipe, _ in self._pipes.values()), self.pipe]
+        parts = {name: part for pipe in pipes for name, part in pipe.components.items()}
+        known = self._pipes.get((getattr(kind, "__module__", ""), getattr(kind, "__name__", "")))
+        if known is None:
+            pipe = build_sibling_pipeline(kind, self.pipe, parts)
+            registry.select_plan_spec(pipe, self.plan)
+            if self.plan.tensor > 1:
+                self._parts.sharded.guard_pipeline_loaders(pipe)
+            known = pipe, kind
+        elif known[0] is not self.pipe:
+            share_settings(self.pipe, known[0], parts)
+        self._parts, self._last = replace(self._parts, pipe=known[0]), None
+        self._use_pipeline(*known)
+        return self.pipe
+
     def restore(self) -> None:
         """Makes the pipeline what it was before `parallelize`, bit for bit.
 
@@ -178,7 +221,8 @@ class Runner:
         self._parts.sharded.restore_whole_weights()
         self._parts.block_hooks.restore_blocks()
         self._parts.encoders.refill_foreign_parts()
-        move_pipeline(self.pipe, self._origin)
+        for pipe, _ in self._pipes.values():
+            move_pipeline(pipe, self._origin)
         self.mesh.close_groups()
         self._restored = True
 
@@ -272,7 +316,10 @@ class Runner:
         except (DitileError, TypeError) as error:
             refusal = error
         caches = [context.settings for cache in self._parts.model_caches for context in cache.contexts]
-        given = digest.describe_call(call | options) | digest.describe_state(self.pipe, self._parts.device)
+        # The class first, because what differs first is named.
+        given = digest.describe_call({"pipeline": self._kind.__name__} | call | options) | digest.describe_state(
+            self.pipe, self._parts.device
+        )
         mine = [refusal and [type(refusal).__name__, str(refusal)], given | {"cache": caches}]
         everyone = gather_json([*mine, digest.describe_loras(self.pipe.components)], self.mesh.everyone)
         if refusal is not None:

@@ -126,8 +126,8 @@ class SteppedLatents:
             )
         if any(not torch.equal(first, sample) for sample in self._samples[1:]):
             raise StateError(
-                f"{self._name} changes the latents between steps, behind the scheduler; such a pipeline cannot be "
-                "divided into patches"
+                f"{self._name} changes the latents between steps, behind the scheduler, so it cannot be divided "
+                "into patches; use a plan without pipefusion and patches"
             )
         self.hands_on_copies = any(sample is not self.latents for sample in self._samples[1:])
         if self.hands_on_copies and adaptive:

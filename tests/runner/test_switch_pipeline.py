@@ -1,0 +1,193 @@
+"""One divided model and several classes of pipelines: each as if it had been divided by itself, and the first again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import (
+    FluxControlNetPipeline,
+    FluxImg2ImgPipeline,
+    FluxInpaintPipeline,
+    FluxPipeline,
+    PixArtSigmaPAGPipeline,
+    StableDiffusionPipeline,
+    WanPipeline,
+    WanVideoToVideoPipeline,
+)
+from PIL import Image
+
+import ditile
+from ditile.cache.config import DBCacheConfig
+from ditile.errors import ModelError, StateError
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from ditile.runner.siblings import build_sibling_pipeline
+from tests import tiny
+from tests.parallel.sequence.planned import wan_pipeline
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of, different, divided, run, same
+
+PICTURE = Image.radial_gradient("L").resize((24, 32)).convert("RGB")
+MASK = Image.linear_gradient("L").resize((24, 32)).point(lambda value: 255 * (value > 128))
+STEPS = 5
+
+
+def call_with_picture(name: str = "flux", **more: Any) -> dict[str, Any]:
+    return call_of(name, image=PICTURE, strength=0.8, num_inference_steps=STEPS, **more)
+
+
+def convert(kind: type, pipe: Any) -> Any:
+    """As diffusers does it."""
+    return tiny.quiet(kind.from_pipe(pipe))  # type: ignore[attr-defined]
+
+
+def switched(plan: dict[str, Any], kinds: list[type]) -> None:
+    """On a rank: each class gives what a runner of its own gives, and the first pipeline its first picture."""
+    calls = {
+        FluxImg2ImgPipeline: lambda: call_with_picture(),
+        FluxInpaintPipeline: lambda: call_with_picture(mask_image=MASK),
+    }
+    wanted = []
+    for kind in kinds:
+        with divided(convert(kind, MAKE["flux"]()), **plan) as runner:
+            wanted.append(runner(**calls[kind]())[0])
+    with divided(MAKE["flux"](), **plan) as runner:
+        pipe = runner.pipe
+        first = run(runner, "flux")
+        for kind, picture in zip(kinds, wanted, strict=True):
+            sibling = runner.switch_pipeline(kind)
+            assert type(sibling) is kind and sibling is runner.pipe and sibling.transformer is pipe.transformer
+            same(runner(**calls[kind]())[0], picture, f"{kind.__name__} under {plan}")
+            different(picture, first)
+            assert runner.switch_pipeline(FluxPipeline) is pipe
+            same(run(runner, "flux"), first, f"the first class again, under {plan}")
+        assert runner.switch_pipeline(kinds[0]) is not sibling or len(kinds) == 1
+        same(runner(**calls[kinds[0]]())[0], wanted[0], "a second time")
+
+
+PLANS: list[dict[str, Any]] = [
+    {"pipefusion": 2, "warmup": 1},
+    {"ulysses": 2},
+    {"tensor": 2},
+    {"data": 2},
+    {"pipefusion": 2, "warmup": STEPS},
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_image_to_image_on_the_same_model(pool: Pool, plan: dict[str, Any]) -> None:
+    """A failure means that a server draws other pictures than a runner of the class, or spoils the first class."""
+    pool.run(switched, 2, plan, [FluxImg2ImgPipeline])
+
+
+@pytest.mark.parametrize("plan", [{"data": 2}, {"ulysses": 2}], ids=str)
+def test_in_painting_on_the_same_model(pool: Pool, plan: dict[str, Any]) -> None:
+    pool.run(switched, 2, plan, [FluxInpaintPipeline, FluxImg2ImgPipeline])
+
+
+def refused_in_painting() -> None:
+    """On a rank: it is refused before the first step, and the ranks go on."""
+    with divided(MAKE["flux"](), pipefusion=2, warmup=1) as runner:
+        first = run(runner, "flux")
+        runner.switch_pipeline(FluxInpaintPipeline)
+        with pytest.raises(
+            StateError, match="FluxInpaintPipeline changes the latents between steps.*use a plan without"
+        ):
+            runner(**call_with_picture(mask_image=MASK))
+        runner.switch_pipeline(FluxPipeline)
+        same(run(runner, "flux"), first, "after a refusal")
+
+
+def test_in_painting_under_pipefusion_is_refused(pool: Pool) -> None:
+    """A failure means that a request that cannot be served ends the ranks."""
+    pool.run(refused_in_painting, 2)
+
+
+def cached() -> None:
+    """On a rank: a cache and a scheduler stay, whichever class is called."""
+    pipe = MAKE["flux"]()
+    with divided(pipe, pipefusion=2, warmup=1) as runner:
+        ditile.enable_cache(runner, DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=0.9))
+        first, stock = run(runner, "flux"), pipe.scheduler
+        runner.switch_pipeline(FluxImg2ImgPipeline)
+        picture = runner(**call_with_picture())[0]
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift=2.0)
+        runner.switch_pipeline(FluxPipeline)
+        assert runner.switch_pipeline(FluxImg2ImgPipeline).scheduler is stock, "the one at hand counts"
+        same(runner(**call_with_picture())[0], picture, "again")
+        runner.pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift=2.0)
+        assert runner.switch_pipeline(FluxPipeline).scheduler.config.shift == 2.0
+        different(run(runner, "flux"), first, "another scheduler")
+        ditile.disable_cache(runner)
+        runner.switch_pipeline(FluxImg2ImgPipeline).scheduler = stock
+        different(runner(**call_with_picture())[0], picture, "without the cache")
+
+
+def test_caches_and_schedulers_stay(pool: Pool) -> None:
+    """A failure means that another class is drawn without the cache, or by an old scheduler."""
+    pool.run(cached, 2)
+
+
+def unlike() -> None:
+    with divided(MAKE["flux"](), data=2) as runner:
+        if dist.get_rank() == 1:
+            runner.switch_pipeline(FluxImg2ImgPipeline)
+        with pytest.raises(StateError, match="rank 1 was called with pipeline='FluxImg2ImgPipeline'"):
+            runner(**(call_of("flux") if dist.get_rank() == 0 else call_with_picture()))
+
+
+def test_ranks_switch_alike(pool: Pool) -> None:
+    """A failure means that ranks draw by different classes, and wait for each other."""
+    pool.run(unlike, 2)
+
+
+def test_modules_stay_as_they_are() -> None:
+    """diffusers would convert them. A failure means that half of the memory, or the picture, is another."""
+    pipe = MAKE["flux"]().to(torch.bfloat16)
+    pipe.vae.to(torch.float32)
+    runner = parallelize(pipe, Plan(), device="cpu", keep_weights=True)
+    sibling = runner.switch_pipeline(FluxImg2ImgPipeline)
+    assert sibling.transformer.dtype == torch.bfloat16 and sibling.vae.dtype == torch.float32
+    assert sibling.components == {**pipe.components, **sibling.components}
+    runner.restore()
+    with pytest.raises(StateError, match="was restored"):
+        runner.switch_pipeline(FluxPipeline)
+
+
+def test_a_video_to_video_pipeline() -> None:
+    """A failure means that settings of a class, such as `expand_timesteps`, are lost, or a second model."""
+    pipe, _ = wan_pipeline()
+    runner = parallelize(pipe, Plan(), device="cpu", keep_weights=True)
+    with pytest.raises(
+        ModelError, match=r"WanVideoToVideoPipeline and WanPipeline do not call the same models \(transformer_2\)"
+    ):
+        runner.switch_pipeline(WanVideoToVideoPipeline)
+    assert runner.pipe is pipe
+    alone = build_sibling_pipeline(WanPipeline, pipe, pipe.components)
+    assert alone.config.boundary_ratio == pipe.config.boundary_ratio == 0.6
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """A failure means that a class fails in the middle of a picture, on some ranks only."""
+    runner = parallelize(MAKE["flux"](), Plan(), device="cpu", keep_weights=True)
+    for kind, why in (
+        (FluxControlNetPipeline, "FluxControlNetPipeline needs controlnet, which FluxPipeline has not"),
+        (StableDiffusionPipeline, "StableDiffusionPipeline needs .*unet"),
+        (str, "no class of pipelines"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            runner.switch_pipeline(kind)
+        assert type(runner.pipe) is FluxPipeline
+
+
+def perturbed(plan: dict[str, Any]) -> None:
+    with divided(MAKE["pixart sigma"](), **plan) as runner, pytest.raises(ModelError, match="use data or tensor"):
+        runner.switch_pipeline(PixArtSigmaPAGPipeline)
+
+
+def test_a_class_that_the_plan_does_not_fit(pool: Pool) -> None:
+    """A failure means that a pipeline is run under a plan that parallelize would refuse for it."""
+    pool.run(perturbed, 2, {"ulysses": 2})
