@@ -58,6 +58,12 @@ class JobQueue:
         """Puts a job behind those of its owner, and a new owner behind all others."""
         self._owners.setdefault(job.owner, OrderedDict())[job.id] = job
 
+    def put_back_job(self, job: Job) -> None:
+        """Makes a job that was taken out the next one again."""
+        self.add_job(job)
+        self._owners[job.owner].move_to_end(job.id, last=False)
+        self._owners.move_to_end(job.owner, last=False)
+
     def remove_job(self, job: Job) -> bool:
         """Takes a job out; False if it does not wait."""
         jobs = self._owners.get(job.owner)

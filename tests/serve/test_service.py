@@ -1,0 +1,524 @@
+"""What becomes of jobs, whatever ranks, clients and the server do.
+
+The ranks are scripted here: a group that says what a test has it say. Real ones have their own tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ditile.errors import ModelError, RankError
+from ditile.requests.facts import CallFacts, ModelFacts
+from ditile.requests.options import GenerateOptions
+from ditile.serve.book import MAX_NEWS
+from ditile.serve.group import (
+    Batch,
+    BatchEnded,
+    GroupDown,
+    GroupEvent,
+    GroupReady,
+    JobDrawn,
+    JobFailed,
+    PreviewMade,
+    StepMade,
+)
+from ditile.serve.jobs import (
+    Drawn,
+    Failure,
+    Job,
+    JobEvent,
+    JobNotFoundError,
+    Kind,
+    NotReadyError,
+    QueueFullError,
+    Request,
+)
+from ditile.serve.options import ServeOptions
+from ditile.serve.service import Service
+
+PLAIN = dict.fromkeys(["prompt", "num_inference_steps", "height", "width"])
+CALL = CallFacts(pipeline="ShapesPipeline", defaults=PLAIN)
+EDIT = CallFacts(pipeline="ShapesEditPipeline", defaults=PLAIN | {"image": None, "strength": 0.6})
+FACTS = ModelFacts(name="shapes", plan="cfg=2", is_video=False, call=CALL, edit=EDIT, max_pictures=1, size_multiple=16)
+DRAWN = Drawn(files=["0.png"], seeds=[0], size=(16, 16), seconds={"total": 1.0}, num_steps=4)
+
+
+class ScriptedGroup:
+    """A group of ranks that does what its test says, and notes what it is told."""
+
+    def __init__(self, name: str, on_event: Callable[[GroupEvent], None]) -> None:
+        self.name, self.tell = name, on_event
+        self.state = "starting"
+        self.batches: list[Batch] = []
+        self.stopped: list[str] = []
+        self.obeys = False
+
+    def start(self) -> None:
+        self.get_ready()
+
+    def get_ready(self) -> None:
+        self.state = "ready"
+        self.tell(GroupReady(self, FACTS))  # type: ignore[arg-type]
+
+    def draw(self, batch: Batch) -> None:
+        assert self.state == "ready"
+        self.state = "drawing"
+        self.batches.append(batch)
+
+    def stop(self, batch_id: str) -> None:
+        self.stopped.append(batch_id)
+        if self.obeys:
+            self.finish(stopped=True)
+
+    async def end(self) -> None:
+        self.state = "down"
+
+    def say(self, event: Any, *values: Any) -> None:
+        self.tell(event(self, self.batches[-1].id, *values))
+
+    def finish(self, *, stopped: bool = False) -> None:
+        for job in () if stopped else self.batches[-1].jobs:
+            self.say(JobDrawn, job.id, DRAWN, {"0.png": job.id.encode()})
+        self.state = "ready"
+        self.say(BatchEnded, stopped)
+
+    def die(self) -> None:
+        self.state = "down"
+        lost = self.batches[-1].id if self.batches else None
+        failure = Failure(code="rank_failed", message="rank 1: it was killed")
+        self.tell(GroupDown(self, failure, lost, RankError(1, "killed", "it was killed")))  # type: ignore[arg-type]
+
+
+class Served:
+    """A service with one scripted group."""
+
+    def __init__(self, state: Path, **options: Any) -> None:
+        self.groups: list[ScriptedGroup] = []
+        self.service = Service(ServeOptions(state=str(state), **options), self.make_group)
+
+    def make_group(self, name: str, on_event: Callable[[GroupEvent], None]) -> Any:
+        self.groups.append(ScriptedGroup(name, on_event))
+        return self.groups[-1]
+
+    @property
+    def group(self) -> ScriptedGroup:
+        return self.groups[0]
+
+    async def submit(
+        self, kind: Kind = "image", owner: str = "", *, timeout: float | None = None, **options: Any
+    ) -> Job:
+        wanted = GenerateOptions(**{"prompt": "a fox", "seed": 0} | options)
+        inputs = {wanted.image: b"pixels"} if wanted.image else {}
+        return await self.service.submit(kind, owner, Request(options=wanted, timeout=timeout), inputs)
+
+    async def run_until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            await asyncio.sleep(0.002)
+
+    async def begin(self, num_batches: int) -> None:
+        await self.run_until(lambda: len(self.group.batches) == num_batches)
+
+    async def end(self, job: Job) -> Job:
+        """The job at its end."""
+        return [event.job async for event in self.service.watch(job.id)][-1]
+
+    def read_files(self, job: Job) -> list[bytes]:
+        with contextlib.suppress(JobNotFoundError):
+            return [self.service.read_output(job, "0.png")]
+        return []
+
+
+@contextlib.asynccontextmanager
+async def serve(state: Path, **options: Any) -> AsyncIterator[Served]:
+    served = Served(state, **options)
+    await served.service.start()
+    try:
+        yield served
+    finally:
+        served.group.obeys = True
+        await served.service.drain(0)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def test_a_job_from_its_arrival_to_its_removal(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            service, group = served.service, served.group
+            job = await served.submit(owner="ann", image="image", strength=0.5)
+            events: list[JobEvent] = []
+
+            async def watch() -> None:
+                async for event in service.watch(job.id):
+                    events.append(event)
+
+            watching = asyncio.create_task(watch())
+            await served.run_until(lambda: len(events) == 2)
+            assert group.batches[0].inputs == {job.id: {"image": b"pixels"}}
+            for number, event in enumerate(((StepMade, 1, 4), (PreviewMade, job.id, 0, b"png"), (StepMade, 4, 4))):
+                group.say(*event)
+                await served.run_until(lambda seen=2 + number: len(events) > seen)
+            group.finish()
+            await watching
+            assert [e.job.state for e in events] == ["queued", *["running"] * 4, "done"]
+            assert [(e.step, e.job.progress, e.preview) for e in events][2:] == [
+                (1, 25, None), (1, 25, b"png"), (4, 99, None), (0, 100, None),
+            ]  # fmt: skip
+            done = service.find_job(job.id, "ann")
+            assert (done.drawn, done.attempts, service.list_jobs("ann", "image")) == (DRAWN, 1, [done])
+            assert done.expires == (done.ended or 0) + service.options.keep_results
+            assert served.read_files(done) == [job.id.encode()]
+            assert service.metrics.count_jobs("image", "done") == 1
+            for other in ("", "bob"):
+                assert service.list_jobs(other, "image") == []
+                with pytest.raises(JobNotFoundError):
+                    await service.delete(job.id, other)
+            await service.delete(job.id, "ann")
+            assert (served.read_files(done), service.list_jobs("ann", "image")) == ([], [])
+
+    run(play())
+
+
+def test_what_the_model_does_not_take_becomes_no_job(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            with pytest.raises(ModelError, match="multiple"):
+                await served.submit(width=17, height=16)
+            assert served.service.list_jobs("", "image") == []
+        served = Served(tmp_path)
+        with pytest.raises(NotReadyError, match="load the model"):
+            await served.submit()
+
+    run(play())
+
+
+def test_a_job_dropped_from_its_batch_does_not_stop_the_others(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path, max_batch=3) as served:
+            service, group = served.service, served.group
+            blocker = await served.submit(steps=9)
+            await served.begin(1)
+            jobs = [await served.submit(seed=seed) for seed in range(3)]
+            group.finish()
+            await served.begin(2)
+            assert [job.id for job in group.batches[1].jobs] == [job.id for job in jobs]
+            assert (await service.cancel(jobs[0].id, "")).state == "cancelled"
+            assert group.stopped == []
+            group.finish()
+            assert [(await served.end(job)).state for job in (blocker, *jobs)] == ["done", "cancelled", "done", "done"]
+            assert [len(served.read_files(job)) for job in jobs] == [0, 1, 1]
+
+    run(play())
+
+
+@pytest.mark.parametrize("end", ["stopped", "drawn too early", "refused", "killed"])
+def test_a_running_job_is_cancelled_when_its_ranks_have_stopped(tmp_path: Path, end: str) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            job, later = await served.submit(), await served.submit()
+            await served.begin(1)
+            cancelling = asyncio.create_task(served.service.cancel(job.id, ""))
+            await served.run_until(lambda: served.group.stopped)
+            assert served.service.find_job(job.id, "").state == "running"
+            assert not cancelling.done()
+            if end == "killed":
+                served.group.die()
+                served.group.get_ready()
+            else:
+                if end == "refused":
+                    served.group.say(JobFailed, job.id, Failure(code="refused", message="no"))
+                served.group.finish(stopped=end == "stopped")
+            assert (await cancelling).state == "cancelled"
+            assert served.read_files(job) == []
+            await served.begin(2)
+            assert served.group.batches[1].jobs[0].id == later.id
+            assert (await served.service.cancel(job.id, "")).state == "cancelled"  # again, to no effect
+
+    run(play())
+
+
+def test_a_waiting_job_is_cancelled_at_once(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            _, waits, last = [await served.submit() for _ in range(3)]
+            await served.begin(1)
+            assert (await served.service.cancel(waits.id, "")).state == "cancelled"
+            served.group.finish()
+            await served.begin(2)
+            assert served.group.batches[1].jobs[0].id == last.id
+
+    run(play())
+
+
+def test_ranks_that_die_end_their_jobs_alone(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            job, waits = await served.submit("video"), await served.submit("video")
+            await served.begin(1)
+            served.group.die()
+            failed = await served.end(job)
+            assert (failed.state, failed.failure) == (
+                "failed",
+                Failure(code="rank_failed", message="rank 1: it was killed"),
+            )
+            health = served.service.describe_health()
+            assert (health["status"], health["waiting"], health["running"]) == ("restarting", 1, 0)
+            assert health["replicas"] == [{"name": "0", "state": "down", "reason": "rank 1: it was killed"}]
+            served.group.get_ready()
+            await served.begin(2)
+            served.group.finish()
+            assert (await served.end(waits)).state == "done"
+            assert served.service.describe_health()["status"] == "ok"
+
+    run(play())
+
+
+def test_ranks_that_die_while_a_job_is_read_are_given_it_again(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            job, _ = await served.submit(image="image"), served.group.die()
+            assert served.group.batches == []
+            await asyncio.sleep(0.05)
+            served.group.get_ready()
+            await served.begin(1)
+            assert [j.id for j in served.group.batches[0].jobs] == [job.id]
+            assert served.group.batches[0].jobs[0].attempts == 1
+
+    run(play())
+
+
+@pytest.mark.parametrize("first", ["runs", "waits"])
+def test_a_deadline_ends_a_job(tmp_path: Path, first: str) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            if first == "waits":
+                await served.submit()
+            job = await served.submit(timeout=0.1)
+            await served.begin(1)
+            if first == "runs":
+                await served.run_until(lambda: served.group.stopped)
+                assert served.service.find_job(job.id, "").state == "running"
+                served.group.finish(stopped=True)
+            ended = await served.end(job)
+            assert ended.state == "failed"
+            assert ended.failure is not None
+            assert ended.failure.code == "timeout"
+            assert "0.1 s" in ended.failure.message
+
+    run(play())
+
+
+def test_a_full_queue_refuses_and_keeps_what_it_has(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path, max_queue=2) as served:
+            await served.submit()
+            await served.begin(1)
+            answers = await asyncio.gather(*(served.submit() for _ in range(5)), return_exceptions=True)
+            assert [type(answer) for answer in answers] == [Job] * 2 + [QueueFullError] * 3
+            assert len(served.service.list_jobs("", "image")) == 3
+
+    run(play())
+
+
+def test_a_client_that_goes_while_its_job_is_written_leaves_none(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            await served.submit()
+            await served.begin(1)
+            submitting = asyncio.create_task(served.submit("video"))
+            await asyncio.sleep(0)
+            submitting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await submitting
+            await served.run_until(
+                lambda: [job.state for job in served.service.list_jobs("", "video")] == ["cancelled"]
+            )
+            assert served.service.describe_health()["waiting"] == 0
+
+    run(play())
+
+
+def test_a_slow_watcher_holds_the_newest_events_alone(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            job = await served.submit()
+            await served.begin(1)
+            news = served.service.watch(job.id)
+            await anext(news)
+            for step in range(1, 101):
+                served.group.say(StepMade, step, 100)
+                served.group.say(PreviewMade, job.id, step, b"png")
+            served.group.finish()
+            await served.run_until(lambda: served.service.find_job(job.id, "").has_ended)
+            events = [event async for event in news]
+            assert len(events) <= MAX_NEWS
+            assert [event.preview_index for event in events[-3:-1]] == [99, 100]
+            assert events[-1].job.state == "done"
+
+    run(play())
+
+
+def test_pages_of_a_list(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            ids = [(await served.submit("video")).id for _ in range(5)]
+            await served.submit("image")
+            for newest_first, order in ((False, ids), (True, ids[::-1])):
+                pages, after = [], None
+                while page := served.service.list_jobs("", "video", after=after, limit=2, newest_first=newest_first):
+                    pages.append([job.id for job in page])
+                    after = pages[-1][-1]
+                assert pages == [order[:2], order[2:4], order[4:]]
+            with pytest.raises(JobNotFoundError):
+                served.service.list_jobs("", "video", after="video_1")
+
+    run(play())
+
+
+def test_what_a_server_that_ends_leaves_to_the_next(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            film, waiting_film, picture = (
+                await served.submit("video"),
+                await served.submit("video"),
+                await served.submit(),
+            )
+            await served.begin(1)
+            pictures_end = asyncio.create_task(served.end(picture))
+            draining = asyncio.create_task(served.service.drain(0.05))
+            failure = (await pictures_end).failure
+            assert failure is not None
+            assert failure.code == "restarted"
+            assert served.service.describe_health()["status"] == "draining"
+            with pytest.raises(NotReadyError, match="the server ends"):
+                await served.submit()
+            await served.run_until(lambda: served.group.stopped)
+            served.group.finish(stopped=True)
+            await draining
+        async with serve(tmp_path) as served:
+            for number, job in enumerate((film, waiting_film), 1):
+                await served.begin(number)
+                (given,) = served.group.batches[-1].jobs
+                assert (given.id, given.attempts) == (job.id, 1)
+                served.group.finish()
+                assert (await served.end(job)).state == "done"
+            assert served.service.find_job(picture.id, "").state == "failed"
+
+    run(play())
+
+
+def test_a_server_that_ends_keeps_what_is_drawn_in_time(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            job = await served.submit()
+            await served.begin(1)
+            draining = asyncio.create_task(served.service.drain(30))
+            await asyncio.sleep(0.01)
+            served.group.finish()
+            await draining
+            assert served.service.find_job(job.id, "").state == "done"
+            assert served.group.stopped == []
+
+    run(play())
+
+
+def test_results_expire(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path, keep_results=0.2) as served:
+            job, waits = await served.submit(), await served.submit()
+            await served.begin(1)
+            served.group.finish()
+            await served.end(job)
+            assert served.read_files(job)
+            await served.run_until(lambda: not served.read_files(job))
+            assert [j.id for j in served.service.list_jobs("", "image")] == [waits.id]
+
+    run(play())
+
+
+def test_a_result_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            job = await served.submit()
+            await served.begin(1)
+            shutil.rmtree(tmp_path / "jobs")
+            served.group.finish()
+            ended = await served.end(job)
+            assert ended.failure is not None
+            assert ended.failure.code == "internal"
+            assert "make room" in ended.failure.message
+            with pytest.raises(NotReadyError, match="make room"):
+                await served.submit(image="image", strength=0.5)
+
+    run(play())
+
+
+def test_a_model_that_does_not_fit_is_told_before_the_first_job(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            await served.service.wait_until_ready()
+        served = Served(tmp_path)
+        served.group.tell(GroupDown(served.group, Failure(code="internal", message="no"), None, ModelError("no")))  # type: ignore[arg-type]
+        with pytest.raises(ModelError, match="no"):
+            await served.service.wait_until_ready()
+
+    run(play())
+
+
+DYING = """
+import asyncio, sys
+from pathlib import Path
+from tests.serve.test_service import serve
+
+async def play():
+    async with serve(Path(sys.argv[1])) as served:
+        for number in range(1, 100):
+            job = await served.submit("video", image="image", strength=0.5)
+            print("accepted", job.id, flush=True)
+            await served.begin(number)
+            print("running", job.id, flush=True)
+            served.group.finish()
+            await served.end(job)
+            print("done", job.id, flush=True)
+
+asyncio.run(play())
+"""
+
+
+@pytest.mark.parametrize("word", ["accepted", "running", "done"])
+def test_nothing_is_lost_or_done_twice_after_kill(tmp_path: Path, word: str) -> None:
+    seen: list[list[str]] = []
+    with subprocess.Popen([sys.executable, "-c", DYING, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        while sum(line[0] == word for line in seen) < 3:
+            seen.append(process.stdout.readline().split())
+        process.send_signal(signal.SIGKILL)
+        seen += [line.split() for line in process.stdout.read().splitlines()]
+    accepted = [line[1] for line in seen if line[0] == "accepted"]
+    done = {line[1] for line in seen if line[0] == "done"}
+
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            for job in served.service.list_jobs("", "video", limit=1000, newest_first=False):
+                if not job.has_ended:
+                    await served.run_until(lambda: served.group.state == "drawing")
+                    served.group.finish()
+                assert (await served.end(job)).state == "done"
+                assert served.read_files(job) == [job.id.encode()]
+            drawn = {job.id for batch in served.group.batches for job in batch.jobs}
+            assert not drawn & done
+            assert set(accepted) <= {job.id for job in served.service.list_jobs("", "video", limit=1000)}
+
+    run(play())
