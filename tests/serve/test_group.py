@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+from PIL import Image
 
 from ditile.cli import main
 from ditile.plan.plan import Plan
@@ -24,6 +27,7 @@ from ditile.serve.group import (
     GroupReady,
     JobDrawn,
     JobFailed,
+    PreviewMade,
     RankGroup,
     StepMade,
 )
@@ -150,3 +154,35 @@ def test_a_model_that_cannot_be_divided_so_is_told() -> None:
         await driven.group.end()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("model, plan", [("shapes-flux", "pipefusion=2 patches=2"), ("shapes-wan", "ulysses=2")])
+def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it(model: str, plan: str) -> None:
+    """A failure would mean a client that waits without a picture, or another picture for one who looks."""
+
+    async def script(driven: Driven) -> None:
+        small = {"frames": 5} if model == "shapes-wan" else {}
+        plain, watched = (
+            Job(id=f"image_{count}", owner="", kind="image", request=Request(
+                options=GenerateOptions(prompt=PROMPT, seed=5, steps=8, **small), num_previews=count,
+                output_format="mp4" if small else "png",
+            ))
+            for count in (0, 3)
+        )  # fmt: skip
+        alone = list_files(await driven.draw("plain", plain))
+        events = await driven.draw("watched", watched)
+        previews = [event for event in events if isinstance(event, PreviewMade)]
+        assert [event.index for event in previews] == [0, 1, 2]
+        assert list_files(events) == alone
+        files = alone[0]
+        picture = np.asarray(Image.open(io.BytesIO(files.get("thumbnail.png", files.get("0.png", b"")))), np.float32)
+        errors = []
+        for event in previews:
+            seen = np.asarray(Image.open(io.BytesIO(event.png)), np.float32)
+            assert seen.shape == picture.shape
+            errors.append(float(np.abs(seen - picture).mean()))
+        flat = float(np.abs(picture.mean(axis=(0, 1)) - picture).mean())
+        # The poster is the first frame, and the preview of a video that in the middle.
+        assert errors[-1] < (0.5 if model == "shapes-flux" else 1.0) * flat, (errors, flat)
+
+    drive(model, plan, script)

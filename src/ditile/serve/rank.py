@@ -8,25 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import queue
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 import ditile
 from ditile.cache.report import summarize_cache_reports
 from ditile.distributed import env
-from ditile.errors import DitileError, StoppedError
+from ditile.errors import DitileError, ModelError, StoppedError
 from ditile.requests.arguments import (
     build_batch_call,
     build_call_arguments,
     build_object_arguments,
     check_cache_steps,
 )
-from ditile.requests.facts import collect_facts
+from ditile.requests.facts import ModelFacts, collect_facts
 from ditile.requests.options import GenerateOptions
+from ditile.requests.pictures import encode_png
 from ditile.requests.pipelines import convert_value_errors
 from ditile.requests.prepare import prepare_runner
 from ditile.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
@@ -34,7 +39,11 @@ from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import defaults
 from ditile.serve.jobs import INPUT_IMAGE, POSTER, Drawn, Request
 from ditile.serve.link import GroupSetup, MessageLink
+from ditile.serve.previews import CallPreviews, PreviewDecoder
 
+LOG = logging.getLogger("ditile")
+WARM, WARM_STEPS = "", 4
+"""The id of the job of the warm-up picture, and its steps."""
 IDLE_SECONDS = 5.0
 """How often a rank that has nothing to do says that it lives."""
 
@@ -59,6 +68,8 @@ class RankServer:
         self._setup, self._link = setup, link
         self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
         self._pipe.set_progress_bar_config(disable=True)
+        self._facts = collect_facts(self._pipe, setup.model, setup.plan)
+        self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
         self._answers = self._runner.mesh.rank == 0
         self._batches: queue.SimpleQueue[tuple[str, list[BatchJob]] | None] = queue.SimpleQueue()
         self._drawing: str | None = None
@@ -70,14 +81,13 @@ class RankServer:
             StateError: if the ranks cannot draw any more, as messages of a picture are still under way.
         """
         threading.Thread(target=self._receive_messages, daemon=True).start()
+        self._draw_warm_picture()
         if self._answers:
-            facts = collect_facts(self._pipe, self._setup.model, self._setup.plan)
-            self._link.send_message({"ready": facts.to_json()})
+            self._link.send_message({"ready": self._facts.to_json()})
         while (batch := self._wait_for_batch()) is not None:
             self._drawing, jobs = batch
-            stopped = self._draw_batch(jobs)
-            ended, self._drawing = self._drawing, None
-            self._answer({"ended": {"stopped": stopped}, "batch": ended})
+            self._answer({"ended": {"stopped": self._draw_batch(jobs)}})
+            self._drawing = None
 
     def _wait_for_batch(self) -> tuple[str, list[BatchJob]] | None:
         while True:
@@ -118,18 +128,56 @@ class RankServer:
         bases = [build_call_arguments(self._pipe, each, defaults(self._setup.model)) for each in wanted]
         check_cache_steps(self._setup.cache, bases[0])
         traced = self._runner.trace = bool(jobs[0].request.client.get("trace"))
+        previews = self._plan_previews(jobs, bases[0])
+        on_latents, latents_at = (previews.take_latents, previews.latents_at) if previews else (None, frozenset[int]())
+        watch = StepWatch(on_step=self._note_step, on_latents=on_latents, latents_at=latents_at)
         with convert_value_errors(self._pipe):
-            result = self._runner(
-                **self._build_call(jobs, bases), output="first", watch=StepWatch(on_step=self._note_step)
-            )
+            result = self._runner(**self._build_call(jobs, bases), output="first", watch=watch)
         reports, left_out = self._runner.reports(), self._summarize_cache()
         trace = self._collect_trace() if traced else {}
-        if self._answers:
-            pictures = iter(list_drawn(result))
-            facts = {"reports": reports, "left_out": left_out, "batch": len(jobs)}
-            for job, base in zip(jobs, bases, strict=True):
-                drawn, files = self._encode_job(job, base, [next(pictures) for _ in list_seeds(job.request.options)])
-                self._send_drawn(job.id, replace(drawn, facts=facts), files | trace)
+        if not self._answers:
+            return
+        drawn = list_drawn(result)
+        self._fit_previews(previews, drawn)
+        pictures, facts = iter(drawn), {"reports": reports, "left_out": left_out, "batch": len(jobs)}
+        for job, base in zip(jobs, bases, strict=True):
+            one, files = self._encode_job(job, base, [next(pictures) for _ in list_seeds(job.request.options)])
+            self._answer({"drawn": asdict(replace(one, facts=facts)), "job": job.id}, files | trace)
+
+    def _plan_previews(self, jobs: Sequence[BatchJob], base: Mapping[str, Any]) -> CallPreviews | None:
+        """The previews of a call of one job, or what it teaches of latents; the same steps on every rank."""
+        count, size = jobs[0].request.num_previews, find_call_size(self._facts, base)
+        steps = count_steps(self._facts, base)
+        if len(jobs) > 1 or size is None or steps == 0 or not (count or jobs[0].id == WARM):
+            return None
+        shown = [round((k + 1) * steps / (count + 1)) - 1 for k in range(count)]
+
+        def send_preview(step: int, pictures: Sequence[Any]) -> None:
+            if step in shown:
+                png = encode_png(pictures[0], {})
+                self._answer({"preview": shown.index(step), "job": jobs[0].id}, {"preview": png})
+
+        # The last latents and the picture fit the map of the next previews.
+        return CallPreviews(self._decoder, self._pipe.scheduler, {*shown, steps - 1} - {-1}, size, send_preview)
+
+    def _fit_previews(self, previews: CallPreviews | None, drawn: Sequence[Any]) -> None:
+        if previews is None or previews.last_latents is None:
+            return
+        first = drawn[0] if isinstance(drawn[0], Image.Image) else [Image.fromarray(frame) for frame in drawn[0]]
+        with contextlib.suppress(ModelError):  # latents of a layout of which there are no previews
+            self._decoder.fit(previews.last_latents[:1], first)
+
+    def _draw_warm_picture(self) -> None:
+        """A picture that nobody asked for: it loads, allocates and compiles, and fits the map of previews."""
+        steps = None if self._setup.cache.build_cache_arguments()["cache_config"] is not None else WARM_STEPS
+        prompt = self._facts.example or "a photo of a mountain lake in the morning"
+        options = GenerateOptions(model=self._setup.model, prompt=prompt, steps=steps, seed=0)
+        try:
+            self._draw_jobs([BatchJob(WARM, Request(options=options), {})])
+        except DitileError as error:
+            if self._runner.is_broken:
+                raise
+            LOG.info("no warm-up picture: %s", error)
 
     def _note_step(self, step: int, num_steps: int) -> None:
         self._answer({"step": [step + 1, num_steps]})
@@ -151,16 +199,10 @@ class RankServer:
 
     def _collect_trace(self) -> dict[str, bytes]:
         """The Chrome trace of the last call, on rank 0; all ranks call it."""
-        with self._setup_trace_file() as path:
+        with tempfile.TemporaryDirectory(prefix="ditile-") as folder:
+            path = Path(folder, "trace.json")
             self._runner.write_trace(path)
             return {"trace.json": path.read_bytes()} if self._answers else {}
-
-    @contextlib.contextmanager
-    def _setup_trace_file(self) -> Any:
-        import tempfile
-
-        with tempfile.TemporaryDirectory(prefix="ditile-") as folder:
-            yield Path(folder, "trace.json")
 
     def _encode_job(
         self, job: BatchJob, base: dict[str, Any], pictures: Sequence[Any]
@@ -190,12 +232,30 @@ class RankServer:
             fps=fps if is_video else 0.0,
         ), files
 
-    def _send_drawn(self, job_id: str, drawn: Drawn, files: Mapping[str, bytes]) -> None:
-        self._answer({"drawn": asdict(drawn), "job": job_id}, files)
-
     def _answer(self, message: dict[str, Any], files: Mapping[str, bytes] | None = None) -> None:
-        if self._answers:
+        if self._answers and self._drawing is not None:
             self._link.send_message({"batch": self._drawing} | message, files)
+
+
+def find_latent_channels(pipe: Any) -> int | None:
+    """The channels of the latents of a pipeline's VAE, if its config says so."""
+    config = getattr(getattr(pipe, "vae", None), "config", None)
+    found = next((getattr(config, name) for name in ("z_dim", "latent_channels") if hasattr(config, name)), None)
+    return found if isinstance(found, int) else None
+
+
+def find_call_size(facts: ModelFacts, base: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Width and height of the pictures of a call in pixels; None if nothing says them."""
+    if not facts.size and not {"width", "height"} <= base.keys():
+        return None
+    width, height = facts.size or (0, 0)
+    return base.get("width") or width, base.get("height") or height
+
+
+def count_steps(facts: ModelFacts, base: Mapping[str, Any]) -> int:
+    """How many steps a call makes: fewer than it is told, if it starts from a picture."""
+    steps = base.get("num_inference_steps") or facts.find_default("num_inference_steps") or 0
+    return min(steps, int(steps * base.get("strength", 1.0)))
 
 
 def list_seeds(wanted: GenerateOptions) -> list[int]:
@@ -215,8 +275,6 @@ def _read_jobs(jobs: Sequence[Mapping[str, Any]], files: Mapping[str, bytes]) ->
 
 def _read_input(inputs: Mapping[str, bytes], name: str) -> Any:
     """A picture that came with a job, in RGB; None if there is none. The server has checked and encoded it anew."""
-    from PIL import Image
-
     if name not in inputs:
         return None
     with Image.open(io.BytesIO(inputs[name]), formats=["PNG"]) as picture:
