@@ -85,9 +85,27 @@ class CallFacts:
             given[rate] = int(wanted.fps) if float(wanted.fps).is_integer() else wanted.fps
         return given
 
-    def _check_negative_prompt(self, call: Mapping[str, Any]) -> None:
+    def heeds_negative_prompt(self, base: Mapping[str, Any], guidance: float | None = None) -> bool:
+        """Whether a negative prompt changes what is drawn.
+
+        Args:
+            base: the model's own options.
+            guidance: as a request gives it.
+        """
+        given = (
+            {} if guidance is None else {"true_cfg_scale" if "true_cfg_scale" in base else "guidance_scale": guidance}
+        )
+        value = self._find_guidance({**base, **given})[1]
+        return "negative_prompt" in self.defaults and not (is_number(value) and value <= 1)
+
+    def _find_guidance(self, call: Mapping[str, Any]) -> tuple[str, Any]:
+        """The argument of the scale at which negative prompts are heeded, and its value."""
         scale = "true_cfg_scale" if "true_cfg_scale" in self.defaults else "guidance_scale"
-        value, flag_name = call.get(scale, self.defaults.get(scale, 1.0)), _flag_of_argument(scale)
+        return scale, call.get(scale, self.defaults.get(scale, 1.0))
+
+    def _check_negative_prompt(self, call: Mapping[str, Any]) -> None:
+        scale, value = self._find_guidance(call)
+        flag_name = _flag_of_argument(scale)
         if is_number(value) and value <= 1:
             raise ModelError(
                 f"{self.pipeline} ignores a negative prompt at {flag_name} {value:g}; try {flag_name} above 1, or "

@@ -1,0 +1,341 @@
+"""The fields of requests: their types, what they become of a job's request, and the limits that they are held to."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from ditile.plan.checks import suggest_nearest
+from ditile.requests.facts import ModelFacts
+from ditile.requests.options import LEAST_FPS, MOST_FPS, GenerateOptions
+from ditile.requests.pictures import hide_local_path
+from ditile.serve.api.answers import RequestError
+from ditile.serve.api.uploads import Picture
+from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, Request
+from ditile.serve.options import ServeOptions
+
+VENDOR_MODELS = ("dall-e", "gpt-image", "chatgpt-image", "sora")
+"""How names of models begin that old clients send by default; what is served answers to them without a warning."""
+MOST = 2**31
+"""No count is larger, before the limits of the server are asked."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_SIZE = re.compile(r"(\d{1,6})\s*[xX×*]\s*(\d{1,6})", re.ASCII)
+_SHOWN_WARNINGS = 16
+FieldsT = TypeVar("FieldsT", bound="RequestFields")
+
+
+def _refuse_control_letters(text: str) -> str:
+    if found := _CONTROL.search(text):
+        raise ValueError(f"holds the control character U+{ord(found[0]):04X}; leave it out")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_refuse_control_letters)]
+Count = Annotated[int, Field(ge=1, le=MOST)]
+Scale = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class LoraField(BaseModel):
+    """A LoRA as some clients name it."""
+
+    name: Text
+    scale: Scale = 1.0
+
+
+class RequestFields(BaseModel):
+    """Fields of pictures and videos. Numbers may be texts, as forms have them; unknown fields get a warning."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    prompt: Text = Field(description="what to draw", examples=["a large red circle on the left on a gray background"])
+    model: Text | None = Field(None, description="any name; the served model draws", examples=["dall-e-3"])
+    size: Text | None = Field(None, description="WxH in pixels, or auto: the model's own", examples=["1024x1024"])
+    width: Count | None = Field(None, description="pixels, instead of size", examples=[1024])
+    height: Count | None = Field(None, description="pixels, instead of size", examples=[1024])
+    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = Field(
+        None, description="of the first picture; random by default, and answered", examples=[7]
+    )
+    num_inference_steps: Count | None = Field(None, description="denoising steps", examples=[28])
+    guidance_scale: Scale | None = Field(None, description="how strongly the prompt guides", examples=[3.5])
+    true_cfg_scale: Scale | None = Field(None, description="the same by a second branch", examples=[4.0])
+    negative_prompt: Text | None = Field(None, description="what to keep out", examples=["blurry"])
+    strength: Scale | None = Field(None, description="how far to leave the picture behind", examples=[0.6])
+    lora: Text | LoraField | dict[Text, Scale] | None = Field(
+        None, description="a LoRA of the server, or name: scale of several", examples=[{"style": 0.8}]
+    )
+    timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="seconds after which the job is ended", examples=[60]
+    )
+    user: Any = None
+    safety_identifier: Any = None
+
+
+class ImageFields(RequestFields):
+    """Fields of pictures: OpenAI's, and those that say more of a diffusion model."""
+
+    n: Count = Field(1, description="pictures, with seeds that count up", examples=[1])
+    output_format: Literal["png", "jpeg", "webp"] = Field("png", examples=["png"])
+    output_compression: Annotated[int, Field(ge=0, le=100)] = Field(
+        100, description="quality of jpeg and webp", examples=[90]
+    )
+    response_format: Literal["b64_json", "url"] = Field("b64_json", examples=["b64_json"])
+    stream: bool = Field(False, description="answer as server-sent events", examples=[True])
+    partial_images: Annotated[int, Field(ge=0, le=3)] = Field(0, description="previews of a stream", examples=[2])
+    # Taken and not heeded: they have no meaning for an open model.
+    quality: Any = None
+    background: Any = None
+    style: Any = None
+    moderation: Any = None
+    input_fidelity: Any = None
+
+
+class VideoFields(RequestFields):
+    """Fields of videos: OpenAI's, and those that say more of a diffusion model."""
+
+    seconds: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
+        None, description="length; the nearest that the model can make", examples=["4"]
+    )
+    num_frames: Count | None = Field(None, description="frames, instead of seconds", examples=[81])
+    fps: Annotated[float, Field(ge=LEAST_FPS, le=MOST_FPS)] | None = Field(
+        None, description="frames a second", examples=[16]
+    )
+    output_format: Literal["mp4", "gif"] = Field("mp4", examples=["mp4"])
+    quality: Any = None
+
+
+class RemixFields(BaseModel):
+    """Fields of a remix."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt: Text = Field(description="what to draw instead", examples=["the same at night"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """A request as the service takes it.
+
+    Attributes:
+        request: what to draw.
+        inputs: name of an input file -> its bytes.
+        warnings: what of it was not heeded.
+    """
+
+    request: Request
+    inputs: dict[str, bytes] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def parse_fields(kind: type[FieldsT], values: Mapping[str, Any]) -> FieldsT:
+    """The fields of a body. What is null or an empty text is as if it were not there.
+
+    Raises:
+        RequestError: if one has not its type, or is missing.
+    """
+    given = {name: value for name, value in values.items() if value is not None and (value != "" or name == "prompt")}
+    return validate_fields(kind, given)
+
+
+AnyFieldsT = TypeVar("AnyFieldsT", bound=BaseModel)
+
+
+def validate_fields(kind: type[AnyFieldsT], given: Mapping[str, Any]) -> AnyFieldsT:
+    """The fields of a body as they are.
+
+    Raises:
+        RequestError: if one has not its type, or is missing; it says what would work.
+    """
+    try:
+        return kind.model_validate(dict(given))
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False)[0]
+    if not wrong["loc"]:
+        raise RequestError("a field's name is no text of Unicode; leave it out", code="bad_json")
+    name = str(wrong["loc"][0])
+    known = kind.model_fields.get(name)
+    example = f"; try {name}={known.examples[0]!r}" if known is not None and known.examples else ""
+    what = wrong["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if wrong["type"] == "missing":
+        raise RequestError(f"{name} is missing{example}", param=name, code="missing_required_parameter")
+    raise RequestError(f"{name}={_shorten_value(given.get(name))} {what}{example}", param=name)
+
+
+def build_order(
+    fields: ImageFields | VideoFields,
+    facts: ModelFacts,
+    options: ServeOptions,
+    pictures: list[Picture],
+    mask: bytes | None = None,
+) -> Order:
+    """What the service is asked to draw.
+
+    Args:
+        fields: of the request.
+        facts: of the served model.
+        options: of the server, with its limits.
+        pictures: to start from.
+        mask: as PNG, white where the first picture is drawn anew.
+
+    Raises:
+        RequestError: if a field is beyond a limit of the server.
+        ModelError: if the model cannot draw it.
+    """
+    warnings = list_warnings(fields, facts)
+    width, height = parse_size(fields, facts, options, pictures)
+    frames, fps = _count_frames(fields, facts) if isinstance(fields, VideoFields) else (None, None)
+    num_images = fields.n if isinstance(fields, ImageFields) else 1
+    _check_limits(fields, options, num_images, frames)
+    wanted = GenerateOptions(
+        model=facts.name,
+        prompt=fields.prompt,
+        steps=fields.num_inference_steps,
+        height=height,
+        width=width,
+        guidance=fields.guidance_scale,
+        true_cfg=fields.true_cfg_scale,
+        negative_prompt=fields.negative_prompt,
+        seed=secrets.randbelow(2**31) if fields.seed in (None, -1) else fields.seed,
+        num_images=num_images,
+        frames=frames,
+        fps=fps,
+        image=INPUT_IMAGE if pictures else None,
+        strength=fields.strength,
+    )
+    facts.check_options(wanted, has_mask=mask is not None, num_pictures=len(pictures))
+    inputs = {INPUT_IMAGE if k == 0 else f"{INPUT_IMAGE}-{k}": one.png for k, one in enumerate(pictures)}
+    inputs |= {} if mask is None else {INPUT_MASK: mask}
+    request = Request(
+        options=wanted,
+        output_format=fields.output_format,
+        output_compression=getattr(fields, "output_compression", 100),
+        num_previews=fields.partial_images if isinstance(fields, ImageFields) and fields.stream else 0,
+        loras=choose_loras(fields.lora, options),
+        timeout=None if fields.timeout is None else min(fields.timeout, options.timeout),
+        client={"model": fields.model or find_served_name(facts), "warnings": warnings, "inputs": sorted(inputs)},
+    )
+    return Order(request=request, inputs=inputs, warnings=warnings)
+
+
+def find_served_name(facts: ModelFacts) -> str:
+    """The name of the served model that clients are told: of a folder only the last part."""
+    return hide_local_path(facts.name).partition(" (")[0]
+
+
+def list_warnings(fields: RequestFields, facts: ModelFacts) -> list[str]:
+    """What of a request is not heeded."""
+    warnings = []
+    served, asked = find_served_name(facts), fields.model
+    if asked is not None and asked not in (served, facts.name) and not asked.lower().startswith(VENDOR_MODELS):
+        warnings.append(f"model {asked[:60]!r} is not served; {served} draws")
+    unknown = sorted(fields.model_extra or {})
+    warnings += [f"{name[:60]!r} is not known here, and was not heeded" for name in unknown[:_SHOWN_WARNINGS]]
+    if len(unknown) > _SHOWN_WARNINGS:
+        warnings.append(f"nor were {len(unknown) - _SHOWN_WARNINGS} other fields")
+    return warnings
+
+
+def parse_size(
+    fields: RequestFields, facts: ModelFacts, options: ServeOptions, pictures: list[Picture]
+) -> tuple[int | None, int | None]:
+    """Width and height of a request; None is the model's own. Of an edit it is the picture's form at the model's area.
+
+    Raises:
+        RequestError: if they are no size, or have more pixels than the server draws.
+    """
+    width, height = fields.width, fields.height
+    if fields.size is not None and fields.size.strip().lower() != "auto":
+        found = _SIZE.fullmatch(fields.size.strip())
+        if found is None:
+            raise RequestError(f"size={fields.size[:40]!r} is no size; try size='1024x1024' or 'auto'", param="size")
+        width, height = int(found[1]), int(found[2])
+    elif width is None and height is None and pictures and facts.size:
+        width, height = _fit_picture(pictures[0], facts)
+    sides = [side or own for side, own in zip((width, height), facts.size or (0, 0), strict=True)]
+    if sides[0] * sides[1] > options.max_pixels or max(sides) > options.max_pixels:
+        most = int(options.max_pixels**0.5)
+        raise RequestError(
+            f"size={sides[0]}x{sides[1]} has more than the {options.max_pixels} pixels that this server draws; "
+            f"try size={most}x{most} or less",
+            status=422,
+            param="size",
+        )
+    return width, height
+
+
+def choose_loras(wanted: str | LoraField | dict[str, float] | None, options: ServeOptions) -> dict[str, float]:
+    """The LoRAs of a request: name -> scale.
+
+    Raises:
+        RequestError: if one is none of the server's, or there are too many.
+    """
+    if wanted is None:
+        return {}
+    if isinstance(wanted, LoraField):
+        wanted = {wanted.name: wanted.scale}
+    loras = {wanted: 1.0} if isinstance(wanted, str) else dict(wanted)
+    known = options.find_lora_files()
+    for name in loras:
+        if name not in known:
+            hint = suggest_nearest(name[:60], sorted(known)) if known else "this server has none"
+            raise RequestError(f"lora={name[:60]!r} is not known; {hint}", status=422, param="lora")
+    if len(loras) > options.max_loras:
+        raise RequestError(
+            f"lora names {len(loras)}, and this server takes {options.max_loras} at once", status=422, param="lora"
+        )
+    return loras
+
+
+def _count_frames(fields: VideoFields, facts: ModelFacts) -> tuple[int | None, float | None]:
+    """Frames and rate of a video; None is the model's own."""
+    if fields.num_frames is not None:
+        return fields.num_frames, fields.fps
+    return (None if fields.seconds is None else facts.count_frames(fields.seconds, fields.fps)), fields.fps
+
+
+def _check_limits(fields: RequestFields, options: ServeOptions, num_images: int, frames: int | None) -> None:
+    """Raises `RequestError` for what is more than the server allows."""
+    if not fields.prompt.strip():
+        raise RequestError("prompt is empty; say what to draw", param="prompt")
+    for name in ("prompt", "negative_prompt"):
+        if len(getattr(fields, name) or "") > options.max_prompt:
+            length = len(getattr(fields, name))
+            raise RequestError(
+                f"{name} has {length} letters, and this server takes {options.max_prompt}; shorten it",
+                status=422,
+                param=name,
+            )
+    most = {"num_inference_steps": options.max_steps, "n": options.max_images, "num_frames": options.max_frames}
+    counts = {"num_inference_steps": fields.num_inference_steps, "n": num_images, "num_frames": frames}
+    for name, value in counts.items():
+        if value is not None and value > most[name]:
+            raise RequestError(
+                f"{name}={value} is more than this server's {most[name]}; try {name}={most[name]} or less",
+                status=422,
+                param=name,
+            )
+
+
+def _fit_picture(picture: Picture, facts: ModelFacts) -> tuple[int, int]:
+    """The size of a picture's form that has about the model's own number of pixels."""
+    scale = (facts.size[0] * facts.size[1] / (picture.width * picture.height)) ** 0.5
+    sides = (
+        max(1, round(side * scale / facts.size_multiple)) * facts.size_multiple
+        for side in (picture.width, picture.height)
+    )
+    width, height = sides
+    return width, height
+
+
+def _shorten_value(value: Any) -> str:
+    """A value as an error shows it: not all of a long one."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**18:
+        return "a number of many digits"
+    text = (
+        ascii(value[:40]) if isinstance(value, str) else ascii(value) if not isinstance(value, list | dict) else "..."
+    )
+    return text[:60]

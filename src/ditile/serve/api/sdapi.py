@@ -1,0 +1,275 @@
+"""What clients of AUTOMATIC1111's web UI call: Open WebUI, SillyTavern and those of koboldcpp.
+
+Such clients always send steps, a scale and a negative prompt, whether a model takes them or not: what the served model
+does not take is left out, and named in the answer's `info`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Response
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Field
+
+from ditile.requests.facts import ModelFacts
+from ditile.serve.api.answers import (
+    AsciiJSONResponse,
+    RequestError,
+    await_job_end,
+    check_done,
+    find_owner,
+    find_service,
+)
+from ditile.serve.api.fields import (
+    Count,
+    ImageFields,
+    Scale,
+    Text,
+    build_order,
+    find_served_name,
+    validate_fields,
+)
+from ditile.serve.api.images import encode_base64, read_outputs
+from ditile.serve.api.uploads import Body, decode_base64, decode_pictures, parse_json_object
+from ditile.serve.jobs import Job
+
+router = APIRouter(prefix="/sdapi/v1")
+OWN_VALUE = "Automatic"
+"""The only sampler and scheduler of the lists: the model's own."""
+_LORA = re.compile(r"<lora:([^:<>]{1,100})(?::([\d.]{1,10}))?(?::[^<>]{0,40})?>")
+_MOST_LISTED = 100
+
+
+class StableDiffusionFields(BaseModel):
+    """Fields of txt2img and img2img that are heeded; others are taken and have no meaning here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    prompt: Text = Field("", examples=["a large red circle on the left on a gray background"])
+    negative_prompt: Text = Field("", examples=["blurry"])
+    seed: Annotated[int, Field(ge=-1, lt=2**63)] = Field(-1, examples=[7])
+    steps: Count | None = Field(None, examples=[20])
+    cfg_scale: Scale | None = Field(None, examples=[4.0])
+    width: Count | None = Field(None, examples=[1024])
+    height: Count | None = Field(None, examples=[1024])
+    batch_size: Count = Field(1, examples=[1])
+    n_iter: Count = Field(1, examples=[1])
+    denoising_strength: Scale | None = Field(None, examples=[0.6])
+    init_images: list[Text] = Field(default_factory=list)
+    mask: Text | None = None
+    inpainting_mask_invert: Any = 0
+
+
+@router.post("/txt2img")
+async def draw_from_text(http: HttpRequest) -> Response:
+    """Draws pictures of a prompt."""
+    values = parse_json_object(await http.body())
+    fields = validate_fields(StableDiffusionFields, _drop_nulls(values))
+    return await _draw_and_answer(http, values, fields, Body(values={}), strength=None)
+
+
+@router.post("/img2img")
+async def draw_from_picture(http: HttpRequest) -> Response:
+    """Draws pictures that start from a picture; with a mask only where that is white."""
+    values = parse_json_object(await http.body())
+    fields = validate_fields(StableDiffusionFields, _drop_nulls(values))
+    if not fields.init_images:
+        raise RequestError("init_images is empty; send a picture as base64", param="init_images")
+    if fields.mask and fields.inpainting_mask_invert not in (0, None, False):
+        raise RequestError("inpainting_mask_invert is not known here; invert the mask", param="inpainting_mask_invert")
+    pictures = [decode_base64(text, "init_images") for text in fields.init_images[:_MOST_LISTED]]
+    masks = [decode_base64(fields.mask, "mask")] if fields.mask else []
+    body = Body(values={}, pictures=pictures, masks=masks)
+    return await _draw_and_answer(http, values, fields, body, strength=fields.denoising_strength)
+
+
+@router.get("/progress")
+async def report_progress(http: HttpRequest) -> Response:
+    """How far the oldest running picture of a key is."""
+    jobs = find_service(http).list_jobs(find_owner(http), "image", limit=_MOST_LISTED)
+    running = [job for job in jobs if job.state == "running"]
+    waiting = [job for job in jobs if job.state == "queued"]
+    job = min(running, key=lambda job: job.started or job.created, default=None)
+    progress = 0.0 if job is None else job.progress / 100
+    steps = (
+        0
+        if job is None
+        else (job.request.options.steps or find_service(http).facts.find_default("num_inference_steps") or 0)
+    )
+    state = {
+        "skipped": False,
+        "interrupted": False,
+        "stopping_generation": False,
+        "job": "" if job is None else job.id,
+        "job_count": len(running) + len(waiting),
+        "job_timestamp": "0",
+        "job_no": 0,
+        "sampling_step": round(progress * steps),
+        "sampling_steps": steps,
+    }
+    eta = _estimate_seconds_left(job)
+    return AsciiJSONResponse(
+        {"progress": progress, "eta_relative": eta, "state": state, "current_image": None, "textinfo": None}
+    )
+
+
+@router.post("/interrupt")
+async def interrupt_jobs(http: HttpRequest) -> Response:
+    """Cancels the running pictures of a key."""
+    service, owner = find_service(http), find_owner(http)
+    for job in service.list_jobs(owner, "image", limit=_MOST_LISTED):
+        if job.state == "running":
+            await service.cancel(job.id, owner)
+    return AsciiJSONResponse({})
+
+
+@router.get("/sd-models")
+async def list_sd_models(http: HttpRequest) -> Response:
+    """The served model."""
+    name = find_served_name(find_service(http).facts)
+    model = {"title": name, "model_name": name, "hash": None, "sha256": None, "filename": name, "config": None}
+    return AsciiJSONResponse([model])
+
+
+@router.get("/options")
+async def read_options(http: HttpRequest) -> Response:
+    """The options that clients ask for."""
+    return AsciiJSONResponse(
+        {"sd_model_checkpoint": find_served_name(find_service(http).facts), "samples_format": "png"}
+    )
+
+
+@router.post("/options")
+async def write_options(http: HttpRequest) -> Response:
+    """Takes options, and changes none: the served model stays."""
+    parse_json_object(await http.body())
+    return AsciiJSONResponse(None)
+
+
+@router.get("/samplers")
+async def list_samplers() -> Response:
+    """The model's own sampler."""
+    return AsciiJSONResponse([{"name": OWN_VALUE, "aliases": [], "options": {}}])
+
+
+@router.get("/schedulers")
+async def list_schedulers() -> Response:
+    """The model's own scheduler."""
+    return AsciiJSONResponse([{"name": OWN_VALUE.lower(), "label": OWN_VALUE, "aliases": None}])
+
+
+@router.get("/upscalers")
+async def list_upscalers() -> Response:
+    """None is served."""
+    return AsciiJSONResponse([{"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 1}])
+
+
+@router.get("/loras")
+async def list_loras(http: HttpRequest) -> Response:
+    """The LoRAs that a prompt may name as <lora:name:scale>."""
+    names = sorted(find_service(http).options.find_lora_files())
+    return AsciiJSONResponse([{"name": name, "alias": name, "path": name, "metadata": {}} for name in names])
+
+
+async def _draw_and_answer(
+    http: HttpRequest, values: dict[str, Any], fields: StableDiffusionFields, body: Body, strength: float | None
+) -> Response:
+    service = find_service(http)
+    facts = service.facts
+    if facts.is_video:
+        raise RequestError(
+            f"{facts.name} draws videos; send this to /v1/videos", status=422, code="wrong_kind_of_model"
+        )
+    image_fields, warnings = convert_fields(fields, facts, has_picture=bool(body.pictures))
+    image_fields = image_fields.model_copy(update={"strength": strength})
+    pictures, mask = await decode_pictures(body, service.options.max_pixels, resize_mask=True)
+    order = build_order(image_fields, facts, service.options, pictures, mask)
+    job = await service.submit("image", find_owner(http), order.request, order.inputs)
+    job = check_done(await await_job_end(http, job))
+    images = [encode_base64(content) for content in await read_outputs(http, job)]
+    info = _build_info(job, facts, warnings + order.warnings)
+    parameters = {name: value for name, value in values.items() if name not in ("init_images", "mask")}
+    return AsciiJSONResponse({"images": images, "parameters": parameters, "info": json.dumps(info)})
+
+
+def convert_fields(
+    fields: StableDiffusionFields, facts: ModelFacts, *, has_picture: bool
+) -> tuple[ImageFields, list[str]]:
+    """The fields as OpenAI's route has them, as far as the model takes them; and what was left out.
+
+    Args:
+        fields: as they came.
+        facts: of the served model.
+        has_picture: whether it starts from a picture.
+    """
+    warnings, loras = [], {name: float(scale or 1) for name, scale in _read_lora_tags(fields.prompt)}
+    values: dict[str, Any] = {
+        "prompt": " ".join(_LORA.sub(" ", fields.prompt).split()) if loras else fields.prompt,
+        "seed": fields.seed,
+        "n": min(fields.batch_size * fields.n_iter, 2**31),
+        "num_inference_steps": fields.steps,
+        "lora": loras or None,
+    }
+    call = (facts.edit if has_picture else facts.call) or facts.call
+    if fields.cfg_scale is not None and ("guidance_scale" in call.defaults or "true_cfg_scale" in call.defaults):
+        values["guidance_scale"] = fields.cfg_scale
+    elif fields.cfg_scale is not None:
+        warnings.append("cfg_scale was left out, which this model does not take")
+    if fields.negative_prompt.strip():
+        if call.heeds_negative_prompt(facts.base, fields.cfg_scale):
+            values["negative_prompt"] = fields.negative_prompt
+        else:
+            warnings.append("negative_prompt was left out, which this model does not heed at this cfg_scale")
+    for name in ("width", "height"):
+        side = getattr(fields, name)
+        if side is not None:
+            values[name] = max(1, round(side / facts.size_multiple)) * facts.size_multiple
+            if values[name] != side:
+                warnings.append(f"{name} is {values[name]}: this model draws multiples of {facts.size_multiple}")
+    return validate_fields(ImageFields, _drop_nulls(values)), warnings
+
+
+def _read_lora_tags(prompt: str) -> list[tuple[str, str]]:
+    found = _LORA.findall(prompt)
+    for name, scale in found:
+        if scale and not re.fullmatch(r"\d*\.?\d+|\d+\.", scale):
+            raise RequestError(f"<lora:{name}:{scale}> has no number; try <lora:{name}:0.8>", param="prompt")
+    return found
+
+
+def _build_info(job: Job, facts: ModelFacts, warnings: list[str]) -> dict[str, Any]:
+    options, drawn = job.request.options, job.drawn
+    assert drawn is not None
+    return {
+        "prompt": options.prompt,
+        "negative_prompt": options.negative_prompt or "",
+        "seed": drawn.seeds[0],
+        "all_seeds": drawn.seeds,
+        "all_prompts": [options.prompt] * len(drawn.seeds),
+        "width": drawn.size[0],
+        "height": drawn.size[1],
+        "steps": drawn.num_steps,
+        "cfg_scale": options.guidance,
+        "sampler_name": OWN_VALUE,
+        "batch_size": len(drawn.seeds),
+        "sd_model_name": find_served_name(facts),
+        "inference_time_s": drawn.seconds.get("total"),
+        "warnings": warnings,
+    }
+
+
+def _estimate_seconds_left(job: Job | None) -> float:
+    """From the part that is done and the time that it took; 0 if nothing is known."""
+    if job is None or job.started is None or not job.progress:
+        return 0.0
+    spent = max(0.0, time.time() - job.started)
+    return spent * (100 - job.progress) / job.progress
+
+
+def _drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

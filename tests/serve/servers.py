@@ -1,0 +1,182 @@
+"""A server in this process for tests of HTTP, with ranks that are none: they paint what real ones would draw.
+
+Real ranks take seconds to start, and cannot be told to fail, to wait or to draw at a given pace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import io
+import json
+import threading
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from PIL import Image
+
+import ditile
+from ditile.requests.facts import ModelFacts, collect_facts
+from ditile.serve.api.app import create_app
+from ditile.serve.group import Batch, BatchEnded, GroupEvent, GroupReady, JobDrawn, JobFailed, PreviewMade, StepMade
+from ditile.serve.jobs import POSTER, SPRITESHEET, Drawn, Failure, Job
+from ditile.serve.options import ServeOptions
+from ditile.serve.service import Service
+
+EDITS = "shapes-flux"
+PROMPT = "a large red circle on the left on a gray background"
+
+
+@lru_cache
+def collect_known_facts(model: str) -> ModelFacts:
+    """The facts of a bundled model."""
+    return collect_facts(ditile.load(model), model, "pipefusion=2")
+
+
+class PaintedGroup:
+    """Answers batches with plain pictures, a step at a time.
+
+    Args:
+        on_event: told what happens.
+        facts: of the model that it plays.
+
+    Attributes:
+        pace: seconds of a step.
+        failure: of the next jobs.
+        batches: what it was given.
+    """
+
+    name, state = "0", "starting"
+
+    def __init__(self, on_event: Callable[[GroupEvent], None], facts: ModelFacts) -> None:
+        self.pace, self.failure, self.facts = 0.0, None, facts
+        self.batches: list[Batch] = []
+        self._tell: Any = on_event
+        self._stopped: set[str] = set()
+        self._work: set[Any] = set()
+
+    def start(self) -> None:
+        self.state = "ready"
+        self._tell(GroupReady(self, self.facts))
+
+    def draw(self, batch: Batch) -> None:
+        self.state = "drawing"
+        self.batches.append(batch)
+        self._work.add(asyncio.get_running_loop().create_task(self._paint_batch(batch)))
+
+    def stop(self, batch_id: str) -> None:
+        self._stopped.add(batch_id)
+
+    async def end(self) -> None:
+        self.state = "down"
+
+    async def _paint_batch(self, batch: Batch) -> None:
+        steps = batch.jobs[0].request.options.steps or 4
+        for step in range(1, steps + 1):
+            await asyncio.sleep(self.pace)
+            if batch.id in self._stopped:
+                break
+            self._tell(StepMade(self, batch.id, step, steps))
+            for job in batch.jobs:
+                if step <= job.request.num_previews:
+                    self._tell(PreviewMade(self, batch.id, job.id, step - 1, paint_picture((8, 8), step, "png")))
+        for job in batch.jobs if batch.id not in self._stopped else ():
+            if self.failure is not None:
+                self._tell(JobFailed(self, batch.id, job.id, self.failure))
+            else:
+                self._tell(JobDrawn(self, batch.id, job.id, *self._paint_job(job, steps)))
+        self.state = "ready"
+        self._tell(BatchEnded(self, batch.id, batch.id in self._stopped))
+
+    def _paint_job(self, job: Job, steps: int) -> tuple[Drawn, dict[str, bytes]]:
+        options, kind = job.request.options, job.request.output_format
+        size = (options.width or self.facts.size[0], options.height or self.facts.size[1])
+        seeds = [options.seed + k for k in range(options.num_images)]
+        files = {f"{k}.{kind}": paint_picture(size, seed, kind) for k, seed in enumerate(seeds)}
+        drawn = Drawn(
+            files=list(files), seeds=seeds, size=size, num_steps=steps,
+            seconds={"total": 1.0, "text": 0.1, "denoise": 0.8, "decode": 0.1},
+        )  # fmt: skip
+        if job.kind == "video":
+            frames = options.frames or self.facts.find_default("num_frames")
+            drawn = dataclasses.replace(drawn, frames=frames, fps=options.fps or self.facts.fps)
+            files |= {name: paint_picture(size, 1, "png") for name in (POSTER, SPRITESHEET)}
+        return drawn, files
+
+
+class Served:
+    """A server that listens: its address, its service and its painted group."""
+
+    def __init__(self, service: Service, port: int) -> None:
+        self.service, self.url = service, f"http://127.0.0.1:{port}"
+        self.group: PaintedGroup = service._groups[0]  # type: ignore[assignment]
+        self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def post(self, path: str, values: Any = None, **how: Any) -> httpx.Response:
+        return self.client.post(path, json=values, **how)
+
+    def fail_next_jobs(self, code: str | None, message: str = "it failed") -> None:
+        self.group.failure = None if code is None else Failure(code=code, message=message)
+
+
+@contextlib.contextmanager
+def serve_painted(folder: Path, model: str = EDITS, **flags: Any) -> Iterator[Served]:
+    """A server on a free port of this machine, in a thread."""
+    options = ServeOptions(model=model, port=0, state=str(folder), **flags)
+    facts = collect_known_facts(model)
+    with serve_groups(options, lambda _, tell: PaintedGroup(tell, facts)) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def serve_groups(options: ServeOptions, make_group: Any) -> Iterator[Served]:
+    """The same with groups of any kind."""
+    started: list[Any] = []
+    has_started = threading.Event()
+
+    async def serve() -> None:
+        service = Service(options, make_group)
+        await service.start()
+        config = uvicorn.Config(create_app(service), host="127.0.0.1", port=0, log_level="error", ws="none")
+        server = uvicorn.Server(config)
+        listening = asyncio.ensure_future(server.serve())
+        try:
+            await service.wait_until_ready()
+            while not server.started:
+                await asyncio.sleep(0.01)
+            started.extend([service, server, server.servers[0].sockets[0].getsockname()[1]])
+        finally:
+            has_started.set()
+        await listening
+        await service.drain(0)
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    has_started.wait(300)
+    served = Served(started[0], started[2])
+    try:
+        yield served
+    finally:
+        served.client.close()
+        started[1].should_exit = True
+        thread.join(60)
+
+
+def paint_picture(size: tuple[int, int], seed: int, kind: str = "png") -> bytes:
+    """A plain picture whose colour says the seed; of a video one frame as GIF."""
+    encoded = io.BytesIO()
+    Image.new("RGB", size, (seed % 256, seed // 256 % 256, 7)).save(encoded, "gif" if kind == "mp4" else kind)
+    return encoded.getvalue()
+
+
+def read_error(response: httpx.Response) -> dict[str, Any]:
+    """The error of an answer, after a check of its form."""
+    error: dict[str, Any] = json.loads(response.content)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and "\n" not in error["message"] and "Traceback" not in error["message"]
+    return error

@@ -1,0 +1,148 @@
+"""Who may ask a server, how much at once, and what it says of itself."""
+
+import json
+import logging
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from ditile.errors import ModelError
+from ditile.serve.api.answers import rename_options
+from ditile.serve.api.app import read_api_keys
+from ditile.serve.options import ServeOptions
+from tests.serve.servers import PROMPT, paint_picture, read_error, serve_painted
+
+DRAW = "/v1/images/generations"
+
+
+def test_keys(tmp_path: Path) -> None:
+    """Each key has its own jobs; health and the address of a picture need none."""
+    (tmp_path / "keys").write_text("# keys\nann:first-secret\n\nbob: second-secret\nthird-secret\n")
+    with serve_painted(tmp_path / "state", api_key=str(tmp_path / "keys")) as served:
+        ask = served.client
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "first-secret"},
+            {"x-api-key": "ä".encode()},
+        ):
+            answer = ask.post(DRAW, json={"prompt": PROMPT}, headers=headers)
+            assert answer.status_code == 401 and read_error(answer)["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for path in ("/metrics", "/v1/models", "/v1/plan", "/sdapi/v1/options", "/openapi.json", "/"):
+            assert ask.get(path).status_code == 401, path
+        assert ask.get("/health").status_code == 200
+        ann, key_5 = {"authorization": "Bearer first-secret"}, {"x-api-key": "third-secret"}
+        answer = ask.post(DRAW, json={"prompt": PROMPT, "response_format": "url"}, headers=ann)
+        assert ask.get(answer.json()["data"][0]["url"]).status_code == 200
+        assert ask.post(DRAW, json={"prompt": PROMPT}, headers=key_5).status_code == 200
+        owners = [batch.jobs[0].owner for batch in served.group.batches]
+        assert owners == ["ann", "key-5"]
+        # Names of this machine are asked for only where there are no keys.
+        assert ask.get("/v1/models", headers=ann | {"host": "draw.example.org"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "has no key"), ("ann:short", "line 1 has no key of 8 letters"), (None, "cannot be read")],
+)
+def test_files_that_hold_no_keys(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "keys"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ModelError, match=message):
+        read_api_keys(ServeOptions(api_key=str(path)))
+
+
+def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DITILE_API_KEY", "ann:first-secret\nsecond-secret")
+    assert read_api_keys(ServeOptions()) == [("ann", b"first-secret"), ("key-2", b"second-secret")]
+    monkeypatch.delenv("DITILE_API_KEY")
+    assert read_api_keys(ServeOptions()) == []
+
+
+def test_pages_of_the_web_cannot_draw_here(tmp_path: Path) -> None:
+    """Neither by a name that leads to this machine, nor from a page of another origin, but for those that are named."""
+    with serve_painted(tmp_path, cors="https://friend.example") as served:
+        port = served.url.rpartition(":")[2]
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "[::1", ""):
+            answer = served.post(DRAW, {"prompt": PROMPT}, headers={"host": host})
+            assert answer.status_code == 400, host
+        for host in ("localhost", f"[::1]:{port}", f"LOCALHOST:{port}"):
+            assert served.post(DRAW, {"prompt": PROMPT}, headers={"host": host}).status_code == 200, host
+        for origin in ("https://evil.example", "null"):
+            answer = served.post(DRAW, {"prompt": PROMPT}, headers={"origin": origin})
+            assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+        for origin in ("https://friend.example", served.url):
+            answer = served.post(DRAW, {"prompt": PROMPT}, headers={"origin": origin})
+            assert answer.status_code == 200
+            assert answer.headers.get("access-control-allow-origin") == (origin if "friend" in origin else None)
+        asked = {"origin": "https://friend.example", "access-control-request-method": "POST"}
+        assert served.client.options(DRAW, headers=asked).status_code == 200
+
+
+def test_bodies_that_are_too_large(tmp_path: Path) -> None:
+    """By their announced size, and by what comes if none is announced."""
+    with serve_painted(tmp_path, max_body=20000) as served:
+        body = json.dumps({"prompt": PROMPT, "x": "a" * 21000}).encode()
+        pieces = (body[k : k + 1000] for k in range(0, len(body), 1000))
+        form = {"image": paint_picture((64, 64), 1) + b"x" * 30000}
+        for answer in (
+            served.client.post(DRAW, content=body),
+            served.client.post(DRAW, content=pieces),
+            served.client.post("/v1/images/edits", data={"prompt": PROMPT}, files=form),
+        ):
+            assert answer.status_code == 413
+            assert "more than the 20000 bytes" in read_error(answer)["message"]
+        assert served.post(DRAW, {"prompt": PROMPT}).status_code == 200
+
+
+def test_what_a_server_says_of_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ditile.serve.access"), serve_painted(tmp_path) as served:
+        health = served.client.get("/health")
+        assert health.status_code == 200 and health.json()["status"] == "ok"
+        models = served.client.get("/v1/models").json()
+        assert models["object"] == "list" and models["data"][0]["id"] == "shapes-flux"
+        assert served.client.get("/v1/models/shapes-flux").json() == models["data"][0]
+        assert served.client.get("/v1/models/other").status_code == 404
+        assert served.client.get("/v1/plan").json()["plan"] == "pipefusion=2"
+        assert served.post(DRAW, {"prompt": PROMPT, "n": 2}).status_code == 200
+        assert served.post(DRAW, {}).status_code == 400
+        metrics = served.client.get("/metrics").text
+        assert 'ditile_drawn_total{kind="image"} 2.0' in metrics
+        assert 'ditile_requests_refused_total{status="400"} 1.0' in metrics
+        assert served.client.get("/openapi.json").json()["paths"][DRAW]["post"]["requestBody"]["content"]
+        served.group.state = "down"
+        answer = served.client.get("/health")
+        assert answer.status_code == 503 and answer.json()["status"] == "restarting"
+        served.group.state = "ready"
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "ditile.serve.access"]
+    drawn = next(line for line in lines if line["path"] == DRAW and line["status"] == 200)
+    assert set(drawn) == {"time", "method", "path", "status", "ms", "owner", "job"}
+    assert drawn["job"].startswith("image_") and drawn["ms"] > 0 and abs(drawn["time"] - time.time()) < 60
+    assert "red circle" not in caplog.text
+
+
+def test_addresses_that_are_none(tmp_path: Path) -> None:
+    with serve_painted(tmp_path) as served:
+        for path in ("/", "/v2", "/v1/images", "/docs", "/v1/images/x/content/0", "/v1/images/generations/"):
+            answer = served.client.get(path)
+            assert answer.status_code == 404 and read_error(answer)["type"] == "invalid_request_error", path
+        answer = served.client.get(DRAW)
+        assert answer.status_code == 405 and answer.headers["allow"] == "POST" and read_error(answer)
+
+
+def test_a_bug_is_one_line(tmp_path: Path) -> None:
+    """What nobody foresaw is in the log, and not in the answer."""
+    with serve_painted(tmp_path) as served:
+        served.service.describe_plan = lambda: {"plan": object()}  # type: ignore[method-assign]
+        answer = httpx.get(f"{served.url}/v1/plan", trust_env=False)
+        assert answer.status_code == 500 and read_error(answer)["message"] == "the server failed; its log says why"
+
+
+def test_messages_of_options_name_fields() -> None:
+    assert rename_options("steps=0 is less; try --true-cfg above 1, or add --image FILE") == (
+        "num_inference_steps=0 is less; try true_cfg_scale above 1, or add image"
+    )

@@ -1,0 +1,240 @@
+"""Pictures over HTTP: OpenAI's fields and answers, by its own client and by hand."""
+
+import base64
+import io
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from PIL import Image
+
+from tests.serve.servers import PROMPT, Served, paint_picture, read_error, serve_painted
+
+PICTURE = paint_picture((128, 128), 5)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve_painted(tmp_path_factory.mktemp("state"), max_images=4, max_queue=8) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def at_full_pace(served: Served) -> None:
+    served.group.pace, served.group.failure = 0.0, None
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with httpx.Client(trust_env=False, timeout=60) as transport:
+        yield openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, http_client=transport)
+
+
+def open_picture(text: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(text)))
+
+
+def test_generate_by_the_client(served: Served, client: openai.OpenAI) -> None:
+    answer = client.images.generate(
+        prompt=PROMPT, model="dall-e-3", n=3, size="64x32", output_format="webp", output_compression=90, quality="hd",
+        style="vivid", background="opaque", moderation="low", user="ann",
+        extra_body={"seed": 7, "num_inference_steps": 3, "guidance_scale": 2.5, "true_cfg_scale": 3.0,
+                    "negative_prompt": "blue"},
+        extra_query={"api-version": "2025-01-01"},
+    )  # fmt: skip
+    assert answer.data is not None and len(answer.data) == 3
+    pictures = [open_picture(one.b64_json or "") for one in answer.data]
+    assert {(picture.size, picture.format) for picture in pictures} == {((64, 32), "WEBP")}
+    assert (answer.size, answer.output_format) == ("64x32", "webp") and abs(answer.created - time.time()) < 60
+    extra = answer.model_extra or {}
+    assert extra["seed"] == 7 and extra["inference_time_s"] == 1.0 and extra["warnings"] == []
+    assert [(one.model_extra or {})["seed"] for one in answer.data] == [7, 8, 9]
+    options = served.group.batches[-1].jobs[0].request.options
+    assert (options.steps, options.guidance, options.true_cfg, options.negative_prompt) == (3, 2.5, 3.0, "blue")
+
+
+def test_only_the_prompt_is_mandatory(served: Served) -> None:
+    answer = served.post("/v1/images/generations", {"prompt": PROMPT}).json()
+    assert len(answer["data"]) == 1 and answer["size"] == "128x128" and answer["output_format"] == "png"
+    assert 0 <= answer["seed"] < 2**31 and answer["data"][0]["url"] is None
+    assert read_error(served.post("/v1/images/generations", {}))["code"] == "missing_required_parameter"
+    assert read_error(served.post("/v1/images/edits", {"prompt": PROMPT}))["param"] == "image"
+
+
+def test_what_is_not_heeded_is_named(served: Served) -> None:
+    values = {"prompt": PROMPT, "model": "flux-9", "sampler": "ddim", "\u00e4": 1, "size": "auto", "seed": -1}
+    answer = served.client.post("/v1/images/generations", content=json.dumps(values)).json()
+    assert len(answer["warnings"]) == 3
+    assert "model 'flux-9' is not served; shapes-flux draws" in answer["warnings"]
+    assert "'sampler' is not known here, and was not heeded" in answer["warnings"]
+    assert served.post("/v1/images/generations", {"prompt": PROMPT, "model": "gpt-image-1"}).json()["warnings"] == []
+
+
+def test_a_picture_by_its_address(served: Served) -> None:
+    answer = served.post(
+        "/v1/images/generations", {"prompt": PROMPT, "response_format": "url", "n": 2, "seed": 3}
+    ).json()
+    urls = [one["url"] for one in answer["data"]]
+    assert urls[0].startswith(f"{served.url}/v1/images/image_") and answer["data"][0]["b64_json"] is None
+    with httpx.Client(trust_env=False) as other:
+        found = [other.get(url) for url in urls]
+    assert [one.headers["content-type"] for one in found] == ["image/png"] * 2
+    assert found[1].content == paint_picture((128, 128), 4)
+    assert read_error(served.client.get(urls[0][:-1] + "7"))["code"] == "not_found"
+    assert served.client.get(urls[0][:-1] + "-1").status_code == 404
+
+
+def test_edits_by_the_client(served: Served, client: openai.OpenAI) -> None:
+    """A file as `image`, its mask of alpha, and fields of a form, which are texts."""
+    mask = Image.new("RGBA", (128, 128), (0, 0, 0, 255))
+    mask.paste((0, 0, 0, 0), (0, 0, 64, 128))
+    encoded = io.BytesIO()
+    mask.save(encoded, "png")
+    answer = client.images.edit(
+        image=("start.png", PICTURE, "image/png"), mask=("mask.png", encoded.getvalue(), "image/png"), prompt=PROMPT,
+        n=2, extra_body={"strength": 0.5, "seed": 1},
+    )  # fmt: skip
+    assert answer.data is not None and len(answer.data) == 2
+    batch = served.group.batches[-1]
+    files = batch.inputs[batch.jobs[0].id]
+    assert set(files) == {"image", "mask"} and batch.jobs[0].request.options.strength == 0.5
+    white = Image.open(io.BytesIO(files["mask"]))
+    assert white.mode == "L" and white.getpixel((10, 10)) == 255 and white.getpixel((100, 10)) == 0
+    with pytest.warns(DeprecationWarning):
+        variation = client.images.create_variation(image=("start.png", PICTURE, "image/png"))
+    assert variation.data is not None and len(variation.data) == 1
+
+
+@pytest.mark.parametrize("how", ["image[]", "data URL", "object", "url", "mask_image"])
+def test_edits_in_every_form(served: Served, how: str) -> None:
+    text = "data:image/png;base64," + base64.b64encode(PICTURE).decode()
+    if how in ("image[]", "mask_image"):
+        files: Any = [("image[]", ("a.png", PICTURE, "image/png"))]
+        files += [("mask_image", ("m.png", paint_picture((128, 128), 255), "image/png"))] if how == "mask_image" else []
+        answer = served.client.post(
+            "/v1/images/edits", data={"prompt": PROMPT, "n": "1", "stream": "false"}, files=files
+        )
+    else:
+        picture = {"data URL": {"image": text}, "object": {"images": [{"image_url": text}]}, "url": {"url": [text]}}
+        answer = served.post("/v1/images/edits", {"prompt": PROMPT, **picture[how]})
+    assert answer.status_code == 200, answer.text
+    batch = served.group.batches[-1]
+    first = Image.open(io.BytesIO(batch.inputs[batch.jobs[0].id]["image"]))
+    assert (first.format, first.mode, first.size, first.getpixel((0, 0))) == ("PNG", "RGB", (128, 128), (5, 0, 7))
+
+
+def test_an_edit_keeps_the_form_of_its_picture(served: Served) -> None:
+    """A photograph on its side is turned, and drawn in its own form at the model's area."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    encoded = io.BytesIO()
+    Image.new("RGB", (400, 100), "red").save(encoded, "jpeg", exif=exif)
+    answer = served.client.post("/v1/images/edits", data={"prompt": PROMPT}, files={"image": encoded.getvalue()})
+    assert answer.json()["size"] == "64x256"
+    answer = served.client.post(
+        "/v1/images/edits", data={"prompt": PROMPT, "size": "128x64"}, files={"image": encoded.getvalue()}
+    )
+    assert answer.json()["size"] == "128x64"
+
+
+def test_streams_by_the_client(served: Served, client: openai.OpenAI) -> None:
+    served.group.pace = 0.02
+    events: list[Any] = list(client.images.generate(prompt=PROMPT, stream=True, partial_images=2, size="64x64"))
+    assert [event.type for event in events] == ["image_generation.partial_image"] * 2 + ["image_generation.completed"]
+    assert [event.partial_image_index for event in events[:2]] == [0, 1]
+    assert open_picture(events[2].b64_json).size == (64, 64) and events[2].usage.total_tokens == 0
+    with open_picture(events[0].b64_json) as preview:
+        assert preview.size == (8, 8)
+    edits: list[Any] = list(
+        client.images.edit(image=("a.png", PICTURE, "image/png"), prompt=PROMPT, stream=True, partial_images=1)
+    )
+    assert [event.type for event in edits] == ["image_edit.partial_image", "image_edit.completed"]
+    served.fail_next_jobs("rank_failed", "a rank died")
+    with pytest.raises(openai.APIError, match="a rank died"):
+        list(client.images.generate(prompt=PROMPT, stream=True))
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("refused", 422), ("out_of_memory", 422), ("timeout", 408), ("rank_failed", 503)]
+)
+def test_failures(served: Served, code: str, status: int) -> None:
+    served.fail_next_jobs(code, "steps=3 is wrong; try --guidance 2")
+    answer = served.post("/v1/images/generations", {"prompt": PROMPT})
+    assert answer.status_code == status
+    assert read_error(answer)["message"] == "num_inference_steps=3 is wrong; try guidance_scale 2"
+
+
+@pytest.mark.parametrize("how", ["answer", "stream"])
+def test_a_client_that_goes_away_ends_its_job(served: Served, how: str) -> None:
+    served.group.pace = 0.05
+    values = {"prompt": PROMPT, "num_inference_steps": 200, "stream": how == "stream", "partial_images": 2}
+    if how == "stream":
+        with served.client.stream("POST", "/v1/images/generations", json=values) as stream:
+            next(stream.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            served.client.post("/v1/images/generations", json=values, timeout=0.3)
+    deadline = time.monotonic() + 10
+    while served.service.metrics.read_value("ditile_jobs", state="running") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    job = served.service.find_job(served.group.batches[-1].jobs[0].id, "")
+    assert job.state == "cancelled" and job.progress < 50
+    served.group.pace = 0.0
+    assert served.post("/v1/images/generations", {"prompt": PROMPT}).status_code == 200
+
+
+def test_a_full_queue(served: Served) -> None:
+    served.group.pace = 0.1
+    waiting = [httpx.Client(base_url=served.url, trust_env=False, timeout=0.3) for _ in range(9)]
+    values = {"prompt": PROMPT, "num_inference_steps": 100, "stream": True}
+    streams = [client.build_request("POST", "/v1/images/generations", json=values) for client in waiting]
+    open_streams = [client.send(request, stream=True) for client, request in zip(waiting, streams, strict=True)]
+    answer = served.post("/v1/images/generations", {"prompt": PROMPT})
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+    assert read_error(answer)["type"] == "rate_limit_error"
+    for stream, client in zip(open_streams, waiting, strict=True):
+        stream.close()
+        client.close()
+    served.group.pace = 0.0
+    deadline = time.monotonic() + 10
+    while served.post("/v1/images/generations", {"prompt": PROMPT}).status_code != 200:
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    ("values", "status", "message"),
+    [
+        ({"n": 5}, 422, "n=5 is more than this server's 4; try n=4 or less"),
+        ({"num_inference_steps": 201}, 422, "num_inference_steps=201 is more than this server's 200"),
+        ({"size": "100x100"}, 422, "height=100 is not a multiple of 8, a token of this model; try height=96"),
+        ({"size": "9000x9000"}, 422, "try size=4096x4096 or less"),
+        ({"size": "large"}, 400, "size='large' is no size; try size='1024x1024' or 'auto'"),
+        ({"n": 0}, 400, "n=0 should be greater than or equal to 1; try n=1"),
+        ({"n": "two"}, 400, "n='two' should be a valid integer, unable to parse string as an integer; try n=1"),
+        ({"seed": 2**63}, 400, "try seed=7"),
+        ({"strength": 0.5}, 422, "strength=0.5 needs a picture to start from; add image"),
+        ({"negative_prompt": "blue", "true_cfg_scale": 1}, 422, "ignores a negative prompt at true_cfg_scale 1"),
+        ({"prompt": " "}, 400, "prompt is empty; say what to draw"),
+        ({"prompt": "a" * 9000}, 422, "prompt has 9000 letters, and this server takes 8192; shorten it"),
+        ({"prompt": "a\0b"}, 400, "holds the control character U+0000; leave it out"),
+        ({"lora": "style"}, 422, "lora='style' is not known; this server has none"),
+        ({"output_format": "tiff"}, 400, "output_format='tiff' should be 'png', 'jpeg' or 'webp'"),
+        ({"timeout": -1}, 400, "try timeout=60"),
+    ],
+)  # fmt: skip
+def test_refusals_say_what_would_work(served: Served, values: dict[str, Any], status: int, message: str) -> None:
+    count = len(served.group.batches)
+    answer = served.post("/v1/images/generations", {"prompt": PROMPT} | values)
+    assert answer.status_code == status and message in read_error(answer)["message"]
+    assert len(served.group.batches) == count
+
+
+def test_videos_are_not_drawn_by_a_model_of_pictures(served: Served) -> None:
+    assert (
+        "draws pictures; send this to /v1/images/generations"
+        in read_error(served.post("/v1/videos", {"prompt": "a"}))["message"]
+    )

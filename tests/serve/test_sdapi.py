@@ -1,0 +1,102 @@
+"""Calls of AUTOMATIC1111's clients, as Open WebUI and SillyTavern send them."""
+
+import base64
+import io
+import json
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from PIL import Image
+
+from tests.serve.servers import PROMPT, Served, paint_picture, read_error, serve_painted
+
+PICTURE = base64.b64encode(paint_picture((128, 128), 5)).decode()
+SILLY_TAVERN = {
+    "prompt": PROMPT, "negative_prompt": "blurry", "sampler_name": "Euler a", "scheduler": "normal", "steps": 6,
+    "cfg_scale": 7, "width": 102, "height": 64, "seed": None, "enable_hr": False, "hr_upscaler": "Latent",
+    "denoising_strength": 0.7, "override_settings": {"CLIP_stop_at_last_layers": 1}, "restore_faces": False,
+    "save_images": True, "send_images": True, "do_not_save_grid": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    loras = tmp_path_factory.mktemp("loras")
+    (loras / "style.safetensors").touch()
+    with serve_painted(tmp_path_factory.mktemp("state"), max_images=4, lora_dir=str(loras)) as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def at_full_pace(served: Served) -> None:
+    served.group.pace = 0.0
+
+
+def test_what_open_webui_asks(served: Served) -> None:
+    assert served.client.get("/sdapi/v1/options").json()["sd_model_checkpoint"] == "shapes-flux"
+    assert served.post("/sdapi/v1/options", {"sd_model_checkpoint": "shapes-flux"}).status_code == 200
+    assert [model["model_name"] for model in served.client.get("/sdapi/v1/sd-models").json()] == ["shapes-flux"]
+    values = {"prompt": PROMPT, "batch_size": 2, "width": 64, "height": 64, "steps": 3, "negative_prompt": ""}
+    answer = served.post("/sdapi/v1/txt2img", values).json()
+    assert [Image.open(io.BytesIO(base64.b64decode(text))).size for text in answer["images"]] == [(64, 64)] * 2
+    info = json.loads(answer["info"])
+    assert info["all_seeds"] == [info["seed"], info["seed"] + 1] and info["warnings"] == []
+
+
+def test_what_a_model_does_not_take_is_left_out_and_named(served: Served) -> None:
+    info = json.loads(served.post("/sdapi/v1/txt2img", SILLY_TAVERN).json()["info"])
+    assert info["warnings"] == ["width is 104: this model draws multiples of 8"]
+    options = served.group.batches[-1].jobs[0].request.options
+    assert (options.steps, options.guidance, options.negative_prompt, options.strength) == (6, 7.0, "blurry", None)
+    info = json.loads(served.post("/sdapi/v1/txt2img", SILLY_TAVERN | {"cfg_scale": 1, "width": 96}).json()["info"])
+    assert info["warnings"] == ["negative_prompt was left out, which this model does not heed at this cfg_scale"]
+
+
+def test_pictures_to_start_from(served: Served) -> None:
+    mask = base64.b64encode(paint_picture((64, 64), 255)).decode()
+    values = {
+        "prompt": PROMPT,
+        "init_images": [f"data:image/png;base64,{PICTURE}"],
+        "denoising_strength": 0.4,
+        "mask": mask,
+    }
+    assert served.post("/sdapi/v1/img2img", values).status_code == 200
+    batch = served.group.batches[-1]
+    assert set(batch.inputs[batch.jobs[0].id]) == {"image", "mask"} and batch.jobs[0].request.options.strength == 0.4
+    assert Image.open(io.BytesIO(batch.inputs[batch.jobs[0].id]["mask"])).size == (128, 128)
+    assert "init_images is empty" in read_error(served.post("/sdapi/v1/img2img", {"prompt": PROMPT}))["message"]
+
+
+def test_loras_in_a_prompt(served: Served) -> None:
+    assert [lora["name"] for lora in served.client.get("/sdapi/v1/loras").json()] == ["style"]
+    assert served.post("/sdapi/v1/txt2img", {"prompt": f"{PROMPT} <lora:style:0.5>"}).status_code == 200
+    request = served.group.batches[-1].jobs[0].request
+    assert request.loras == {"style": 0.5} and request.options.prompt == PROMPT
+    answer = served.post("/sdapi/v1/txt2img", {"prompt": f"<lora:stile> {PROMPT}"})
+    assert "lora='stile' is not known; did you mean style?" in read_error(answer)["message"]
+    assert answer.status_code == 422
+
+
+def test_progress_and_interrupt(served: Served) -> None:
+    idle = served.client.get("/sdapi/v1/progress").json()
+    assert idle["progress"] == 0 and idle["state"]["job_count"] == 0
+    served.group.pace = 0.05
+    answers = []
+    values = {"prompt": PROMPT, "steps": 150}
+    thread = threading.Thread(target=lambda: answers.append(served.post("/sdapi/v1/txt2img", values)))
+    thread.start()
+    deadline = time.monotonic() + 20
+    while (now := served.client.get("/sdapi/v1/progress").json())["state"]["sampling_step"] < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert 0 < now["progress"] < 1 and now["eta_relative"] > 0 and now["state"]["sampling_steps"] == 150
+    served.post("/sdapi/v1/interrupt")
+    thread.join(20)
+    assert answers[0].status_code == 409 and read_error(answers[0])["code"] == "cancelled"
+
+
+def test_lists_are_true_and_small(served: Served) -> None:
+    for path in ("samplers", "schedulers", "upscalers"):
+        assert len(served.client.get(f"/sdapi/v1/{path}").json()) == 1
