@@ -22,7 +22,7 @@ from PIL import Image
 
 import ditile
 from ditile.requests.facts import ModelFacts, collect_facts
-from ditile.serve.api.app import create_app
+from ditile.serve.app import create_app
 from ditile.serve.group import Batch, BatchEnded, GroupEvent, GroupReady, JobDrawn, JobFailed, PreviewMade, StepMade
 from ditile.serve.jobs import POSTER, SPRITESHEET, Drawn, Failure, Job
 from ditile.serve.options import ServeOptions

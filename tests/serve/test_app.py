@@ -10,7 +10,7 @@ import pytest
 
 from ditile.errors import ModelError
 from ditile.serve.api.answers import rename_options
-from ditile.serve.api.app import read_api_keys
+from ditile.serve.app import read_api_keys
 from ditile.serve.options import ServeOptions
 from tests.serve.servers import PROMPT, paint_picture, read_error, serve_painted
 

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Response
@@ -121,6 +121,15 @@ def read_api_keys(options: ServeOptions) -> list[tuple[str, bytes]]:
     if not keys:
         raise ModelError(f"{where} has no key; write one on a line, as key or name:key")
     return keys
+
+
+def write_access_log(stream: TextIO) -> None:
+    """Has a line of JSON written to a stream for each request: when, what path, by whose key, which job, how long."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    ACCESS_LOG.addHandler(handler)
+    ACCESS_LOG.setLevel(logging.INFO)
+    ACCESS_LOG.propagate = False
 
 
 class Gate:
