@@ -20,7 +20,10 @@ def test_a_job_that_is_done() -> None:
         size=(32, 16),
         seconds={"total": 4.0, "text": 0.5, "denoise": 3.0, "decode": 0.5},
         num_steps=4,
-        facts={"left_out": [{"cached_steps": [[3, 5, 7]]}, {"cached_steps": [[3]]}], "reports": [{"peak_memory_bytes": 7}, {"peak_memory_bytes": 9}]},
+        facts={
+            "left_out": [{"cached_steps": [[3, 5, 7]]}, {"cached_steps": [[3]]}],
+            "reports": [{"peak_memory_bytes": 7}, {"peak_memory_bytes": 9}],
+        },
     )
     job = build_job(state="done", started=11.0, ended=15.0, drawn=drawn)
     metrics.note_accepted_job(job)

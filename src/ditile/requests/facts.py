@@ -203,8 +203,8 @@ class ModelFacts:
         if wanted.image is None:
             return self.call
         if self.edit is None:
-            what = "draws videos from text alone" if self.is_video else "has no pipeline that starts from a picture"
-            raise ModelError(f"{self.name} {what}; leave the picture out, or serve a model that takes one")
+            what = "draws videos from text alone" if self.is_video else "has no relative that starts from a picture"
+            raise ModelError(f"{self.call.pipeline} {what}; leave the picture out, or serve a model that takes one")
         if num_pictures > self.max_pictures:
             raise ModelError(
                 f"{self.edit.pipeline} starts from {self.max_pictures} at most, and not from {num_pictures} pictures"
@@ -212,7 +212,7 @@ class ModelFacts:
         if not has_mask:
             return self.edit
         if self.inpaint is None:
-            raise ModelError(f"{self.name} has no pipeline that takes a mask; leave the mask out")
+            raise ModelError(f"{self.call.pipeline} has no relative that takes a mask; leave the mask out")
         return self.inpaint
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -283,7 +284,9 @@ async def report_metrics(http: HttpRequest) -> Response:
 @router.get("/v1/plan")
 async def report_plan(http: HttpRequest) -> Response:
     """How the model is divided, what that should take, and what it took."""
-    return AsciiJSONResponse(find_service(http).describe_plan())
+    plan = find_service(http).describe_plan()
+    name = plan.get("model")
+    return AsciiJSONResponse(plan | ({"model": find_served_name(name)} if isinstance(name, str) else {}))
 
 
 @router.get("/v1/models")
@@ -302,12 +305,17 @@ async def read_model(http: HttpRequest, name: str) -> Response:
 
 
 def _describe_model(http: HttpRequest) -> dict[str, Any]:
-    return {"id": find_served_name(find_service(http).facts), "object": "model", "created": 0, "owned_by": "ditile"}
+    return {
+        "id": find_served_name(find_service(http).facts.name),
+        "object": "model",
+        "created": 0,
+        "owned_by": "ditile",
+    }
 
 
 def _is_open_path(path: str) -> bool:
     """Whether who has no key may read a path: health, and a picture by its address, which nobody guesses."""
-    return path == "/health" or (path.startswith("/v1/images/") and "/content/" in path)
+    return path == "/health" or re.fullmatch(r"/v1/images/[^/]+/content/\d+", path) is not None
 
 
 def _read_host_name(address: str) -> str | None:

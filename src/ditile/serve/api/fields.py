@@ -216,20 +216,20 @@ def build_order(
         num_previews=fields.partial_images if isinstance(fields, ImageFields) and fields.stream else 0,
         loras=choose_loras(fields.lora, options),
         timeout=None if fields.timeout is None else min(fields.timeout, options.timeout),
-        client={"model": fields.model or find_served_name(facts), "warnings": warnings, "inputs": sorted(inputs)},
+        client={"model": fields.model or find_served_name(facts.name), "warnings": warnings, "inputs": sorted(inputs)},
     )
     return Order(request=request, inputs=inputs, warnings=warnings)
 
 
-def find_served_name(facts: ModelFacts) -> str:
-    """The name of the served model that clients are told: of a folder only the last part."""
-    return hide_local_path(facts.name).partition(" (")[0]
+def find_served_name(name: str) -> str:
+    """The name of the served model that clients are told: of a local folder only the last part."""
+    return hide_local_path(name).partition(" (")[0]
 
 
 def list_warnings(fields: RequestFields, facts: ModelFacts) -> list[str]:
     """What of a request is not heeded."""
     warnings = []
-    served, asked = find_served_name(facts), fields.model
+    served, asked = find_served_name(facts.name), fields.model
     if asked is not None and asked not in (served, facts.name) and not asked.lower().startswith(VENDOR_MODELS):
         warnings.append(f"model {asked[:60]!r} is not served; {served} draws")
     unknown = sorted(fields.model_extra or {})

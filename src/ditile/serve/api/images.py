@@ -24,7 +24,7 @@ from ditile.serve.api.answers import (
     find_owner,
     find_service,
 )
-from ditile.serve.api.fields import ImageFields, Order, build_order, parse_fields
+from ditile.serve.api.fields import ImageFields, Order, build_order, find_served_name, parse_fields
 from ditile.serve.api.uploads import Body, convert_png, decode_pictures, read_body
 from ditile.serve.jobs import Job, JobEvent, JobNotFoundError
 
@@ -97,7 +97,10 @@ async def order_images(http: HttpRequest, body: Body) -> tuple[ImageFields, Orde
     facts = service.facts
     if facts.is_video:
         raise RequestError(
-            f"{facts.name} draws videos; send this to /v1/videos", status=422, param="model", code="wrong_kind_of_model"
+            f"{find_served_name(facts.name)} draws videos; send this to /v1/videos",
+            status=422,
+            param="model",
+            code="wrong_kind_of_model",
         )
     fields = parse_fields(ImageFields, body.values)
     pictures, mask = await decode_pictures(body, service.options.max_pixels)

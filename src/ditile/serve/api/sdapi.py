@@ -131,7 +131,7 @@ async def interrupt_jobs(http: HttpRequest) -> Response:
 @router.get("/sd-models")
 async def list_sd_models(http: HttpRequest) -> Response:
     """The served model."""
-    name = find_served_name(find_service(http).facts)
+    name = find_served_name(find_service(http).facts.name)
     model = {"title": name, "model_name": name, "hash": None, "sha256": None, "filename": name, "config": None}
     return AsciiJSONResponse([model])
 
@@ -140,7 +140,7 @@ async def list_sd_models(http: HttpRequest) -> Response:
 async def read_options(http: HttpRequest) -> Response:
     """The options that clients ask for."""
     return AsciiJSONResponse(
-        {"sd_model_checkpoint": find_served_name(find_service(http).facts), "samples_format": "png"}
+        {"sd_model_checkpoint": find_served_name(find_service(http).facts.name), "samples_format": "png"}
     )
 
 
@@ -183,7 +183,9 @@ async def _draw_and_answer(
     facts = service.facts
     if facts.is_video:
         raise RequestError(
-            f"{facts.name} draws videos; send this to /v1/videos", status=422, code="wrong_kind_of_model"
+            f"{find_served_name(facts.name)} draws videos; send this to /v1/videos",
+            status=422,
+            code="wrong_kind_of_model",
         )
     image_fields, warnings = convert_fields(fields, facts, has_picture=bool(body.pictures))
     image_fields = image_fields.model_copy(update={"strength": strength})
@@ -257,7 +259,7 @@ def _build_info(job: Job, facts: ModelFacts, warnings: list[str]) -> dict[str, A
         "cfg_scale": options.guidance,
         "sampler_name": OWN_VALUE,
         "batch_size": len(drawn.seeds),
-        "sd_model_name": find_served_name(facts),
+        "sd_model_name": find_served_name(facts.name),
         "inference_time_s": drawn.seconds.get("total"),
         "warnings": warnings,
     }

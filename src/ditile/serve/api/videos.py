@@ -57,7 +57,7 @@ async def create_video(http: HttpRequest) -> Response:
     facts = service.facts
     if not facts.is_video:
         raise RequestError(
-            f"{find_served_name(facts)} draws pictures; send this to /v1/images/generations",
+            f"{find_served_name(facts.name)} draws pictures; send this to /v1/images/generations",
             status=422,
             param="model",
             code="wrong_kind_of_model",
