@@ -181,10 +181,10 @@ class Service:
             self._spawn_task(self._cancel_unseen_job(accepting, job.id))
             raise
 
-    def find_job(self, job_id: str, owner: str) -> Job:
-        """A job as it is now. Raises `JobNotFoundError` if there is none of this owner."""
+    def find_job(self, job_id: str, owner: str | None) -> Job:
+        """A job as it is now. Raises `JobNotFoundError` if there is none of this owner; None is any owner."""
         job = self._book.get_job(job_id)
-        if job.owner != owner:
+        if owner not in (None, job.owner):
             raise JobNotFoundError(f"there is no job {job_id[:64]!r}; it may have expired")
         return job
 
