@@ -422,10 +422,11 @@ def test_memory_that_is_used_up_while_a_model_is_loaded_is_told_as_such(
 def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["models"]) == 0
     out = capsys.readouterr().out
-    for word in ("FluxTransformer2DModel", "PixArtSigmaPipeline", "StableDiffusion3Pipeline", "shapes-flux"):
+    for word in ("FluxTransformer2DModel", "PixArtSigmaPipeline", "StableDiffusion3Img2ImgPipeline", "shapes-flux"):
         assert word in out
     for word in ("PipeFusion", "caches", "two calls", "batched", "row, sequence"):
         assert word in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 @pytest.mark.skipif(diffusers.__version__.startswith("0.41."), reason="the page has classes that came later")

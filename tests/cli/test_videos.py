@@ -30,6 +30,7 @@ from ditile.requests.pipelines import check_num_frames, check_prompt_cleaner, fi
 from ditile.runner.load import read_generation_defaults
 from tests import tiny
 from tests.cli.test_cli import opened, refused
+from tests.zoo import ZOO
 
 PROMPT = "a large red circle moves from left to right on a gray background"
 SHORT = ("--model", "shapes-wan", "--steps", "2", "--seed", "7", "--threads", "1")
@@ -205,6 +206,23 @@ def test_frames_and_rate_under_the_names_of_every_class() -> None:
     with pytest.raises(ModelError, match="LTXImageToVideoPipeline draws from a picture and a prompt; give a PROMPT"):
         arguments.merge_call_arguments(diffusers.LTXImageToVideoPipeline, alone, {})
     assert find_frame_rate(diffusers.LTXPipeline, {}) == 25 and find_frame_rate(diffusers.WanPipeline, {}) is None
+
+
+@pytest.mark.parametrize(("own", "fps", "rate"), [({}, None, 12), ({}, 7, 7), ({"frame_rate": 30}, None, 30)])
+def test_the_rate_of_a_model_reaches_its_call(tmp_path: Path, own: dict[str, int], fps: int | None, rate: int) -> None:
+    """A failure: a sound, or motion, is computed for another rate than that of the file."""
+    (tmp_path / "model_index.json").write_text("{}")
+    (tmp_path / "generation.json").write_text('{"fps": 12}')
+    wanted = GenerateOptions(prompt="a", model=str(tmp_path), fps=fps)
+    assert arguments.build_call_arguments(ZOO["ltx"].make(), wanted, own)["frame_rate"] == rate
+
+
+def test_sizes_beyond_the_rotary_table_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure: a traceback from within the model, behind a load that takes minutes."""
+    for size, said in (("--height", "height=512"), ("--width", "width=512"), ("--frames", "num_frames=253")):
+        assert main.main(["generate", PROMPT, *SHORT, size, "1025" if size == "--frames" else "1088"]) == 2
+        error = capsys.readouterr().err
+        assert "is more than the rotary table of WanTransformer3DModel has rows for" in error and said in error
 
 
 def test_frames_that_a_vae_makes() -> None:

@@ -312,7 +312,9 @@ def test_a_picture_has_no_frames() -> None:
 
 def test_a_pipeline_without_a_row_is_refused(saved: Any) -> None:
     """A failure means that a model is priced by another call than its pipeline makes."""
-    with pytest.raises(ModelError, match="AllegroPipeline: nothing says what it takes in place of a prompt"):
+    with pytest.raises(
+        ModelError, match="AllegroPipeline cannot be planned for, as nothing says what it takes in place of a prompt"
+    ):
         PlanSubject.from_configs("allegro", saved("allegro")[1])
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ditile.plan.shape import FRAME_COUNTS
 from ditile.requests import results
 from ditile.requests.pipelines import (
-    FRAME_COUNTS,
     check_num_frames,
     enable_required_tiling,
     find_argument,

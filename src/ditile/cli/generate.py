@@ -19,12 +19,12 @@ from ditile.distributed.console import show_progress_bar
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
+from ditile.plan.shape import FRAME_COUNTS
 from ditile.requests.arguments import build_batch_call, build_call_arguments, build_object_arguments, check_cache_steps
 from ditile.requests.cache_options import CacheOptions
 from ditile.requests.options import GenerateOptions
 from ditile.requests.pictures import read_picture
 from ditile.requests.pipelines import (
-    FRAME_COUNTS,
     convert_value_errors,
     find_argument,
 )

@@ -25,7 +25,13 @@ from ditile.cli.bench.options import Comparison, Workload
 from ditile.cli.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
 from ditile.cli.options import CalibrateOptions, ModelsOptions, RunOptions, VerifyOptions, check_output_files
 from ditile.distributed import env
-from ditile.distributed.console import is_writing_process, make_console, print_parts, print_tables_and_json
+from ditile.distributed.console import (
+    LINE_WIDTH,
+    is_writing_process,
+    make_console,
+    print_parts,
+    print_tables_and_json,
+)
 from ditile.distributed.launch import launch
 from ditile.distributed.pulse import RankFailure, describe_error, is_out_of_memory
 from ditile.distributed.watch import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
@@ -428,7 +434,7 @@ def _run_models_command(arguments: argparse.Namespace) -> int:
         print(format_matrix_markdown(read_matrix(), read_families()))
         return 0
     for table in build_matrix_tables(read_matrix()):
-        make_console().print(table)
+        make_console(piped_width=LINE_WIDTH).print(table)
     return 0
 
 

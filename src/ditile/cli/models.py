@@ -30,7 +30,10 @@ def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
     """The tables of `ditile models`, for 80 columns: families with a `ModelSpec`, and all others by support level."""
     families, cells = matrix["families"], matrix["cells"]
     specs = [family for family in families if family["name"] in cells]
-    names = Table("family", "transformer", "pipelines")
+    names = Table("family")
+    # Names of classes are copied, so that they are whole, and the family's is broken where columns are few.
+    for title in ("transformer", "pipelines"):
+        names.add_column(title, no_wrap=True)
     for family in specs:
         names.add_row(family["name"], family["transformer"], "\n".join(family["pipelines"]))
     yield names

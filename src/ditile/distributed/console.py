@@ -24,12 +24,12 @@ LINE_WIDTH = 80
 """Columns of a terminal for which tables are made."""
 
 
-def make_console(*, stderr: bool = False) -> Console:
-    """Where tables go. Into a pipe they are as wide as a table needs."""
+def make_console(*, stderr: bool = False, piped_width: int = 160) -> Console:
+    """Where tables go. Into a pipe they are as wide as a table needs, up to so many columns."""
     from rich.console import Console
 
     piped = not (sys.stderr if stderr else sys.stdout).isatty()
-    return Console(stderr=stderr, highlight=False, markup=False, width=160 if piped else None)
+    return Console(stderr=stderr, highlight=False, markup=False, width=piped_width if piped else None)
 
 
 def print_parts(console: Console, parts: Iterable[Table | str]) -> None:

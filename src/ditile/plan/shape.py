@@ -19,6 +19,8 @@ from ditile.plan.layout import Grid, Layout, pick_even_chunk
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.spec import ModelSpec
 
+FRAME_COUNTS = ("num_frames", "frames", "video_length")
+"""Names of a call's argument, of which a class has one at most."""
 _PER_PROMPT = re.compile("num_[a-z]+_per_prompt")
 
 

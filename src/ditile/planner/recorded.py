@@ -31,6 +31,7 @@ from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models.known import ASSETS
 from ditile.models.record import bind_arguments
+from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.kernel_times import make_passthrough
 from ditile.planner.sizes import SizesOnly
 from ditile.runner.load import convert_build_errors
@@ -114,7 +115,7 @@ class PipelineRecorder:
     @property
     def takes_frames(self) -> bool:
         """Whether a call has a number of frames."""
-        return "num_frames" in self._parameters
+        return not self._parameters.keys().isdisjoint(FRAME_COUNTS)
 
     def count_text_tokens(self, call: Mapping[str, Any]) -> int:
         """Tokens of the text that a call has."""
@@ -170,7 +171,9 @@ class PipelineRecorder:
 
     def _make_arguments(self, call: Mapping[str, Any], sizes: SizesOnly) -> dict[str, Any]:
         """The arguments of the pipeline's call."""
-        given = {name: value for name, value in call.items() if name in self._parameters and value is not None}
+        own = next((name for name in FRAME_COUNTS if name in self._parameters), "num_frames")
+        named = {own if name == "num_frames" else name: value for name, value in call.items()}
+        given = {name: value for name, value in named.items() if name in self._parameters and value is not None}
         given = {name: value for name, value in given.items() if "prompt" not in name}
 
         for name, shape in self._prompt.items():

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from ditile.errors import ModelError
 from ditile.models.probe import COUNTS
-from ditile.plan.shape import check_image_size
+from ditile.plan.checks import is_whole_number
+from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.requests.cache_options import CacheOptions
-from ditile.requests.facts import collect_call_facts, collect_request_arguments
+from ditile.requests.facts import collect_call_facts, collect_request_arguments, find_size_multiple
 from ditile.requests.options import GenerateOptions
-from ditile.requests.pipelines import check_num_frames, find_argument
+from ditile.requests.pipelines import FRAME_RATES, check_num_frames, find_argument, find_frames_ratio
+from ditile.runner.load import FRAME_RATE, read_generation_defaults
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -24,9 +26,14 @@ def build_call_arguments(pipe: DiffusionPipeline, wanted: GenerateOptions, base:
     Raises:
         ModelError: if this pipeline does not take an argument that is given, or cannot make the size or the frames.
     """
+    rate = find_argument(type(pipe), FRAME_RATES)
+    if rate is not None and rate not in base and wanted.fps is None:
+        # The rate of the model's files is that of its videos, which the call may be told.
+        wanted = dataclasses.replace(wanted, fps=read_generation_defaults(wanted.model).get(FRAME_RATE))
     call = merge_call_arguments(type(pipe), wanted, base)
     _check_picture_size(pipe, call)
     check_num_frames(pipe, call)
+    _check_rotary_table(pipe, call)
     return call
 
 
@@ -98,6 +105,24 @@ def check_cache_steps(cache: CacheOptions, call: Mapping[str, Any]) -> None:
         steps = call["num_inference_steps"]
         if reason := explain_idle_steps(config, max(1, min(steps, int(steps * call.get("strength", 1))))):
             raise ModelError(reason)
+
+
+def _check_rotary_table(pipe: Any, call: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for a size with more rows, columns or frames of tokens than a model has rotations for."""
+    config = getattr(getattr(pipe, "transformer", None), "config", None)
+    most, patch = getattr(config, "rope_max_seq_len", None), getattr(config, "patch_size", None)
+    if not is_whole_number(most) or not isinstance(patch, list | tuple):
+        return
+    side, frames = most * find_size_multiple(pipe), most * patch[0]
+    limits = {"height": side, "width": side}
+    if (count := find_argument(type(pipe), FRAME_COUNTS)) is not None:
+        limits[count] = 1 + (frames - 1) * find_frames_ratio(pipe)
+    for name, limit in limits.items():
+        if is_whole_number(value := call.get(name)) and value > limit:
+            raise ModelError(
+                f"{name}={value} is more than the rotary table of {type(pipe.transformer).__name__} has rows for; try "
+                f"{name}={limit}"
+            )
 
 
 def _check_picture_size(pipe: Any, call: dict[str, Any]) -> None:

@@ -16,10 +16,9 @@ from ditile.errors import ModelError
 from ditile.plan.checks import is_number, is_whole_number
 from ditile.plan.flags import format_flag
 from ditile.plan.plan import Plan
-from ditile.plan.shape import check_image_size
+from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.requests.options import GenerateOptions
 from ditile.requests.pipelines import (
-    FRAME_COUNTS,
     FRAME_RATES,
     check_frame_count,
     find_frames_ratio,
@@ -245,7 +244,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
         inpaint=None if inpaint is None or edit is None else collect_call_facts(inpaint),
         base={name: value for name, value in base.items() if name in call.defaults},
         size=_find_default_size(pipe, {**call.defaults, **base}),
-        size_multiple=_find_size_multiple(pipe),
+        size_multiple=find_size_multiple(pipe),
         frames_ratio=find_frames_ratio(pipe),
         fps=choose_fps(pipe, GenerateOptions(model=model), base),
         max_pictures=most,
@@ -291,7 +290,7 @@ def _find_default_size(pipe: Any, call: Mapping[str, Any]) -> list[int]:
     return [side * scale, side * scale] if is_whole_number(side) and is_whole_number(scale) else []
 
 
-def _find_size_multiple(pipe: Any) -> int:
+def find_size_multiple(pipe: Any) -> int:
     """Pixels of a token's side; of a transformer without a `ModelSpec`, by what its config calls a patch."""
     from ditile.models.registry import find_model_spec
 

@@ -12,11 +12,11 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.errors import DitileError, ModelError
 from ditile.models.known import find_known_model
+from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.load import find_model_source
 
 if TYPE_CHECKING:
@@ -24,24 +24,12 @@ if TYPE_CHECKING:
 
 VIDEO_FIELDS = ("frames", "video")
 """Names of a result's field."""
-FRAME_COUNTS = ("num_frames", "frames", "video_length")
 FRAME_RATES = ("frame_rate", "fps")
-"""Names of a call's arguments, of which a class has one at most."""
+"""Names of a call's argument, of which a class has one at most."""
 _TEMPORAL_RATIOS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 _VAES_OF_TILES = frozenset({"AutoencoderKLAllegro"})
 """VAEs that diffusers decodes by tiles alone, and raises without, behind the last step. They are not causal, and their
 pipelines cut off the frames that are too many."""
-
-
-def find_pipeline_class(source: Path | str) -> type | None:
-    """The class of the pipeline in a folder or on the hub; None if it cannot be read, for which loading raises."""
-    import diffusers
-
-    try:
-        name = diffusers.DiffusionPipeline.load_config(source).get("_class_name")
-    except OSError:
-        return None
-    return getattr(diffusers, name, None) if isinstance(name, str) else None
 
 
 def draws_videos(model: str) -> bool:
@@ -53,6 +41,8 @@ def draws_videos(model: str) -> bool:
     known = find_known_model(model)
     if known is not None and known.hub_id is None:
         return known.is_video
+    from ditile.runner.partial import find_pipeline_class
+
     return returns_videos(find_pipeline_class(find_model_source(model, weights=False)))
 
 

@@ -18,7 +18,6 @@ from ditile.requests.pipelines import (
     check_prompt_cleaner,
     convert_to_image_to_image,
     enable_required_tiling,
-    find_pipeline_class,
     returns_videos,
 )
 from ditile.runner.load import find_model_source, load
@@ -40,6 +39,8 @@ def prepare_runner(
     Raises:
         DitileError: if the model, the plan or an option does not fit.
     """
+    from ditile.runner.partial import find_pipeline_class
+
     silence_libraries()
     if engine.threads is not None:
         _set_num_threads(engine.threads)

@@ -140,6 +140,8 @@ def load(
     """
     env.drop_import_complaints()
     # Not at the top of the module, because listing models and reading their options must not import torch.
+    import diffusers
+
     from ditile.distributed.mesh import find_process_rank
     from ditile.distributed.watch import START_SECONDS, begin_watch
     from ditile.runner.partial import find_pipeline_class, load_partial_components, load_whole_models
@@ -153,7 +155,7 @@ def load(
         own = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
         own |= load_whole_models(source, wanted, variant, apart=own)
         # Not of DiffusionPipeline, which reads anew what a signature has a default for, such as Wan's transformers.
-        pipe: DiffusionPipeline = find_pipeline_class(source).from_pretrained(
+        pipe: DiffusionPipeline = (find_pipeline_class(source) or diffusers.DiffusionPipeline).from_pretrained(
             source, dtype=wanted, use_safetensors=True, variant=variant, **own
         )
     return pipe

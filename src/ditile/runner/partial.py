@@ -79,11 +79,15 @@ def load_partial_components(
     return partial_components
 
 
-def find_pipeline_class(source: Path | str) -> type[Any]:
-    """The class that a pipeline's model_index.json names; `DiffusionPipeline` if diffusers has none of that name."""
+def find_pipeline_class(source: Path | str) -> type[Any] | None:
+    """The class that a pipeline's model_index.json names; None if diffusers has none of that name.
+
+    Raises:
+        LoadError: if the file cannot be read.
+    """
     named = _find_component_class("diffusers", _read_model_index(source).get("_class_name"))
     is_pipeline = named is not None and issubclass(named, diffusers.DiffusionPipeline)
-    return named if is_pipeline else diffusers.DiffusionPipeline  # type: ignore[return-value]
+    return named if is_pipeline else None
 
 
 def load_whole_models(
