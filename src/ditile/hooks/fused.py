@@ -7,6 +7,9 @@ is with diffusers' `fuse_qkv_projections`.
 Linear and GELU, on CPUs: apart, the GELU takes half as long as the product. oneDNN's kernel rounds otherwise than
 torch's two, by units of the last place. So it runs only where the picture is not the plain pipeline's to the bit in any
 case: in steps with stale keys, and where ranks share out tokens, whose products have other shapes.
+
+A layer with LoRAs that add nothing now counts as the plain layer below them, so that a picture without LoRAs is the
+same whether some are loaded or not.
 """
 
 from __future__ import annotations
@@ -39,11 +42,11 @@ def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], de
     """
     for _, attention in attentions:
         for names in STREAMS:
-            linears: list[Any] = [getattr(attention, name, None) for name in names]
-            if _are_linears_alike(linears, device):
-                fused = FusedProjections(linears)
-                for index, linear in enumerate(linears):
-                    override_attribute(stack, linear, "forward", partial(fused, index))
+            layers: list[Any] = [getattr(attention, name, None) for name in names]
+            if _are_linears_alike(layers, device):
+                fused = FusedProjections(layers)
+                for index, layer in enumerate(layers):
+                    override_attribute(stack, layer, "forward", partial(fused, index))
 
 
 class FusedProjections:
@@ -52,8 +55,10 @@ class FusedProjections:
     A layer that is called with other tokens computes its own, and so do all if some weight was moved in memory.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self._forwards: list[Callable[[Tensor], Tensor]] = [linear.forward for linear in linears]
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._forwards: list[Callable[[Tensor], Tensor]] = [layer.forward for layer in layers]
+        linears = [_unwrap_loras(layer) for layer in layers]
+        self._with_loras = [layer for layer, linear in zip(layers, linears, strict=True) if layer is not linear]
         self._widths = [linear.out_features for linear in linears]
         self._weight = pack_parameters([linear.weight for linear in linears])
         self._bias = None if linears[0].bias is None else pack_parameters([linear.bias for linear in linears])
@@ -69,7 +74,7 @@ class FusedProjections:
             if not self._outputs:
                 self._tokens = None
             return output
-        if index or torch.is_grad_enabled():
+        if index or torch.is_grad_enabled() or (self._with_loras and any(map(_adds_loras, self._with_loras))):
             return self._forwards[index](x)
         for (linear, name), address in self._addresses.items():
             if getattr(linear, name).data_ptr() != address:
@@ -96,7 +101,14 @@ def pack_parameters(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def is_plain_linear(linear: Any, device: torch.device) -> bool:
-    """Whether a module is a linear layer as torch makes it, with nothing around its forward, on a device."""
+    """Whether a module is a linear layer as torch makes it, with nothing around its forward, on a device.
+
+    LoRAs of peft may be around it, which may add something.
+    """
+    base = _unwrap_loras(linear)
+    if base is not linear:
+        is_hooked = "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks
+        return not is_hooked and is_plain_linear(base, device)
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return False
     parameters = [p for p in (linear.weight, linear.bias) if p is not None]
@@ -105,10 +117,23 @@ def is_plain_linear(linear: Any, device: torch.device) -> bool:
     return is_plain and is_on_device and not linear._forward_hooks and not linear._forward_pre_hooks
 
 
-def _are_linears_alike(linears: Sequence[Any], device: torch.device) -> bool:
+def _unwrap_loras(layer: Any) -> Any:
+    """The layer below the LoRAs that peft puts around a linear layer, or the layer itself."""
+    is_wrapped = type(layer).__module__ == "peft.tuners.lora.layer" and type(layer).__name__ == "Linear"
+    return layer.base_layer if is_wrapped else layer
+
+
+def _adds_loras(layer: Any) -> bool:
+    """Whether LoRAs around a layer add something now, or are or were added to its weight."""
+    is_idle = layer.disable_adapters or layer.lora_A.keys().isdisjoint(layer.active_adapters)
+    return not is_idle or layer.merged
+
+
+def _are_linears_alike(layers: Sequence[Any], device: torch.device) -> bool:
     """Whether all are such layers, of one width and type."""
-    if not all(is_plain_linear(linear, device) for linear in linears):
+    if not all(is_plain_linear(layer, device) for layer in layers):
         return False
+    linears = map(_unwrap_loras, layers)
     return len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
 
 
@@ -129,7 +154,7 @@ def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, n
         now: the generation under way, which says where it may round otherwise.
     """
     for owner, name, linear, activation, place in _find_gelu_pairs(block):
-        if is_plain_linear(linear, device) and can_fuse_gelu(device, linear.weight.dtype):
+        if is_plain_linear(linear, device) and can_fuse_gelu(device, _unwrap_loras(linear).weight.dtype):
             fused = FusedGELU(owner, name, linear, getattr(activation, place), activation.approximate, now)
             override_attribute(stack, linear, "forward", fused.run_linear)
             override_attribute(stack, activation, place, fused.run_activation)
@@ -140,7 +165,7 @@ class FusedGELU:
 
     Args:
         owner, name: the layer's module and attribute; a LoRA may put another layer there in mid-run.
-        linear: the layer.
+        linear: the layer, perhaps with LoRAs.
         activation: the GELU behind it.
         approximate: "none" or "tanh", as in `torch.nn.GELU`.
         now: the generation under way, which says where it may round otherwise.
@@ -150,13 +175,14 @@ class FusedGELU:
         self,
         owner: nn.Module,
         name: str,
-        linear: nn.Linear,
+        linear: Any,
         activation: Callable[[Tensor], Tensor],
         approximate: str,
         now: Generation,
     ) -> None:
         self._owner, self._name, self._linear, self._approximate = owner, name, linear, approximate
         self._product, self._activation, self._now = linear.forward, activation, now
+        self._base = _unwrap_loras(linear)
         self._activated: Tensor | None = None
 
     def run_linear(self, x: Tensor) -> Any:
@@ -164,13 +190,14 @@ class FusedGELU:
         if (
             not self._now.may_round
             or getattr(self._owner, self._name) is not self._linear
+            or (self._base is not self._linear and _adds_loras(self._linear))
             or x.dtype != torch.float32
             or not x.numel()
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cpu")
         ):
             return self._product(x)
-        weight, bias = self._linear.weight, self._linear.bias
+        weight, bias = self._base.weight, self._base.bias
         self._activated = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], self._approximate)
         return self._activated
 

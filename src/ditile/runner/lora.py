@@ -8,6 +8,8 @@ every rank can switch, scale, fuse and delete it.
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -49,6 +51,67 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         if read_placement(parts[name]) == FREED:
             LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
         _register_empty_adapter(parts[name], adapter_name)
+
+
+def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
+    """Uses these of the LoRAs that are loaded in the calls from now on, and no others. Every rank must call it.
+
+    A picture is then that of a pipeline into which these alone were loaded; without any, that of the plain pipeline.
+
+    Args:
+        runner: a runner, or a pipeline.
+        scales: the scale of each, by the adapter's name.
+
+    Raises:
+        ModelError: if one is not loaded, or a scale is no finite number.
+    """
+    pipe = getattr(runner, "pipe", runner)
+    loaded = list_loaded_loras(pipe)
+    for name, scale in scales.items():
+        if name not in loaded:
+            raise ModelError(f"LoRA {name!r} is not loaded; {_name_choices(loaded)}")
+        if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+            raise ModelError(f"LoRA {name!r} has the scale {scale!r}; give a finite number")
+    if not loaded:
+        return
+    if scales:
+        pipe.enable_lora()
+        pipe.set_adapters(list(scales), [float(scale) for scale in scales.values()])
+    else:
+        pipe.disable_lora()
+
+
+def forget_loras(runner: Any, names: Collection[str]) -> None:
+    """Deletes LoRAs that are loaded, and frees their memory. Every rank must call it.
+
+    With the last one the layers are the plain ones again.
+
+    Args:
+        runner: a runner, or a pipeline.
+        names: of their adapters.
+
+    Raises:
+        ModelError: if one is not loaded.
+    """
+    pipe = getattr(runner, "pipe", runner)
+    loaded = list_loaded_loras(pipe)
+    if lacking := sorted(set(names) - loaded):
+        raise ModelError(f"LoRA {lacking[0]!r} is not loaded; {_name_choices(loaded)}")
+    if loaded == set(names):
+        if loaded:
+            pipe.unload_lora_weights()
+    elif names:
+        pipe.delete_adapters(list(names))
+
+
+def list_loaded_loras(pipe: Any) -> set[str]:
+    """The names of the adapters that are loaded into a pipeline."""
+    listed = pipe.get_list_adapters() if hasattr(pipe, "get_list_adapters") else {}
+    return {name for names in listed.values() for name in names}
+
+
+def _name_choices(loaded: Collection[str]) -> str:
+    return f"there are {', '.join(sorted(loaded))}" if loaded else "load it with ditile.load_lora"
 
 
 def _check_whole_weights(part: nn.Module) -> None:
