@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import signal
 import subprocess
@@ -17,19 +18,17 @@ from typing import Any
 
 import pytest
 
-from ditile.errors import ModelError, RankError
+from ditile.errors import DitileError, ModelError, RankError
 from ditile.requests.facts import CallFacts, ModelFacts
 from ditile.requests.options import GenerateOptions
 from ditile.serve.book import MAX_NEWS
 from ditile.serve.group import (
     Batch,
-    BatchEnded,
-    GroupDown,
     GroupEvent,
-    GroupReady,
     JobDrawn,
     JobFailed,
     PreviewMade,
+    ReplicaGroup,
     StepMade,
 )
 from ditile.serve.jobs import (
@@ -53,12 +52,11 @@ FACTS = ModelFacts(name="shapes", plan="cfg=2", is_video=False, call=CALL, edit=
 DRAWN = Drawn(files=["0.png"], seeds=[0], size=(16, 16), seconds={"total": 1.0}, num_steps=4)
 
 
-class ScriptedGroup:
+class ScriptedGroup(ReplicaGroup):
     """A group of ranks that does what its test says, and notes what it is told."""
 
     def __init__(self, name: str, on_event: Callable[[GroupEvent], None]) -> None:
-        self.name, self.tell = name, on_event
-        self.state = "starting"
+        super().__init__(name, asyncio.get_running_loop(), on_event)
         self.batches: list[Batch] = []
         self.stopped: list[str] = []
         self.obeys = False
@@ -66,13 +64,11 @@ class ScriptedGroup:
     def start(self) -> None:
         self.get_ready()
 
-    def get_ready(self) -> None:
-        self.state = "ready"
-        self.tell(GroupReady(self, FACTS))  # type: ignore[arg-type]
+    def get_ready(self, facts: ModelFacts = FACTS) -> None:
+        self._note_ready(facts)
 
     def draw(self, batch: Batch) -> None:
-        assert self.state == "ready"
-        self.state = "drawing"
+        self._note_batch(batch)
         self.batches.append(batch)
 
     def stop(self, batch_id: str) -> None:
@@ -84,19 +80,15 @@ class ScriptedGroup:
         self.state = "down"
 
     def say(self, event: Any, *values: Any) -> None:
-        self.tell(event(self, self.batches[-1].id, *values))
+        self._on_event(event(self, self.batches[-1].id, *values))
 
     def finish(self, *, stopped: bool = False) -> None:
         for job in () if stopped else self.batches[-1].jobs:
             self.say(JobDrawn, job.id, DRAWN, {"0.png": job.id.encode()})
-        self.state = "ready"
-        self.say(BatchEnded, stopped)
+        self._note_ended(self.batches[-1].id, stopped)
 
-    def die(self) -> None:
-        self.state = "down"
-        lost = self.batches[-1].id if self.batches else None
-        failure = Failure(code="rank_failed", message="rank 1: it was killed")
-        self.tell(GroupDown(self, failure, lost, RankError(1, "killed", "it was killed")))  # type: ignore[arg-type]
+    def die(self, error: DitileError | None = None) -> None:
+        self._note_down(error or RankError(1, "killed by SIGKILL", "it was killed"))
 
 
 class Served:
@@ -181,6 +173,7 @@ def test_a_job_from_its_arrival_to_its_removal(tmp_path: Path) -> None:
             assert done.expires == (done.ended or 0) + service.options.keep_results
             assert served.read_files(done) == [job.id.encode()]
             assert service.metrics.count_jobs("image", "done") == 1
+            assert service.find_job(job.id, None) == done
             for other in ("", "bob"):
                 assert service.list_jobs(other, "image") == []
                 with pytest.raises(JobNotFoundError):
@@ -219,6 +212,20 @@ def test_a_job_dropped_from_its_batch_does_not_stop_the_others(tmp_path: Path) -
             group.finish()
             assert [(await served.end(job)).state for job in (blocker, *jobs)] == ["done", "cancelled", "done", "done"]
             assert [len(served.read_files(job)) for job in jobs] == [0, 1, 1]
+
+    run(play())
+
+
+def test_a_plan_that_divides_batches_gets_batches(tmp_path: Path) -> None:
+    async def play() -> None:
+        async with serve(tmp_path) as served:
+            served.group.get_ready(dataclasses.replace(FACTS, plan="data=2"))
+            await served.submit()
+            await served.begin(1)
+            jobs = [await served.submit() for _ in range(3)]
+            served.group.finish()
+            await served.begin(2)
+            assert [job.id for job in served.group.batches[1].jobs] == [job.id for job in jobs[:2]]
 
     run(play())
 
@@ -269,13 +276,11 @@ def test_ranks_that_die_end_their_jobs_alone(tmp_path: Path) -> None:
             await served.begin(1)
             served.group.die()
             failed = await served.end(job)
-            assert (failed.state, failed.failure) == (
-                "failed",
-                Failure(code="rank_failed", message="rank 1: it was killed"),
-            )
+            reason = "rank 1: it was killed; the ranks are started again"
+            assert (failed.state, failed.failure) == ("failed", Failure(code="rank_failed", message=reason))
             health = served.service.describe_health()
             assert (health["status"], health["waiting"], health["running"]) == ("restarting", 1, 0)
-            assert health["replicas"] == [{"name": "0", "state": "down", "reason": "rank 1: it was killed"}]
+            assert health["replicas"] == [{"name": "0", "state": "down", "reason": reason}]
             served.group.get_ready()
             await served.begin(2)
             served.group.finish()
@@ -470,7 +475,7 @@ def test_a_model_that_does_not_fit_is_told_before_the_first_job(tmp_path: Path) 
         async with serve(tmp_path) as served:
             await served.service.wait_until_ready()
         served = Served(tmp_path)
-        served.group.tell(GroupDown(served.group, Failure(code="internal", message="no"), None, ModelError("no")))  # type: ignore[arg-type]
+        served.group.die(ModelError("no"))
         with pytest.raises(ModelError, match="no"):
             await served.service.wait_until_ready()
 

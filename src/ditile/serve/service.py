@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ditile.errors import DitileError, RankError, StateError
+from ditile.plan.plan import Plan
 from ditile.requests.facts import ModelFacts
 from ditile.serve.book import JobBook
 from ditile.serve.group import (
@@ -26,7 +27,7 @@ from ditile.serve.group import (
     GroupReady,
     JobDrawn,
     PreviewMade,
-    RankGroup,
+    ReplicaGroup,
     StepMade,
 )
 from ditile.serve.jobs import (
@@ -46,7 +47,7 @@ from ditile.serve.options import ServeOptions
 from ditile.serve.queue import JobQueue
 
 T = TypeVar("T")
-GroupFactory = Callable[[str, Callable[[GroupEvent], None]], RankGroup]
+GroupFactory = Callable[[str, Callable[[GroupEvent], None]], ReplicaGroup]
 """Makes the group of a replica of this name, which tells its events to a function in the event loop."""
 
 STOP_SECONDS = 10.0
@@ -93,7 +94,7 @@ class _RunningBatch:
     """
 
     id: str
-    group: RankGroup
+    group: ReplicaGroup
     open: set[str]
     num_jobs: int
     begun: float | None = None
@@ -103,7 +104,7 @@ class Service:
     """Jobs of one server. All methods are called in the event loop in which it was started.
 
     Args:
-        options: limits, the state folder and the number of replicas. `max_batch` is at least the plan's `data`.
+        options: limits, the state folder and the number of replicas.
         make_group: makes the group of ranks of a replica.
         plan: what `describe_plan` says of the plan before anything was drawn, in types of JSON.
     """
@@ -112,7 +113,7 @@ class Service:
         self.options, self.metrics = options, Metrics()
         self._plan, self._last_drawn = dict(plan or {}), dict[str, Any]()
         self._groups = [make_group(str(number), self._handle_event) for number in range(options.replicas)]
-        self._queue = JobQueue(options.max_queue)
+        self._queue, self._max_batch = JobQueue(options.max_queue), options.max_batch
         self._book = JobBook(options.keep_results)
         self._active: dict[str, _ActiveJob] = {}
         self._batches: dict[str, _RunningBatch] = {}
@@ -327,7 +328,7 @@ class Service:
         busy = {batch.group.name for batch in self._batches.values()}
         for group in self._groups:
             if self._end is None and group.state == "ready" and group.name not in busy:
-                jobs = self._queue.take_batch(self.options.max_batch)
+                jobs = self._queue.take_batch(self._max_batch)
                 if not jobs:
                     break
                 batch = _RunningBatch(f"batch_{secrets.token_hex(8)}", group, {job.id for job in jobs}, len(jobs))
@@ -381,6 +382,8 @@ class Service:
     def _handle_event(self, event: GroupEvent) -> None:
         if isinstance(event, GroupReady):
             self._facts = event.facts
+            # A plan with `data` has ranks for so many pictures at once.
+            self._max_batch = max(self.options.max_batch, Plan.parse(event.facts.plan).data)
             self._reasons.pop(event.group.name, None)
             self._has_started.set()
             self.metrics.note_ready_group(event.group.name)
