@@ -220,7 +220,8 @@ def test_a_full_queue(served: Served) -> None:
         ({"negative_prompt": "blue", "true_cfg_scale": 1}, 422, "ignores a negative prompt at true_cfg_scale 1"),
         ({"prompt": " "}, 400, "prompt is empty; say what to draw"),
         ({"prompt": "a" * 9000}, 422, "prompt has 9000 letters, and this server takes 8192; shorten it"),
-        ({"prompt": "a\0b"}, 400, "holds the control character U+0000; leave it out"),
+        ({"prompt": "a\0b"}, 400, "holds U+0000, which is no text; leave it out"),
+        ({"prompt": "a\ud800b"}, 400, "holds U+D800, which is no text; leave it out"),
         ({"lora": "style"}, 422, "lora='style' is not known; this server has none"),
         ({"output_format": "tiff"}, 400, "output_format='tiff' should be 'png', 'jpeg' or 'webp'"),
         ({"timeout": -1}, 400, "try timeout=60"),
@@ -228,7 +229,8 @@ def test_a_full_queue(served: Served) -> None:
 )  # fmt: skip
 def test_refusals_say_what_would_work(served: Served, values: dict[str, Any], status: int, message: str) -> None:
     count = len(served.group.batches)
-    answer = served.post("/v1/images/generations", {"prompt": PROMPT} | values)
+    body = json.dumps({"prompt": PROMPT} | values)  # httpx cannot write half a surrogate pair
+    answer = served.client.post("/v1/images/generations", content=body)
     assert answer.status_code == status and message in read_error(answer)["message"]
     assert len(served.group.batches) == count
 

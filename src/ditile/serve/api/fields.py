@@ -23,19 +23,20 @@ VENDOR_MODELS = ("dall-e", "gpt-image", "chatgpt-image", "sora")
 """How names of models begin that old clients send by default; what is served answers to them without a warning."""
 MOST = 2**31
 """No count is larger, before the limits of the server are asked."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+_NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+"""Control characters, and halves of surrogate pairs, which tokenizers do not take."""
 _SIZE = re.compile(r"(\d{1,6})\s*[xX×*]\s*(\d{1,6})", re.ASCII)
 _SHOWN_WARNINGS = 16
 FieldsT = TypeVar("FieldsT", bound="RequestFields")
 
 
-def _refuse_control_letters(text: str) -> str:
-    if found := _CONTROL.search(text):
-        raise ValueError(f"holds the control character U+{ord(found[0]):04X}; leave it out")
+def _refuse_no_text(text: str) -> str:
+    if found := _NO_TEXT.search(text):
+        raise ValueError(f"holds U+{ord(found[0]):04X}, which is no text; leave it out")
     return text
 
 
-Text = Annotated[str, AfterValidator(_refuse_control_letters)]
+Text = Annotated[str, AfterValidator(_refuse_no_text)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Scale = Annotated[float, Field(allow_inf_nan=False)]
 
