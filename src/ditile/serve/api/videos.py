@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
+from ditile.plan.shape import FRAME_COUNTS
 from ditile.requests.facts import ModelFacts
-from ditile.requests.pipelines import FRAME_COUNTS
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,
