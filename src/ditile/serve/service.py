@@ -531,9 +531,8 @@ class Service:
         self._has_started.set()
 
     def _count_jobs(self) -> tuple[int, int]:
-        """How many jobs wait, and how many are drawn."""
-        running = sum(len(batch.open) for batch in self._batches.values())
-        return len(self._queue), running
+        """How many jobs wait, and how many are drawn or written."""
+        return len(self._queue), len(self._active) - len(self._queue)
 
     def _spawn_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)
