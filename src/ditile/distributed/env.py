@@ -295,6 +295,28 @@ def build_rank_environment(rank: RankPlace, directory: str, link_fd: int | None,
     return os.environ | _choose_waiting() | place | own | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": threads}
 
 
+def set_actor_place(place: RankPlace, master: str, port: int, interface: str) -> None:
+    """Gives this process, an actor of a cluster, the place of a rank; it must come before it joins the others.
+
+    Args:
+        place: of this process; its local numbers are among the ranks of its run on this machine.
+        master, port: where the ranks meet.
+        interface: of the network, through which its connections go to the others.
+    """
+    meeting = {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+    os.environ.update(_build_place_variables(*place[:4], interface) | meeting)
+
+
+def build_actor_environment() -> dict[str, str]:
+    """Variables of a process that is to become a rank and must have them before it starts."""
+    return _choose_waiting() | {"GLIBC_TUNABLES": _merge_malloc_tunables()}
+
+
+def prepare_ray() -> None:
+    """Lets Ray send no statistics home, unless the user says; it must come before Ray is imported."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
 def _build_place_variables(rank: int, world: int, local_rank: int, local_world: int, interface: str) -> dict[str, str]:
     return {
         "RANK": str(rank),

@@ -51,6 +51,7 @@ def define_option(
     aliases: tuple[str, ...] = (),
     example: str | None = None,
     reads: bool = False,
+    implied: str | None = None,
 ) -> Any:
     """A dataclass field with its default and the one line that `--help` shows.
 
@@ -62,9 +63,11 @@ def define_option(
         aliases: other flags, as they are written.
         example: several numbers, for the error where they cannot be read.
         reads: whether the value names a file or folder that is read, over which no output may be written.
+        implied: the value of the flag where none follows it.
     """
     metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional, "aliases": aliases}
-    return dataclasses.field(default=default, metadata=metadata | {"example": example, "reads": reads})
+    metadata |= {"example": example, "reads": reads, "implied": implied}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def build_docstring(doc: str | None, fields: Mapping[str, Any]) -> str:
@@ -126,9 +129,12 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> 
             action = "store_true" if field.default is False else argparse.BooleanOptionalAction
             group.add_argument(*flags, action=action, help=doc, default=argparse.SUPPRESS)
         else:
+            implied = field.metadata["implied"]
             group.add_argument(
                 *flags,
                 type=read,
+                nargs=None if implied is None else "?",
+                const=implied,
                 choices=choices,
                 default=argparse.SUPPRESS,
                 help=doc + ("" if field.default is None else f" (default {field.default})"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 from dataclasses import dataclass
@@ -38,7 +39,14 @@ class ServeOptions(EngineOptions):
         metavar="DIR",
     )  # fmt: skip
     keep_results: float = define_option(3600.0, "seconds for which results are kept", metavar="S")
-    replicas: int = define_option(1, "groups of ranks on this machine, each with the whole plan", metavar="N")
+    replicas: int = define_option(1, "groups of ranks, each with the whole plan", metavar="N")
+    ray: str | None = define_option(
+        None, "replicas on a Ray cluster: its host:port; without one this machine's, which is started if need be",
+        metavar="ADDRESS", implied="local",
+    )  # fmt: skip
+    ray_max_replicas: int | None = define_option(
+        None, "with --ray: replicas while many jobs wait; --replicas by default", metavar="N"
+    )
     lora_dir: str | None = define_option(
         None, "folder of LoRAs (.safetensors) that requests may name", metavar="DIR", reads=True
     )
@@ -58,7 +66,8 @@ class ServeOptions(EngineOptions):
     def __post_init__(self) -> None:
         self.check_device_options()
         check_counts(self, "replicas", "max_loras", "max_queue", "max_batch", "max_pixels", "max_steps", "max_images")
-        check_counts(self, "max_frames", "max_prompt", "max_body")
+        check_counts(self, "max_frames", "max_prompt", "max_body", "ray_max_replicas")
+        self._check_ray_options()
         for name in ("keep_results", "timeout", "drain"):
             check_positive_number(getattr(self, name), name, "time", example=60)
         if not 0 <= self.port < 2**16:
@@ -69,6 +78,26 @@ class ServeOptions(EngineOptions):
             raise ModelError(
                 f"host={self.host!r} is reached by others; give --api-key FILE or DITILE_API_KEY, or --insecure"
             )
+
+    def _check_ray_options(self) -> None:
+        most = self.ray_max_replicas
+        if most is not None and self.ray is None:
+            raise ModelError(f"ray_max_replicas={most} is for a Ray cluster; add --ray, or give replicas={most}")
+        if most is not None and most < self.replicas:
+            raise ModelError(f"ray_max_replicas={most} is below replicas={self.replicas}; try {self.replicas}")
+        if self.ray is None:
+            return
+        if "://" in self.ray or not (self.ray == "local" or self.ray.rpartition(":")[2].isdecimal()):
+            raise ModelError(
+                f"ray={self.ray!r} is no address of a cluster, such as 10.0.0.1:6379; run this on one of its machines"
+            )
+        if importlib.util.find_spec("ray") is None:
+            raise ModelError("ray is not installed; try pip install 'ditile[ray]'")
+
+    @property
+    def num_groups(self) -> int:
+        """How many batches may be drawn at once."""
+        return self.ray_max_replicas or self.replicas
 
     @property
     def is_loopback(self) -> bool:

@@ -1,0 +1,269 @@
+"""The server's side of replicas on a Ray cluster: an application of Ray Serve, and the groups that draw by it.
+
+Each group is a place for one batch at a time; which replica draws the batch is Ray Serve's choice. There are as many
+groups as there may be replicas, so that batches that wait for a replica let Ray Serve start another one. Clients
+connect to this server alone: Ray Serve's own HTTP proxies are off. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from ditile import errors
+from ditile.distributed import env
+from ditile.errors import DitileError, RankError, StateError
+from ditile.requests.facts import ModelFacts
+from ditile.serve.group import Batch, GroupEvent, ReplicaGroup
+from ditile.serve.link import GroupSetup
+from ditile.serve.options import ServeOptions
+from ditile.serve.ray_replicas.replica import Replica, shorten_error
+
+LOG = logging.getLogger("ditile")
+DEPLOYMENT = "ranks"
+LOOK_SECONDS = 0.5
+"""How often the server looks how many replicas run, and asks for another one if a replica was about to end."""
+DELAYS = {"metrics_interval_s": 2.0, "look_back_period_s": 4.0, "upscale_delay_s": 2.0, "downscale_delay_s": 300.0}
+"""How soon Ray Serve starts a replica where batches wait, and ends one where none do."""
+
+
+class RayApplication:
+    """The replicas of one server, as an application of Ray Serve.
+
+    Args:
+        setup: what the ranks load.
+        options: the address of the cluster, and how many replicas there are.
+
+    Attributes:
+        handle: Ray Serve's, to send batches by; None before there are replicas.
+    """
+
+    def __init__(self, setup: GroupSetup, options: ServeOptions) -> None:
+        self._setup, self._options = setup, options
+        self._name = "".join(c if c.isalnum() else "-" for c in f"ditile-{setup.model}-{options.port}")
+        self.handle: Any = None
+        self._groups: list[RayGroup] = []
+        self._facts: ModelFacts | None = None
+        self._keeper: asyncio.Task[None] | None = None
+
+    def make_group(self, name: str, on_event: Callable[[GroupEvent], None]) -> RayGroup:
+        """A group that draws by these replicas; called in the event loop of the server."""
+        self._groups.append(RayGroup(name, self, asyncio.get_running_loop(), on_event))
+        return self._groups[-1]
+
+    def start(self) -> None:
+        """Starts the replicas, if they are not started yet; groups hear how many run."""
+        if self._keeper is None:
+            self._keeper = asyncio.ensure_future(self._keep_replicas())
+            self._keeper.add_done_callback(self._note_end_of_keeper)
+
+    async def end(self) -> None:
+        """Ends the replicas, and leaves the cluster; groups may all call this."""
+        if self._keeper is not None:
+            keeper, self._keeper = self._keeper, None
+            keeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await keeper
+            await asyncio.to_thread(self._leave_cluster)
+
+    async def _keep_replicas(self) -> None:
+        """Tells the groups how many replicas run, for as long as the server does."""
+        await asyncio.to_thread(self._deploy_replicas)
+        while True:
+            try:
+                count, message = await asyncio.to_thread(self._count_replicas)
+                if count and self._facts is None:
+                    await self._ask_facts()
+            except _list_ray_errors() as error:
+                count, message = 0, shorten_error(error)
+            for group in self._groups:
+                group.note_replicas(count, message, self._facts)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _note_end_of_keeper(self, keeper: asyncio.Task[None]) -> None:
+        """Tells the groups why there will be no replicas."""
+        error = None if keeper.cancelled() else keeper.exception()
+        if error is not None:
+            LOG.debug("the application has ended", exc_info=error)
+            known = error if isinstance(error, DitileError) else StateError(f"Ray Serve: {shorten_error(error)}")
+            for group in self._groups:
+                group.note_refusal(known)
+
+    def _deploy_replicas(self) -> None:
+        """Connects to the cluster and asks for the replicas. Blocks for seconds.
+
+        Raises:
+            StateError: if the cluster cannot be reached.
+        """
+        env.prepare_ray()
+        import ray
+        from ray import serve
+
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        address = None if self._options.ray == "local" else self._options.ray
+        try:
+            # What processes of the cluster print stays in its logs; why a rank failed is told here.
+            ray.init(address, include_dashboard=False, configure_logging=False, log_to_driver=False)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            line = " ".join(str(error).split())[:300]
+            raise StateError(
+                f"ray={self._options.ray!r}: no cluster can be reached from this machine ({line}); start its node here "
+                "with ray start, or leave the address out"
+            ) from error
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        # Serve has set its own.
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        # Of a server that was killed.
+        serve.delete(self._name)
+        target = serve.RunTarget(self._describe_deployment(), name=self._name, route_prefix=None)
+        (self.handle,) = serve.run_many([target], wait_for_applications_running=False)
+
+    def _describe_deployment(self) -> Any:
+        """The replicas as Ray Serve wants them: each has a placement group with a bundle for each rank."""
+        import ray
+        from ray import serve
+
+        engine, least, most = self._setup.engine, self._options.replicas, self._options.num_groups
+        bundle: dict[str, float] = {"CPU": engine.threads or 1}
+        if engine.device != "cpu" and ray.cluster_resources().get("GPU"):
+            bundle["GPU"] = 1
+        scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": 1, **DELAYS}
+        number = {"num_replicas": least} if least == most else {"autoscaling_config": scaling}
+        deployment = serve.deployment(Replica).options(  # type: ignore[arg-type]
+            name=DEPLOYMENT,
+            **number,
+            ray_actor_options={"num_cpus": 0},
+            placement_group_bundles=[bundle] * self._setup.plan.world,
+            placement_group_strategy="PACK",
+            max_ongoing_requests=1,
+            health_check_period_s=1,
+            graceful_shutdown_timeout_s=self._options.timeout,
+            logging_config={"log_level": "WARNING", "enable_access_log": False},
+        )
+        return deployment.bind(self._setup, bundle)
+
+    def _count_replicas(self) -> tuple[int, str]:
+        """How many replicas run, and what Ray Serve says of the others. Blocks."""
+        from ray import serve
+
+        application = serve.status().applications.get(self._name)
+        status = application and application.deployments.get(DEPLOYMENT)
+        if application is None or status is None:
+            return 0, "the cluster has no such application any more"
+        return status.replica_states.get("RUNNING", 0), f"{status.status.value}: {status.message}"
+
+    async def _ask_facts(self) -> None:
+        """Asks a replica what the model takes. Raises what it says does not fit."""
+        described = json.loads(await self.handle.describe.remote())
+        if "refused" in described:
+            kind, message = described["refused"]
+            raise getattr(errors, kind)(message)
+        self._facts = ModelFacts.from_json(described["facts"])
+
+    def _leave_cluster(self) -> None:
+        import ray
+        from ray import serve
+
+        with contextlib.suppress(*_list_ray_errors()):
+            serve.delete(self._name)
+        # It ends a cluster that `ray.init` has started.
+        ray.shutdown()
+
+
+class RayGroup(ReplicaGroup):
+    """A place for one batch at a time on the replicas of an application.
+
+    Args:
+        name: of the group.
+        application: whose replicas draw.
+        loop: the event loop of the server.
+        on_event: called there with each event.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        application: RayApplication,
+        loop: asyncio.AbstractEventLoop,
+        on_event: Callable[[GroupEvent], None],
+    ) -> None:
+        super().__init__(name, loop, on_event)
+        self._application = application
+        self._task: asyncio.Task[None] | None = None
+        self._stream: Any = None
+
+    def start(self) -> None:
+        """Starts the replicas; Ray Serve starts them again when they fail."""
+        self._application.start()
+
+    def draw(self, batch: Batch) -> None:
+        """Gives a replica a batch to draw, as soon as one draws no other."""
+        message, files = self._note_batch(batch)
+        self._task = self._loop.create_task(self._draw_batch(batch.id, json.dumps(message), files))
+
+    def stop(self, batch_id: str) -> None:
+        """Ends a batch: here at once, and within two steps on its ranks. Does nothing if it has ended."""
+        if self._batch_id == batch_id and self.state == "drawing":
+            self._drop_stream()
+            self._batch_id = None
+            self._loop.call_soon(self._note_ended, batch_id, True)
+
+    async def end(self) -> None:
+        """Ends the replicas for good."""
+        self._drop_stream()
+        await self._application.end()
+
+    def note_replicas(self, count: int, message: str, facts: ModelFacts | None) -> None:
+        """Notes how many replicas run, and what is said of the others."""
+        if count and facts is not None and self.state in ("starting", "down"):
+            self._note_ready(facts)
+        elif not count and self.state == "ready":
+            self._note_down(RankError(0, "gone", f"no replica runs ({message})"))
+
+    def note_refusal(self, error: DitileError) -> None:
+        """Notes that no replica will ever run."""
+        self._note_down(error)
+
+    def _drop_stream(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        if self._stream is not None:
+            self._stream.cancel()
+
+    async def _draw_batch(self, batch_id: str, message: str, files: dict[str, bytes]) -> None:
+        """Tells what a replica answers. One that has not begun the batch when it ends leaves it to another one."""
+        from ray.exceptions import RayTaskError
+
+        begun = False
+        while not begun:
+            try:
+                self._stream = self._application.handle.options(stream=True).draw.remote(batch_id, message, files)
+                async for text, drawn_files in self._stream:
+                    answer = json.loads(text)
+                    begun = begun or "begun" in answer
+                    if "down" in answer:
+                        self._note_down(RankError(**answer["down"]))
+                        return
+                    if "batch" in answer:
+                        self._handle_answer(answer, drawn_files)
+            except _list_ray_errors() as error:
+                if self._batch_id != batch_id:
+                    return  # it was stopped
+                if begun or isinstance(error, RayTaskError):
+                    message = f"its replica has gone ({shorten_error(error)})"
+                    self._note_down(RankError(0, type(error).__name__, message))
+                    return
+            if not begun:
+                await asyncio.sleep(LOOK_SECONDS)
+
+
+def _list_ray_errors() -> tuple[type[Exception], ...]:
+    """What calls of Ray and of Ray Serve raise where a process, a node or the cluster has gone."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    return RayError, RayServeException, TimeoutError

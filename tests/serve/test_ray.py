@@ -1,0 +1,163 @@
+"""Replicas on a Ray cluster of two nodes of this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ditile.cli import main
+from ditile.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.requests.cache_options import CacheOptions
+from ditile.serve.group import Batch, BatchEnded, GroupDown, GroupEvent, GroupReady, JobDrawn, StepMade
+from ditile.serve.link import GroupSetup
+from ditile.serve.options import ServeOptions
+from tests.serve.test_group import PROMPT, make_job
+
+pytest.importorskip("ray", reason="the extra ray")
+pytestmark = pytest.mark.alone
+MEMORY = 80 * 2**20
+HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
+"""How soon Ray learns that a node has gone; it takes 15 s by default."""
+
+
+class RayRun:
+    """The groups of an application, and the events that came from them."""
+
+    def __init__(self, cluster: Any, plan: Plan, **flags: Any) -> None:
+        from ditile.serve.ray_replicas.groups import RayApplication
+
+        self._events: asyncio.Queue[GroupEvent] = asyncio.Queue()
+        options = ServeOptions(model="shapes-pixart", ray=cluster.address, threads=1, **flags)
+        setup = GroupSetup(
+            model=options.model, engine=options, plan=plan, cache=CacheOptions(), loras={}, max_loras=1
+        )
+        application = RayApplication(setup, options)
+        names = map(str, range(options.num_groups))
+        self.groups = [application.make_group(name, self._events.put_nowait) for name in names]
+
+    async def __aenter__(self) -> RayRun:
+        for group in self.groups:
+            group.start()
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await asyncio.gather(*(group.end() for group in self.groups))
+
+    async def draw(self, name: str, group: int = 0, **options: Any) -> bytes:
+        self.begin(name, group, **options)
+        events = await self.wait_for(BatchEnded)
+        (drawn,) = [event for event in events if isinstance(event, JobDrawn)]
+        return drawn.files["0.png"]
+
+    def begin(self, name: str, group: int = 0, **options: Any) -> None:
+        self.groups[group].draw(Batch(id=name, jobs=(make_job(name, **options),), inputs={}))
+
+    async def wait_for(self, *kinds: type) -> list[GroupEvent]:
+        """All events up to the first of some kinds."""
+        seen: list[GroupEvent] = []
+        while not seen or not isinstance(seen[-1], kinds):
+            seen.append(await asyncio.wait_for(self._events.get(), 60))
+        return seen
+
+    async def wait_for_loss(self, batch_id: str) -> float:
+        """Waits until the batch is lost and there are ranks again; returns after how many seconds it was known."""
+        since = time.monotonic()
+        down = (await self.wait_for(GroupDown))[-1]
+        seconds = time.monotonic() - since
+        assert isinstance(down, GroupDown)
+        assert (down.batch_id, down.failure.code) == (batch_id, "rank_failed")
+        assert "has gone" in down.failure.message
+        assert "\n" not in down.failure.message
+        await self.wait_for(GroupReady)
+        return seconds
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Two nodes with a core each, so that a plan of two ranks needs both."""
+    from ditile.distributed import env
+
+    env.prepare_ray()
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 1, "object_store_memory": MEMORY, "include_dashboard": False, "_system_config": HEALTH}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster.second = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
+    yield cluster
+    cluster.shutdown()
+
+
+def find_actors(cluster: Any) -> list[psutil.Process]:
+    """The processes of the ranks on the second node."""
+    node = psutil.Process(cluster.second.all_processes["raylet"][0].process.pid)
+    return [process for process in node.children() if process.name().startswith("ray::RankActor")]
+
+
+def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: Path) -> None:
+    """A failure would mean another picture than that of one machine, or a server that waits for what has gone."""
+    out = tmp_path / "a.png"
+    words = ["--model", "shapes-pixart", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--threads", "1"]
+    assert main.main(["generate", PROMPT, *words, "--out", str(out)]) == 0
+
+    async def run() -> None:
+        async with RayRun(cluster, Plan(pipefusion=2)) as driven:
+            await driven.wait_for(GroupReady)
+            assert len(find_actors(cluster)) == 1
+            assert await driven.draw("first") == out.read_bytes()
+            driven.begin("long", steps=400)
+            await driven.wait_for(StepMade)
+            driven.groups[0].stop("long")
+            ended = (await driven.wait_for(BatchEnded))[-1]
+            assert isinstance(ended, BatchEnded)
+            assert ended.stopped
+            assert await driven.draw("second") == out.read_bytes()
+            driven.begin("kill of a rank", steps=400)
+            await driven.wait_for(StepMade)
+            find_actors(cluster)[0].kill()
+            assert await driven.wait_for_loss("kill of a rank") < 5
+            assert await driven.draw("third") == out.read_bytes()
+            other = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
+            driven.begin("kill of a node", steps=400)
+            await driven.wait_for(StepMade)
+            cluster.remove_node(cluster.second, allow_graceful=False)
+            cluster.second = other
+            assert await driven.wait_for_loss("kill of a node") < 15
+            assert await driven.draw("fourth") == out.read_bytes()
+
+    asyncio.run(run())
+
+
+def test_batches_that_wait_let_another_replica_start(cluster: Any) -> None:
+    """A failure would mean that --ray-max-replicas has no effect."""
+
+    async def run() -> None:
+        async with RayRun(cluster, Plan(), ray_max_replicas=2) as driven:
+            await driven.wait_for(GroupReady)
+            await driven.wait_for(GroupReady)
+            driven.begin("a", 0, steps=3000)
+            driven.begin("b", 1, steps=3000)
+            begun: set[str] = set()
+            while len(begun) < 2:
+                (event,) = await driven.wait_for(StepMade)
+                assert isinstance(event, StepMade)
+                begun.add(event.batch_id)
+            for group, name in zip(driven.groups, "ab", strict=True):
+                group.stop(name)
+
+    asyncio.run(run())
+
+
+def test_options_of_ray_are_refused_where_they_do_not_fit() -> None:
+    with pytest.raises(ModelError, match="10.0.0.1:6379"):
+        ServeOptions(ray="ray://10.0.0.1:10001")
+    with pytest.raises(ModelError, match="add --ray"):
+        ServeOptions(ray_max_replicas=2)
+    with pytest.raises(ModelError, match="below replicas=3"):
+        ServeOptions(ray="local", replicas=3, ray_max_replicas=2)
