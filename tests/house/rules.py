@@ -35,6 +35,7 @@ MAY_PICKLE = {
 }  # pipes between a parent and the ranks that it started
 MAY_CATCH_ALL = {
     PACKAGE + "distributed/launch.py",  # whatever ends a rank must be reported to its parent
+    PACKAGE + "serve/ray_replicas/actor.py",  # the same, to its replica
     PACKAGE + "models/probe.py",  # a pipeline of anybody's is called in ways that it may not have been made for
     PACKAGE + "runner/prove.py",
     PACKAGE + "parallel/vae/prove.py",

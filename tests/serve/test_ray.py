@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from ditile.cli import main
 from ditile.errors import ModelError
+from ditile.plan.flags import list_flags
 from ditile.plan.plan import Plan
 from ditile.requests.cache_options import CacheOptions
 from ditile.serve.group import Batch, BatchEnded, GroupDown, GroupEvent, GroupReady, JobDrawn, StepMade
@@ -30,14 +33,12 @@ HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "he
 class RayRun:
     """The groups of an application, and the events that came from them."""
 
-    def __init__(self, cluster: Any, plan: Plan, **flags: Any) -> None:
+    def __init__(self, cluster: Any, plan: Plan, state: Path, **flags: Any) -> None:
         from ditile.serve.ray_replicas.groups import RayApplication
 
         self._events: asyncio.Queue[GroupEvent] = asyncio.Queue()
-        options = ServeOptions(model="shapes-pixart", ray=cluster.address, threads=1, **flags)
-        setup = GroupSetup(
-            model=options.model, engine=options, plan=plan, cache=CacheOptions(), loras={}, max_loras=1
-        )
+        options = ServeOptions(model="shapes-pixart", ray=cluster.address, threads=1, state=str(state), **flags)
+        setup = GroupSetup(model=options.model, engine=options, plan=plan, cache=CacheOptions(), loras={}, max_loras=1)
         application = RayApplication(setup, options)
         names = map(str, range(options.num_groups))
         self.groups = [application.make_group(name, self._events.put_nowait) for name in names]
@@ -107,7 +108,7 @@ def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: P
     assert main.main(["generate", PROMPT, *words, "--out", str(out)]) == 0
 
     async def run() -> None:
-        async with RayRun(cluster, Plan(pipefusion=2)) as driven:
+        async with RayRun(cluster, Plan(pipefusion=2), tmp_path) as driven:
             await driven.wait_for(GroupReady)
             assert len(find_actors(cluster)) == 1
             assert await driven.draw("first") == out.read_bytes()
@@ -134,11 +135,11 @@ def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: P
     asyncio.run(run())
 
 
-def test_batches_that_wait_let_another_replica_start(cluster: Any) -> None:
+def test_batches_that_wait_let_another_replica_start(cluster: Any, tmp_path: Path) -> None:
     """A failure would mean that --ray-max-replicas has no effect."""
 
     async def run() -> None:
-        async with RayRun(cluster, Plan(), ray_max_replicas=2) as driven:
+        async with RayRun(cluster, Plan(), tmp_path, ray_max_replicas=2) as driven:
             await driven.wait_for(GroupReady)
             await driven.wait_for(GroupReady)
             driven.begin("a", 0, steps=3000)
@@ -161,3 +162,16 @@ def test_options_of_ray_are_refused_where_they_do_not_fit() -> None:
         ServeOptions(ray_max_replicas=2)
     with pytest.raises(ModelError, match="below replicas=3"):
         ServeOptions(ray="local", replicas=3, ray_max_replicas=2)
+
+
+def test_the_manifest_for_kubernetes_is_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "serving-ray.md").read_text("utf-8")
+    (manifest,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    cluster, server, service = yaml.safe_load_all(manifest)
+    assert [part["kind"] for part in (cluster, server, service)] == ["RayCluster", "StatefulSet", "Service"]
+    assert set(cluster["spec"]) == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+    pod = server["spec"]["template"]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"] == server["spec"]["selector"]["matchLabels"]
+    words = pod["spec"]["containers"][0]["args"][0].partition("ditile serve")[2].split()
+    flags = list_flags(ServeOptions) + list_flags(Plan)
+    assert not [word for word in words if word.startswith("--") and word not in flags]

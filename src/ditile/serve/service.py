@@ -112,7 +112,7 @@ class Service:
     def __init__(self, options: ServeOptions, make_group: GroupFactory, plan: Mapping[str, Any] | None = None) -> None:
         self.options, self.metrics = options, Metrics()
         self._plan, self._last_drawn = dict(plan or {}), dict[str, Any]()
-        self._groups = [make_group(str(number), self._handle_event) for number in range(options.replicas)]
+        self._groups = [make_group(str(number), self._handle_event) for number in range(options.num_groups)]
         self._queue, self._max_batch = JobQueue(options.max_queue), options.max_batch
         self._book = JobBook(options.keep_results)
         self._active: dict[str, _ActiveJob] = {}

@@ -78,12 +78,12 @@ class RankActor:
 
     def find_place(self) -> ActorPlace:
         """Where this actor is."""
-        import ray
+        from ray import get_runtime_context, util
 
-        address = ray.util.get_node_ip_address()
+        address: str = util.get_node_ip_address()  # type: ignore[no-untyped-call]
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
-        return ActorPlace(ray.get_runtime_context().get_node_id(), address, port)
+        return ActorPlace(get_runtime_context().get_node_id(), address, port)
 
     def start_rank(self, place: RankPlace, own: ActorPlace, master: ActorPlace) -> None:
         """Starts the rank, in a thread of its own.
@@ -103,7 +103,7 @@ class RankActor:
 
     def poll(self) -> RankNews:
         """What is new; waits a while for something."""
-        answers = []
+        answers: list[tuple[str, dict[str, bytes]]] = []
         with contextlib.suppress(queue.Empty):
             while True:
                 answer = self._link.outbox.get(timeout=0.0 if answers else POLL_SECONDS)

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import logging
+import math
+import socket
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +32,13 @@ LOG = logging.getLogger("ditile")
 DEPLOYMENT = "ranks"
 LOOK_SECONDS = 0.5
 """How often the server looks how many replicas run, and asks for another one if a replica was about to end."""
+SETTLE_SECONDS = 3.0
+"""After a batch was lost, how long Ray Serve may still count its replica among those that run."""
+RAY_COMPLAINTS = {
+    "ray._private.worker": "SIGTERM handler is not set",
+    "ray._private.authentication.authentication_token_setup": "Token authentication is enabled",
+}
+"""Logger -> a part of what it says though all is well; that a cluster asks for no token is shown."""
 DELAYS = {"metrics_interval_s": 2.0, "look_back_period_s": 4.0, "upscale_delay_s": 2.0, "downscale_delay_s": 300.0}
 """How soon Ray Serve starts a replica where batches wait, and ends one where none do."""
 
@@ -44,11 +56,15 @@ class RayApplication:
 
     def __init__(self, setup: GroupSetup, options: ServeOptions) -> None:
         self._setup, self._options = setup, options
-        self._name = "".join(c if c.isalnum() else "-" for c in f"ditile-{setup.model}-{options.port}")
+        # The same after a restart, and another one for each server.
+        place = f"{socket.gethostname()}:{options.find_state_folder().absolute()}"
+        self._name = f"ditile-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
         self.handle: Any = None
         self._groups: list[RayGroup] = []
         self._facts: ModelFacts | None = None
         self._keeper: asyncio.Task[None] | None = None
+        # A server may be told to end while it deploys.
+        self._deploying, self._leaving = threading.Lock(), False
 
     def make_group(self, name: str, on_event: Callable[[GroupEvent], None]) -> RayGroup:
         """A group that draws by these replicas; called in the event loop of the server."""
@@ -68,12 +84,13 @@ class RayApplication:
             keeper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await keeper
+            self._leaving = True
             await asyncio.to_thread(self._leave_cluster)
 
     async def _keep_replicas(self) -> None:
         """Tells the groups how many replicas run, for as long as the server does."""
         await asyncio.to_thread(self._deploy_replicas)
-        while True:
+        while not self._leaving:
             try:
                 count, message = await asyncio.to_thread(self._count_replicas)
                 if count and self._facts is None:
@@ -99,11 +116,22 @@ class RayApplication:
         Raises:
             StateError: if the cluster cannot be reached.
         """
-        env.prepare_ray()
-        import ray
-        from ray import serve
+        ray, serve = _import_ray()
+        with self._deploying:
+            if self._leaving:
+                return
+            self._connect_to_cluster(ray)
+            serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+            # Serve has set its own.
+            logging.getLogger("ray.serve").setLevel(logging.ERROR)
+            # Of a server that was killed.
+            serve.delete(self._name)
+            target = serve.RunTarget(self._describe_deployment(), name=self._name, route_prefix=None)
+            (self.handle,) = serve.run_many([target], wait_for_applications_running=False)
 
-        logging.getLogger("ray").setLevel(logging.ERROR)
+    def _connect_to_cluster(self, ray: Any) -> None:
+        for name, phrase in RAY_COMPLAINTS.items():
+            logging.getLogger(name).addFilter(env.PhraseFilter(phrase))
         address = None if self._options.ray == "local" else self._options.ray
         try:
             # What processes of the cluster print stays in its logs; why a rank failed is told here.
@@ -114,32 +142,24 @@ class RayApplication:
                 f"ray={self._options.ray!r}: no cluster can be reached from this machine ({line}); start its node here "
                 "with ray start, or leave the address out"
             ) from error
-        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        # Serve has set its own.
-        logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        # Of a server that was killed.
-        serve.delete(self._name)
-        target = serve.RunTarget(self._describe_deployment(), name=self._name, route_prefix=None)
-        (self.handle,) = serve.run_many([target], wait_for_applications_running=False)
 
     def _describe_deployment(self) -> Any:
         """The replicas as Ray Serve wants them: each has a placement group with a bundle for each rank."""
-        import ray
-        from ray import serve
-
+        ray, serve = _import_ray()
         engine, least, most = self._setup.engine, self._options.replicas, self._options.num_groups
         bundle: dict[str, float] = {"CPU": engine.threads or 1}
         if engine.device != "cpu" and ray.cluster_resources().get("GPU"):
             bundle["GPU"] = 1
         scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": 1, **DELAYS}
         number = {"num_replicas": least} if least == most else {"autoscaling_config": scaling}
-        deployment = serve.deployment(Replica).options(  # type: ignore[arg-type]
+        deployment = serve.deployment(Replica).options(
             name=DEPLOYMENT,
             **number,
             ray_actor_options={"num_cpus": 0},
             placement_group_bundles=[bundle] * self._setup.plan.world,
             placement_group_strategy="PACK",
             max_ongoing_requests=1,
+            graceful_shutdown_wait_loop_s=0.5,
             health_check_period_s=1,
             graceful_shutdown_timeout_s=self._options.timeout,
             logging_config={"log_level": "WARNING", "enable_access_log": False},
@@ -148,8 +168,7 @@ class RayApplication:
 
     def _count_replicas(self) -> tuple[int, str]:
         """How many replicas run, and what Ray Serve says of the others. Blocks."""
-        from ray import serve
-
+        _, serve = _import_ray()
         application = serve.status().applications.get(self._name)
         status = application and application.deployments.get(DEPLOYMENT)
         if application is None or status is None:
@@ -165,13 +184,14 @@ class RayApplication:
         self._facts = ModelFacts.from_json(described["facts"])
 
     def _leave_cluster(self) -> None:
-        import ray
-        from ray import serve
-
-        with contextlib.suppress(*_list_ray_errors()):
-            serve.delete(self._name)
-        # It ends a cluster that `ray.init` has started.
-        ray.shutdown()
+        ray, serve = _import_ray()
+        with self._deploying:
+            if not ray.is_initialized():
+                return
+            with contextlib.suppress(*_list_ray_errors()):
+                serve.delete(self._name)
+            # It ends a cluster that `ray.init` has started.
+            ray.shutdown()
 
 
 class RayGroup(ReplicaGroup):
@@ -195,6 +215,7 @@ class RayGroup(ReplicaGroup):
         self._application = application
         self._task: asyncio.Task[None] | None = None
         self._stream: Any = None
+        self._down_since = -math.inf
 
     def start(self) -> None:
         """Starts the replicas; Ray Serve starts them again when they fail."""
@@ -220,13 +241,18 @@ class RayGroup(ReplicaGroup):
     def note_replicas(self, count: int, message: str, facts: ModelFacts | None) -> None:
         """Notes how many replicas run, and what is said of the others."""
         if count and facts is not None and self.state in ("starting", "down"):
-            self._note_ready(facts)
+            if time.monotonic() > self._down_since + SETTLE_SECONDS:
+                self._note_ready(facts)
         elif not count and self.state == "ready":
             self._note_down(RankError(0, "gone", f"no replica runs ({message})"))
 
     def note_refusal(self, error: DitileError) -> None:
         """Notes that no replica will ever run."""
         self._note_down(error)
+
+    def _note_down(self, error: DitileError) -> None:
+        self._down_since = time.monotonic()
+        super()._note_down(error)
 
     def _drop_stream(self) -> None:
         if self._task is not None:
@@ -254,11 +280,20 @@ class RayGroup(ReplicaGroup):
                 if self._batch_id != batch_id:
                     return  # it was stopped
                 if begun or isinstance(error, RayTaskError):
-                    message = f"its replica has gone ({shorten_error(error)})"
-                    self._note_down(RankError(0, type(error).__name__, message))
+                    reason = "failed" if isinstance(error, RayTaskError) else "has gone, its process or its node"
+                    self._note_down(RankError(0, type(error).__name__, f"its replica {reason}", str(error)))
                     return
             if not begun:
                 await asyncio.sleep(LOOK_SECONDS)
+
+
+def _import_ray() -> tuple[Any, Any]:
+    """Ray and its Serve, which few servers need."""
+    env.prepare_ray()
+    import ray
+    from ray import serve
+
+    return ray, serve
 
 
 def _list_ray_errors() -> tuple[type[Exception], ...]:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -139,8 +140,9 @@ class Replica:
             try:
                 news: RankNews = await self._actors[rank.number].poll.remote()
             except RayError as error:
-                message = f"its process or its node has gone ({shorten_error(error)})"
-                rank.outcome = RankFailure(time.monotonic(), "gone", message)
+                print(f"rank {rank.number}: {error}", file=sys.stderr)  # into Ray's logs
+                what = "node" if "node has died" in str(error) else "process"
+                rank.outcome = RankFailure(time.monotonic(), "gone", f"its {what} has gone")
                 return
             rank.signs.read_signs(news.signs)
             for answer in news.answers:
@@ -160,7 +162,7 @@ class Replica:
                 failure, number = found
                 if is_consequence(failure):
                     # Ray may learn of a node's end after the ranks on the others have.
-                    failure = failure._replace(message="another rank has gone, its process or its node")
+                    failure = failure._replace(message="another rank has gone, its process or its node", traceback="")
                 self._note_failure(make_error(failure, number))
                 return
 
@@ -196,6 +198,7 @@ def _create_actors(setup: GroupSetup, bundle: dict[str, float]) -> list[Any]:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     group = ray.util.get_current_placement_group()
+    assert group is not None, "Ray Serve has made one"
     options = {
         "num_cpus": bundle.get("CPU", 0),
         "num_gpus": bundle.get("GPU", 0),
