@@ -13,13 +13,14 @@ from collections.abc import Collection, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ditile.errors import ModelError
 from ditile.hooks.block_hooks import LOADED_ATTRIBUTE
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import is_placeholder
+from ditile.parallel.tensor.tensor import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
 
 LOG = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ LOG = logging.getLogger(__name__)
 def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
     """Loads a LoRA into a pipeline, divided or not, as `pipe.load_lora_weights` does. Every rank must call it.
 
+    Where a rank has a share of the weights it keeps that share of the LoRA.
+
     Args:
         pipe: the pipeline.
         source: a safetensors file, folder, hub id or state dict, as `load_lora_weights` takes it.
@@ -35,18 +38,25 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         kwargs: the other arguments of `load_lora_weights`.
 
     Raises:
-        ModelError: if the pipeline has no loader for LoRAs, or was loaded for a plan that cuts its weights.
+        ModelError: if the pipeline has no loader for LoRAs, or a plan cuts its weights so that it cannot be cut.
     """
     if not hasattr(pipe, "load_lora_weights"):
         raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    for part in parts.values():
-        _check_whole_weights(unwrap_compiled(part))
-    key_filter = _LoraKeyFilter(pipe, parts)
+    models = {name: unwrap_compiled(part) for name, part in parts.items()}
+    shares = {name: share for name, model in models.items() if (share := find_share(model)) is not None}
+    for name, model in models.items():
+        if name not in shares:
+            _check_whole_weights(model)
+    key_filter = _LoraKeyFilter(pipe, parts, shares)
     with ExitStack() as stack:
+        for name, share in shares.items():
+            share.lift_lora_guards(stack, pipe, models[name])
         override_attribute(stack, pipe, "lora_state_dict", key_filter.filter_state_dict)
         with suppress(_NothingHereError):
             pipe.load_lora_weights(source, adapter_name=adapter_name, **{"use_safetensors": True} | kwargs)
+    for name, share in shares.items():
+        share.sum_loras_over_ranks(models[name])
     for name in key_filter.list_components_elsewhere():
         if read_placement(parts[name]) == FREED:
             LOG.warning("the LoRA changes %s too, which was freed: embed prompts by a pipeline that has both", name)
@@ -115,12 +125,12 @@ def _name_choices(loaded: Collection[str]) -> str:
 
 
 def _check_whole_weights(part: nn.Module) -> None:
-    """Raises `ModelError` if only a share of the weights was loaded: peft cannot fit a LoRA's whole factors to it."""
+    """Raises `ModelError` if only a share of the weights was loaded, and `parallelize` has yet to make it known."""
     loaded = vars(part).get(LOADED_ATTRIBUTE)
     if loaded is not None and loaded.shard[1] > 1:
         raise ModelError(
             f"of this {type(part).__name__} only a share for tensor={loaded.shard[1]} was loaded, and a LoRA needs "
-            "whole weights; load the pipeline without a plan, then the LoRA, then call parallelize"
+            "whole weights; call parallelize, and load the LoRA into its runner's pipeline"
         )
 
 
@@ -129,10 +139,13 @@ class _NothingHereError(Exception):
 
 
 class _LoraKeyFilter:
-    """Removes the keys of placeholders from a LoRA, and notes the components of the keys that it keeps and drops."""
+    """Removes the keys of placeholders from a LoRA, and notes the components of the keys that it keeps and drops.
 
-    def __init__(self, pipe: Any, parts: dict[str, nn.Module]) -> None:
-        self._read, self._parts = pipe.lora_state_dict, parts
+    Factors of layers of which this rank has a share are cut alike.
+    """
+
+    def __init__(self, pipe: Any, parts: dict[str, nn.Module], shares: Mapping[str, ShardedTransformer]) -> None:
+        self._read, self._parts, self._shares = pipe.lora_state_dict, parts, shares
         self._kept: set[str] = set()
         self._dropped: set[str] = set()
 
@@ -154,7 +167,13 @@ class _LoraKeyFilter:
         return self._dropped - self._kept
 
     def _select_local_keys(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in values.items() if self._is_key_local(key)}
+        return {key: self._cut_value(key, value) for key, value in values.items() if self._is_key_local(key)}
+
+    def _cut_value(self, key: str, value: Any) -> Any:
+        """A factor, or this rank's part of it; what is no factor, such as an alpha, as it is."""
+        component, _, name = key.partition(".")
+        share = self._shares.get(component)
+        return share.cut_lora_factor(name, value) if share is not None and isinstance(value, Tensor) else value
 
     def _is_key_local(self, key: str) -> bool:
         """Whether the path to a weight does not end early, in a placeholder."""

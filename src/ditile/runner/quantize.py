@@ -26,7 +26,7 @@ from ditile.errors import ModelError
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.placeholders import count_parameter_bytes, is_plain_parameter
 from ditile.models.adapter import find_transformers
-from ditile.parallel.tensor.tensor import is_sharded
+from ditile.parallel.tensor.tensor import find_share
 
 LOG = logging.getLogger("ditile")
 EXCLUDED = ("embedder", "embed")
@@ -259,7 +259,7 @@ def _check_quant_type(
     if importlib.util.find_spec(package) is None:
         extra = "ditile[quantize]" if package == "torchao" else package
         raise ModelError(f"quant_type={name} needs {package}, which is not installed; pip install '{extra}'")
-    if name == "bitsandbytes_4bit" and is_sharded(model):
+    if name == "bitsandbytes_4bit" and find_share(model) is not None:
         raise ModelError("quant_type=bitsandbytes_4bit cannot take a share of the weights; try int8_weight_only")
     if device.type == "meta":
         raise ModelError(f"{type(model).__name__} has no weights yet; load them before they are quantized")

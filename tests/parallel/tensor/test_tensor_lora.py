@@ -20,7 +20,7 @@ from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.tensor.tensors import SCHEMES, error, forward, inputs, sharded
 from tests.pool import Pool
-from tests.runner.cases import MAKE, run
+from tests.runner.cases import MAKE, run, same
 from tests.runner.loras import edits, folder_of, load, write
 
 FAMILY = {"flux": "flux", "pixart sigma": "pixart", "sd3.5 medium": "sd3"}
@@ -103,20 +103,26 @@ PLAN = Plan(tensor=2)
 
 
 def into_a_share(model: Path, loras: Path) -> tuple[list[str], Tensor]:
-    """What is said to LoRAs for a pipeline that was loaded for a plan, and the picture of one that was loaded whole."""
+    """What is said to LoRAs before `parallelize`, and the picture of a pipeline that was loaded whole.
+
+    That of one that was loaded for the plan, into which the LoRA is loaded after it, is the same.
+    """
     pipe, said = tiny.quiet(ditile.load(str(model), plan=PLAN)), []
     for adapter in ("one", "narrow"):
         with pytest.raises(ModelError) as caught:
             ditile.load_lora(pipe, loras, weight_name=f"{adapter}.safetensors", adapter_name=adapter)
         said.append(str(caught.value))
     assert not hasattr(pipe.transformer, "peft_config"), "it was touched"
-    parallelize(pipe, PLAN)
+    runner = parallelize(pipe, PLAN)
     whole: Any = tiny.quiet(ditile.load(str(model)))
     ditile.load_lora(whole, loras, weight_name="one.safetensors", adapter_name="one")
-    return said, run(parallelize(whole, PLAN), "flux")
+    picture = run(parallelize(whole, PLAN), "flux")
+    ditile.load_lora(pipe, loras, weight_name="one.safetensors", adapter_name="one")
+    same(run(runner, "flux"), picture, "loaded after parallelize")
+    return said, picture
 
 
-def test_a_pipeline_that_was_loaded_for_the_plan_takes_no_lora(pool: Pool, tmp_path: Path) -> None:
+def test_a_pipeline_that_was_loaded_for_the_plan_takes_loras_after_the_cut(pool: Pool, tmp_path: Path) -> None:
     """A failure: a traceback from inside another library or, of the narrow one, a weight that zeros were added to."""
     plain = MAKE["flux"]()
     plain.save_pretrained(tmp_path / "model")
@@ -127,7 +133,7 @@ def test_a_pipeline_that_was_loaded_for_the_plan_takes_no_lora(pool: Pool, tmp_p
     for said, picture in pool.run(into_a_share, 2, tmp_path / "model", tmp_path):
         for line in said:
             assert "of this FluxTransformer2DModel only a share for tensor=2 was loaded" in line
-            assert "load the pipeline without a plan, then the LoRA, then call parallelize" in line
+            assert "call parallelize, and load the LoRA into its runner's pipeline" in line
         assert error(picture, wanted) < TOLERANCE
 
 

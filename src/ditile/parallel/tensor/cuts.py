@@ -20,10 +20,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from diffusers.models.activations import GEGLU, SwiGLU
 from diffusers.models.normalization import RMSNorm
-from torch import nn
+from torch import Tensor, nn
 
 from ditile.errors import ModelError, PlanError
 from ditile.hooks.attention_processors import UNFUSE, has_fused_projections, is_unfused_leftover
@@ -154,6 +155,11 @@ class TensorCuts:
             pieces.append(slice(start + self.index * share, start + (self.index + 1) * share))
             start += block
         return TensorCut(dim, tuple(pieces))
+
+
+def take_shard(whole: Tensor, cut: TensorCut) -> Tensor:
+    """The part of a parameter that a cut is."""
+    return torch.cat([whole.narrow(cut.dim, p.start, p.stop - p.start) for p in cut.pieces], cut.dim)
 
 
 def _split_table(

@@ -23,7 +23,7 @@ Sent by a rank, for p image and t text tokens of h channels and f = 2(n-1)/n; ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from types import MappingProxyType
@@ -41,7 +41,7 @@ from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.overrides import list_parameter_names, override_attribute
 from ditile.hooks.protocols import TokenStreams, WholeTokenStreams
 from ditile.parallel.tensor.collectives import TensorCollectives
-from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, unwrap_lora_base
+from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, take_shard, unwrap_lora_base
 from ditile.parallel.tensor.sequence import SharedStreams, StreamLengths, install_token_gathers
 from ditile.plan.spec import ModelSpec
 
@@ -53,6 +53,8 @@ _HEAD_ATTRIBUTES = (
 _WHOLE_OF_PIPE = ("load_lora_weights", "load_ip_adapter")
 _WHOLE = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections", "save_pretrained")
 """What a model can do only while it has whole weights."""
+_LORA_FACTORS = {"gathered": "lora_B", "rowwise": "lora_A"}
+"""The factor of a LoRA that needs what all ranks have, by the kind of the cut of its Linear."""
 
 
 class ShardedTransformer:
@@ -71,6 +73,7 @@ class ShardedTransformer:
         self.select_shard = cuts.select_shard
         self._keep = keep
         self._fused: list[tuple[str, Any, list[str]]] = []
+        self._sums: dict[str, Callable[[Tensor], Tensor]] = {}
 
     def remember_fused_loras(self, path: str, module: Any) -> None:
         """Remembers which LoRAs are fused into a Linear's whole weight."""
@@ -85,6 +88,39 @@ class ShardedTransformer:
     def guard_pipeline_loaders(self, pipe: Any) -> None:
         """Makes a pipeline refuse to load what needs whole weights, before it has touched anything."""
         _refuse_methods(self.edits, pipe, _WHOLE_OF_PIPE)
+
+    def lift_lora_guards(self, stack: ExitStack, pipe: Any, transformer: nn.Module) -> None:
+        """Lets a pipeline load LoRAs whose factors are cut as this share is, until the stack is closed.
+
+        Raises:
+            ModelError: if ranks share out the tokens between Linears, which LoRAs around them would not see.
+        """
+        if not isinstance(self.streams, WholeTokenStreams):
+            raise ModelError(
+                "split_scheme=sequence gathers tokens within Linears, where a LoRA that is loaded later does not see "
+                "them; load it before parallelize, or use split_scheme=row"
+            )
+        for owner, name in ((pipe, "load_lora_weights"), (transformer, "load_lora_adapter")):
+            override_attribute(stack, owner, name, getattr(type(owner), name).__get__(owner))
+
+    def cut_lora_factor(self, name: str, factor: Tensor) -> Tensor:
+        """This rank's part of a factor of a LoRA, by its name in the model.
+
+        Raises:
+            ModelError: if it is none of a plain LoRA.
+        """
+        path, _, leaf = name.rpartition(".lora_")
+        if path.removesuffix(".base_layer") in self.cuts.styles and leaf.split(".")[0] not in ("A", "B"):
+            raise ModelError(f"{name} is none of a plain LoRA, and tensor parallelism cuts only these; load it before")
+        cut = self.cuts.select_shard(name, factor.shape)
+        return factor if cut is None else take_shard(factor, cut)
+
+    def sum_loras_over_ranks(self, transformer: nn.Module) -> None:
+        """Makes the LoRAs that were loaded since the cut sum over the ranks as the Linears below them do."""
+        for path, style in self.cuts.styles.items():
+            for linear in _list_summing_loras(transformer.get_submodule(path), style.kind):
+                if "forward" not in vars(linear):  # it goes with the LoRA, so nothing need undo it
+                    vars(linear)["forward"] = _make_sum(linear, style.kind, self.cuts, self._sums[path])
 
     def restore_whole_weights(self) -> None:
         """Puts the whole weights back, bit for bit, and removes the guards from a pipeline.
@@ -106,9 +142,10 @@ class ShardedTransformer:
         self._fused.clear()
 
 
-def is_sharded(transformer: nn.Module) -> bool:
-    """Whether a model holds a share of its weights."""
-    return _MARK in vars(transformer)
+def find_share(transformer: nn.Module) -> ShardedTransformer | None:
+    """What a model holds a share of its weights by; None if it is whole."""
+    share: ShardedTransformer | None = vars(transformer).get(_MARK)
+    return share
 
 
 def find_tensor_table(
@@ -176,6 +213,7 @@ def shard_weights(
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
             over_ranks = exclude_from_compile(scatters.get(path, sum_over_ranks))
+            sharded._sums[path] = over_ranks
             _install_sums(stack, module, style.kind, cuts, over_ranks)
             sharded.remember_fused_loras(path, module)
             if not loaded:
@@ -184,7 +222,7 @@ def shard_weights(
         for path in cuts.arguments:
             _cut_arguments(stack, path, transformer.get_submodule(path), cuts)
         _refuse_methods(stack, transformer, _WHOLE)
-        override_attribute(stack, transformer, _MARK, True)
+        override_attribute(stack, transformer, _MARK, sharded)
         sharded.edits = stack.pop_all()
     return sharded
 
@@ -192,7 +230,7 @@ def shard_weights(
 def check_unsharded(transformer: nn.Module, sequence: Mapping[str, Mapping[str, str]] | None) -> None:
     """Raises `StateError` if a model is cut already, and `ModelError` if "sequence" has no table of its streams."""
     kind = type(transformer).__name__
-    if is_sharded(transformer):
+    if find_share(transformer) is not None:
         raise StateError(f"this {kind} holds a share of its weights already; undo that, or reload it")
     if sequence is not None and not sequence:
         raise ModelError(f"{kind} has no table of its token streams for split_scheme=sequence; use row")
@@ -207,8 +245,7 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
             cut = cuts.select_shard(f"{path}.{name}.{leaf}".replace("..", "."), parameter.shape)
             if cut is None:
                 continue
-            whole = parameter.detach()
-            share = torch.cat([whole.narrow(cut.dim, p.start, p.stop - p.start) for p in cut.pieces], cut.dim)
+            share = take_shard(parameter.detach(), cut)
             owner._parameters[leaf] = nn.Parameter(share, requires_grad=parameter.requires_grad)
             if keep:
                 stack.callback(owner._parameters.__setitem__, leaf, parameter)
@@ -272,13 +309,23 @@ def _install_sums(
     """Makes a norm or Linear that needs what all ranks have sum over the ranks."""
     if kind == "rms_norm":
         override_attribute(stack, module, "forward", partial(_norm_across_ranks, module, cuts.size, over_ranks))
-    if kind == "gathered":
-        for linear in (unwrap_lora_base(module), *getattr(module, "lora_B", nn.ModuleDict()).values()):
-            override_attribute(stack, linear, "forward", partial(_multiply_and_gather, linear, cuts, over_ranks))
-    if kind == "rowwise":
+    if kind in _LORA_FACTORS:
         # the LoRAs around a Linear sum by themselves what they have, so that they may go later
-        for linear in (unwrap_lora_base(module), *getattr(module, "lora_A", nn.ModuleDict()).values()):
-            override_attribute(stack, linear, "forward", partial(_multiply_and_sum, linear, over_ranks))
+        for linear in (unwrap_lora_base(module), *_list_summing_loras(module, kind)):
+            override_attribute(stack, linear, "forward", _make_sum(linear, kind, cuts, over_ranks))
+
+
+def _list_summing_loras(module: nn.Module, kind: str) -> Iterable[nn.Module]:
+    """The factors of the LoRAs around a Linear that need what all ranks have, as the Linear does."""
+    return getattr(module, _LORA_FACTORS.get(kind, ""), nn.ModuleDict()).values()
+
+
+def _make_sum(
+    linear: nn.Module, kind: str, cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor]
+) -> Callable[[Tensor], Tensor]:
+    if kind == "gathered":
+        return partial(_multiply_and_gather, linear, cuts, over_ranks)
+    return partial(_multiply_and_sum, linear, over_ranks)
 
 
 def _multiply_and_sum(linear: Any, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -317,7 +364,8 @@ def _refuse_methods(stack: ExitStack, owner: Any, names: Sequence[str]) -> None:
 
 
 def _refuse_method(name: str, *_: Any, **__: Any) -> NoReturn:
+    instead = ", or use ditile.load_lora" if name.endswith("load_lora_weights") else ""
     raise StateError(
         f"{name} needs whole weights, and this rank has a share of them; do it before the model is divided with tensor "
-        "parallelism"
+        f"parallelism{instead}"
     )
