@@ -285,7 +285,6 @@ class _Exchange:
             # In this order: whoever closes sees the socket, or is seen.
             self._socket = self._connection.sock
             if self._is_closed:
-                self._connection.close()
                 return
             self._connection.request(*self._request)
             response = self._connection.getresponse()
@@ -297,17 +296,17 @@ class _Exchange:
             else:
                 self._parts.put(response.read())
             self._parts.put(None)
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            # ValueError: the connection was closed while this thread read from it.
+        except (OSError, http.client.HTTPException) as error:
             self._parts.put(error)
+        finally:
+            self._connection.close()
 
     def _close_connection(self) -> None:
-        """Also wakes the thread, which may wait for the server."""
+        """Wakes the thread, which may wait for the server; it closes what it reads from."""
         self._is_closed = True
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # the server was faster
+            with contextlib.suppress(OSError):  # it was closed already
                 self._socket.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
 
 
 def _read_error(answer: Answer) -> ServerError:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ LARGEST_SEED = 2**53 - 1
 """The largest whole number that a browser keeps exactly."""
 NUM_PREVIEWS = 3
 PREVIEW_PIXELS = 512
+CHANGED_SECONDS = 3.0
+"""How long a server is asked whether it has changed, before anything is run."""
 OWN = "the model's own"
 
 
@@ -83,7 +86,7 @@ class DitileServer:
     def IS_CHANGED(cls, address: str) -> Any:  # noqa: N802
         """What is served: pictures of another model or plan are drawn anew."""
         try:
-            return _describe_served(Client(address))
+            return _describe_served(Client(address, limit_seconds(CHANGED_SECONDS)))
         except ServerError:
             return float("nan")
 
@@ -337,6 +340,17 @@ def start_progress(total: int) -> Any:
         bar.update_absolute(done, total, shown)
 
     return show_progress
+
+
+def limit_seconds(seconds: float) -> Callable[[], None]:
+    """A check that raises `ServerError` after some seconds."""
+    deadline = time.monotonic() + seconds
+
+    def check_deadline() -> None:
+        if time.monotonic() > deadline:
+            raise ServerError(f"no answer within {seconds:g} s")
+
+    return check_deadline
 
 
 def check_interrupt() -> None:
