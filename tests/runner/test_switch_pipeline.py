@@ -46,9 +46,10 @@ def convert(kind: type, pipe: Any) -> Any:
 
 def switched(plan: dict[str, Any], kinds: list[type]) -> None:
     """On a rank: each class gives what a runner of its own gives, and the first pipeline its first picture."""
+    name = "flux true cfg" if "cfg" in plan else "flux"
     calls = {
-        FluxImg2ImgPipeline: lambda: call_with_picture(),
-        FluxInpaintPipeline: lambda: call_with_picture(mask_image=MASK),
+        FluxImg2ImgPipeline: lambda: call_with_picture(name),
+        FluxInpaintPipeline: lambda: call_with_picture(name, mask_image=MASK),
     }
     wanted = []
     for kind in kinds:
@@ -56,14 +57,14 @@ def switched(plan: dict[str, Any], kinds: list[type]) -> None:
             wanted.append(runner(**calls[kind]())[0])
     with divided(MAKE["flux"](), **plan) as runner:
         pipe = runner.pipe
-        first = run(runner, "flux")
+        first = run(runner, name)
         for kind, picture in zip(kinds, wanted, strict=True):
             sibling = runner.switch_pipeline(kind)
             assert type(sibling) is kind and sibling is runner.pipe and sibling.transformer is pipe.transformer
             same(runner(**calls[kind]())[0], picture, f"{kind.__name__} under {plan}")
             different(picture, first)
             assert runner.switch_pipeline(FluxPipeline) is pipe
-            same(run(runner, "flux"), first, f"the first class again, under {plan}")
+            same(run(runner, name), first, f"the first class again, under {plan}")
         assert runner.switch_pipeline(kinds[0]) is not sibling or len(kinds) == 1
         same(runner(**calls[kinds[0]]())[0], wanted[0], "a second time")
 
@@ -83,7 +84,7 @@ def test_image_to_image_on_the_same_model(pool: Pool, plan: dict[str, Any]) -> N
     pool.run(switched, 2, plan, [FluxImg2ImgPipeline])
 
 
-@pytest.mark.parametrize("plan", [{"data": 2}, {"ulysses": 2}], ids=str)
+@pytest.mark.parametrize("plan", [{"data": 2}, {"cfg": 2}, {"ulysses": 2}], ids=str)
 def test_in_painting_on_the_same_model(pool: Pool, plan: dict[str, Any]) -> None:
     pool.run(switched, 2, plan, [FluxInpaintPipeline, FluxImg2ImgPipeline])
 
