@@ -19,6 +19,7 @@ from ditile.cli import main
 from ditile.plan.plan import Plan
 from ditile.requests.cache_options import CacheOptions
 from ditile.requests.options import GenerateOptions
+from ditile.requests.pictures import encode_png
 from ditile.serve.group import (
     Batch,
     BatchEnded,
@@ -54,8 +55,9 @@ class Driven:
         )
         self.group = RankGroup("0", setup, asyncio.get_running_loop(), self._events.put_nowait)
 
-    async def draw(self, name: str, *jobs: Job) -> list[GroupEvent]:
-        self.group.draw(Batch(id=name, jobs=jobs, inputs={}))
+    async def draw(self, name: str, *jobs: Job, **inputs: bytes) -> list[GroupEvent]:
+        """Draws a batch; `inputs` are the files of its first job."""
+        self.group.draw(Batch(id=name, jobs=jobs, inputs={jobs[0].id: inputs}))
         return await self.wait_for(BatchEnded)
 
     async def wait_for(self, *kinds: type) -> list[GroupEvent]:
@@ -117,6 +119,29 @@ def test_ranks_draw_what_the_command_draws_and_stop(tmp_path: Path) -> None:
         assert list_files(await driven.draw("again", make_job("f"))) == [{"0.png": out.read_bytes()}]
 
     drive("shapes-pixart", "pipefusion=2", script)
+
+
+def test_pictures_to_start_from_are_drawn_by_the_classes_that_take_them(tmp_path: Path) -> None:
+    """A failure would mean an edit that is not that of `ditile generate --image`, or that spoils others."""
+    start, mask = (Image.new("RGB", (64, 64), color) for color in ("red", "black"))
+    mask.paste("white", (0, 0, 64, 32))
+    start.save(tmp_path / "start.png")
+    out = tmp_path / "a.png"
+    words = ["--model", "shapes-flux", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--out", str(out)]
+    more = ["--image", str(tmp_path / "start.png"), "--strength", "0.8"]
+    assert main.main(["generate", PROMPT, *words, *more]) == 0
+    pngs = {name: encode_png(picture, {}) for name, picture in (("image", start), ("mask", mask))}
+
+    async def script(driven: Driven) -> None:
+        before = list_files(await driven.draw("text", make_job("a")))
+        edit = make_job("b", image="image", strength=0.8)
+        assert list_files(await driven.draw("edit", edit, image=pngs["image"])) == [{"0.png": out.read_bytes()}]
+        failed = (await driven.draw("mask", edit, **pngs))[-2]
+        assert isinstance(failed, JobFailed)
+        assert failed.failure.code == "refused"
+        assert list_files(await driven.draw("again", make_job("c"))) == before
+
+    drive("shapes-flux", "pipefusion=2", script)
 
 
 @pytest.mark.alone

@@ -45,6 +45,7 @@ from ditile.planner.question import PlanQuestion
 from ditile.requests.cache_options import CacheOptions
 from ditile.requests.options import GenerateOptions, check_lora_source
 from ditile.runner.load import defaults, find_model_source
+from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from ditile.cli.outcome import Outcome, PlanVerdict
@@ -427,6 +428,17 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     return 0 if verdict.is_proven else 1
 
 
+def _run_serve_command(arguments: argparse.Namespace) -> int:
+    from ditile.cli.serve import serve_model
+
+    options, cache = _build_options(ServeOptions, arguments), _build_options(CacheOptions, arguments)
+    wanted, plan = GenerateOptions(model=options.model), _build_plan(arguments, cache)
+    if options.plan is not None:
+        plan = _resolve_plan_option(options.plan, wanted, RunOptions(), plan)
+    _check_known_model(wanted, [plan])
+    return serve_model(options, plan, cache)
+
+
 def _run_models_command(arguments: argparse.Namespace) -> int:
     from ditile.cli.models import build_matrix_tables, format_matrix_markdown, read_families, read_matrix
 
@@ -556,6 +568,9 @@ COMMANDS = {
     "generate": Command(_run_generate_command, "make a picture or a video",
         "Make a picture or a video, on several ranks if a plan says so.",
         {GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"}),
+    "serve": Command(_run_serve_command, "serve pictures or videos over HTTP",
+        "Serve a model over HTTP, in the words of the OpenAI API, from ranks that live on between requests.",
+        {ServeOptions: "server", Plan: "plan", CacheOptions: "cache"}),
     "verify": Command(_run_verify_command, "prove a plan on this machine",
         "Check a plan on this machine: exactness, message sizes, memory.", {Plan: "plan", VerifyOptions: "proof"}),
     "bench": Command(_run_bench_command, "measure plans side by side",

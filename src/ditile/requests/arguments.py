@@ -69,7 +69,9 @@ def build_object_arguments(
     if wanted.num_images > 1:
         call[find_argument(type(pipe), COUNTS) or COUNTS[0]] = wanted.num_images
     if picture is not None:
-        call["image"] = [picture] * len(seeds) if isinstance(call["generator"], list) else picture
+        # Several pictures are composed into each of those that are made.
+        is_one = not isinstance(picture, list)
+        call["image"] = [picture] * len(seeds) if is_one and isinstance(call["generator"], list) else picture
     return call
 
 

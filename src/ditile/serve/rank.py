@@ -32,12 +32,12 @@ from ditile.requests.arguments import (
 from ditile.requests.facts import ModelFacts, collect_facts
 from ditile.requests.options import GenerateOptions
 from ditile.requests.pictures import encode_png
-from ditile.requests.pipelines import convert_value_errors
+from ditile.requests.pipelines import convert_value_errors, find_image_to_image_class, find_inpaint_class
 from ditile.requests.prepare import prepare_runner
 from ditile.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import defaults
-from ditile.serve.jobs import INPUT_IMAGE, POSTER, Drawn, Request
+from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, POSTER, Drawn, Request
 from ditile.serve.link import GroupSetup, MessageLink
 from ditile.serve.previews import CallPreviews, PreviewDecoder
 
@@ -68,6 +68,7 @@ class RankServer:
         self._setup, self._link = setup, link
         self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
         self._pipe.set_progress_bar_config(disable=True)
+        self._kind = type(self._pipe)
         self._facts = collect_facts(self._pipe, setup.model, setup.plan)
         self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
         self._answers = self._runner.mesh.rank == 0
@@ -124,6 +125,7 @@ class RankServer:
         return False
 
     def _draw_jobs(self, jobs: Sequence[BatchJob]) -> None:
+        self._pipe = self._runner.switch_pipeline(self._choose_class(jobs[0].inputs))
         wanted = [job.request.options for job in jobs]
         bases = [build_call_arguments(self._pipe, each, defaults(self._setup.model)) for each in wanted]
         check_cache_steps(self._setup.cache, bases[0])
@@ -143,6 +145,16 @@ class RankServer:
         for job, base in zip(jobs, bases, strict=True):
             one, files = self._encode_job(job, base, [next(pictures) for _ in list_seeds(job.request.options)])
             self._answer({"drawn": asdict(replace(one, facts=facts)), "job": job.id}, files | trace)
+
+    def _choose_class(self, inputs: Mapping[str, bytes]) -> type:
+        """The class of pipelines that draws from these pictures. Raises `ModelError` if there is none."""
+        if INPUT_IMAGE not in inputs:
+            return self._kind
+        if INPUT_MASK not in inputs:
+            return find_image_to_image_class(self._kind)
+        if (kind := find_inpaint_class(self._kind)) is None:
+            raise ModelError(f"{self._kind.__name__} has no pipeline that takes a mask; leave the mask out")
+        return kind
 
     def _plan_previews(self, jobs: Sequence[BatchJob], base: Mapping[str, Any]) -> CallPreviews | None:
         """The previews of a call of one job, or what it teaches of latents; the same steps on every rank."""
@@ -185,9 +197,15 @@ class RankServer:
     def _build_call(self, jobs: Sequence[BatchJob], bases: Sequence[dict[str, Any]]) -> dict[str, Any]:
         wanted = jobs[0].request.options
         if len(jobs) == 1:
-            picture = _read_input(jobs[0].inputs, INPUT_IMAGE)
-            seeds = list_seeds(wanted)
-            return bases[0] | build_object_arguments(self._pipe, wanted, seeds, picture=picture)
+            pictures = {name: _decode_input(content) for name, content in jobs[0].inputs.items()}
+            seeds, mask = list_seeds(wanted), pictures.pop(INPUT_MASK, None)
+            # In the order in which they came: image, image-1, ..
+            start = list(pictures.values())
+            picture = None if not start else start[0] if len(start) == 1 else start
+            objects = build_object_arguments(self._pipe, wanted, seeds, picture=picture)
+            if mask is not None:
+                objects["mask_image"] = [mask] * len(seeds) if isinstance(objects["image"], list) else mask
+            return bases[0] | objects
         options = [job.request.options for job in jobs]
         each = [base for base, one in zip(bases, options, strict=True) for _ in list_seeds(one)]
         return build_batch_call(self._pipe, each, wanted, [seed for one in options for seed in list_seeds(one)])
@@ -273,9 +291,8 @@ def _read_jobs(jobs: Sequence[Mapping[str, Any]], files: Mapping[str, bytes]) ->
     return read
 
 
-def _read_input(inputs: Mapping[str, bytes], name: str) -> Any:
-    """A picture that came with a job, in RGB; None if there is none. The server has checked and encoded it anew."""
-    if name not in inputs:
-        return None
-    with Image.open(io.BytesIO(inputs[name]), formats=["PNG"]) as picture:
-        return picture.convert("RGB")
+def _decode_input(content: bytes) -> Image.Image:
+    """A picture that came with a job, in RGB. The server has checked and encoded it anew."""
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as picture:
+        converted: Image.Image = picture.convert("RGB")
+        return converted

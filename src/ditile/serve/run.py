@@ -1,0 +1,147 @@
+"""Runs the server: listens, starts the ranks, and ends both when it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import uvicorn
+
+from ditile.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.requests.cache_options import CacheOptions
+from ditile.serve.app import create_app
+from ditile.serve.group import RankGroup
+from ditile.serve.link import GroupSetup
+from ditile.serve.options import ServeOptions
+from ditile.serve.service import Service
+
+OPEN_REQUESTS_SECONDS = 5
+"""How long answers that are under way get, after the jobs have ended."""
+
+
+def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, facts: Mapping[str, Any]) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit code.
+
+    Args:
+        options, plan, cache: what to serve, and how the ranks compute.
+        facts: what `/v1/plan` says of the plan before anything was drawn, as JSON types.
+
+    Raises:
+        DitileError: if the address is taken, the state folder cannot be used, or the model, the plan or an option does
+            not fit.
+    """
+    with open_listener(options) as listener:
+        asyncio.run(_serve_until_told(options, plan, cache, facts, listener))
+    return 0
+
+
+def open_listener(options: ServeOptions) -> socket.socket:
+    """The socket that the server listens on. Raises `ModelError` if it cannot have the address."""
+    try:
+        family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((options.host, options.port), family=family, backlog=1024)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ModelError(
+            f"host={options.host!r}, port={options.port}: the server cannot listen there ({reason}); try another "
+            "--port, or --port 0 for a free one"
+        ) from error
+
+
+async def _serve_until_told(
+    options: ServeOptions, plan: Plan, cache: CacheOptions, facts: Mapping[str, Any], listener: socket.socket
+) -> None:
+    loop, loras = asyncio.get_running_loop(), options.find_lora_files()
+    places = [(replica * plan.world, options.replicas * plan.world) for replica in range(options.replicas)]
+
+    def make_group(name: str, on_event: Any) -> RankGroup:
+        setup = GroupSetup(
+            model=options.model,
+            engine=options,
+            plan=plan,
+            cache=cache,
+            loras=loras,
+            max_loras=options.max_loras,
+            local_ranks=places[int(name)],
+        )
+        return RankGroup(name, setup, loop, on_event)
+
+    service = Service(options, make_group, facts)
+    config = uvicorn.Config(
+        create_app(service),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        timeout_graceful_shutdown=OPEN_REQUESTS_SECONDS,
+    )
+    server = DrainingServer(config, service, options.drain)
+    await service.start()
+    try:
+        serving = asyncio.create_task(server.serve([listener]))
+        ready = asyncio.create_task(_announce(service, listener, plan))
+        await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
+        if ready.done() and ready.exception() is not None:
+            server.should_exit = True
+        await serving
+        if ready.done():
+            ready.result()
+        ready.cancel()
+    finally:
+        await service.drain(0)
+
+
+class DrainingServer(uvicorn.Server):
+    """Ends on the first SIGTERM or SIGINT when its running jobs have ended, on a second one at once.
+
+    Args:
+        config: of uvicorn.
+        service: what is drained.
+        seconds: how long running jobs get.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
+        super().__init__(config)
+        self._service, self._seconds = service, seconds
+        self._draining: asyncio.Task[None] | None = None
+        self._at_once: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """While the server runs, signals end it."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._handle_signal, number)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _handle_signal(self, number: int) -> None:
+        if self._draining is None:
+            name = signal.Signals(number).name
+            print(f"ditile: {name}: running jobs get {self._seconds:g} s; once more ends them", file=sys.stderr)
+            self._draining = asyncio.create_task(self._drain_and_exit())
+        else:
+            self._at_once = asyncio.create_task(self._service.drain(0))
+            self.force_exit = True
+
+    async def _drain_and_exit(self) -> None:
+        await self._service.drain(self._seconds)
+        self.should_exit = True
+
+
+async def _announce(service: Service, listener: socket.socket, plan: Plan) -> None:
+    """Says where the server is, when its ranks can draw."""
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    await service.wait_until_ready()
+    text = f" with {plan}" if plan != Plan() else ""
+    print(f"ditile: {service.options.model}{text} on http://{host}:{port}", file=sys.stderr, flush=True)
