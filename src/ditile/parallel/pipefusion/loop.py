@@ -462,7 +462,8 @@ class Loop:
         first = {name: None if isinstance(value, PatchExtra) else value for name, value in call.items()}
         zeros = torch.zeros_like(prediction)
         result = self._get_copies(stream).step_on_corner(zeros, timestep, sample, first, closes=False)
-        stream.reset_step_index()
+        # The pipeline may count it back, or ask for the noise of the next step.
+        stream.set_step_index(self.generation.micro_step.step + 1)
         if stream is self._main:
             self.generation.branch = 0
         assert stream.latents is not None

@@ -64,6 +64,8 @@ class Rehearsal:
             self._check_iteration()
             for each in self._streams:
                 each.keep_rehearsed_piece()
+        for each in self._streams:
+            each.set_step_index(0)
         now.rehearsed_patch, now.is_whole = None, False
 
     @property
@@ -77,6 +79,7 @@ class Rehearsal:
         self._now.called_models.clear()
         for each in self._streams:
             each.rehearsed_piece = None
+            each.set_step_index(step)
         return timestep
 
     def _check_iteration(self) -> None:

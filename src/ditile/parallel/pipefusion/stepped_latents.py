@@ -95,10 +95,10 @@ class SteppedLatents:
             self.latents = sample.clone()
         self._samples.append(sample)
 
-    def reset_step_index(self) -> None:
-        """The scheduler looks as if it had been stepped: a pipeline that steps twice counts it back."""
-        if getattr(self.scheduler, "_step_index", 0) is None:
-            self.scheduler._step_index = 0
+    def set_step_index(self, steps: int) -> None:
+        """The scheduler looks as if it had made so many steps, for what a pipeline asks it between two of them."""
+        if hasattr(self.scheduler, "_step_index"):
+            self.scheduler._step_index = (getattr(self.scheduler, "begin_index", None) or 0) + steps
 
     def keep_rehearsed_piece(self) -> None:
         """Keeps what the rehearsal of a patch found."""
