@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import functools
 import importlib.util
+import json
+import sys
+from typing import Any
 
+from ditile.distributed import env
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.requests.cache_options import CacheOptions
@@ -33,4 +39,29 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     from ditile.serve.run import run_server
 
     options = dataclasses.replace(options, attention=cache.choose_attention_backend(options.attention))
-    return run_server(options, plan, cache, {"cache": cache.describe_settings()})
+    predict = functools.partial(predict_call, options.model, plan)
+    return run_server(options, plan, cache, predict)
+
+
+async def predict_call(model: str, plan: Plan) -> dict[str, Any]:
+    """What `ditile plan` predicts for a plan on this machine, as JSON types; empty if it was never measured.
+
+    It runs in a process of its own, as it needs torch.
+    """
+    if not env.find_profile_path().exists():
+        return {}
+    words = ["plan", "--model", model, "--price", str(plan), "--devices", str(plan.world), "--json", "-"]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "ditile", *words),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        answer, _ = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    # A model that cannot be planned for has no prediction.
+    return {"predicted": json.loads(answer)} if process.returncode == 0 else {}

@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import uvicorn
@@ -25,19 +25,21 @@ OPEN_REQUESTS_SECONDS = 5
 """How long answers that are under way get, after the jobs have ended."""
 
 
-def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, facts: Mapping[str, Any]) -> int:
+def run_server(
+    options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Callable[[], Awaitable[Mapping[str, Any]]]
+) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code.
 
     Args:
         options, plan, cache: what to serve, and how the ranks compute.
-        facts: what `/v1/plan` says of the plan before anything was drawn, as JSON types.
+        predict: gives what `/v1/plan` says of the plan besides measurements, as JSON types.
 
     Raises:
         DitileError: if the address is taken, the state folder cannot be used, or the model, the plan or an option does
             not fit.
     """
     with open_listener(options) as listener:
-        asyncio.run(_serve_until_told(options, plan, cache, facts, listener))
+        asyncio.run(_serve_until_told(options, plan, cache, predict, listener))
     return 0
 
 
@@ -55,7 +57,11 @@ def open_listener(options: ServeOptions) -> socket.socket:
 
 
 async def _serve_until_told(
-    options: ServeOptions, plan: Plan, cache: CacheOptions, facts: Mapping[str, Any], listener: socket.socket
+    options: ServeOptions,
+    plan: Plan,
+    cache: CacheOptions,
+    predict: Callable[[], Awaitable[Mapping[str, Any]]],
+    listener: socket.socket,
 ) -> None:
     loop, loras = asyncio.get_running_loop(), options.find_lora_files()
     places = [(replica * plan.world, options.replicas * plan.world) for replica in range(options.replicas)]
@@ -72,7 +78,7 @@ async def _serve_until_told(
         )
         return RankGroup(name, setup, loop, on_event)
 
-    service = Service(options, make_group, facts)
+    service = Service(options, make_group, {"cache": cache.describe_settings()})
     config = uvicorn.Config(
         create_app(service),
         log_config=None,
@@ -86,6 +92,7 @@ async def _serve_until_told(
     try:
         serving = asyncio.create_task(server.serve([listener]))
         ready = asyncio.create_task(_announce(service, listener, plan))
+        predicted = asyncio.create_task(_predict_when_ready(service, predict))
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and ready.exception() is not None:
             server.should_exit = True
@@ -93,6 +100,8 @@ async def _serve_until_told(
         if ready.done():
             ready.result()
         ready.cancel()
+        predicted.cancel()
+        await asyncio.wait((ready, predicted))
     finally:
         await service.drain(0)
 
@@ -145,3 +154,9 @@ async def _announce(service: Service, listener: socket.socket, plan: Plan) -> No
     await service.wait_until_ready()
     text = f" with {plan}" if plan != Plan() else ""
     print(f"ditile: {service.options.model}{text} on http://{host}:{port}", file=sys.stderr, flush=True)
+
+
+async def _predict_when_ready(service: Service, predict: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+    # The prediction takes a core for some seconds, which the ranks need to start.
+    await service.wait_until_ready()
+    service.note_plan_facts(await predict())

@@ -281,6 +281,10 @@ class Service:
         known = {} if self._facts is None else {"model": self._facts.name, "plan": self._facts.plan}
         return {**known, **self._plan, "last": self._last_drawn or None}
 
+    def note_plan_facts(self, facts: Mapping[str, Any]) -> None:
+        """Adds to what `describe_plan` says."""
+        self._plan.update(facts)
+
     async def drain(self, seconds: float) -> None:
         """Ends the service: takes no more jobs, gives those that run some time, and ends the ranks.
 

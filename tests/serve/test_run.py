@@ -1,0 +1,91 @@
+"""The server as a process: what it imports, what it draws, and how it ends."""
+
+from __future__ import annotations
+
+import base64
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ditile.cli import main
+from tests.serve.running import RunningServer, run_server
+
+PROMPT = "a large red circle on the left on a gray background"
+
+
+def test_the_server_does_not_import_torch() -> None:
+    """A failure would cost every server seconds and hundreds of megabytes."""
+    code = "import sys, ditile.serve.run, ditile.cli.serve; assert not {'torch', 'diffusers', 'numpy'} & {*sys.modules}"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        (["--model", "nothing-here"], "nothing-here"),
+        (["--host", "0.0.0.0"], "--api-key FILE or DITILE_API_KEY, or --insecure"),
+        (["--port", "99999"], "is no port; try port=8000"),
+        (["--lora-dir", "nowhere"], "is no folder"),
+        (["--text-after", "free"], "use offload or keep"),
+        (["--api-key", "nowhere"], "nowhere"),
+        (["--tensor", "3"], "tensor=3"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A failure would mean a traceback, or a server that starts its ranks for ever."""
+    code = main.main(["serve", "--port", "0", "--state", str(tmp_path / "state"), *words])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert says in line
+
+
+def test_an_address_that_is_taken(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main.main(["serve", "--port", port, "--state", str(tmp_path / "state")]) == 2
+    assert "try another --port" in capsys.readouterr().err
+
+
+def test_a_picture_of_the_server_is_that_of_the_command_and_sigterm_ends_it(tmp_path: Path) -> None:
+    """A failure would mean another picture over HTTP, or processes that are left."""
+    out = tmp_path / "a.png"
+    words = ["--model", "shapes-pixart", "--cfg", "2", "--cache", "--steps", "12", "--seed", "3", "--out", str(out)]
+    assert main.main(["generate", PROMPT, *words]) == 0
+    with run_server("shapes-pixart", "--cfg", "2", "--cache", state=tmp_path / "state") as server:
+        ranks = psutil.Process(server.process.pid).children(recursive=True)
+        asked = {"prompt": PROMPT, "seed": 3, "num_inference_steps": 12}
+        with server.client() as client:
+            answer = client.post("/v1/images/generations", json=asked).json()
+            assert client.get("/health").status_code == 200
+        assert base64.b64decode(answer["data"][0]["b64_json"]) == out.read_bytes()
+        assert server.end(signal.SIGTERM) == 0
+        assert "Traceback" not in server.log
+        assert not psutil.wait_procs(ranks, timeout=5)[1]
+
+
+def test_ranks_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
+    """A failure would mean ranks that keep a GPU for nobody."""
+    with run_server("shapes-pixart", "--pipefusion", "2", state=tmp_path / "state") as server:
+        ranks = psutil.Process(server.process.pid).children(recursive=True)
+        assert len(ranks) == 2
+        server.end(signal.SIGKILL)
+        assert not psutil.wait_procs(ranks, timeout=5)[1]
+
+
+def test_two_servers_do_not_share_a_state_folder(tmp_path: Path) -> None:
+    """A failure would mean jobs that are drawn twice."""
+    with run_server("shapes-pixart", state=tmp_path / "state"):
+        second = RunningServer("shapes-pixart", (), tmp_path / "state")
+        deadline = time.monotonic() + 60
+        while second.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert second.process.poll() == 2
+        assert "state" in second.log.splitlines()[-1]
