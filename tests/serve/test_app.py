@@ -1,5 +1,6 @@
 """Who may ask a server, how much at once, and what it says of itself."""
 
+import io
 import json
 import logging
 import time
@@ -10,7 +11,7 @@ import pytest
 
 from ditile.errors import ModelError
 from ditile.serve.api.answers import rename_options
-from ditile.serve.app import read_api_keys
+from ditile.serve.app import ACCESS_LOG, read_api_keys, write_access_log
 from ditile.serve.options import ServeOptions
 from tests.serve.servers import PROMPT, paint_picture, read_error, serve_painted
 
@@ -123,6 +124,17 @@ def test_what_a_server_says_of_itself(tmp_path: Path, caplog: pytest.LogCaptureF
     assert set(drawn) == {"time", "method", "path", "status", "ms", "owner", "job"}
     assert drawn["job"].startswith("image_") and drawn["ms"] > 0 and abs(drawn["time"] - time.time()) < 60
     assert "red circle" not in caplog.text
+
+
+def test_the_access_log_is_lines_of_json_alone() -> None:
+    stream = io.StringIO()
+    write_access_log(stream)
+    try:
+        ACCESS_LOG.info(json.dumps({"status": 200}))
+        assert json.loads(stream.getvalue()) == {"status": 200}
+    finally:
+        ACCESS_LOG.handlers.clear()
+        ACCESS_LOG.propagate = True
 
 
 def test_addresses_that_are_none(tmp_path: Path) -> None:

@@ -113,3 +113,16 @@ def test_a_video_of_real_ranks(tmp_path: Path) -> None:
         assert poster.size == (64, 64)
         remix = client.videos.poll(client.videos.remix(video.id, prompt="a small blue square").id, poll_interval_ms=100)
         assert (remix.status, remix.remixed_from_video_id) == ("completed", video.id)
+
+
+def test_an_edit_of_real_ranks(tmp_path: Path) -> None:
+    start = tmp_path / "start.png"
+    Image.new("RGB", (128, 128), "blue").save(start)
+    words = ["--model", "shapes-flux", "--pipefusion", "2", "--image", str(start), "--strength", "0.5"]
+    expected = generate(tmp_path, *words)
+    with serve_model(tmp_path, "shapes-flux", "pipefusion=2") as (_, client):
+        answer = client.images.edit(
+            image=("start.png", start.read_bytes(), "image/png"), prompt=PROMPT, extra_body=SETTINGS | {"strength": 0.5}
+        )
+        assert answer.data is not None
+        assert base64.b64decode(answer.data[0].b64_json or "") == expected

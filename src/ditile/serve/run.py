@@ -15,7 +15,7 @@ import uvicorn
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.requests.cache_options import CacheOptions
-from ditile.serve.app import create_app
+from ditile.serve.app import create_app, write_access_log
 from ditile.serve.group import RankGroup
 from ditile.serve.link import GroupSetup
 from ditile.serve.options import ServeOptions
@@ -79,6 +79,7 @@ async def _serve_until_told(
         return RankGroup(name, setup, loop, on_event)
 
     service = Service(options, make_group, {"cache": cache.describe_settings()})
+    write_access_log(sys.stdout)
     config = uvicorn.Config(
         create_app(service),
         log_config=None,
