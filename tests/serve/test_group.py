@@ -7,14 +7,18 @@ import io
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from PIL import Image
 
+import ditile
 from ditile.cli import main
 from ditile.plan.plan import Plan
 from ditile.requests.cache_options import CacheOptions
@@ -47,11 +51,11 @@ def make_job(name: str, prompt: str = PROMPT, **options: Any) -> Job:
 class Driven:
     """A group of ranks, and the events that came from it."""
 
-    def __init__(self, model: str, plan: str) -> None:
+    def __init__(self, model: str, plan: str, lora_dir: str | None = None) -> None:
         self._events: asyncio.Queue[GroupEvent] = asyncio.Queue()
         options = ServeOptions(model=model)
         setup = GroupSetup(
-            model=model, engine=options, plan=Plan.parse(plan), cache=CacheOptions(), loras={}, max_loras=1
+            model=model, engine=options, plan=Plan.parse(plan), cache=CacheOptions(), lora_dir=lora_dir, max_loras=1
         )
         self.group = RankGroup("0", setup, asyncio.get_running_loop(), self._events.put_nowait)
 
@@ -73,9 +77,11 @@ class Driven:
         return ranks[0]
 
 
-def drive(model: str, plan: str, script: Callable[[Driven], Coroutine[Any, Any, None]]) -> None:
+def drive(
+    model: str, plan: str, script: Callable[[Driven], Coroutine[Any, Any, None]], lora_dir: str | None = None
+) -> None:
     async def run() -> None:
-        driven = Driven(model, plan)
+        driven = Driven(model, plan, lora_dir)
         driven.group.start()
         try:
             await driven.wait_for(GroupReady)
@@ -142,6 +148,53 @@ def test_pictures_to_start_from_are_drawn_by_the_classes_that_take_them(tmp_path
         assert list_files(await driven.draw("again", make_job("c"))) == before
 
     drive("shapes-flux", "pipefusion=2", script)
+
+
+def write_lora(path: Path, seed: int) -> None:
+    """Saves a random LoRA of the attention of shapes-flux."""
+    pipe = ditile.load("shapes-flux")
+    config = LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"])
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in get_peft_model(pipe.transformer, config).named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.2 * torch.randn(parameter.shape, generator=random)
+    factors = get_peft_model_state_dict(pipe.transformer)
+    pipe.save_lora_weights(path.parent, transformer_lora_layers=factors, weight_name=path.name)
+
+
+def read_pixels(events: list[GroupEvent]) -> Any:
+    return np.asarray(Image.open(io.BytesIO(list_files(events)[0]["0.png"])))
+
+
+def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
+    """A failure would mean that a request is drawn with the LoRA of another one, or ends the ranks."""
+    wanted = {}
+    for seed, name in enumerate(("ink.v1", "oil")):
+        write_lora(tmp_path / f"{name}.safetensors", seed)
+        out = tmp_path / f"{name}.png"
+        words = ["--model", "shapes-flux", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--out", str(out)]
+        assert main.main(["generate", PROMPT, *words, "--lora", str(tmp_path / f"{name}.safetensors")]) == 0
+        wanted[name] = np.asarray(Image.open(out))
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing")
+
+    async def script(driven: Driven) -> None:
+        def make(*names: str) -> Job:
+            job = make_job("-".join(names) or "plain")
+            return replace(job, request=replace(job.request, loras=dict.fromkeys(names, 1.0)))
+
+        plain = list_files(await driven.draw("plain", make()))
+        for number, name in enumerate(("ink.v1", "oil", "ink.v1")):
+            assert (read_pixels(await driven.draw(f"lora-{number}", make(name))) == wanted[name]).all()
+        (failed, _) = await driven.draw("broken", make("broken"))
+        assert isinstance(failed, JobFailed)
+        assert "lora='broken' cannot be loaded" in failed.failure.message
+        assert str(tmp_path) not in failed.failure.message
+        assert list_files(await driven.draw("again", make())) == plain
+        both = read_pixels(await driven.draw("both", make("ink.v1", "oil")))
+        assert (both != wanted["ink.v1"]).any()
+        assert (both != wanted["oil"]).any()
+
+    drive("shapes-flux", "pipefusion=2", script, lora_dir=str(tmp_path))
 
 
 @pytest.mark.alone

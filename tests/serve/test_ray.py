@@ -38,7 +38,9 @@ class RayRun:
 
         self._events: asyncio.Queue[GroupEvent] = asyncio.Queue()
         options = ServeOptions(model="shapes-pixart", ray=cluster.address, threads=1, state=str(state), **flags)
-        setup = GroupSetup(model=options.model, engine=options, plan=plan, cache=CacheOptions(), loras={}, max_loras=1)
+        setup = GroupSetup(
+            model=options.model, engine=options, plan=plan, cache=CacheOptions(), lora_dir=None, max_loras=1
+        )
         application = RayApplication(setup, options)
         names = map(str, range(options.num_groups))
         self.groups = [application.make_group(name, self._events.put_nowait) for name in names]

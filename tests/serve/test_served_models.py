@@ -34,7 +34,7 @@ def serve_model(folder: Path, model: str, plan: str, **cache: Any) -> Iterator[t
 
     def make_group(name: str, tell: Any) -> RankGroup:
         setup = GroupSetup(
-            model=model, engine=options, plan=Plan.parse(plan), cache=CacheOptions(**cache), loras={}, max_loras=1
+            model=model, engine=options, plan=Plan.parse(plan), cache=CacheOptions(**cache), lora_dir=None, max_loras=1
         )
         return RankGroup(name, setup, asyncio.get_running_loop(), tell)
 

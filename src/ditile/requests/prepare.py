@@ -54,7 +54,10 @@ def prepare_runner(
     if from_picture:
         pipe = convert_to_image_to_image(pipe)
     if cache.lora is not None:
-        _load_lora_weights(pipe, cache.lora, fuse=cache.fuse_lora)
+        load_lora_weights(pipe, cache.lora)
+        if cache.fuse_lora:
+            pipe.fuse_lora()
+            pipe.unload_lora_weights()
     if engine.compile:
         ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
     join_torchrun(engine.stall_timeout)
@@ -90,17 +93,23 @@ def silence_libraries() -> None:
         diffusers_logging.set_verbosity_error()
 
 
-def _load_lora_weights(pipe: Any, source: str, *, fuse: bool) -> None:
-    """Loads a LoRA into this rank's modules, and fuses it if that is wanted."""
+def load_lora_weights(pipe: Any, source: str, name: str | None = None) -> None:
+    """Loads a LoRA into this rank's modules.
+
+    Args:
+        pipe: the pipeline.
+        source: a file, a folder or a hub id.
+        name: of its adapter; by default that of peft.
+
+    Raises:
+        ModelError: if it cannot be read, or does not fit the model.
+    """
     import safetensors
 
     path = Path(source)
     place = {"weight_name": path.name} if path.is_file() else {}
     try:
-        ditile.load_lora(pipe, str(path.parent) if place else source, **place)
-        if fuse:
-            pipe.fuse_lora()
-            pipe.unload_lora_weights()
+        ditile.load_lora(pipe, str(path.parent) if place else source, adapter_name=name, **place)
     except DitileError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, safetensors.SafetensorError) as error:

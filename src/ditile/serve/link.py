@@ -11,7 +11,6 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Protocol
 
 from ditile.plan.plan import Plan
@@ -26,7 +25,7 @@ class GroupSetup:
     Attributes:
         model: a bundled model, a folder or a hub id.
         engine, plan, cache: as of `ditile generate`.
-        loras: the LoRAs that requests may name: name -> file.
+        lora_dir: the folder of the LoRAs that requests may name; None without.
         max_loras: how many of them stay loaded.
         local_ranks: as of `launch`.
     """
@@ -35,7 +34,7 @@ class GroupSetup:
     engine: EngineOptions
     plan: Plan
     cache: CacheOptions
-    loras: Mapping[str, Path]
+    lora_dir: str | None
     max_loras: int
     local_ranks: tuple[int, int] | None = None
 

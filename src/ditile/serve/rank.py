@@ -7,12 +7,14 @@ nothing to do. Rank 0 alone answers.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
+import json
 import logging
 import queue
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from PIL import Image
 import ditile
 from ditile.cache.report import summarize_cache_reports
 from ditile.distributed import env
+from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError, StoppedError
 from ditile.requests.arguments import (
     build_batch_call,
@@ -33,10 +36,12 @@ from ditile.requests.facts import ModelFacts, collect_facts
 from ditile.requests.options import GenerateOptions
 from ditile.requests.pictures import encode_png
 from ditile.requests.pipelines import convert_value_errors, find_image_to_image_class, find_inpaint_class
-from ditile.requests.prepare import prepare_runner
+from ditile.requests.prepare import load_lora_weights, prepare_runner
 from ditile.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import defaults
+from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
+from ditile.runner.runner import Runner
 from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, POSTER, Drawn, Request
 from ditile.serve.link import GroupSetup, MessageLink
 from ditile.serve.previews import CallPreviews, PreviewDecoder
@@ -69,6 +74,7 @@ class RankServer:
         self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
         self._pipe.set_progress_bar_config(disable=True)
         self._kind = type(self._pipe)
+        self._loras = LoraShelf(self._runner, setup.lora_dir, setup.max_loras)
         self._facts = collect_facts(self._pipe, setup.model, setup.plan)
         self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
         self._answers = self._runner.mesh.rank == 0
@@ -126,6 +132,7 @@ class RankServer:
 
     def _draw_jobs(self, jobs: Sequence[BatchJob]) -> None:
         self._pipe = self._runner.switch_pipeline(self._choose_class(jobs[0].inputs))
+        self._loras.use_loras(jobs[0].request.loras)
         wanted = [job.request.options for job in jobs]
         bases = [build_call_arguments(self._pipe, each, defaults(self._setup.model)) for each in wanted]
         check_cache_steps(self._setup.cache, bases[0])
@@ -230,6 +237,8 @@ class RankServer:
         assert report is not None
         wanted = replace(request.options, model=self._setup.model)
         texts = build_png_texts(wanted, self._setup.plan, self._setup.cache, base)
+        if request.loras:
+            texts["loras"] = json.dumps(request.loras)
         fps, files, seeds = choose_fps(self._pipe, wanted, base), {}, list_seeds(wanted)
         names = [f"{k}.{request.output_format}" for k in range(len(pictures))]
         for name, seed, picture in zip(names, seeds, pictures, strict=True):
@@ -253,6 +262,62 @@ class RankServer:
     def _answer(self, message: dict[str, Any], files: Mapping[str, bytes] | None = None) -> None:
         if self._answers and self._drawing is not None:
             self._link.send_message({"batch": self._drawing} | message, files)
+
+
+class LoraShelf:
+    """The LoRAs that requests name, of which some stay loaded.
+
+    Args:
+        runner: into whose pipeline they are loaded; adapters that it has already are used in every call.
+        folder: of the files; None without.
+        most: how many stay loaded.
+    """
+
+    def __init__(self, runner: Runner, folder: str | None, most: int) -> None:
+        self._runner, self._folder, self._most = runner, folder, most
+        self._always = dict.fromkeys(list_loaded_loras(runner.pipe), 1.0)
+        self._used: list[str] = []
+        """Those that are loaded, the one that was used last at the end."""
+
+    def use_loras(self, scales: Mapping[str, float]) -> None:
+        """Uses these LoRAs in the next call, and no others of requests. All ranks call it.
+
+        Raises:
+            ModelError: on all ranks, if one of them cannot load one.
+        """
+        for name in scales:
+            if name not in self._used:
+                self._load_lora(name, keep=scales.keys())
+            self._used.remove(name)
+            self._used.append(name)
+        if scales or self._used:
+            adapters = {_name_adapter(name): scale for name, scale in scales.items()}
+            select_loras(self._runner, {**self._always, **adapters})
+
+    def _load_lora(self, name: str, keep: Collection[str]) -> None:
+        assert self._folder is not None, "the server has refused the name"
+        others = [each for each in self._used if each not in keep]
+        if len(self._used) >= self._most and others:
+            forget_loras(self._runner, [_name_adapter(others[0])])
+            self._used.remove(others[0])
+        complaint, path = None, str(Path(self._folder, f"{name}.safetensors"))
+        try:
+            load_lora_weights(self._runner.pipe, path, _name_adapter(name))
+        except ModelError as error:
+            # Clients are told no paths.
+            complaint = str(error).replace(path, name)
+        # A rank has a part of the model, and it alone may find that a LoRA does not fit.
+        complaints = gather_json(complaint, self._runner.mesh.everyone)
+        if any(complaints):
+            if (adapter := _name_adapter(name)) in list_loaded_loras(self._runner.pipe):
+                forget_loras(self._runner, [adapter])
+            raise ModelError(next(filter(None, complaints)))
+        self._used.append(name)
+
+
+def _name_adapter(name: str) -> str:
+    """The name of a LoRA's adapter; those of modules, which peft makes of it, have no points."""
+    return f"lora_{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 def find_latent_channels(pipe: Any) -> int | None:

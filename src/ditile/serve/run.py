@@ -63,7 +63,7 @@ async def _serve_until_told(
     predict: Callable[[], Awaitable[Mapping[str, Any]]],
     listener: socket.socket,
 ) -> None:
-    loop, loras = asyncio.get_running_loop(), options.find_lora_files()
+    loop = asyncio.get_running_loop()
     places = [(replica * plan.world, options.replicas * plan.world) for replica in range(options.replicas)]
 
     def make_group(name: str, on_event: Any) -> RankGroup:
@@ -72,7 +72,7 @@ async def _serve_until_told(
             engine=options,
             plan=plan,
             cache=cache,
-            loras=loras,
+            lora_dir=options.lora_dir,
             max_loras=options.max_loras,
             local_ranks=places[int(name)],
         )
