@@ -110,6 +110,9 @@ def test_a_video_of_real_ranks(tmp_path: Path) -> None:
         film: Any = Image.open(io.BytesIO(client.videos.download_content(video.id).read()))
         assert (film.format, film.size) == ("GIF", (64, 64)) and film.n_frames > 1
         poster = Image.open(io.BytesIO(client.videos.download_content(video.id, variant="thumbnail").read()))
+        sheet = Image.open(io.BytesIO(client.videos.download_content(video.id, variant="spritesheet").read()))
+        assert sheet.size[0] % poster.size[0] == sheet.size[1] % poster.size[1] == 0
+        assert sheet.size > poster.size
         assert poster.size == (64, 64)
         remix = client.videos.poll(client.videos.remix(video.id, prompt="a small blue square").id, poll_interval_ms=100)
         assert (remix.status, remix.remixed_from_video_id) == ("completed", video.id)

@@ -26,6 +26,8 @@ Video = NDArray[np.uint8]  # [F, H, W, 3]
 
 DEFAULT_FPS = 16.0
 """Frames a second of a video whose pipeline says nothing of it."""
+SHEET_COLUMNS, SHEET_WIDTH = 4, 256
+"""Of a spritesheet: frames in a row, and pixels of the longer side of a frame at most."""
 GIF_MOST_FPS = 100
 CRF = "16"
 """Of x264: at this constant rate factor a loss is hardly seen."""
@@ -107,6 +109,20 @@ def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]
 def encode_poster(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
     """The first frame of a video as the bytes of a PNG, with the texts, the number of frames and the rate."""
     return encode_png(Image.fromarray(video[0]), {**texts, "frames": str(len(video)), "fps": f"{fps:g}"})
+
+
+def encode_spritesheet(video: Video) -> bytes:
+    """Up to 16 frames of a video, spread over its length, as the bytes of one PNG: row by row, four in a row."""
+    picked = [round(k) for k in np.linspace(0, len(video) - 1, min(len(video), SHEET_COLUMNS**2))]
+    columns = min(len(picked), SHEET_COLUMNS)
+    frames = [Image.fromarray(video[k]) for k in picked]
+    for frame in frames:
+        frame.thumbnail((SHEET_WIDTH, SHEET_WIDTH))
+    width, height = frames[0].size
+    sheet = Image.new("RGB", (columns * width, -(-len(frames) // columns) * height))
+    for k, frame in enumerate(frames):
+        sheet.paste(frame, (k % columns * width, k // columns * height))
+    return encode_png(sheet, {})
 
 
 def _encode_mp4(video: Video, _: str, fps: float, texts: Mapping[str, str]) -> bytes:

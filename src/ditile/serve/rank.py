@@ -38,11 +38,12 @@ from ditile.requests.pictures import encode_png
 from ditile.requests.pipelines import convert_value_errors, find_image_to_image_class, find_inpaint_class
 from ditile.requests.prepare import load_lora_weights, prepare_runner
 from ditile.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
+from ditile.requests.videos import encode_spritesheet
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import defaults
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
 from ditile.runner.runner import Runner
-from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, POSTER, Drawn, Request
+from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, POSTER, SPRITESHEET, Drawn, Request
 from ditile.serve.link import GroupSetup, MessageLink
 from ditile.serve.previews import CallPreviews, PreviewDecoder
 
@@ -245,8 +246,8 @@ class RankServer:
             own_texts = texts | {"prompt": wanted.prompt or "", "seed": str(seed)}
             format, quality = request.output_format, request.output_compression
             files[name], poster = encode_drawn(picture, format, quality, fps, own_texts)
-            if poster is not None:
-                files.setdefault(POSTER, poster)
+            if poster is not None and POSTER not in files:
+                files |= {POSTER: poster, SPRITESHEET: encode_spritesheet(picture)}
         is_video = POSTER in files
         size = pictures[0].shape[2:0:-1] if is_video else pictures[0].size
         return Drawn(
