@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import json
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -89,3 +91,23 @@ def test_two_servers_do_not_share_a_state_folder(tmp_path: Path) -> None:
             time.sleep(0.1)
         assert second.process.poll() == 2
         assert "state" in second.log.splitlines()[-1]
+
+
+def test_replicas_draw_side_by_side(tmp_path: Path) -> None:
+    """A failure would mean a second group of ranks that takes the first one's place, or draws nothing."""
+    with run_server("shapes-pixart", "--replicas", "2", state=tmp_path / "state") as server:
+        ranks = psutil.Process(server.process.pid).children(recursive=True)
+        assert sorted(rank.environ()["LOCAL_RANK"] for rank in ranks) == ["0", "1"]
+        with server.client() as client, ThreadPoolExecutor(2) as pool:
+
+            def draw(seed: int) -> bytes:
+                asked = {"prompt": PROMPT, "seed": seed, "num_inference_steps": 30}
+                return bytes(client.post("/v1/images/generations", json=asked).content)
+
+            drawing = [pool.submit(draw, seed) for seed in (1, 1)]
+            deadline = time.monotonic() + 60
+            while (health := client.get("/health").json())["running"] < 2 and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert health["running"] == 2
+            pictures = [json.loads(each.result())["data"][0]["b64_json"] for each in drawing]
+        assert pictures[0] == pictures[1]
