@@ -1,4 +1,4 @@
-"""ComfyUI's nodes keep its conventions, without ComfyUI.
+"""ComfyUI's nodes keep its conventions, without ComfyUI, and draw on a running server.
 
 A failure means that ComfyUI does not load them, or that a workflow does not run.
 """
@@ -11,6 +11,8 @@ import io
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,10 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.serve.comfy import FOLDER, load_nodes
+from tests.serve.comfy import FOLDER, ComfyStub, InterruptProcessingException, load_nodes
+from tests.serve.running import RunningServer
 
+PROMPT = "a large red circle on the left on a gray background"
 PACKAGE = load_nodes()
 NODES: dict[str, Any] = PACKAGE.NODE_CLASS_MAPPINGS
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN"}
@@ -202,3 +206,98 @@ def test_a_server_that_is_not_there_is_an_error_with_its_address() -> None:
     with pytest.raises(client.ServerError, match="no answer from http://127.0.0.1:9: "):
         client.Client("http://127.0.0.1:9").read_json("/health")
     assert NODES["DitileServer"].IS_CHANGED("http://127.0.0.1:9") != 0
+
+
+@pytest.fixture
+def pictures(flux_server: RunningServer) -> Any:
+    """What the wire of a server of pictures holds."""
+    return NODES["DitileServer"]().connect_server(flux_server.url)[0]
+
+
+@pytest.fixture
+def videos(wan_server: RunningServer) -> Any:
+    return NODES["DitileServer"]().connect_server(wan_server.url)[0]
+
+
+def test_generate_shows_previews(pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    comfy = ComfyStub(monkeypatch)
+    images, info = NODES["DitileGenerate"]().generate_images(pictures, PROMPT, 7, 2, steps=4, guidance=-1.0)
+    assert images.shape == (2, 128, 128, 3) and images.dtype == torch.float32 and 0 <= images.min() < images.max() <= 1
+    facts = json.loads(info)
+    assert (facts["seed"], facts["size"], facts["warnings"]) == (7, "128x128", [])
+    assert comfy.shown[-1] == (4, 4, None)
+    previews = [preview for _, _, preview in comfy.shown if preview is not None]
+    assert previews and all(kind == "JPEG" and image.mode == "RGB" for kind, image, _ in previews)
+    again, _ = NODES["DitileGenerate"]().generate_images(pictures, PROMPT, 8, 1, steps=4)
+    assert torch.allclose(again[0], images[1], atol=2 / 255), "the seeds of a batch count up"
+
+
+def test_edit_with_a_mask_keeps_the_rest(mask_server: RunningServer) -> None:
+    image = torch.full((1, 128, 128, 3), 0.25)
+    mask = torch.zeros(1, 128, 128)
+    mask[:, :, 64:] = 1
+    edit = NODES["DitileEdit"]().edit_images
+    (server,) = NODES["DitileServer"]().connect_server(mask_server.url)
+    edited, info = edit(server, image, PROMPT, 7, mask, strength=1.0, steps=4)
+    assert edited.shape == (1, 128, 128, 3) and json.loads(info)["size"] == "128x128"
+    changed = (edited - image).abs().mean(dim=(0, 1, 3))
+    assert changed[:56].mean() < changed[72:].mean() / 2
+
+
+def test_a_refusal_is_the_servers_own_line(pictures: Any) -> None:
+    error = read_module("client").ServerError
+    with pytest.raises(error, match="lora='style' is not known; this server has none"):
+        NODES["DitileGenerate"]().generate_images(pictures, PROMPT, 7, lora={"style": 1.0})
+    with pytest.raises(error, match="shapes-flux draws pictures"):
+        NODES["DitileImageToVideo"]().generate_video(pictures, PROMPT, 7)
+
+
+def test_cancel_ends_the_work(flux_server: RunningServer, pictures: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interrupt of ComfyUI comes through as it is, and the ranks are free at once."""
+    comfy = ComfyStub(monkeypatch)
+    timer = threading.Timer(1.0, comfy.interrupted.set)
+    timer.start()
+    with pytest.raises(InterruptProcessingException):
+        NODES["DitileGenerate"]().generate_images(pictures, PROMPT, 7, steps=200)
+    with flux_server.client() as client:
+        deadline = time.monotonic() + 60
+        while client.get("/health").json()["running"]:
+            assert time.monotonic() < deadline, "the ranks still draw what nobody waits for"
+            time.sleep(0.05)
+    comfy.interrupted.clear()
+    images, _ = NODES["DitileGenerate"]().generate_images(pictures, PROMPT, 7, steps=4)
+    assert images.shape == (1, 128, 128, 3)
+
+
+def test_status_and_changes(flux_server: RunningServer, pictures: Any) -> None:
+    status = NODES["DitileStatus"]().read_status(pictures)
+    (text,) = status["result"]
+    facts = json.loads(text)
+    assert status["ui"]["text"] == [text] and facts["models"] == ["shapes-flux"] and facts["loras"] == []
+    assert facts["health"]["status"] == "ok" and facts["plan"]["plan"] == "pipefusion=2"
+    changed = NODES["DitileServer"].IS_CHANGED
+    assert changed(flux_server.url) == changed(flux_server.url)
+
+
+def test_a_video_is_a_batch_of_frames(videos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    comfy = ComfyStub(monkeypatch)
+    draw = NODES["DitileImageToVideo"]().generate_video
+    frames, fps, info = draw(videos, PROMPT, 7, num_frames=9, fps=8.0, steps=4)
+    assert frames.shape == (9, 64, 64, 3) and fps == 8.0 and frames.dtype == torch.float32
+    facts = json.loads(info)
+    assert (facts["seed"], facts["num_frames"], facts["warnings"]) == (7, 9, [])
+    assert comfy.shown[-1] == (100, 100, None)
+
+
+def test_cancel_deletes_the_job(videos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    comfy = ComfyStub(monkeypatch)
+    threading.Timer(1.0, comfy.interrupted.set).start()
+    with pytest.raises(InterruptProcessingException):
+        NODES["DitileImageToVideo"]().generate_video(videos, PROMPT, 99, steps=200)
+    jobs = read_module("client").Client(videos.address).read_json("/v1/videos")["data"]
+    assert 99 not in [job["seed"] for job in jobs]
+
+
+def test_a_picture_that_the_model_does_not_take_is_refused(videos: Any) -> None:
+    with pytest.raises(read_module("client").ServerError, match="draws videos from text alone"):
+        NODES["DitileImageToVideo"]().generate_video(videos, PROMPT, 7, torch.zeros(1, 64, 64, 3))
