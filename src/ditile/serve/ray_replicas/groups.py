@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ditile import errors
 from ditile.distributed import env
@@ -32,6 +32,9 @@ LOG = logging.getLogger("ditile")
 DEPLOYMENT = "ranks"
 LOOK_SECONDS = 0.5
 """How often the server looks how many replicas run, and asks for another one if a replica was about to end."""
+CONNECT_SECONDS = 10.0
+AGAIN_SECONDS = 10.0
+"""After how long replicas are deployed again whose ranks fail whenever they start."""
 SETTLE_SECONDS = 3.0
 """After a batch was lost, how long Ray Serve may still count its replica among those that run."""
 RAY_COMPLAINTS = {
@@ -41,6 +44,20 @@ RAY_COMPLAINTS = {
 """Logger -> a part of what it says though all is well; that a cluster asks for no token is shown."""
 DELAYS = {"metrics_interval_s": 2.0, "look_back_period_s": 4.0, "upscale_delay_s": 2.0, "downscale_delay_s": 300.0}
 """How soon Ray Serve starts a replica where batches wait, and ends one where none do."""
+
+
+class ReplicaStatus(NamedTuple):
+    """What Ray Serve says of the replicas.
+
+    Attributes:
+        running: how many can draw.
+        has_failed: whether it has given up.
+        message: why some do not run; empty if all is well.
+    """
+
+    running: int
+    has_failed: bool
+    message: str
 
 
 class RayApplication:
@@ -82,24 +99,29 @@ class RayApplication:
         if self._keeper is not None:
             keeper, self._keeper = self._keeper, None
             keeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await keeper
             self._leaving = True
+            await asyncio.wait([keeper])
             await asyncio.to_thread(self._leave_cluster)
 
     async def _keep_replicas(self) -> None:
         """Tells the groups how many replicas run, for as long as the server does."""
         await asyncio.to_thread(self._deploy_replicas)
+        last_message = ""
         while not self._leaving:
             try:
-                count, message = await asyncio.to_thread(self._count_replicas)
-                if count and self._facts is None:
+                status = await asyncio.to_thread(self._look_at_replicas)
+                if status.running and self._facts is None:
                     await self._ask_facts()
             except _list_ray_errors() as error:
-                count, message = 0, shorten_error(error)
+                status = ReplicaStatus(0, False, shorten_error(error))
+            if not status.running and status.message not in ("", last_message):
+                LOG.warning(f"no replica runs: {status.message}")
+                last_message = status.message
             for group in self._groups:
-                group.note_replicas(count, message, self._facts)
-            await asyncio.sleep(LOOK_SECONDS)
+                group.note_replicas(status, self._facts)
+            await asyncio.sleep(AGAIN_SECONDS if status.has_failed else LOOK_SECONDS)
+            if status.has_failed:
+                await asyncio.to_thread(self._deploy_replicas)
 
     def _note_end_of_keeper(self, keeper: asyncio.Task[None]) -> None:
         """Tells the groups why there will be no replicas."""
@@ -120,12 +142,14 @@ class RayApplication:
         with self._deploying:
             if self._leaving:
                 return
-            self._connect_to_cluster(ray)
+            if not ray.is_initialized():
+                self._connect_to_cluster(ray)
             serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
             # Serve has set its own.
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
-            # Of a server that was killed.
-            serve.delete(self._name)
+            # Of a server that was killed. It may be long in ending what has no room to start.
+            with contextlib.suppress(TimeoutError):
+                serve.delete(self._name)
             target = serve.RunTarget(self._describe_deployment(), name=self._name, route_prefix=None)
             (self.handle,) = serve.run_many([target], wait_for_applications_running=False)
 
@@ -134,9 +158,13 @@ class RayApplication:
             logging.getLogger(name).addFilter(env.PhraseFilter(phrase))
         address = None if self._options.ray == "local" else self._options.ray
         try:
+            if address is not None:
+                # Ray itself would try for many minutes.
+                host, _, port = address.rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
             # What processes of the cluster print stays in its logs; why a rank failed is told here.
             ray.init(address, include_dashboard=False, configure_logging=False, log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             line = " ".join(str(error).split())[:300]
             raise StateError(
                 f"ray={self._options.ray!r}: no cluster can be reached from this machine ({line}); start its node here "
@@ -166,14 +194,16 @@ class RayApplication:
         )
         return deployment.bind(self._setup, bundle)
 
-    def _count_replicas(self) -> tuple[int, str]:
-        """How many replicas run, and what Ray Serve says of the others. Blocks."""
+    def _look_at_replicas(self) -> ReplicaStatus:
+        """What Ray Serve says of the replicas. Blocks."""
         _, serve = _import_ray()
         application = serve.status().applications.get(self._name)
-        status = application and application.deployments.get(DEPLOYMENT)
-        if application is None or status is None:
-            return 0, "the cluster has no such application any more"
-        return status.replica_states.get("RUNNING", 0), f"{status.status.value}: {status.message}"
+        if application is None:
+            return ReplicaStatus(0, True, "the cluster has no such application any more")
+        status = application.deployments.get(DEPLOYMENT)
+        running = 0 if status is None else status.replica_states.get("RUNNING", 0)
+        message = "" if status is None else shorten_error(status.message)
+        return ReplicaStatus(running, application.status == "DEPLOY_FAILED", message)
 
     async def _ask_facts(self) -> None:
         """Asks a replica what the model takes. Raises what it says does not fit."""
@@ -189,7 +219,7 @@ class RayApplication:
             if not ray.is_initialized():
                 return
             with contextlib.suppress(*_list_ray_errors()):
-                serve.delete(self._name)
+                serve.delete(self._name, _blocking=False)
             # It ends a cluster that `ray.init` has started.
             ray.shutdown()
 
@@ -238,13 +268,13 @@ class RayGroup(ReplicaGroup):
         self._drop_stream()
         await self._application.end()
 
-    def note_replicas(self, count: int, message: str, facts: ModelFacts | None) -> None:
-        """Notes how many replicas run, and what is said of the others."""
-        if count and facts is not None and self.state in ("starting", "down"):
+    def note_replicas(self, status: ReplicaStatus, facts: ModelFacts | None) -> None:
+        """Notes how many replicas run."""
+        if status.running and facts is not None and self.state in ("starting", "down"):
             if time.monotonic() > self._down_since + SETTLE_SECONDS:
                 self._note_ready(facts)
-        elif not count and self.state == "ready":
-            self._note_down(RankError(0, "gone", f"no replica runs ({message})"))
+        elif not status.running and (self.state == "ready" or (status.has_failed and self.state == "starting")):
+            self._note_down(RankError(0, "gone", f"no replica runs: {status.message}"))
 
     def note_refusal(self, error: DitileError) -> None:
         """Notes that no replica will ever run."""

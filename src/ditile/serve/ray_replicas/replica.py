@@ -211,8 +211,8 @@ def _create_actors(setup: GroupSetup, bundle: dict[str, float]) -> list[Any]:
     ]
 
 
-def shorten_error(error: BaseException) -> str:
-    """The line of an error of Ray that says why, or its first one."""
+def shorten_error(error: BaseException | str) -> str:
+    """The line of an error of Ray, or of a message, that says why, or its first one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reasons = [line for line in lines if " because " in line]
-    return " ".join([*reasons, *lines][:1])[:200] or type(error).__name__
+    reasons = [line for line in lines if " because " in line or "Error: " in line]
+    return " ".join([*reasons[-1:], *lines][:1]).partition(" Worker exit")[0][:300]
