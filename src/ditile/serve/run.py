@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import socket
 import sys
@@ -16,10 +17,10 @@ from ditile.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.requests.cache_options import CacheOptions
 from ditile.serve.app import create_app, write_access_log
-from ditile.serve.group import RankGroup
+from ditile.serve.group import GroupEvent, RankGroup
 from ditile.serve.link import GroupSetup
 from ditile.serve.options import ServeOptions
-from ditile.serve.service import Service
+from ditile.serve.service import GroupFactory, Service
 
 OPEN_REQUESTS_SECONDS = 5
 """How long answers that are under way get, after the jobs have ended."""
@@ -56,6 +57,29 @@ def open_listener(options: ServeOptions) -> socket.socket:
         ) from error
 
 
+def choose_groups(options: ServeOptions, plan: Plan, cache: CacheOptions) -> GroupFactory:
+    """What makes the groups of ranks, on this machine or on a cluster; called in the event loop of the server."""
+    loop, world = asyncio.get_running_loop(), plan.world
+    setup = GroupSetup(
+        model=options.model,
+        engine=options,
+        plan=plan,
+        cache=cache,
+        lora_dir=options.lora_dir,
+        max_loras=options.max_loras,
+    )
+    if options.ray is not None:
+        from ditile.serve.ray_replicas.groups import RayApplication
+
+        return RayApplication(setup, options).make_group
+
+    def make_group(name: str, on_event: Callable[[GroupEvent], None]) -> RankGroup:
+        own_setup = dataclasses.replace(setup, local_ranks=(int(name) * world, options.replicas * world))
+        return RankGroup(name, own_setup, loop, on_event)
+
+    return make_group
+
+
 async def _serve_until_told(
     options: ServeOptions,
     plan: Plan,
@@ -63,21 +87,7 @@ async def _serve_until_told(
     predict: Callable[[], Awaitable[Mapping[str, Any]]],
     listener: socket.socket,
 ) -> None:
-    loop = asyncio.get_running_loop()
-    places = [(replica * plan.world, options.replicas * plan.world) for replica in range(options.replicas)]
-
-    def make_group(name: str, on_event: Any) -> RankGroup:
-        setup = GroupSetup(
-            model=options.model,
-            engine=options,
-            plan=plan,
-            cache=cache,
-            lora_dir=options.lora_dir,
-            max_loras=options.max_loras,
-            local_ranks=places[int(name)],
-        )
-        return RankGroup(name, setup, loop, on_event)
-
+    make_group = choose_groups(options, plan, cache)
     service = Service(options, make_group, {"cache": cache.describe_settings()})
     write_access_log(sys.stdout)
     config = uvicorn.Config(

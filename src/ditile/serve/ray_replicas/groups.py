@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
 import math
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile import errors
@@ -72,7 +75,7 @@ class RayApplication:
     """
 
     def __init__(self, setup: GroupSetup, options: ServeOptions) -> None:
-        self._setup, self._options = setup, options
+        self._setup, self._options = make_paths_absolute(setup), options
         # The same after a restart, and another one for each server.
         place = f"{socket.gethostname()}:{options.find_state_folder().absolute()}"
         self._name = f"ditile-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
@@ -106,6 +109,7 @@ class RayApplication:
     async def _keep_replicas(self) -> None:
         """Tells the groups how many replicas run, for as long as the server does."""
         await asyncio.to_thread(self._deploy_replicas)
+        restore_signal_handler()
         last_message = ""
         while not self._leaving:
             try:
@@ -144,7 +148,7 @@ class RayApplication:
                 return
             if not ray.is_initialized():
                 self._connect_to_cluster(ray)
-            serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+            serve.start(proxy_location="Disabled", logging_config={"log_level": "ERROR"})
             # Serve has set its own.
             logging.getLogger("ray.serve").setLevel(logging.ERROR)
             # Of a server that was killed. It may be long in ending what has no room to start.
@@ -315,6 +319,27 @@ class RayGroup(ReplicaGroup):
                     return
             if not begun:
                 await asyncio.sleep(LOOK_SECONDS)
+
+
+def restore_signal_handler() -> None:
+    """Gives SIGTERM back to Python. Ray's own handler, set when it connects, aborts the process after 3 s."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+        signal.siginterrupt(signal.SIGTERM, False)
+
+
+def make_paths_absolute(setup: GroupSetup) -> GroupSetup:
+    """The setup for processes with other working folders."""
+    cache, model = setup.cache, setup.model
+    if cache.lora is not None and Path(cache.lora).exists():
+        cache = dataclasses.replace(cache, lora=str(Path(cache.lora).absolute()))
+    return dataclasses.replace(
+        setup,
+        model=str(Path(model).absolute()) if Path(model).is_dir() else model,
+        cache=cache,
+        loras={name: path.absolute() for name, path in setup.loras.items()},
+    )
 
 
 def _import_ray() -> tuple[Any, Any]:
