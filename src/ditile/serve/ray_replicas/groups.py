@@ -172,7 +172,7 @@ class RayApplication:
             line = " ".join(str(error).split())[:300]
             raise StateError(
                 f"ray={self._options.ray!r}: no cluster can be reached from this machine ({line}); start its node here "
-                "with ray start, or leave the address out"
+                "with ray start, with RAY_AUTH_MODE=token for both if it asks for a token; or leave the address out"
             ) from error
 
     def _describe_deployment(self) -> Any:
