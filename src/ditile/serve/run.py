@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from ditile.errors import ModelError
+from ditile.errors import DitileError, ModelError
 from ditile.plan.plan import Plan
 from ditile.requests.cache_options import CacheOptions
 from ditile.serve.app import create_app, write_access_log
@@ -169,5 +169,6 @@ async def _announce(service: Service, listener: socket.socket, plan: Plan) -> No
 
 async def _predict_when_ready(service: Service, predict: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
     # The prediction takes a core for some seconds, which the ranks need to start.
-    await service.wait_until_ready()
-    service.note_plan_facts(await predict())
+    with contextlib.suppress(DitileError):  # of a server that does not start `_announce` tells
+        await service.wait_until_ready()
+        service.note_plan_facts(await predict())

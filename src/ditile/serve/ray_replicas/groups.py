@@ -338,7 +338,7 @@ def make_paths_absolute(setup: GroupSetup) -> GroupSetup:
         setup,
         model=str(Path(model).absolute()) if Path(model).is_dir() else model,
         cache=cache,
-        loras={name: path.absolute() for name, path in setup.loras.items()},
+        lora_dir=None if setup.lora_dir is None else str(Path(setup.lora_dir).absolute()),
     )
 
 
