@@ -66,7 +66,7 @@ class RayRun:
         """All events up to the first of some kinds."""
         seen: list[GroupEvent] = []
         while not seen or not isinstance(seen[-1], kinds):
-            seen.append(await asyncio.wait_for(self._events.get(), 60))
+            seen.append(await asyncio.wait_for(self._events.get(), 150))
         return seen
 
     async def wait_for_loss(self, batch_id: str) -> float:
