@@ -31,6 +31,8 @@ class RunningServer:
 
     def __init__(self, model: str, flags: tuple[str, ...], state: Path, **environ: str) -> None:
         self.url, self._log, self.state = "", state.with_suffix(".log"), state
+        # A server that ran on this folder before has written there too.
+        self._since = self._log.stat().st_size if self._log.exists() else 0
         words = ["serve", "--model", model, "--port", "0", "--state", str(state), "--no-page", *flags]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -44,7 +46,7 @@ class RunningServer:
     @property
     def log(self) -> str:
         """What the server has written to its outputs."""
-        return self._log.read_text(errors="replace")
+        return self._log.read_bytes()[self._since :].decode(errors="replace")
 
     def wait_until_ready(self, seconds: float = START_SECONDS) -> RunningServer:
         """Returns when the server says where it is; fails if it ends before."""

@@ -48,13 +48,17 @@ def open_listener(options: ServeOptions) -> socket.socket:
     """The socket that the server listens on. Raises `ModelError` if it cannot have the address."""
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((options.host, options.port), family=family, backlog=1024)
+        listener = socket.create_server((options.host, options.port), family=family, backlog=1024)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ModelError(
             f"host={options.host!r}, port={options.port}: the server cannot listen there ({reason}); try another "
             "--port, or --port 0 for a free one"
         ) from error
+    # Connections inherit it. asyncio sets it for sockets that name their protocol alone, which this one does not; an
+    # answer would wait 40 ms for the client's acknowledgement of its headers.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def choose_groups(options: ServeOptions, plan: Plan, cache: CacheOptions) -> GroupFactory:
