@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import ditile
@@ -86,6 +87,7 @@ def create_app(service: Service) -> FastAPI:
     app.add_exception_handler(DitileError, _answer_exception)
     app.add_exception_handler(HTTPException, _answer_exception)
     app.add_exception_handler(RequestValidationError, _answer_bad_parameter)
+    app.add_exception_handler(ClientDisconnect, _answer_nobody)
     app.add_exception_handler(Exception, _answer_bug)
     return app
 
@@ -344,6 +346,11 @@ async def _answer_bad_parameter(_: HttpRequest, error: Exception) -> Response:
     wrong = error.errors()[0]
     name = str(wrong["loc"][-1])
     return answer_error(RequestError(f"{name}: {wrong['msg']}", param=name))
+
+
+async def _answer_nobody(_: HttpRequest, error: Exception) -> Response:
+    """A client that went away before it had sent its request; the log has the status that proxies write then."""
+    return Response(status_code=499)
 
 
 async def _answer_bug(_: HttpRequest, error: Exception) -> Response:
