@@ -31,9 +31,11 @@ test-families: environment
 test-fast: environment
 	tr '\n' '\0' < tests/fast.txt | xargs -0 $(RUN) -m pytest -n 3 --dist worksteal
 
-# What happens to a run when something happens to one of its processes: docs/faults.md, in some minutes.
+# What happens to a run and to a server when something happens to one of its processes: docs/faults.md and a table of
+# docs/serving.md, in some minutes.
 faults: environment
 	$(RUN) -m tests.distributed.faulty
+	$(RUN) -m tests.serve.faulty
 
 # What docs/benchmarks say, and the commands that make them.
 benchmarks-check: environment

@@ -97,6 +97,7 @@ class Load:
         self._chance, self.result = random.Random(wanted.seed), LoadResult()
         self._server = self._start_server()
         self._next = iter(range(wanted.requests))
+        self._seen: set[psutil.Process] = set()
         self._is_over = False
 
     def _start_server(self) -> RunningServer:
@@ -116,6 +117,10 @@ class Load:
             self._server.end(signal.SIGKILL)
         self.result.rows = read_rows(self._state)
         return self.result
+
+    def find_orphans(self) -> list[psutil.Process]:
+        """Processes of servers that have ended, which are left."""
+        return psutil.wait_procs(list(self._seen), timeout=5)[1]
 
     async def _run_clients(self) -> None:
         began = time.monotonic()
@@ -221,6 +226,7 @@ class Load:
         while not self._is_over:
             with suppress(psutil.Error):
                 for name, process in self._list_processes():
+                    self._seen.add(process)
                     # The key has the process: one that was started again is another.
                     memory, key = process.memory_full_info(), f"{name} ({process.pid})"
                     self.result.samples.setdefault(key, []).append((len(self.result.ends), memory.rss, memory.pss))

@@ -299,3 +299,18 @@ def test_bytes_that_are_no_http(served: Served) -> None:
             except (TimeoutError, ConnectionError):
                 answer = b""
             assert b"Traceback" not in answer and b" 500 " not in answer
+
+
+def test_clients_that_go_while_they_send(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    """A failure would mean a traceback in the log, and an alarm, for each of them."""
+    port = int(served.url.rpartition(":")[2])
+    for path in (DRAW, EDIT, "/v1/videos", "/sdapi/v1/txt2img"):
+        for kind in ("application/json", "multipart/form-data; boundary=x"):
+            head = (
+                f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: {kind}\r\nContent-Length: 99\r\n\r\n"
+            )
+            with socket.create_connection(("127.0.0.1", port), 5) as wire:
+                wire.sendall(head.encode() + b"--x\r\n")
+    served.client.get("/health")
+    assert not [record for record in caplog.records if record.exc_info]
+    assert served.service.metrics.read_value("ditile_requests_refused_total", status="500") in (None, 0.0)
