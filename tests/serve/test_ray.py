@@ -24,7 +24,6 @@ from ditile.serve.options import ServeOptions
 from tests.serve.test_group import PROMPT, make_job
 
 pytest.importorskip("ray", reason="the extra ray")
-pytestmark = pytest.mark.alone
 MEMORY = 80 * 2**20
 HEALTH = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 """How soon Ray learns that a node has gone; it takes 15 s by default."""
@@ -103,6 +102,7 @@ def find_actors(cluster: Any) -> list[psutil.Process]:
     return [process for process in node.children() if process.name().startswith("ray::RankActor")]
 
 
+@pytest.mark.cluster
 def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: Path) -> None:
     """A failure would mean another picture than that of one machine, or a server that waits for what has gone."""
     out = tmp_path / "a.png"
@@ -137,6 +137,7 @@ def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: P
     asyncio.run(run())
 
 
+@pytest.mark.cluster
 def test_batches_that_wait_let_another_replica_start(cluster: Any, tmp_path: Path) -> None:
     """A failure would mean that --ray-max-replicas has no effect."""
 
