@@ -24,16 +24,18 @@ class RunningServer:
         model: which is served.
         flags: further words of the command.
         state: its state folder.
+        page: whether it has its web page.
 
     Attributes:
         url: where it listens, when it is ready.
     """
 
-    def __init__(self, model: str, flags: tuple[str, ...], state: Path, **environ: str) -> None:
+    def __init__(self, model: str, flags: tuple[str, ...], state: Path, *, page: bool = False, **environ: str) -> None:
         self.url, self._log, self.state = "", state.with_suffix(".log"), state
         # A server that ran on this folder before has written there too.
         self._since = self._log.stat().st_size if self._log.exists() else 0
-        words = ["serve", "--model", model, "--port", "0", "--state", str(state), "--no-page", *flags]
+        words = ["serve", "--model", model, "--port", "0", "--state", str(state)]
+        words += [*([] if page else ["--no-page"]), *flags]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "ditile", *words],
@@ -74,9 +76,9 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def run_server(model: str, *flags: str, state: Path, **environ: str) -> Iterator[RunningServer]:
+def run_server(model: str, *flags: str, state: Path, page: bool = False, **environ: str) -> Iterator[RunningServer]:
     """A server that is ready, until the context is left."""
-    server = RunningServer(model, flags, state, **environ)
+    server = RunningServer(model, flags, state, page=page, **environ)
     try:
         yield server.wait_until_ready()
     finally:

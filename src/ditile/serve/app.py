@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from fastapi import APIRouter, FastAPI, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
+from fastapi.responses import RedirectResponse
 from sse_starlette.sse import AppStatus
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -37,6 +38,7 @@ from ditile.serve.api.answers import (
 from ditile.serve.api.fields import find_served_name
 from ditile.serve.metrics import Metrics
 from ditile.serve.options import ServeOptions
+from ditile.serve.page.login import LOGIN_PATH, PageKeys, is_page_path
 
 if TYPE_CHECKING:
     from ditile.serve.service import Service
@@ -59,6 +61,7 @@ def create_app(service: Service) -> FastAPI:
     # On a signal to end, streams go on: their jobs get the time that a server leaves them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     options, keys = service.options, read_api_keys(service.options)
+    page_keys = PageKeys(keys)
     origins = [origin.strip() for origin in (options.cors or "").split(",") if origin.strip()]
     middleware = [Middleware(AccessLog, metrics=service.metrics)]
     if origins:
@@ -71,7 +74,7 @@ def create_app(service: Service) -> FastAPI:
                 expose_headers=["openai-poll-after-ms", "retry-after"],
             )
         )
-    middleware.append(Middleware(Gate, options=options, keys=keys, origins=origins))
+    middleware.append(Middleware(Gate, options=options, keys=keys, origins=origins, page_keys=page_keys))
     app = FastAPI(
         title="ditile",
         version=ditile.__version__,
@@ -81,7 +84,7 @@ def create_app(service: Service) -> FastAPI:
         middleware=middleware,
         default_response_class=AsciiJSONResponse,
     )
-    app.state.service = service
+    app.state.service, app.state.page_keys = service, page_keys
     for part in (router, images.router, videos.router, sdapi.router):
         app.include_router(part)
     app.add_exception_handler(DitileError, _answer_exception)
@@ -146,12 +149,19 @@ class Gate:
         options: of the server.
         keys: (owner, key).
         origins: of pages that may call the server.
+        page_keys: the cookies that stand for keys on the server's own page, and nowhere else.
     """
 
     def __init__(
-        self, app: ASGIApp, options: ServeOptions, keys: Sequence[tuple[str, bytes]], origins: Sequence[str]
+        self,
+        app: ASGIApp,
+        options: ServeOptions,
+        keys: Sequence[tuple[str, bytes]],
+        origins: Sequence[str],
+        page_keys: PageKeys,
     ) -> None:
         self._app, self._options, self._keys, self._origins = app, options, keys, origins
+        self._page_keys = page_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -163,6 +173,9 @@ class Gate:
             scope.setdefault("state", {})["owner"] = self._find_owner(scope["path"], headers)
             await self._check_length(headers, receive)
         except RequestError as error:
+            if error.status == 401 and scope["path"] == "/" and "text/html" in headers.get("accept", ""):
+                await RedirectResponse(LOGIN_PATH, status_code=303)(scope, receive, send)
+                return
             wanted = {"www-authenticate": "Bearer"} if error.status == 401 else None
             await answer_error(error, wanted)(scope, receive, send)
             return
@@ -193,6 +206,8 @@ class Gate:
         word, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if word.lower() == "bearer" else headers.get("x-api-key", "")
         owner = None
+        if not given and is_page_path(path):
+            owner = self._page_keys.find_owner(headers.get("cookie", ""))
         for name, key in self._keys:
             # Each is compared, so that the time says nothing of which one is nearly right.
             if hmac.compare_digest(key, given.encode("latin-1", "replace")) and owner is None:
@@ -316,8 +331,8 @@ def _describe_model(http: HttpRequest) -> dict[str, Any]:
 
 
 def _is_open_path(path: str) -> bool:
-    """Whether who has no key may read a path: health, and a picture by its address, which nobody guesses."""
-    return path == "/health" or re.fullmatch(r"/v1/images/[^/]+/content/\d+", path) is not None
+    """Whether a path needs no key: health, the form for keys, and a picture by its address, which nobody guesses."""
+    return path in ("/health", LOGIN_PATH) or re.fullmatch(r"/v1/images/[^/]+/content/\d+", path) is not None
 
 
 def _read_host_name(address: str) -> str | None:

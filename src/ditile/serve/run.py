@@ -20,6 +20,7 @@ from ditile.serve.app import create_app, write_access_log
 from ditile.serve.group import GroupEvent, RankGroup
 from ditile.serve.link import GroupSetup
 from ditile.serve.options import ServeOptions
+from ditile.serve.page.mount import mount_page
 from ditile.serve.service import GroupFactory, Service
 
 OPEN_REQUESTS_SECONDS = 5
@@ -94,17 +95,19 @@ async def _serve_until_told(
     make_group = choose_groups(options, plan, cache)
     service = Service(options, make_group, {"cache": cache.describe_settings()})
     write_access_log(sys.stdout)
+    app = create_app(service)
     config = uvicorn.Config(
-        create_app(service),
+        app,
         log_config=None,
         access_log=False,
         server_header=False,
-        lifespan="off",
+        lifespan="on",
         timeout_graceful_shutdown=OPEN_REQUESTS_SECONDS,
     )
     server = DrainingServer(config, service, options.drain)
     await service.start()
     try:
+        mount_page(app, service)  # which takes seconds, while the ranks load the model
         serving = asyncio.create_task(server.serve([listener]))
         ready = asyncio.create_task(_announce(service, listener, plan))
         predicted = asyncio.create_task(_predict_when_ready(service, predict))

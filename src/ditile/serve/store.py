@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 3
 APPLICATION, VERSION = 0x64697469, 1
 """Of the database: "diti", and the version of its table."""
 JOB_ID = re.compile(r"(image|video)_[a-z0-9]{24}")
-FILE_NAME = re.compile(r"(image|mask)(-\d{1,4})?|(\d{1,6}|thumbnail|spritesheet)\.(png|jpeg|webp|mp4|gif)")
+FILE_NAME = re.compile(r"(image|mask)(-\d{1,4})?|(\d{1,6}|thumbnail|spritesheet)\.(png|jpeg|webp|mp4|gif)|trace\.json")
 
 _TABLE = """
 CREATE TABLE jobs (

@@ -65,7 +65,7 @@ async def create_video(http: HttpRequest) -> Response:
     fields = parse_fields(VideoFields, body.values)
     pictures, mask = await decode_pictures(body, service.options.max_pixels)
     order = build_order(fields, facts, service.options, pictures, mask)
-    return await _submit_video(http, _note_shape(order.request, facts), order.inputs)
+    return await _submit_video(http, note_shape(order.request, facts), order.inputs)
 
 
 @router.get("/v1/videos")
@@ -171,7 +171,7 @@ def describe_video(job: Job) -> dict[str, Any]:
     }
 
 
-def _note_shape(request: Request, facts: ModelFacts) -> Request:
+def note_shape(request: Request, facts: ModelFacts) -> Request:
     """The request with the size and the length that it will have, for those who ask before it is drawn."""
     options = request.options
     sides = [side or own for side, own in zip((options.width, options.height), facts.size or (0, 0), strict=True)]

@@ -1,0 +1,202 @@
+"""The page in a real browser: it draws, cancels, downloads and asks nobody but its own server."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from ditile.plan.plan import Plan
+from ditile.plan.schedule import Schedule
+from ditile.serve.page.insight import list_key_ages, render_freshness, render_gantt
+from ditile.serve.page.login import COOKIE, PageKeys, is_page_path
+from tests.serve.running import RunningServer, run_server
+
+CHROMIUM = shutil.which("chromium")
+ANN, BOB = "key-of-ann", "key-of-bob"
+PROMPT = "a small blue square on the right on a gray background"
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine's path")
+
+
+def test_a_word_of_a_cookie_stands_for_its_key_and_no_other() -> None:
+    """A failure would be an open door, or a closed one."""
+    keys = PageKeys([("ann", ANN.encode()), ("bob", BOB.encode())])
+    word = keys.find_word(BOB)
+    assert word is not None and BOB not in word
+    assert keys.find_owner(f"a=b; {COOKIE}={word}") == "bob"
+    assert keys.find_word("key-of-eve") is None
+    assert [keys.find_owner(text) for text in ("", f"{COOKIE}=", f"{COOKIE}={word[:-1]}", f"{COOKIE}={BOB}")] == [
+        None
+    ] * 4
+    assert PageKeys([("bob", BOB.encode())]).find_word(BOB) != word, "the next server asks again"
+
+
+def test_only_what_the_page_needs_of_gradio_is_served() -> None:
+    """A failure would serve what reads addresses of other hosts, or runs handlers under names of an API."""
+    assert all(map(is_page_path, ("/", "/config", "/assets/a.js", "/gradio_api/queue/join", "/gradio_api/file=/a.png")))
+    others = (
+        "/gradio_api/proxy=http://a",
+        "/gradio_api/info",
+        "/gradio_api/call/draw",
+        "/gradio_api/vibe-edit",
+        "/v1/plan",
+    )
+    assert not any(map(is_page_path, others))
+
+
+def test_the_map_of_ages_is_that_of_the_schedule() -> None:
+    """A failure would draw what ditile does not do."""
+    ages = list_key_ages(Schedule.from_plan(Plan(pipefusion=2, patches=2), 2))
+    assert ages == [(0, [0, 0]), (0, [0, 0]), (1, [0, 1]), (1, [0, 0])]
+    ages = list_key_ages(Schedule.from_plan(Plan(distrifusion=2), 2))
+    assert ages[2:] == [(1, [0, 1]), (1, [1, 0])]
+    assert "Every key is fresh" in render_freshness(Schedule.from_plan(Plan(), 3))
+
+
+def test_the_chart_has_a_bar_for_each_micro_step_with_a_text() -> None:
+    """A failure would be an empty chart."""
+    event = {"name": "compute p1", "cat": "compute", "ph": "X", "tid": 1, "ts": 5.0, "dur": 9e3}
+    chart = render_gantt({"traceEvents": [event | {"args": {"step": 2, "patch": 1}}]})
+    assert "<title>rank 1, step 3: compute p1, 9.0 ms</title>" in chart
+    assert "no trace" in render_gantt({})
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("page")
+    keys = folder / "keys"
+    keys.write_text(f"ann:{ANN}\nbob:{BOB}\n")
+    with run_server(
+        "shapes-flux", "--pipefusion", "2", "--api-key", str(keys), state=folder / "state", page=True
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def tab(browser: Any, server: RunningServer) -> Iterator[Any]:
+    """A tab of Ann's; at its end there were no errors in it, and it has asked no other host."""
+    with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
+        page = context.new_page()
+        page.set_default_timeout(90_000)
+        wrong: list[str] = []
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("request", lambda asked: wrong.append(asked.url) if not _is_own(asked.url, server) else None)
+        log_in(page, server, ANN)
+        yield page
+        assert not wrong
+
+
+def _is_own(url: str, server: RunningServer) -> bool:
+    return url.startswith((f"{server.url}/", "data:", "blob:"))
+
+
+def log_in(page: Any, server: RunningServer, key: str) -> None:
+    page.goto(server.url)
+    page.get_by_label("Key of this server").fill(key)
+    page.keyboard.press("Enter")
+    page.get_by_text("shapes-flux · pipefusion=2").wait_for()
+
+
+def begin_drawing(page: Any, steps: int) -> None:
+    page.get_by_label("Prompt", exact=True).fill(PROMPT)
+    page.get_by_label("Steps", exact=True).fill(str(steps))
+    page.get_by_role("button", name="Draw", exact=True).click()
+
+
+@needs_browser
+@pytest.mark.alone
+def test_without_a_key_there_is_only_the_form(server: RunningServer, browser: Any) -> None:
+    """A failure would be a hole in the wall around the server."""
+    with server.client() as client:
+        for path in ("/config", "/gradio_api/queue/data?session_hash=a", "/gradio_api/file=/etc/passwd", "/v1/plan"):
+            assert client.get(path).status_code == 401, path
+        assert client.post("/gradio_api/queue/join", json={"data": [], "fn_index": 0}).status_code == 401
+        assert client.get("/", headers={"accept": "text/html"}).headers["location"] == "/login"
+        assert "not known" in client.post("/login", content="key=key-of-eve").text
+        entered = client.post("/login", content=f"key={ANN}")
+        assert entered.status_code == 303 and "httponly" in entered.headers["set-cookie"].lower()
+        assert client.get("/config").status_code == 200
+        assert client.get("/v1/plan").status_code == 401, "the cookie is for the page alone"
+        assert client.get("/gradio_api/file=/etc/passwd").status_code in (403, 404)
+        assert client.get("/gradio_api/info").status_code in (401, 404)
+
+
+@needs_browser
+@pytest.mark.alone
+def test_it_draws_with_previews_says_what_was_done_and_downloads(tab: Any, server: RunningServer, browser: Any) -> None:
+    """A failure would mean that a person cannot draw."""
+    begin_drawing(tab, 8)
+    tab.locator("#now img").wait_for()
+    tab.get_by_text("Drawn in").wait_for()
+    tab.get_by_role("button", name="What ditile did").click()
+    charts = tab.locator("#insight svg")
+    charts.nth(1).wait_for()
+    assert charts.count() == 2
+    assert "whole step" in tab.locator("#insight").inner_text()
+    with tab.expect_download() as caught:
+        tab.get_by_role("button", name="Download", exact=True).click()
+    seed = tab.get_by_label("Seed", exact=True).input_value()
+    assert caught.value.suggested_filename == f"shapes-flux-{seed}.png"
+    picture = Image.open(io.BytesIO(Path(caught.value.path()).read_bytes()))
+    assert picture.size == (128, 128) and picture.info["prompt"] == PROMPT and picture.info["seed"] == seed
+
+    tab.get_by_label("Prompt", exact=True).fill("something else")
+    tab.get_by_role("button", name="Put settings back").click()
+    tab.wait_for_function("text => document.querySelector('textarea').value === text", arg=PROMPT)
+    assert tab.get_by_label("Seed", exact=True).input_value() == seed
+    assert not tab.get_by_label("Random seed").is_checked()
+    with browser.new_context() as other:
+        page = other.new_page()
+        log_in(page, server, BOB)
+        assert page.locator("#gallery img").count() == 0, "Bob sees Ann's picture"
+
+
+@needs_browser
+@pytest.mark.alone
+def test_cancel_ends_the_job_on_the_ranks(tab: Any, server: RunningServer) -> None:
+    """A failure would leave ranks at work that nobody waits for."""
+    begin_drawing(tab, 200)
+    tab.get_by_text("Step ", exact=False).first.wait_for()
+    tab.get_by_role("button", name="Cancel").click()
+    tab.get_by_text("was cancelled").wait_for()
+    health = httpx.get(f"{server.url}/health", trust_env=False).json()
+    assert (health["running"], health["waiting"]) == (0, 0)
+    begin_drawing(tab, 0)
+    tab.get_by_role("alert").filter(has_text="num_inference_steps=0 ").wait_for()
+
+
+@needs_browser
+@pytest.mark.alone
+def test_it_fits_a_phone_in_the_dark_and_a_keyboard(tab: Any) -> None:
+    """A failure would mean that some cannot use it."""
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.emulate_media(color_scheme="dark")
+    tab.get_by_role("button", name="What ditile did").click()
+    tab.wait_for_timeout(500)
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    red, green, blue = tab.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).slice(0, 3).map(Number)"
+    )
+    assert max(red, green, blue) < 64
+    tab.get_by_label("Prompt", exact=True).focus()
+    for _ in range(8):
+        tab.keyboard.press("Tab")
+        if tab.evaluate("document.activeElement.innerText") == "Draw":
+            return
+    raise AssertionError("Tab does not lead from the prompt to Draw")
