@@ -187,8 +187,10 @@ def test_it_fits_a_phone_in_the_dark_and_a_keyboard(tab: Any) -> None:
     """A failure would mean that some cannot use it."""
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.emulate_media(color_scheme="dark")
+    begin_drawing(tab, 4)
+    tab.get_by_text("Drawn in").wait_for()
     tab.get_by_role("button", name="What ditile did").click()
-    tab.wait_for_timeout(500)
+    tab.locator("#insight svg").nth(1).wait_for()
     assert tab.evaluate("document.documentElement.scrollWidth") <= 390
     red, green, blue = tab.evaluate(
         "getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).slice(0, 3).map(Number)"

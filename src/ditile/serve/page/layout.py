@@ -41,7 +41,7 @@ CSS = """
 #insight table, #insight tr, #insight td, #insight th {border: none !important; background: none;}
 #insight td, #insight th {text-align: left; padding: .15rem .75rem .15rem 0; vertical-align: top; font-weight: normal;}
 #insight th, #insight p {opacity: .8; color: inherit;}
-#insight th {white-space: nowrap;}
+#insight {overflow-wrap: anywhere;}
 #insight .scroll {overflow-x: auto; contain: inline-size;}
 #insight svg {display: block;}
 #insight svg text {fill: var(--body-text-color); font: 11px system-ui, sans-serif;}
