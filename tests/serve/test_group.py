@@ -127,6 +127,9 @@ def test_ranks_draw_what_the_command_draws_and_stop(tmp_path: Path) -> None:
             np.asarray(Image.open(io.BytesIO(png)), np.int16) for png in (out.read_bytes(), four[0]["0.png"])
         )
         assert np.abs(alone - batched).max() <= 1
+        mixed = await driven.draw("mixed", make_job("g"), make_job("h", height=33))
+        assert [event.job_id for event in mixed if isinstance(event, JobDrawn)] == ["image_g"]
+        assert [event.job_id for event in mixed if isinstance(event, JobFailed)] == ["image_h"]
         assert list_files(await driven.draw("again", make_job("f"))) == [{"0.png": out.read_bytes()}]
 
     drive("shapes-pixart", "pipefusion=2", script)

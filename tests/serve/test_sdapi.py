@@ -100,3 +100,8 @@ def test_progress_and_interrupt(served: Served) -> None:
 def test_lists_are_true_and_small(served: Served) -> None:
     for path in ("samplers", "schedulers", "upscalers"):
         assert len(served.client.get(f"/sdapi/v1/{path}").json()) == 1
+
+
+def test_numbers_that_no_answer_can_hold_are_refused(served: Served) -> None:
+    answer = served.client.post("/sdapi/v1/txt2img", content=b'{"prompt": "a circle", "eta": 1e999}')
+    assert answer.status_code == 400

@@ -210,3 +210,11 @@ def test_a_full_disk_is_one_clear_error(open_store: Callable[[], JobStore], tmp_
         store.accept_job(make_job(0), {"image": b"pixels"})
     (tmp_path / "state" / "jobs").mkdir()
     assert store.recover_jobs() == []
+
+
+def test_pictures_to_start_from_keep_their_order(open_store: Callable[[], JobStore]) -> None:
+    """A failure would mean that a prompt's "picture 3" is another picture."""
+    names = ["image", *(f"image-{number}" for number in range(1, 13))]
+    store, job = open_store(), make_job(0)
+    store.accept_job(job, {name: name.encode() for name in names})
+    assert list(store.read_inputs(job.id)) == names

@@ -185,7 +185,7 @@ class Gate:
         if self._keys or not self._options.is_loopback:
             return
         host = headers.get("host", "")
-        if _read_host_name(f"//{host}") not in LOOPBACK_NAMES:
+        if _read_host_name(f"//{host}") not in (*LOOPBACK_NAMES, self._options.host):
             raise RequestError(
                 "the host is not this machine; ask http://127.0.0.1, or serve with --api-key", code="bad_host"
             )

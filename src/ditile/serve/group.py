@@ -12,6 +12,7 @@ import logging
 import socket
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,6 +37,8 @@ LONGEST_DELAY = 30.0
 STOP_AGAIN_SECONDS = 0.2
 """How often a batch is told to stop, until it has: its call may not have begun yet."""
 LEAVE_SECONDS = 10.0
+STOP_LIMIT = 120.0
+"""Seconds in which a stopped batch has to end, within two steps; after that its ranks are started again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,8 +184,8 @@ class ReplicaGroup(ABC):
 
     def _note_down(self, error: DitileError) -> None:
         self.state, lost, self._batch_id = "down", self._batch_id, None
-        if isinstance(error, RankError):
-            LOG.error("replica %s: %s\n%s", self.name, error, error.traceback.rstrip())
+        if isinstance(error, RankError) or self.facts is not None:
+            LOG.error("replica %s: %s\n%s", self.name, error, getattr(error, "traceback", "").rstrip())
         self._on_event(GroupDown(self, describe_group_failure(error), lost, error))
 
     def _note_ended(self, batch_id: str, stopped: bool) -> None:
@@ -229,6 +232,7 @@ class RankGroup(ReplicaGroup):
         self._ending, self._killed = threading.Event(), threading.Event()
         self._ended = asyncio.Event()
         self._repeat: asyncio.TimerHandle | None = None
+        self._stopping, self._stop_began, self._hangs = "", 0.0, threading.Event()
 
     def start(self) -> None:
         """Starts the ranks, and starts them again when they fail."""
@@ -240,9 +244,15 @@ class RankGroup(ReplicaGroup):
 
     def stop(self, batch_id: str) -> None:
         """Ends a batch within two steps on every rank; does nothing if it has ended."""
-        if self._batch_id == batch_id and self.state == "drawing":
-            self._send({"stop": batch_id})
-            self._repeat = self._loop.call_later(STOP_AGAIN_SECONDS, self.stop, batch_id)
+        if self._batch_id != batch_id or self.state != "drawing" or self._ending.is_set():
+            return
+        if self._stopping != batch_id:
+            self._stopping, self._stop_began = batch_id, time.monotonic()
+        elif time.monotonic() - self._stop_began > STOP_LIMIT:
+            self._hangs.set()
+            return
+        self._send({"stop": batch_id})
+        self._repeat = self._loop.call_later(STOP_AGAIN_SECONDS, self.stop, batch_id)
 
     async def end(self) -> None:
         """Ends the ranks for good; returns when no process is left."""
@@ -267,12 +277,16 @@ class RankGroup(ReplicaGroup):
 
     def _run_ranks(self) -> bool:
         """Runs the ranks until they end; returns whether they were ready to draw."""
-        world = self._setup.plan.world
-        pairs = [socket.socketpair() for _ in range(world)]
-        links = [RankLink(ours.detach()) for ours, _ in pairs]
-        ready = threading.Event()
-        reader = threading.Thread(target=self._receive_answers, args=(links[0], ready), daemon=True)
+        world, ready = self._setup.plan.world, threading.Event()
         error: DitileError = StateError("the ranks have left")
+        self._hangs.clear()
+        try:
+            pairs = [socket.socketpair() for _ in range(world)]
+        except OSError as raised:  # of too many open files
+            self._post(self._note_down, _describe_failed_start(raised))
+            return False
+        links = [RankLink(ours.detach()) for ours, _ in pairs]
+        reader = threading.Thread(target=self._receive_answers, args=(links[0], ready), daemon=True)
         try:
             self._post(self._note_links, links)
             reader.start()
@@ -289,6 +303,8 @@ class RankGroup(ReplicaGroup):
             )
         except DitileError as raised:
             error = raised
+        except OSError as raised:  # of a full disk, or too many processes
+            error = _describe_failed_start(raised)
         finally:
             for _, theirs in pairs:
                 theirs.close()
@@ -302,6 +318,8 @@ class RankGroup(ReplicaGroup):
     def _raise_if_killed(self) -> None:
         if self._killed.is_set():
             raise StateError("the server ends")
+        if self._hangs.is_set():
+            raise RankError(0, "hangs", f"a stopped call did not end in {STOP_LIMIT:.0f} s")
 
     def _receive_answers(self, link: RankLink, ready: threading.Event) -> None:
         with contextlib.suppress(EOFError, OSError):
@@ -323,6 +341,10 @@ class RankGroup(ReplicaGroup):
         if self._repeat is not None:
             self._repeat.cancel()
         super()._note_ended(batch_id, stopped)
+
+
+def _describe_failed_start(error: OSError) -> RankError:
+    return RankError(0, type(error).__name__, f"not started: {error}")
 
 
 def serve_rank(setup: GroupSetup) -> None:

@@ -9,6 +9,7 @@ successive latents ends: a step goes from `a0 * clean + s0 * noise` to `a1 * cle
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,7 @@ class CallPreviews:
     Attributes:
         latents_at: the steps after which the latents are needed.
         last_latents: those that came last, of all pictures.
+        last_step: the step after which they came; -1 before.
     """
 
     def __init__(
@@ -145,18 +147,20 @@ class CallPreviews:
         before = {step - 1 for step in steps if step > 0} if can_estimate_clean(scheduler) else set()
         self.latents_at = self._steps | before
         self.last_latents: Tensor | None = None
-        self._last_step = -1
+        self.last_step = -1
 
     def take_latents(self, step: int, latents: Tensor) -> None:
         """Takes the latents after a step, and shows what is to be shown of them."""
-        before, last = self.last_latents, self._last_step
-        self.last_latents, self._last_step = latents.detach().clone(), step
+        before, last = self.last_latents, self.last_step
+        self.last_latents, self.last_step = latents.detach().clone(), step
         if step not in self._steps or not self._decoder.num_pictures:
             return
         clean = latents
         if before is not None and last == step - 1 and can_estimate_clean(self._scheduler):
             clean = estimate_clean_latents(self._scheduler, step, before, latents)
-        self._on_preview(step, [self._decoder.decode(row[None], self._size) for row in clean])
+        # Some classes draw another size than they were asked for: then there is no preview, and the picture goes on.
+        with suppress(ModelError):
+            self._on_preview(step, [self._decoder.decode(row[None], self._size) for row in clean])
 
 
 def can_estimate_clean(scheduler: Any) -> bool:
@@ -177,13 +181,15 @@ def estimate_clean_latents(scheduler: Any, step: int, before: Tensor, after: Ten
     """
     at = step + (getattr(scheduler, "begin_index", None) or 0)
     sigmas = scheduler.sigmas.double().cpu()[at : at + 2]
+    if len(sigmas) < 2:
+        return after
     if _mixes_linearly(scheduler):
         scales, noises = 1 - sigmas, sigmas
     else:  # sigmas are those of latents whose picture has the scale 1
         scales = (1 + sigmas**2) ** -0.5
         noises = sigmas * scales
     divisor = float(noises[1] * scales[0] - noises[0] * scales[1])
-    if len(sigmas) < 2 or divisor == 0:
+    if divisor == 0:
         return after
     return (before.double() * float(noises[1]) - after.double() * float(noises[0])) / divisor
 

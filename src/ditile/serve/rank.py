@@ -32,13 +32,13 @@ from ditile.requests.arguments import (
     build_object_arguments,
     check_cache_steps,
 )
-from ditile.requests.facts import ModelFacts, collect_facts
+from ditile.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
 from ditile.requests.options import GenerateOptions
 from ditile.requests.pictures import encode_png
 from ditile.requests.pipelines import convert_value_errors, find_image_to_image_class, find_inpaint_class
 from ditile.requests.prepare import load_lora_weights, prepare_runner
 from ditile.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
-from ditile.requests.videos import encode_spritesheet
+from ditile.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import defaults
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
@@ -101,11 +101,15 @@ class RankServer:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._batches.get(timeout=IDLE_SECONDS)
-            # Nothing hangs: there is nothing to do.
-            env.report_progress()
+            # Nothing hangs: there is nothing to do. The others would hide that rank 0 hangs behind a call.
+            if self._answers:
+                env.report_progress()
 
     def _receive_messages(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
+        with contextlib.ExitStack() as stack:
+            # Whatever ends this thread lets the rank leave: it would hear nothing more.
+            stack.callback(self._batches.put, None)
+            stack.enter_context(contextlib.suppress(EOFError, OSError))
             while True:
                 message, files = self._link.receive_message()
                 if "draw" in message:
@@ -116,7 +120,6 @@ class RankServer:
                         self._runner.stop()
                 else:
                     break
-        self._batches.put(None)
 
     def _draw_batch(self, jobs: Sequence[BatchJob]) -> bool:
         """Draws the jobs of a batch; returns whether it was stopped."""
@@ -127,9 +130,14 @@ class RankServer:
         except DitileError as error:
             if self._runner.is_broken:
                 raise
-            for job in jobs:
-                self._answer({"failed": {"code": "refused", "message": str(error)}, "job": job.id})
+            if len(jobs) > 1:  # one of them is refused, and the others are not to suffer for it
+                return any(self._draw_batch([job]) for job in jobs)
+            self._refuse_job(jobs[0], error)
         return False
+
+    def _refuse_job(self, job: BatchJob, error: Exception) -> None:
+        message = " ".join(str(error).split())[:300]
+        self._answer({"failed": {"code": "refused", "message": message}, "job": job.id})
 
     def _draw_jobs(self, jobs: Sequence[BatchJob]) -> None:
         self._pipe = self._runner.switch_pipeline(self._choose_class(jobs[0].inputs))
@@ -137,6 +145,9 @@ class RankServer:
         wanted = [job.request.options for job in jobs]
         bases = [build_call_arguments(self._pipe, each, defaults(self._setup.model)) for each in wanted]
         check_cache_steps(self._setup.cache, bases[0])
+        if self._facts.is_video:
+            for job in jobs:
+                check_encoder(Path(f"video.{job.request.output_format}"), job.request.options.fps)
         traced = self._runner.trace = bool(jobs[0].request.client.get("trace"))
         previews = self._plan_previews(jobs, bases[0])
         on_latents, latents_at = (previews.take_latents, previews.latents_at) if previews else (None, frozenset[int]())
@@ -151,7 +162,12 @@ class RankServer:
         self._fit_previews(previews, drawn)
         pictures, facts = iter(drawn), {"reports": reports, "left_out": left_out, "batch": len(jobs)}
         for job, base in zip(jobs, bases, strict=True):
-            one, files = self._encode_job(job, base, [next(pictures) for _ in list_seeds(job.request.options)])
+            own = [next(pictures) for _ in list_seeds(job.request.options)]
+            try:
+                one, files = self._encode_job(job, base, own)
+            except (ValueError, OSError) as error:  # such as a WebP of more pixels than that has
+                self._refuse_job(job, error)
+                continue
             self._answer({"drawn": asdict(replace(one, facts=facts)), "job": job.id}, files | trace)
 
     def _choose_class(self, inputs: Mapping[str, bytes]) -> type:
@@ -167,7 +183,7 @@ class RankServer:
     def _plan_previews(self, jobs: Sequence[BatchJob], base: Mapping[str, Any]) -> CallPreviews | None:
         """The previews of a call of one job, or what it teaches of latents; the same steps on every rank."""
         count, size = jobs[0].request.num_previews, find_call_size(self._facts, base)
-        steps = count_steps(self._facts, base)
+        steps = count_steps(collect_call_facts(type(self._pipe)), self._facts, base)
         if len(jobs) > 1 or size is None or steps == 0 or not (count or jobs[0].id == WARM):
             return None
         shown = [round((k + 1) * steps / (count + 1)) - 1 for k in range(count)]
@@ -181,7 +197,11 @@ class RankServer:
         return CallPreviews(self._decoder, self._pipe.scheduler, {*shown, steps - 1} - {-1}, size, send_preview)
 
     def _fit_previews(self, previews: CallPreviews | None, drawn: Sequence[Any]) -> None:
-        if previews is None or previews.last_latents is None:
+        report = self._runner.report
+        # Only the final latents are those of the picture.
+        if previews is None or previews.last_latents is None or report is None:
+            return
+        if previews.last_step != report.steps - 1:
             return
         first = drawn[0] if isinstance(drawn[0], Image.Image) else [Image.fromarray(frame) for frame in drawn[0]]
         with contextlib.suppress(ModelError):  # latents of a layout of which there are no previews
@@ -336,10 +356,12 @@ def find_call_size(facts: ModelFacts, base: Mapping[str, Any]) -> tuple[int, int
     return base.get("width") or width, base.get("height") or height
 
 
-def count_steps(facts: ModelFacts, base: Mapping[str, Any]) -> int:
-    """How many steps a call makes: fewer than it is told, if it starts from a picture."""
-    steps = base.get("num_inference_steps") or facts.find_default("num_inference_steps") or 0
-    return min(steps, int(steps * base.get("strength", 1.0)))
+def count_steps(call: CallFacts, facts: ModelFacts, base: Mapping[str, Any]) -> int:
+    """How many steps a call of a class makes: fewer than it is told, if it starts from a picture."""
+    steps = base.get("num_inference_steps") or call.defaults.get("num_inference_steps")
+    steps = steps or facts.find_default("num_inference_steps") or 0
+    strength = base.get("strength", call.defaults.get("strength"))
+    return steps if strength is None else min(steps, int(steps * strength))
 
 
 def list_seeds(wanted: GenerateOptions) -> list[int]:

@@ -143,10 +143,13 @@ class Service:
 
         Raises:
             DitileError: if the model, the plan or an option does not fit, so that no start will help.
+            NotReadyError: if the server ended before.
         """
         await self._has_started.wait()
         if self._refusal is not None:
             raise self._refusal
+        if self._facts is None:
+            raise NotReadyError("the server ended before its ranks had loaded the model")
 
     @property
     def facts(self) -> ModelFacts:
@@ -434,7 +437,10 @@ class Service:
         if verdict is not None and not verdict.keeps_result:
             self._end_by_verdict(event.job_id, verdict)
             return
-        self._last_drawn = {"job": event.job_id, **dataclasses.asdict(event.drawn)}
+        # Without what leads to the picture, which is its owner's.
+        private = ("files", "seeds")
+        drawn = dataclasses.asdict(event.drawn)
+        self._last_drawn = {name: value for name, value in drawn.items() if name not in private}
         self._end_job(event.job_id, "done", drawn=event.drawn, files=event.files)
 
     def _close_batch(self, batch: _RunningBatch, failure: Failure) -> None:

@@ -107,10 +107,14 @@ class JobStore:
         """
         columns = ", ".join(_COLUMNS)
         with self._convert_errors():
-            self._write_files(job.id, inputs)
-            with self._database:
-                marks = ", ".join(f":{name}" for name in _COLUMNS)
-                self._database.execute(f"INSERT INTO jobs ({columns}) VALUES ({marks})", _build_row(job))
+            try:
+                self._write_files(job.id, inputs)
+                with self._database:
+                    marks = ", ".join(f":{name}" for name in _COLUMNS)
+                    self._database.execute(f"INSERT INTO jobs ({columns}) VALUES ({marks})", _build_row(job))
+            except (OSError, sqlite3.Error):
+                shutil.rmtree(self._find_folder(job.id), ignore_errors=True)
+                raise
 
     def save_jobs(self, jobs: Sequence[Job], files: Mapping[str, Mapping[str, bytes]] | None = None) -> None:
         """Keeps what became of jobs, in one transaction. A job that has ended on disk stays as it is.
@@ -166,7 +170,8 @@ class JobStore:
         """
         folder = self._find_folder(job_id)
         with self._convert_errors():
-            names = sorted(os.listdir(folder)) if folder.exists() else []
+            # In the order in which they came: image, image-1, .. image-10.
+            names = sorted(os.listdir(folder), key=lambda name: (len(name), name)) if folder.exists() else []
             return {name: (folder / name).read_bytes() for name in names if "." not in name}
 
     def _settle_job(self, job: Job) -> Job:

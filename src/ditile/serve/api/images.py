@@ -103,7 +103,7 @@ async def order_images(http: HttpRequest, body: Body) -> tuple[ImageFields, Orde
             code="wrong_kind_of_model",
         )
     fields = parse_fields(ImageFields, body.values)
-    pictures, mask = await decode_pictures(body, service.options.max_pixels)
+    pictures, mask = await decode_pictures(body, service.options.max_pixels, facts.max_pictures)
     return fields, build_order(fields, facts, service.options, pictures, mask)
 
 

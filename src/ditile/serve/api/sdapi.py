@@ -189,7 +189,9 @@ async def _draw_and_answer(
         )
     image_fields, warnings = convert_fields(fields, facts, has_picture=bool(body.pictures))
     image_fields = image_fields.model_copy(update={"strength": strength})
-    pictures, mask = await decode_pictures(body, service.options.max_pixels, resize_mask=True)
+    pictures, mask = await decode_pictures(
+        body, service.options.max_pixels, service.facts.max_pictures, resize_mask=True
+    )
     order = build_order(image_fields, facts, service.options, pictures, mask)
     job = await service.submit("image", find_owner(http), order.request, order.inputs)
     job = check_done(await await_job_end(http, job))

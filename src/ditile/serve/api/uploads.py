@@ -8,6 +8,7 @@ import binascii
 import contextlib
 import io
 import json
+import math
 import re
 import struct
 import zlib
@@ -88,7 +89,7 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
         RequestError: if it is none, or holds NaN or infinity, or lists in lists without end.
     """
     try:
-        values = json.loads(content, parse_constant=_refuse_constant)
+        values = json.loads(content, parse_constant=_refuse_constant, parse_float=_parse_finite_number)
     except RecursionError:
         raise RequestError("the JSON is nested too deep; send one object of plain fields", code="bad_json") from None
     except ValueError as error:
@@ -142,18 +143,22 @@ def decode_base64(text: str, param: str) -> bytes:
 
 
 async def decode_pictures(
-    body: Body, max_pixels: int, *, resize_mask: bool = False
+    body: Body, max_pixels: int, most: int, *, resize_mask: bool = False
 ) -> tuple[list[Picture], bytes | None]:
     """The pictures of a body, and its mask as PNG, which is white where the picture is drawn anew.
 
     Args:
         body: as it was read.
         max_pixels: of a picture.
+        most: pictures that the model starts from at most.
         resize_mask: whether a mask of another size is brought to that of the first picture.
 
     Raises:
         RequestError: if one of them is no picture, or too large, or the mask's size is not the picture's.
     """
+    # Before work: each may be of as many pixels as are allowed.
+    if len(body.pictures) > max(1, most):
+        raise RequestError(f"there are {len(body.pictures)} pictures; send {max(1, most)}", status=422, param="image")
     pictures = [await asyncio.to_thread(_decode_picture, content, "image", max_pixels) for content in body.pictures]
     if not body.masks:
         return pictures, None
@@ -263,6 +268,13 @@ def _list_picture_texts(value: Any, param: str) -> list[str]:
             if isinstance(text, dict) and isinstance(text.get("url"), str):
                 return [text["url"]]
     raise RequestError(f"{param} is no picture; send a file, or a text data:image/png;base64,...", param=param)
+
+
+def _parse_finite_number(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large")
+    return number
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -63,7 +63,7 @@ async def create_video(http: HttpRequest) -> Response:
             code="wrong_kind_of_model",
         )
     fields = parse_fields(VideoFields, body.values)
-    pictures, mask = await decode_pictures(body, service.options.max_pixels)
+    pictures, mask = await decode_pictures(body, service.options.max_pixels, service.facts.max_pictures)
     order = build_order(fields, facts, service.options, pictures, mask)
     return await _submit_video(http, note_shape(order.request, facts), order.inputs)
 
