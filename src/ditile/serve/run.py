@@ -41,6 +41,8 @@ def run_server(
             not fit.
     """
     with open_listener(options) as listener:
+        # The port names the state folder, and 0 is none.
+        options = dataclasses.replace(options, port=listener.getsockname()[1])
         asyncio.run(_serve_until_told(options, plan, cache, predict, listener))
     return 0
 

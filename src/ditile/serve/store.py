@@ -270,8 +270,11 @@ def _lock_folder(folder: Path) -> int:
 def _open_database(path: Path) -> sqlite3.Connection:
     """The database at a path; an empty one is made if there is none."""
     try:
+        # It holds prompts; SQLite gives the files beside it the same mode.
+        path.touch(mode=0o600)
+        path.chmod(0o600)
         database = sqlite3.connect(path, isolation_level="IMMEDIATE")
-    except sqlite3.Error as error:
+    except (OSError, sqlite3.Error) as error:
         raise StateError(f"{path} cannot be opened: {error}; give --state another folder") from None
     try:
         _prepare_database(database, path)

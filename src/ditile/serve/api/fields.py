@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ditile.plan.checks import suggest_nearest
+from ditile.plan.checks import is_whole_number, suggest_nearest
 from ditile.requests.facts import ModelFacts
 from ditile.requests.options import LEAST_FPS, MOST_FPS, GenerateOptions
 from ditile.requests.pictures import hide_local_path
@@ -194,7 +194,7 @@ def build_order(
     wanted = GenerateOptions(
         model=facts.name,
         prompt=fields.prompt,
-        steps=fields.num_inference_steps,
+        steps=_choose_steps(fields, facts, options),
         height=height,
         width=width,
         guidance=fields.guidance_scale,
@@ -296,6 +296,14 @@ def _count_frames(fields: VideoFields, facts: ModelFacts) -> tuple[int | None, f
     if fields.num_frames is not None:
         return fields.num_frames, fields.fps
     return (None if fields.seconds is None else facts.count_frames(fields.seconds, fields.fps)), fields.fps
+
+
+def _choose_steps(fields: RequestFields, facts: ModelFacts, options: ServeOptions) -> int | None:
+    """The steps of a request; None is the model's own number, if that is within the limit of the server."""
+    own = facts.find_default("num_inference_steps")
+    if fields.num_inference_steps is None and is_whole_number(own) and own > options.max_steps:
+        return options.max_steps
+    return fields.num_inference_steps
 
 
 def _check_limits(fields: RequestFields, options: ServeOptions, num_images: int, frames: int | None) -> None:
