@@ -256,7 +256,7 @@ class Page:
             given["lora"] = {values[self._lora]: 1.0 if values[self._lora_scale] is None else values[self._lora_scale]}
         fields = parse_fields(VideoFields, given) if facts.is_video else parse_fields(ImageFields, given)
         body = Body(values={}, pictures=[content] if content else [])
-        pictures, _ = await decode_pictures(body, options.max_pixels)
+        pictures, _ = await decode_pictures(body, options.max_pixels, facts.max_pictures)
         order = build_order(fields, facts, options, pictures)
         request = note_shape(order.request, facts) if facts.is_video else order.request
         steps = request.options.steps or facts.find_default("num_inference_steps") or 0
