@@ -271,7 +271,8 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_noted)
         finally:
-            if scope["method"] == "POST" and status >= 400:
+            # Without those whose job was drawn, and failed or was cancelled.
+            if status == 401 or (scope["method"] == "POST" and status >= 400 and state.get("job") is None):
                 self._metrics.note_refused_request(status)
             line = {
                 "time": round(began, 3),

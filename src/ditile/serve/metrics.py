@@ -99,8 +99,8 @@ class Metrics:
             if stage in drawn.seconds:
                 self._seconds.labels(stage).observe(drawn.seconds[stage])
         # Stages and contexts leave out nearly the same steps, of which the most are counted.
-        self._left_out.inc(
-            max((len(context["cached_steps"][-1]) for context in drawn.facts.get("left_out", [])), default=0)
-        )
+        # The steps of a batch are counted once.
+        left_out = max((len(context["cached_steps"][-1]) for context in drawn.facts.get("left_out", [])), default=0)
+        self._left_out.inc(left_out / drawn.facts.get("batch", 1))
         for rank, report in enumerate(drawn.facts.get("reports", [])):
             self._memory.labels(group, str(rank)).set(report["peak_memory_bytes"])
