@@ -2,11 +2,11 @@
 that the fit did not see.
 
     python -m benchmarks.published               # every row, predicted by shares fitted without its hardware
-    python -m benchmarks.published --fit         # fits again: shares for planner/hardware.py, assets/left_out.json
+    python -m benchmarks.published --fit         # fits again: shares for planner/hardware.py, left_out.json
 
-The rows are in assets/published.csv with their sources: seconds of the denoising loop and speed-ups (PipeFusion, arXiv
-2405.14430), and latencies relative to the fastest method (the article of 2024-09), which get a common factor that fits
-best. A few rows are left out, each with its reason.
+The rows are in models/assets/published.csv with their sources: seconds of the denoising loop and speed-ups
+(PipeFusion, arXiv 2405.14430), and latencies relative to the fastest method (the article of 2024-09), which get a
+common factor that fits best. A few rows are left out, each with its reason.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import ditile
 from ditile.plan.flags import add_arguments, collect_arguments
-from ditile.requests.cache_options import CacheOptions
 from ditile.runner.load import defaults
+from ditile.runner.requests.cache_options import CacheOptions
 
 PROMPT = "A cat holding a sign that says hello world"
 

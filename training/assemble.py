@@ -1,7 +1,7 @@
 """Put a trained transformer and its parts together: `python -m training.assemble pixart|flux|wan [--text FOLDER]
 [--vae FOLDER]`.
 
-Without --text and --vae these come from the model that is bundled now. The folder in src/ditile/assets is
+Without --text and --vae these come from the model that is bundled now. The folder in src/ditile/models/assets is
 replaced at once, at the end, and keeps its README.md. Text encoders are saved in fp32 (in bf16 a
 from_pretrained without dtype fails), the rest in bf16.
 """
@@ -32,7 +32,7 @@ from training.models import BETA_END, BETA_START, FLUX_TOKENS, PIXART_TOKENS, TR
 from training.motions import FRAMES, SIDE
 
 HERE = Path(__file__).parent
-ASSETS = HERE.parent / "src" / "ditile" / "assets"
+ASSETS = HERE.parent / "src" / "ditile" / "models" / "assets"
 
 
 def pixart(transformer: Path, tokenizer: Path, t5: Path, vae: Path) -> PixArtSigmaPipeline:

@@ -1,6 +1,6 @@
 """Predictions against published figures, each hardware by shares that were fitted without it.
 
-The shares are data (`assets/left_out.json`, made by `python -m benchmarks.published --fit`); the predictions are made
+The shares are data (`left_out.json`, made by `python -m benchmarks.published --fit`); the predictions are made
 here, by what `ditile plan` prints. A failure means that a change of the prices, or of the shares, made them worse.
 """
 

@@ -32,7 +32,7 @@ from ditile.cache.config_text import (
 from ditile.cache.step_mask import parse_step_mask
 from ditile.errors import LoadError, ModelError
 from ditile.plan.flags import add_arguments, collect_arguments, normalize_flags
-from ditile.requests.cache_options import CacheOptions
+from ditile.runner.requests.cache_options import CacheOptions
 
 HYBRID = """
 cache_config:

@@ -20,8 +20,8 @@ from ditile.cli.flag_aliases import merge_alias_values
 from ditile.cli.options import RunOptions
 from ditile.errors import DitileError, PlanError
 from ditile.plan.flags import collect_arguments, list_flags, normalize_flags
-from ditile.requests.cache_options import QUANTIZE_TYPES, CacheOptions
-from ditile.requests.options import GenerateOptions
+from ditile.runner.requests.cache_options import QUANTIZE_TYPES, CacheOptions
+from ditile.runner.requests.options import GenerateOptions
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -27,7 +27,7 @@ from ditile.cli import main
 from ditile.cli.matrix import build_matrix
 from ditile.models.known import ASSETS
 from ditile.plan.flags import normalize_flags
-from ditile.requests.pictures import read_png_texts
+from ditile.runner.requests.pictures import read_png_texts
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -352,7 +352,7 @@ def test_help_version_models_and_refusals_do_not_import_torch(words: list[str]) 
     code = f"""
 import sys
 from ditile.cli import main
-from ditile.requests.pictures import read_png_texts
+from ditile.runner.requests.pictures import read_png_texts
 try:
     main({words})
 finally:
@@ -431,7 +431,7 @@ def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.skipif(diffusers.__version__.startswith("0.41."), reason="the page has classes that came later")
 def test_the_page_of_the_matrix_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure means: `python -m ditile.cli.matrix > src/ditile/assets/matrix.json`, and then
+    """A failure means: `python -m ditile.cli.matrix > src/ditile/models/assets/matrix.json`, and then
     `ditile models --markdown > docs/matrix.md`."""
     assert json.loads((ASSETS / "matrix.json").read_text("utf-8")) == build_matrix()
     assert main.main(["models", "--markdown"]) == 0

@@ -15,15 +15,15 @@ import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
 from PIL import Image
 
-import ditile
 from ditile import ModelError, Plan
 from ditile.cli import main
 from ditile.cli.dry_run import describe_dry_run
 from ditile.models.known import ASSETS
 from ditile.plan.shape import check_image_size
-from ditile.requests import arguments, prepare, results
-from ditile.requests.options import GenerateOptions
-from ditile.requests.pipelines import convert_value_errors
+from ditile.runner import runner as dividing
+from ditile.runner.requests import arguments, prepare, results
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pipelines import convert_value_errors
 from tests import tiny
 from tests.cli.test_cli import ROOT, opened, refused
 from tests.parallel.sequence import planned
@@ -40,12 +40,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_text_encoders_leave_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure would mean that --text-after changes nothing, or the picture."""
     runners: list[Any] = []
+    divide = dividing.parallelize
 
     def parallelize(*args: Any, **options: Any) -> Any:
-        runners.append(ditile.runner.runner.parallelize(*args, **options))
+        runners.append(divide(*args, **options))
         return runners[-1]
 
-    monkeypatch.setattr(ditile, "parallelize", parallelize)
+    monkeypatch.setattr(dividing, "parallelize", parallelize)
     for after in ("keep", "free"):
         assert main.main([*SMALL, "--text-after", after, "--out", f"{after}.png"]) == 0
     kept, freed = (sum(p.numel() for p in runner.pipe.text_encoder.parameters()) for runner in runners)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from ditile.cli import generate, main
-from ditile.requests import arguments, pictures, prepare
+from ditile.runner.requests import arguments, pictures, prepare
 from tests import tiny
 from tests.cli.test_cli import opened
 
@@ -130,7 +130,7 @@ def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three lines over two replicas: a batch of two with a generator each, and one of one."""
     from ditile.cli.prompts import PromptLine
     from ditile.plan.plan import Plan
-    from ditile.requests.options import GenerateOptions
+    from ditile.runner.requests.options import GenerateOptions
 
     lines = [PromptLine(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
     wanted, base = GenerateOptions(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}
@@ -175,8 +175,8 @@ def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.Captu
 @pytest.mark.parametrize("family", ["flux", "sd3"])
 def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
     """A failure would mean that image k of several is not the image of its seed."""
-    from ditile.requests.options import GenerateOptions
-    from ditile.requests.pipelines import convert_to_image_to_image
+    from ditile.runner.requests.options import GenerateOptions
+    from ditile.runner.requests.pipelines import convert_to_image_to_image
 
     Image.new("RGB", (32, 32), "red").save("in.png")
     pipe = convert_to_image_to_image(getattr(tiny, family)())

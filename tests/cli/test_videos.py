@@ -24,10 +24,10 @@ import ditile
 from ditile import ModelError
 from ditile.cli import generate, main
 from ditile.cli.evaluate.motion_check import judge_clip
-from ditile.requests import arguments, prepare, videos
-from ditile.requests.options import GenerateOptions
-from ditile.requests.pipelines import check_num_frames, check_prompt_cleaner, find_frame_rate
 from ditile.runner.load import read_generation_defaults
+from ditile.runner.requests import arguments, prepare, videos
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pipelines import check_num_frames, check_prompt_cleaner, find_frame_rate
 from tests import tiny
 from tests.cli.test_cli import opened, refused
 from tests.zoo import ZOO

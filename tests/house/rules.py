@@ -22,8 +22,8 @@ IRREGULAR = {"found", "made", "told", "held", "drawn", "sent", "kept", "taken", 
 NO_PARTICIPLES = {"embed", "feed", "need", "seed", "speed"}
 PACKAGE = "src/ditile/"
 ORDER = (
-    "errors", "plan", "distributed", "hooks", "models", "parallel", "cache", "runner", "planner", "__init__",
-    "requests", "serve", "cli", "__main__",
+    "errors", "plan", "distributed", "hooks", "models", "parallel", "cache", "runner", "planner", "__init__", "serve",
+    "cli", "__main__",
 )  # fmt: skip
 """The parts of the package from the ground up: each may import itself and those before it."""
 AXES = {"sequence", "pipefusion", "batch", "tensor", "text", "vae"}
@@ -75,9 +75,8 @@ def sizes(source: Source) -> Iterator[str]:
 
 
 def root_entries(sources: Sequence[Source]) -> Iterator[str]:
-    """The root of the package has at most 14 modules and folders of modules."""
-    code = [s.path.removeprefix(PACKAGE) for s in sources if s.path.startswith(PACKAGE) and s.path.endswith(".py")]
-    entries = {path.split("/")[0] for path in code}
+    """The root of the package has at most 14 entries."""
+    entries = {s.path.removeprefix(PACKAGE).split("/")[0] for s in sources if s.path.startswith(PACKAGE)}
     if len(entries) > ROOT_ENTRIES:
         yield f"{len(entries)} entries: {', '.join(sorted(entries))}"
 

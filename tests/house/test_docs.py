@@ -22,9 +22,8 @@ import ditile
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "ditile"
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("training/*.md"), *PACKAGE.glob("assets/*/README.md")]
-)
+CARDS = PACKAGE.glob("models/assets/*/README.md")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("training/*.md"), *CARDS])
 BRACKETS = re.compile(r"\]\(([^)#]+)(#[^)]*)?\)")
 
 

@@ -9,7 +9,7 @@ import pytest
 from ditile.models.known import KnownModel, find_known_model, list_known_models
 from ditile.plan.shape import fill_call_defaults
 from ditile.planner.subject import PlanSubject
-from ditile.requests.pipelines import returns_videos
+from ditile.runner.requests.pipelines import returns_videos
 
 
 @pytest.mark.parametrize("known", list_known_models(), ids=lambda known: known.name)

@@ -21,7 +21,7 @@ import uvicorn
 from PIL import Image
 
 import ditile
-from ditile.requests.facts import ModelFacts, collect_facts
+from ditile.runner.requests.facts import ModelFacts, collect_facts
 from ditile.serve.app import create_app
 from ditile.serve.group import Batch, BatchEnded, GroupEvent, GroupReady, JobDrawn, JobFailed, PreviewMade, StepMade
 from ditile.serve.jobs import POSTER, SPRITESHEET, Drawn, Failure, Job

@@ -10,9 +10,9 @@ import pytest
 
 import ditile
 from ditile.errors import ModelError
-from ditile.requests.arguments import build_call_arguments
-from ditile.requests.facts import ModelFacts, collect_call_facts, collect_facts
-from ditile.requests.options import GenerateOptions
+from ditile.runner.requests.arguments import build_call_arguments
+from ditile.runner.requests.facts import ModelFacts, collect_call_facts, collect_facts
+from ditile.runner.requests.options import GenerateOptions
 
 MODELS = ("shapes-flux", "shapes-pixart", "shapes-wan")
 WANTED: list[dict[str, Any]] = [
@@ -93,5 +93,5 @@ def test_arguments_of_any_class_are_json() -> None:
 
 def test_neither_torch_nor_diffusers_is_imported() -> None:
     """A server asks the facts in a process that has neither."""
-    code = "import sys, ditile.requests.facts; sys.exit(not {'torch', 'diffusers'}.isdisjoint(sys.modules))"
+    code = "import sys, ditile.runner.requests.facts; sys.exit(not {'torch', 'diffusers'}.isdisjoint(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,9 +21,9 @@ from PIL import Image
 import ditile
 from ditile.cli import main
 from ditile.plan.plan import Plan
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.options import GenerateOptions
-from ditile.requests.pictures import encode_png
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pictures import encode_png
 from ditile.serve.group import (
     Batch,
     BatchEnded,

@@ -2,7 +2,7 @@
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from ditile.requests.options import GenerateOptions
+from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.jobs import Drawn, Failure, Job, Request
 from ditile.serve.metrics import Metrics
 

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ditile.requests.options import GenerateOptions
+from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.jobs import Job, QueueFullError, Request
 from ditile.serve.queue import JobQueue, describe_shape
 

@@ -17,7 +17,7 @@ from ditile.cli import main
 from ditile.errors import ModelError
 from ditile.plan.flags import list_flags
 from ditile.plan.plan import Plan
-from ditile.requests.cache_options import CacheOptions
+from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.group import Batch, BatchEnded, GroupDown, GroupEvent, GroupReady, JobDrawn, StepMade
 from ditile.serve.link import GroupSetup
 from ditile.serve.options import ServeOptions

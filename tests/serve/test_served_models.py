@@ -17,7 +17,7 @@ from PIL import Image
 
 from ditile.cli import main
 from ditile.plan.plan import Plan
-from ditile.requests.cache_options import CacheOptions
+from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.group import RankGroup
 from ditile.serve.link import GroupSetup
 from ditile.serve.options import ServeOptions

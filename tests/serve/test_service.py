@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from ditile.errors import DitileError, ModelError, RankError
-from ditile.requests.facts import CallFacts, ModelFacts
-from ditile.requests.options import GenerateOptions
+from ditile.runner.requests.facts import CallFacts, ModelFacts
+from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.book import MAX_NEWS
 from ditile.serve.group import (
     Batch,

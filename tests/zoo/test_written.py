@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.requests import results
-from ditile.requests.pipelines import (
+from ditile.runner.requests import results
+from ditile.runner.requests.pipelines import (
     check_num_frames,
     enable_required_tiling,
     find_argument,

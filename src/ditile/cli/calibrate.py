@@ -34,8 +34,8 @@ from ditile.planner.calibrate import Bench, DisturbanceGuard, SlowdownGauge
 from ditile.planner.profile import Link, Profile
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
-from ditile.requests.prepare import silence_libraries
 from ditile.runner.load import defaults, find_model_source, load
+from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import parallelize
 
 ALONE, ON_LINKS = (50, 100), (10, 30)

@@ -15,10 +15,10 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import render_gantt_chart
 from ditile.planner.subject import PlanSubject
-from ditile.requests.arguments import build_dry_run_call, merge_call_arguments
-from ditile.requests.options import GenerateOptions
-from ditile.requests.pipelines import find_image_to_image_class, returns_videos
 from ditile.runner.load import defaults, find_model_source
+from ditile.runner.requests.arguments import build_dry_run_call, merge_call_arguments
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pipelines import find_image_to_image_class, returns_videos
 from ditile.runner.table import describe_plan
 
 STEPS_SHOWN = 2

@@ -15,7 +15,7 @@ from ditile.cli.options import RunOptions
 from ditile.errors import ModelError, PlanError
 from ditile.plan.flags import format_flag, iter_field_readers
 from ditile.plan.plan import Plan
-from ditile.requests.options import GenerateOptions
+from ditile.runner.requests.options import GenerateOptions
 
 
 class FlagAlias(NamedTuple):

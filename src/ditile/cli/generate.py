@@ -20,17 +20,22 @@ from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.requests.arguments import build_batch_call, build_call_arguments, build_object_arguments, check_cache_steps
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.options import GenerateOptions
-from ditile.requests.pictures import read_picture
-from ditile.requests.pipelines import (
+from ditile.runner.load import defaults
+from ditile.runner.requests.arguments import (
+    build_batch_call,
+    build_call_arguments,
+    build_object_arguments,
+    check_cache_steps,
+)
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pictures import read_picture
+from ditile.runner.requests.pipelines import (
     convert_value_errors,
     find_argument,
 )
-from ditile.requests.prepare import prepare_runner
-from ditile.requests.results import build_png_texts, choose_fps, list_drawn, write_drawn
-from ditile.runner.load import defaults
+from ditile.runner.requests.prepare import prepare_runner
+from ditile.runner.requests.results import build_png_texts, choose_fps, list_drawn, write_drawn
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -42,9 +42,9 @@ from ditile.plan.flags import add_arguments, collect_arguments, format_flag, lis
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
 from ditile.planner.question import PlanQuestion
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.options import GenerateOptions, check_lora_source
 from ditile.runner.load import defaults, find_model_source
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import GenerateOptions, check_lora_source
 from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -200,12 +200,12 @@ def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:
     known = find_known_model(wanted.model)
     if known is None or known.hub_id is not None:  # the class is asked, which needs diffusers
         _silence_libraries()
-    from ditile.requests.pipelines import draws_videos
+    from ditile.runner.requests.pipelines import draws_videos
 
     video = draws_videos(wanted.model)
     run = run.name_output(video=video)
     if video and not run.dry_run and is_writing_process():
-        from ditile.requests.videos import check_encoder
+        from ditile.runner.requests.videos import check_encoder
 
         check_encoder(run.list_image_paths(1)[0], wanted.fps)
     if not video and wanted.fps is not None:
@@ -245,7 +245,7 @@ def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: Cac
     if cache.lora is not None:
         check_lora_source(cache.lora)
     if wanted.image is not None:
-        from ditile.requests.pictures import read_picture
+        from ditile.runner.requests.pictures import read_picture
 
         read_picture(wanted.image, "image")
     if run.out_dir is not None and wanted.prompts_file is None:
@@ -478,7 +478,7 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     find_model_source(wanted.model)
     _check_known_model(wanted.build_generate_options(), [Plan.parse(one.plan) for one in wanted.candidate_settings])
     _silence_libraries()
-    from ditile.requests.pipelines import draws_videos
+    from ditile.runner.requests.pipelines import draws_videos
 
     if draws_videos(wanted.model):
         raise ModelError(f"model {wanted.model!r} draws videos, and pictures are compared here; try shapes-flux")
@@ -526,7 +526,7 @@ def _run_calibrate_command(arguments: argparse.Namespace) -> int:
 
 def _silence_libraries() -> None:
     """Silences libraries; it must come before diffusers is imported, which would warn."""
-    from ditile.requests.prepare import silence_libraries
+    from ditile.runner.requests.prepare import silence_libraries
 
     silence_libraries()
 

@@ -1,6 +1,6 @@
 """Builds the matrix of families and methods. A file keeps it, because building it takes diffusers:
 
-    python -m ditile.cli.matrix > src/ditile/assets/matrix.json
+    python -m ditile.cli.matrix > src/ditile/models/assets/matrix.json
 
 Each cell follows from a field of a `ModelSpec`, so a registered family gets its row without a change here.
 """

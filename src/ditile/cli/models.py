@@ -116,7 +116,7 @@ ONE_PICTURE = "makes one picture at a time"
 _FAMILIES = """
 ## Every family under every axis
 
-Made from `assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of
+Made from `models/assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of
 pipelines {whole} hold every column. A transformer class holds a column where one of its calls does: of {classes}
 classes {proven_classes} hold every column, and {but_data} more every one but `data`, because its pipelines make one
 picture at a time. A class of which there are distilled models too, which are called without guidance, holds `cfg` by
@@ -130,8 +130,8 @@ the call with guidance.
 """
 _HEAD = """# Families and methods
 
-Made by `ditile models --markdown` from `assets/matrix.json`, which says what the families' tables say (`models/`). A
-test fails when it is not up to date.
+Made by `ditile models --markdown` from `models/assets/matrix.json`, which says what the families' tables (`models/`)
+say. A test fails when it is not up to date.
 """
 _MIDDLE = """
 What a family has:

@@ -14,7 +14,8 @@ from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
-from ditile.requests.options import (
+from ditile.runner.load import DTYPES
+from ditile.runner.requests.options import (
     GUIDANCE,
     TRUE_CFG,
     DeviceOptions,
@@ -23,7 +24,6 @@ from ditile.requests.options import (
     ModelOptions,
     check_guidance,
 )
-from ditile.runner.load import DTYPES
 
 MAX_OUTPUTS_TRIED = 64
 """Outputs that are opened before a run; pictures of a file of prompts are in one folder."""

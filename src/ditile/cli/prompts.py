@@ -18,10 +18,10 @@ from ditile.cli.options import RunOptions
 from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.requests import pictures
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.options import GenerateOptions
 from ditile.runner.load import choose_dtype_name, find_model_source
+from ditile.runner.requests import pictures
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import GenerateOptions
 
 MIN_DIGITS = 4
 MAX_HASHED_BYTES = 2**36

@@ -13,9 +13,9 @@ from typing import Any
 from ditile.distributed import env
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.options import check_lora_source
 from ditile.runner.load import find_model_source
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import check_lora_source
 from ditile.serve.options import ServeOptions
 
 PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "multipart")

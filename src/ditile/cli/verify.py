@@ -44,11 +44,11 @@ from ditile.plan import cost
 from ditile.plan.plan import AUTO, Plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.units import format_bytes
-from ditile.requests.arguments import build_call_arguments
-from ditile.requests.pipelines import convert_value_errors
-from ditile.requests.prepare import silence_libraries
 from ditile.runner.load import defaults, load
 from ditile.runner.prove import TOLERANCE, prove_pipeline
+from ditile.runner.requests.arguments import build_call_arguments
+from ditile.runner.requests.pipelines import convert_value_errors
+from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import LOG, Runner, build_single_runner, parallelize
 
 ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}

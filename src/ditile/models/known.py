@@ -16,7 +16,7 @@ from typing import Any
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.shape import check_image_size
 
-ASSETS = Path(__file__).parents[1] / "assets"
+ASSETS = Path(__file__).parent / "assets"
 CONFIGS = ASSETS / "configs"
 """Configs of published models."""
 

@@ -17,7 +17,7 @@ from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
 
 FILE = "evaluation.json"
-STORED = Path(__file__).parents[1] / "assets" / "evaluations"
+STORED = Path(__file__).parents[1] / "models" / "assets" / "evaluations"
 IN_A_ROW = {"plan": str, "cache": str, "world": int, "psnr": float, "seconds": float, "latency_ratio": float}
 """The keys of a row that `choose` reads; JSON may have a whole number in place of a float."""
 

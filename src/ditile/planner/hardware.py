@@ -15,7 +15,7 @@ from pathlib import Path
 from ditile.errors import PlanError
 from ditile.planner.profile import Curve, Link, Profile
 
-PROFILES = Path(__file__).parents[1] / "assets" / "profiles"
+PROFILES = Path(__file__).parents[1] / "models" / "assets" / "profiles"
 """Profiles that were measured, one JSON file each."""
 
 SOCKET = 4

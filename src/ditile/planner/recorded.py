@@ -1,6 +1,6 @@
 """Records what a pipeline gives its transformer, at any size, without weights.
 
-The pipeline itself is called, with embeddings of a text in place of a prompt (`assets/prompts.json` says which, and of
+The pipeline itself is called, with embeddings of a text in place of a prompt (`prompts.json` says which, and of
 what shapes). It runs for the sizes of its tensors alone, and its blocks pass on what they are given, until the first
 step ends. So tokens, calls, rows and latents are those of the call, whatever the family does to get there.
 """

@@ -62,7 +62,7 @@ PROBED_TEXT = 384
 SIDES = (32, 64)
 """Latent pixels of the sides of the squares whose tokens say how many pixels a token has."""
 COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale")}
-"""Axis -> the columns of `assets/families.json` that a family must hold."""
+"""Axis -> the columns of `models/assets/families.json` that a family must hold."""
 
 
 @dataclass(frozen=True)

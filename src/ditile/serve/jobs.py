@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ditile.errors import DitileError
-from ditile.requests.options import GenerateOptions
+from ditile.runner.requests.options import GenerateOptions
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["image", "video"]

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 from ditile.plan.plan import Plan
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.options import EngineOptions
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from ditile.distributed import env
 from ditile.errors import ModelError
 from ditile.plan.checks import check_counts, check_positive_number
 from ditile.plan.flags import define_option
-from ditile.requests.options import EngineOptions
+from ditile.runner.requests.options import EngineOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,22 +26,22 @@ from ditile.cache.report import summarize_cache_reports
 from ditile.distributed import env
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError, StoppedError
-from ditile.requests.arguments import (
+from ditile.runner.callbacks import StepWatch
+from ditile.runner.load import defaults
+from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
+from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
     build_object_arguments,
     check_cache_steps,
 )
-from ditile.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
-from ditile.requests.options import GenerateOptions
-from ditile.requests.pictures import encode_png
-from ditile.requests.pipelines import convert_value_errors, find_image_to_image_class, find_inpaint_class
-from ditile.requests.prepare import load_lora_weights, prepare_runner
-from ditile.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
-from ditile.requests.videos import check_encoder, encode_spritesheet
-from ditile.runner.callbacks import StepWatch
-from ditile.runner.load import defaults
-from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
+from ditile.runner.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pictures import encode_png
+from ditile.runner.requests.pipelines import convert_value_errors, find_image_to_image_class, find_inpaint_class
+from ditile.runner.requests.prepare import load_lora_weights, prepare_runner
+from ditile.runner.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
+from ditile.runner.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.runner import Runner
 from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, POSTER, SPRITESHEET, Drawn, Request
 from ditile.serve.link import GroupSetup, MessageLink

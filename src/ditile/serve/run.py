@@ -15,7 +15,7 @@ import uvicorn
 
 from ditile.errors import DitileError, ModelError
 from ditile.plan.plan import Plan
-from ditile.requests.cache_options import CacheOptions
+from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.app import create_app, write_access_log
 from ditile.serve.group import GroupEvent, RankGroup
 from ditile.serve.link import GroupSetup

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from ditile.errors import DitileError, RankError, StateError
 from ditile.plan.plan import Plan
-from ditile.requests.facts import ModelFacts
+from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.book import JobBook
 from ditile.serve.group import (
     Batch,

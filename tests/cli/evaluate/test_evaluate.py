@@ -33,8 +33,8 @@ from ditile.errors import LoadError, ModelError, PlanError
 from ditile.models.known import ASSETS, list_bundled_models
 from ditile.plan.plan import Plan
 from ditile.planner.budget import STORED, Budget, choose, load_evaluation
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.pipelines import draws_videos
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.pipelines import draws_videos
 
 CAPTION = "a large red circle in the center on a black background"
 SETTING = EvaluationSetting("pipefusion=2", "F=1")

@@ -106,7 +106,7 @@ def test_other_sentences_are_refused(caption: str) -> None:
 
 def test_training_never_sees_the_held_out_captions() -> None:
     """The bundled list is made of captions that the training sampler skips, without repeats."""
-    captions = (resources.files("ditile") / "assets" / "captions.txt").read_text().splitlines()
+    captions = (resources.files("ditile") / "models" / "assets" / "captions.txt").read_text().splitlines()
     assert len(captions) == len(set(captions)) == 200
     assert all(is_held_out(caption) and describe_scene(parse_caption(caption)) == caption for caption in captions)
     assert not any(is_held_out(describe_scene(s)) for s in scenes(500, seed=3, held_out=False))

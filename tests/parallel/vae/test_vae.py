@@ -23,7 +23,7 @@ from ditile.parallel.vae.vae import ParallelVAE
 from tests import tiny
 from tests.pool import Pool, share
 
-ASSETS = Path(ditile.__file__).parent / "assets"
+ASSETS = Path(ditile.__file__).parent / "models" / "assets"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "sd3 and flux": {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
     "pixart": {"latent_channels": 4},

@@ -31,7 +31,7 @@ from ditile.planner.ops import CacheSkips
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import make_pricer, predict_skipped_steps
-from ditile.requests.prepare import silence_libraries
+from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.table import compute_axis_bounds
 
 PLANS = "plans"

@@ -22,7 +22,7 @@ from ditile.cli.bench.runs import Row
 from ditile.cli.palette import MARKERS, NAMES, assign_plan_colours, choose_plan_colour, name_plan_methods
 from ditile.distributed.files import write_atomically
 from ditile.plan.plan import WARMUP_MODES, Plan
-from ditile.requests.pictures import save_figure
+from ditile.runner.requests.pictures import save_figure
 
 matplotlib.use("Agg")
 

@@ -11,7 +11,7 @@ from ditile.cli.options import check_output_files
 from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_counts, check_whole_number
 from ditile.plan.flags import define_option
-from ditile.requests.options import DeviceOptions, ModelOptions
+from ditile.runner.requests.options import DeviceOptions, ModelOptions
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache")
 RANDOM = "random-"

@@ -35,7 +35,7 @@ from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
 from ditile.planner.calibrate import DisturbanceGuard, SlowdownGauge
 from ditile.planner.footprint import LiveBytes
-from ditile.requests.prepare import silence_libraries
+from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import Runner, parallelize
 
 PAUSES = 100

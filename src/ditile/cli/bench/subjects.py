@@ -17,9 +17,9 @@ from ditile.hooks.placeholders import init_on_meta_device
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner.subject import PlanSubject as Described
-from ditile.requests.arguments import build_call_arguments, build_dry_run_call
-from ditile.requests.options import GenerateOptions
 from ditile.runner.load import defaults, find_model_source, load
+from ditile.runner.requests.arguments import build_call_arguments, build_dry_run_call
+from ditile.runner.requests.options import GenerateOptions
 
 SIZE, STEPS = 512, 20
 """Pixels of a side and steps of a random model, by default."""

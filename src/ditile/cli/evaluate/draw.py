@@ -33,10 +33,10 @@ from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError
 from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
-from ditile.requests.arguments import build_call_arguments
-from ditile.requests.pictures import hide_local_path, read_picture, save_png_with_texts
-from ditile.requests.prepare import silence_libraries
 from ditile.runner.load import defaults, load
+from ditile.runner.requests.arguments import build_call_arguments
+from ditile.runner.requests.pictures import hide_local_path, read_picture, save_png_with_texts
+from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import parallelize
 
 WARMUP_STEPS = 3  # steps of the picture that is not counted

@@ -44,10 +44,10 @@ from ditile.errors import ModelError
 from ditile.models.registry import list_model_specs
 from ditile.plan.plan import Plan
 from ditile.planner.budget import FILE
-from ditile.requests.arguments import build_dry_run_call
-from ditile.requests.pictures import save_png_with_texts
-from ditile.requests.prepare import silence_libraries
 from ditile.runner.load import defaults, find_model_source
+from ditile.runner.requests.arguments import build_dry_run_call
+from ditile.runner.requests.pictures import save_png_with_texts
+from ditile.runner.requests.prepare import silence_libraries
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,7 +14,7 @@ from ditile.cache.config_text import NO_CACHE
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.cli.evaluate.store import select_pareto_front
 from ditile.cli.palette import MARKERS, assign_plan_colours
-from ditile.requests.pictures import read_picture, save_figure
+from ditile.runner.requests.pictures import read_picture, save_figure
 
 ROWS = 8
 """Captions that are shown."""

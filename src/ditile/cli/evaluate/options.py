@@ -13,8 +13,8 @@ from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
 from ditile.plan.plan import Plan
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
 
 DEFAULT_PLANS = "pipefusion=2 patches=4; ulysses=2"
 DEFAULT_CACHES = f"{NO_CACHE}; F=1 W=4 R=0.12 taylor=1"

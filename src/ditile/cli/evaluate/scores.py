@@ -22,7 +22,7 @@ from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting, JudgeOption
 from ditile.cli.evaluate.store import EvaluationFolder, PictureKey, PictureRow
 from ditile.distributed.console import show_progress_bar
 from ditile.errors import ModelError
-from ditile.requests.pictures import read_picture
+from ditile.runner.requests.pictures import read_picture
 
 NUM_FEATURES = 2048
 

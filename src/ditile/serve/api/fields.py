@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ditile.plan.checks import is_whole_number, suggest_nearest
-from ditile.requests.facts import ModelFacts
-from ditile.requests.options import LEAST_FPS, MOST_FPS, GenerateOptions
-from ditile.requests.pictures import hide_local_path
+from ditile.runner.requests.facts import ModelFacts
+from ditile.runner.requests.options import LEAST_FPS, MOST_FPS, GenerateOptions
+from ditile.runner.requests.pictures import hide_local_path
 from ditile.serve.api.answers import RequestError
 from ditile.serve.api.uploads import Picture
 from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, Request

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ditile.requests.facts import ModelFacts
+from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,

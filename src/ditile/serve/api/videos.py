@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.requests.facts import ModelFacts
+from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,

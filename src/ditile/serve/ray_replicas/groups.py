@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ditile import errors
 from ditile.distributed import env
 from ditile.errors import DitileError, RankError, StateError
-from ditile.requests.facts import ModelFacts
+from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.group import Batch, GroupEvent, ReplicaGroup
 from ditile.serve.link import GroupSetup
 from ditile.serve.options import ServeOptions

@@ -6,21 +6,20 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ditile
 from ditile.distributed import env
 from ditile.distributed.mesh import join_torchrun
 from ditile.distributed.pulse import is_out_of_memory
 from ditile.errors import DitileError, ModelError
 from ditile.plan.plan import Plan
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.options import EngineOptions
-from ditile.requests.pipelines import (
+from ditile.runner.load import find_model_source, load
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import EngineOptions
+from ditile.runner.requests.pipelines import (
     check_prompt_cleaner,
     convert_to_image_to_image,
     enable_required_tiling,
     returns_videos,
 )
-from ditile.runner.load import find_model_source, load
 
 if TYPE_CHECKING:
     from ditile.runner.runner import Runner
@@ -39,7 +38,9 @@ def prepare_runner(
     Raises:
         DitileError: if the model, the plan or an option does not fit.
     """
+    from ditile.hooks.compile import set_compile_configs
     from ditile.runner.partial import find_pipeline_class
+    from ditile.runner.runner import parallelize
 
     silence_libraries()
     if engine.threads is not None:
@@ -59,9 +60,9 @@ def prepare_runner(
             pipe.fuse_lora()
             pipe.unload_lora_weights()
     if engine.compile:
-        ditile.set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
+        set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
     join_torchrun(engine.stall_timeout)
-    runner = ditile.parallelize(
+    runner = parallelize(
         pipe,
         plan,
         device=engine.device,
@@ -106,10 +107,12 @@ def load_lora_weights(pipe: Any, source: str, name: str | None = None) -> None:
     """
     import safetensors
 
+    from ditile.runner.lora import load_lora
+
     path = Path(source)
     place = {"weight_name": path.name} if path.is_file() else {}
     try:
-        ditile.load_lora(pipe, str(path.parent) if place else source, adapter_name=name, **place)
+        load_lora(pipe, str(path.parent) if place else source, adapter_name=name, **place)
     except DitileError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, safetensors.SafetensorError) as error:
@@ -125,6 +128,7 @@ def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
         ModelError: also if nothing could be left out, for which the API only warns.
     """
     from ditile.cache.cached import IdleCacheWarning
+    from ditile.runner.caching import enable_cache
 
     wanted = cache.build_cache_arguments()
     wanted.pop("attention_backend", None)  # `parallelize` has set it
@@ -133,7 +137,7 @@ def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", IdleCacheWarning)
-            ditile.enable_cache(runner, **wanted)
+            enable_cache(runner, **wanted)
     except IdleCacheWarning as warning:
         raise ModelError(str(warning)) from warning
 

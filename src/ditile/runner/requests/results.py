@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ditile
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.requests import pictures, videos
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.options import GenerateOptions
-from ditile.requests.pipelines import (
+from ditile.runner.load import FRAME_RATE, read_generation_defaults
+from ditile.runner.requests import pictures, videos
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pipelines import (
     VIDEO_FIELDS,
     find_frame_rate,
 )
-from ditile.runner.load import FRAME_RATE, read_generation_defaults
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
     from PIL import Image
 
-    from ditile.requests.videos import Video
+    from ditile.runner.requests.videos import Video
 
 
 def build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, call: dict[str, Any]) -> dict[str, str]:
@@ -32,7 +32,7 @@ def build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, ca
     if "lora" in settings:
         settings["lora"] = pictures.hide_local_path(settings["lora"])
     return {
-        "Software": f"ditile {ditile.__version__}",
+        "Software": f"ditile {version('ditile')}",
         "model": pictures.hide_local_path(wanted.model),
         "plan": str(plan),
         "settings": json.dumps(call),

@@ -20,7 +20,7 @@ from PIL import Image
 
 from ditile.distributed import files
 from ditile.errors import ModelError
-from ditile.requests.pictures import encode_png
+from ditile.runner.requests.pictures import encode_png
 
 Video = NDArray[np.uint8]  # [F, H, W, 3]
 

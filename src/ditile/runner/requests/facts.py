@@ -17,8 +17,8 @@ from ditile.plan.checks import is_number, is_whole_number
 from ditile.plan.flags import format_flag
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
-from ditile.requests.options import GenerateOptions
-from ditile.requests.pipelines import (
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pipelines import (
     FRAME_RATES,
     check_frame_count,
     find_frames_ratio,
@@ -224,8 +224,8 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
         plan: the plan, or its text.
     """
     from ditile.models.known import find_known_model
-    from ditile.requests.results import choose_fps
     from ditile.runner.load import defaults
+    from ditile.runner.requests.results import choose_fps
 
     base, call, known = defaults(model), collect_call_facts(type(pipe)), find_known_model(model)
     try:

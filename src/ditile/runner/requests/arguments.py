@@ -10,11 +10,11 @@ from ditile.errors import ModelError
 from ditile.models.probe import COUNTS
 from ditile.plan.checks import is_whole_number
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
-from ditile.requests.cache_options import CacheOptions
-from ditile.requests.facts import collect_call_facts, collect_request_arguments, find_size_multiple
-from ditile.requests.options import GenerateOptions
-from ditile.requests.pipelines import FRAME_RATES, check_num_frames, find_argument, find_frames_ratio
 from ditile.runner.load import FRAME_RATE, read_generation_defaults
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.facts import collect_call_facts, collect_request_arguments, find_size_multiple
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pipelines import FRAME_RATES, check_num_frames, find_argument, find_frames_ratio
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
