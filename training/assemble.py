@@ -1,9 +1,10 @@
-"""Put a trained transformer and its parts together: `python -m training.assemble pixart|flux|wan [--text FOLDER]
-[--vae FOLDER]`.
+"""Put a trained transformer and its parts together: `python -m training.assemble pixart|flux|flux-turbo|wan [--text
+FOLDER] [--vae FOLDER]`.
 
 Without --text and --vae these come from the model that is bundled now. The folder in src/ditile/models/assets is
 replaced at once, at the end, and keeps its README.md. Text encoders are saved in fp32 (in bf16 a
-from_pretrained without dtype fails), the rest in bf16.
+from_pretrained without dtype fails), the rest in bf16. shapes-flux-turbo is only a transformer: its other parts are
+those of shapes-flux.
 """
 
 import argparse
@@ -85,6 +86,8 @@ def wan(transformer: Path, tokenizer: Path, umt5: Path, vae: Path) -> WanPipelin
 def call_defaults(kind: str, side: int, guidance: float) -> dict[str, Any]:
     """What generation.json says."""
     common = {"height": side, "width": side, "num_inference_steps": 20}
+    if kind == "flux-turbo":
+        return common | {"num_inference_steps": 4, "true_cfg_scale": 1.0, "max_sequence_length": FLUX_TOKENS}
     if kind == "wan":
         video = {"num_frames": FRAMES, "fps": 8}
         return common | video | {"guidance_scale": guidance, "negative_prompt": "", "max_sequence_length": 64}
@@ -129,19 +132,24 @@ def replace(folder: Path, fresh: Path) -> None:
 def main() -> None:
     """Assemble and save."""
     parser = argparse.ArgumentParser(description="assemble a pipeline")
-    parser.add_argument("kind", choices=("pixart", "flux", "wan"))
+    parser.add_argument("kind", choices=("pixart", "flux", "flux-turbo", "wan"))
     parser.add_argument("--transformer", type=Path, help="default: training/out/<kind>/transformer")
     parser.add_argument("--text", type=Path, help="folder written by training.text")
     parser.add_argument("--vae", type=Path, help="folder written by training.vae")
     parser.add_argument("--side", type=int, help="default height and width, 256, of clips 64")
     parser.add_argument("--guidance", type=float, help="2 by default, of clips 3")
     args = parser.parse_args()
-    pipe = assemble(args.kind, args.transformer or HERE / "out" / args.kind / "transformer", args.text, args.vae)
+    transformer = args.transformer or HERE / "out" / args.kind / "transformer"
+    pipe = assemble("flux" if args.kind == "flux-turbo" else args.kind, transformer, args.text, args.vae)
     folder = ASSETS / f"shapes-{args.kind}"
     fresh = folder.with_name(f".{folder.name}.new")
-    pipe.save_pretrained(fresh)
+    if args.kind == "flux-turbo":
+        pipe.transformer.save_pretrained(fresh / "transformer")
+        pipe.save_config(fresh)
+    else:
+        pipe.save_pretrained(fresh)
     forget_paths(fresh)
-    side, guidance = (SIDE, 3.0) if args.kind == "wan" else (256, 2.0)
+    side, guidance = {"wan": (SIDE, 3.0), "flux-turbo": (128, 1.0)}.get(args.kind, (256, 2.0))
     defaults = call_defaults(args.kind, args.side or side, args.guidance or guidance)
     (fresh / "generation.json").write_text(json.dumps(defaults, indent=2) + "\n")
     replace(folder, fresh)

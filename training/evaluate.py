@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline
 from PIL import Image as Pillow
 
 from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, Image, score_pictures
 from ditile.cli.evaluate.motion_check import CLIP_ITEMS, Video, judge_clip, score_clips
-from ditile.runner.load import FRAME_RATE
+from ditile.runner.load import FRAME_RATE, load
 from training.motions import sample_motion_caption
 
 ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "models" / "assets"
@@ -32,9 +31,9 @@ GUIDANCE = {
 FRAMES_SHOWN = (0, 2, 4, 6, 8)
 
 
-def load(folder: Path, transformer: Path | None, dtype: torch.dtype) -> Any:
+def load_pipeline(folder: Path, transformer: Path | None, dtype: torch.dtype) -> Any:
     """The pipeline of a folder, with other transformer weights if given."""
-    pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=dtype)
+    pipe: Any = load(str(folder), dtype=dtype)
     if transformer is not None:
         pipe.transformer = type(pipe.transformer).from_pretrained(transformer, torch_dtype=dtype)
     pipe.set_progress_bar_config(disable=True)
@@ -83,7 +82,7 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads)
     folder = args.folder or ASSETS / args.model
-    pipe = load(folder, args.transformer, torch.float32 if args.fp32 else torch.bfloat16)
+    pipe = load_pipeline(folder, args.transformer, torch.float32 if args.fp32 else torch.bfloat16)
     defaults = json.loads((folder / "generation.json").read_text())
     defaults.pop(FRAME_RATE, None)
     guidance_name = GUIDANCE[type(pipe).__name__]
@@ -110,7 +109,7 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=f"per cent right of {', '.join(VERDICT_ITEMS)}")
-    parser.add_argument("model", choices=("shapes-pixart", "shapes-flux", "shapes-wan"))
+    parser.add_argument("model", choices=("shapes-pixart", "shapes-flux", "shapes-flux-turbo", "shapes-wan"))
     parser.add_argument("--folder", type=Path, help="another assembled pipeline")
     parser.add_argument("--transformer", type=Path, help="other transformer weights")
     parser.add_argument("--captions", type=int, default=200)

@@ -19,7 +19,9 @@ from safetensors.torch import load_file, save_file
 import ditile
 from ditile import LoadError, ModelError, PlanError
 from ditile.models.known import ASSETS, find_known_model, list_bundled_models
+from ditile.plan.plan import Plan
 from ditile.runner.load import defaults, find_model_source, load
+from ditile.runner.partial import load_partial_components
 from tests import tiny
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -45,9 +47,25 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 
 
 def test_bundled_models_load_in_float32() -> None:
-    assert list_bundled_models() == ["shapes-flux", "shapes-pixart", "shapes-wan"]
+    assert list_bundled_models() == ["shapes-flux", "shapes-flux-turbo", "shapes-pixart", "shapes-wan"]
     pipe = load("shapes-pixart")
     assert type(pipe).__name__ == "PixArtSigmaPipeline" and pipe.transformer.dtype is torch.float32
+
+
+def test_a_model_that_is_based_on_another_one() -> None:
+    """Its transformer is its own, all else is that of its base, and a rank of a plan reads its part. A failure means
+    that a model of one file cannot be read, or reads its base's transformer."""
+    turbo, base = load("shapes-flux-turbo"), load("shapes-flux")
+    assert not torch.equal(turbo.transformer.proj_out.weight, base.transformer.proj_out.weight)
+    for name in ("vae", "text_encoder", "text_encoder_2"):
+        own, other = (getattr(pipe, name).state_dict() for pipe in (turbo, base))
+        assert own.keys() == other.keys() and all(torch.equal(own[key], other[key]) for key in own)
+    assert turbo.scheduler.config == base.scheduler.config
+    assert turbo.tokenizer.get_vocab() == base.tokenizer.get_vocab() == turbo.tokenizer_2.get_vocab()
+    source, plan = ASSETS / "shapes-flux-turbo", Plan(pipefusion=2, text="split")
+    parts = load_partial_components(source, plan, 1, torch.float32)
+    assert parts.keys() == {"transformer", "text_encoder", "text_encoder_2"}
+    assert torch.equal(parts["transformer"].proj_out.weight, turbo.transformer.proj_out.weight)
 
 
 def test_a_folder_and_a_dtype(folder: Path) -> None:
@@ -74,7 +92,7 @@ def test_defaults_are_those_beside_the_model(folder: Path) -> None:
 
 
 def test_an_unknown_name() -> None:
-    assert "shapes-flux, shapes-pixart" in message("nothing-like-it", ModelError)
+    assert "shapes-flux, shapes-flux-turbo" in message("nothing-like-it", ModelError)
 
 
 @pytest.mark.parametrize("name", ["", None, 3])

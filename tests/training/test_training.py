@@ -1,15 +1,18 @@
 """The parts of `training/` that a GPU runs, on the CPU: the optimiser, and a step of each half of shapes-wan."""
 
 import argparse
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+import ditile
 from ditile.models.known import ASSETS
 from training.budget import Step, capture, train_steps
 from training.optim import MasterOptimiser, orthogonalise
+from training.turbo import SIGMAS, PairMaker, PairPool, TurboTrainer
 from training.video_latents import load_group_basis
 from training.wan import WanTrainer, make_caption_table
 from training.wan_vae import VaeTrainer
@@ -63,3 +66,28 @@ def test_shapes_wan_trains_on_from_what_is_bundled(tmp_path: Path) -> None:
     for half, train in (("decoder", vae.train_decoder), ("encoder", vae.train_encoder)):
         vae.make_optimiser(half, lr=0.0)
         assert train() < 0.005
+
+
+def test_shapes_flux_turbo_trains_on_from_what_is_bundled(tmp_path: Path) -> None:
+    """The student's error is that of a trained one, far below its teacher's without guidance, and a published student
+    is the next maker of states. A failure would mean other sigmas, text or targets than the model was trained with."""
+    torch.manual_seed(0)
+    scheduler = ditile.load("shapes-flux-turbo").scheduler
+    scheduler.set_timesteps(sigmas=[1.0, 0.75, 0.5, 0.25])  # those of `FluxPipeline`
+    assert scheduler.sigmas.tolist() == pytest.approx(SIGMAS)
+    student, teacher = (
+        TurboTrainer(ASSETS / name / "transformer", lr=0.0) for name in ("shapes-flux-turbo", "shapes-flux")
+    )
+    maker = PairMaker(seed=1)
+    student.publish(tmp_path)
+    maker.renew_student(tmp_path)
+    assert maker.student is not maker.teacher
+    (tmp_path / "pool").mkdir()
+    torch.save(maker.make_shard(2), tmp_path / "pool" / "1-00000.pt")
+    pool = PairPool(folder=tmp_path / "pool", rng=random.Random(0))
+    pool.read_new_shards()
+    assert pool.may_draw(1.0)
+    pairs, intervals = pool.draw_batch(8)
+    assert not pool.may_draw(1.0) and intervals.tolist() == [0, 1, 2, 3] * 2
+    own, others = student.train_on(pairs, intervals, 1.0), teacher.train_on(pairs, intervals, 1.0)
+    assert own.mean() < 0.6 * others.mean() and own[intervals > 0].max() < 0.1

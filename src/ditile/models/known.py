@@ -35,6 +35,7 @@ class KnownModel:
         has_spec: whether its family has a `ModelSpec`.
         bins_sizes: whether its pipeline draws the nearest of some sizes instead of the given one, by default.
         is_video: whether it draws videos; said of bundled models alone.
+        base: the bundled model whose components it takes where it has none of its own.
         words: of which a prompt must have one; empty if it knows more than can be listed.
         example: a prompt that it can draw.
     """
@@ -50,6 +51,7 @@ class KnownModel:
     has_spec: bool = True
     bins_sizes: bool = False
     is_video: bool = False
+    base: str | None = None
     words: tuple[str, ...] = ()
     example: str = "a large red circle on the left on a gray background"
 
@@ -94,6 +96,20 @@ def list_known_models() -> tuple[KnownModel, ...]:
 def find_known_model(name: str) -> KnownModel | None:
     """The model of a name or a hub id; None if it is not known."""
     return next((model for model in list_known_models() if name in (model.name, model.hub_id)), None)
+
+
+def find_component_folder(source: Path, name: str) -> Path:
+    """The folder of a component of a pipeline: one in its own folder, or in that of the model that it is based on."""
+    if not (source / name).exists() and source.resolve().parent == ASSETS.resolve():
+        known = find_known_model(source.name)
+        if known is not None and known.base is not None:
+            return ASSETS / known.base / name
+    return source / name
+
+
+def name_component_source(source: Path | str, name: str) -> tuple[str, dict[str, str]]:
+    """What `from_pretrained` and `load_config` take for a component: its folder, or a hub id with its `subfolder`."""
+    return (str(find_component_folder(source, name)), {}) if isinstance(source, Path) else (source, {"subfolder": name})
 
 
 def list_bundled_models() -> list[str]:

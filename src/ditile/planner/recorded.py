@@ -29,7 +29,7 @@ from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.block_policy import BlockHook
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import init_on_meta_device
-from ditile.models.known import ASSETS
+from ditile.models.known import ASSETS, name_component_source
 from ditile.models.record import bind_arguments
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.kernel_times import make_passthrough
@@ -287,13 +287,20 @@ def build_recorded_pipeline(source: Path | str, index: Mapping[str, Any], parts:
         return pipeline(**{name: made[name] for name in needed})
 
 
+def load_component_config(cls: Any, source: Path | str, name: str) -> dict[str, Any]:
+    """The config of a component of the models of diffusers. Raises `OSError` if there is none."""
+    where, subfolder = name_component_source(source, name)
+    config: dict[str, Any] = cls.load_config(where, **subfolder)
+    return config
+
+
 def _build_part(source: Path | str, name: str, library: str, kind: str) -> Any:
     """A part of a pipeline by its config, or by the defaults of its class if there is none."""
     place = diffusers if library == "diffusers" else getattr(diffusers.pipelines, library)
     cls: Any = getattr(place, kind, None) or getattr(diffusers, kind)
     is_model = issubclass(cls, nn.Module)
     try:
-        config = cls.load_config(source, subfolder=name)
+        config = load_component_config(cls, source, name)
     except OSError:
         config = {}
     with init_on_meta_device() if is_model else nullcontext():

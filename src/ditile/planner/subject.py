@@ -24,6 +24,7 @@ from ditile.hooks.block_policy import BlockHook
 from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.models.anatomies import build_block_hooks, find_derived_cuts
+from ditile.models.known import name_component_source
 from ditile.models.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
@@ -49,6 +50,7 @@ from ditile.planner.recorded import (
     RecordedCall,
     RecordedStep,
     build_recorded_pipeline,
+    load_component_config,
 )
 from ditile.runner.load import check_config_counts, convert_build_errors, read_json_object
 
@@ -125,8 +127,8 @@ class PlanSubject:
             if kind is None:
                 raise ModelError(f"{index['_class_name']} has no transformer, so it cannot be cut into stages")
             transformer = getattr(diffusers, kind)
-            config = transformer.load_config(source, subfolder="transformer")
-            vae = diffusers.AutoencoderKL.load_config(source, subfolder="vae")
+            config = load_component_config(transformer, source, "transformer")
+            vae = load_component_config(diffusers.AutoencoderKL, source, "vae")
         except (OSError, KeyError, AttributeError, TypeError) as error:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
         for part, values in (("transformer", config), ("vae", vae)):
@@ -500,7 +502,8 @@ def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int |
     if kinds is None:
         return None
     try:
-        config = kinds.config_class.from_pretrained(str(source), subfolder=name)
+        where, subfolder = name_component_source(source, name)
+        config = kinds.config_class.from_pretrained(where, **subfolder)
     except OSError:
         return None
     check_config_counts(config.to_dict(), f"the config of {name} in {source}")

@@ -26,6 +26,7 @@ from ditile.distributed.pulse import is_out_of_memory
 from ditile.errors import DitileError, LoadError, ModelError
 from ditile.models.known import (
     ASSETS,
+    find_component_folder,
     find_known_model,
     list_bundled_models,
     list_known_models,
@@ -144,7 +145,12 @@ def load(
 
     from ditile.distributed.mesh import find_process_rank
     from ditile.distributed.watch import START_SECONDS, begin_watch
-    from ditile.runner.partial import find_pipeline_class, load_partial_components, load_whole_models
+    from ditile.runner.partial import (
+        find_pipeline_class,
+        load_partial_components,
+        load_shared_components,
+        load_whole_models,
+    )
 
     source = find_model_source(name, variant)
     if plan is not None:
@@ -154,6 +160,7 @@ def load(
     with convert_build_errors(name), report_download_progress(source) if isinstance(source, str) else nullcontext():
         own = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
         own |= load_whole_models(source, wanted, variant, apart=own)
+        own |= load_shared_components(source, apart=own)
         # Not of DiffusionPipeline, which reads anew what a signature has a default for, such as Wan's transformers.
         pipe: DiffusionPipeline = (find_pipeline_class(source) or diffusers.DiffusionPipeline).from_pretrained(
             source, dtype=wanted, use_safetensors=True, variant=variant, **own
@@ -201,7 +208,7 @@ def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
     """
     for part, entry in read_json_object(folder / "model_index.json").items():
         if isinstance(entry, list) and len(entry) == 2 and entry[0] is not None:
-            _check_component(folder / part, variant)
+            _check_component(find_component_folder(folder, part), variant)
     return folder
 
 

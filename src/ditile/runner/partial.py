@@ -27,6 +27,7 @@ from ditile.hooks.block_hooks import LoadedBlocks
 from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models import registry
 from ditile.models.anatomies import build_block_hooks
+from ditile.models.known import find_component_folder, name_component_source
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_call_guard, read_partial_encoder
@@ -125,6 +126,25 @@ def load_whole_models(
     return models
 
 
+def load_shared_components(source: Path | str, *, apart: Collection[str] = ()) -> dict[str, Any]:
+    """The components that are no models (tokenizers, schedulers) and lie in the folder of another bundled model.
+
+    Args:
+        source: as in `load_partial_components`.
+        apart: the components that are not read here.
+    """
+    shared: dict[str, Any] = {}
+    if not isinstance(source, Path):
+        return shared
+    for name, entry in _read_model_index(source).items():
+        library, kind = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (None, None)
+        cls: Any = _find_component_class(library, kind)
+        folder = find_component_folder(source, name)
+        if name not in apart and cls is not None and folder.parent != source:
+            shared[name] = cls.from_pretrained(str(folder))
+    return shared
+
+
 def load_partial_transformer(
     cls: type[Any],
     locate: LocateFile,
@@ -205,7 +225,7 @@ def _use_default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _locate_component_files(source: Path | str, name: str) -> LocateFile:
     """The files of a component, in a folder or on the hub."""
     if isinstance(source, Path):
-        return locate_in_folder(source / name)
+        return locate_in_folder(find_component_folder(source, name))
 
     def locate_hub_file(file: str) -> Path | None:
         # `EntryNotFoundError` is also raised if the file is not in the cache and the hub cannot be reached.
@@ -238,10 +258,11 @@ def _collect_source_options(
     source: Path | str, name: str, locate: LocateFile, variant: str | None
 ) -> tuple[str, dict[str, Any]]:
     """Where `from_pretrained` finds a component: its folder or hub id, and keyword arguments."""
-    options: dict[str, Any] = {} if isinstance(source, Path) else {"subfolder": name}
+    where, subfolder = name_component_source(source, name)
+    options: dict[str, Any] = {**subfolder}
     if variant is not None and _has_variant_files(locate, variant):
         options["variant"] = variant
-    return str(source / name) if isinstance(source, Path) else source, options
+    return where, options
 
 
 def _has_variant_files(locate: LocateFile, variant: str) -> bool:
