@@ -59,11 +59,6 @@ TABLE = (
         "ace-step",
     ),
     Hole(
-        "puts kept parts back with the noise of the next step between steps, so that patches would see two noises",
-        PATCHES,
-        "flux-inpaint z-image-inpaint qwen-image-inpaint",
-    ),
-    Hole(
         "runs a ControlNet in its loop, which needs the whole fresh latents",
         PATCHES,
         "flux-controlnet",

@@ -54,7 +54,7 @@ class LoopClock:
         """The place of this call. None, and no block is left out, in four cases: the stages share a synchronous step,
         a batch comes in micro-batches, tokens of several patches lie interleaved, or the call does not count."""
         now = self._now
-        if now.is_surveyed or now.rehearsed_patch is not None:
+        if now.is_surveyed or now.is_dry:
             return None
         if now.memory is not self._seen:
             self._seen = now.memory

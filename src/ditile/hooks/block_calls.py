@@ -103,6 +103,10 @@ class BlockCalls:
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             now = self._now.check_under_way()
+            if now.blended_step is not None:
+                result = now.rehearsed_results[now.branch]
+                now.advance_branch()
+                return result
             inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
             given = (now.branch, self._key, mode, *inputs, *map(_describe_input, inputs.values()))
@@ -240,8 +244,10 @@ class BlockCalls:
         pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
         assert now.rehearsed_patch is not None
         now.prediction_pieces.setdefault(now.branch, {})[now.rehearsed_patch] = pieces
+        result = pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
+        now.rehearsed_results[now.branch] = result
         now.advance_branch()
-        return pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
+        return result
 
     def _run_pass(self, block_pass: BlockPass, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         now, self._pass, self._active = self._now, block_pass, self._every

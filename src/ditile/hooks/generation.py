@@ -99,7 +99,10 @@ class Generation:
         form: of the call at hand.
         is_surveyed: whether blocks are passed by in the call at hand, which does not count.
         rehearsed_patch: the patch whose places a rehearsal finds out; None in a call that counts.
+        blended_step: the step for whose latents an iteration is made in which nothing is computed, so that the pipeline
+            blends them again; None in one that computes, and in a rehearsal.
         called_models: in a rehearsal, and whether they were called to compute a whole.
+        rehearsed_results: what the transformer's calls returned in a rehearsal, by branch.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
         prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
         warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
@@ -133,7 +136,9 @@ class Generation:
     form: CallForm = field(default_factory=lambda: CallForm(Grid(1, 1), 0, 0, frozenset()))
     is_surveyed: bool = False
     rehearsed_patch: int | None = None
+    blended_step: int | None = None
     called_models: set[tuple[object, bool]] = field(default_factory=set)
+    rehearsed_results: dict[int, Any] = field(default_factory=dict)
     pieces: list[list[Piece]] = field(default_factory=list)
     prediction_pieces: dict[int, dict[int, list[Piece]]] = field(default_factory=dict)
     _parts: dict[tuple[LayoutKey, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
@@ -162,6 +167,16 @@ class Generation:
             self.schedule.keeps_keys(micro.step),
         )
         self.may_round = self.rounds_otherwise or self.is_stale
+
+    @property
+    def is_dry(self) -> bool:
+        """Whether nothing is computed in the iteration at hand: it is a rehearsal, or the pipeline blends latents."""
+        return self.rehearsed_patch is not None or self.blended_step is not None
+
+    @property
+    def shown_step(self) -> int:
+        """The step that the pipeline takes the iteration at hand for: latents are blended by the step before theirs."""
+        return self.micro_step.step if self.blended_step is None else self.blended_step - 1
 
     @property
     def branch_layout(self) -> Layout:

@@ -213,7 +213,7 @@ class DataCfgBatch:
     def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._now.check_under_way()
         # Every rank finds out where patches are, by all rows.
-        if now.rehearsed_patch is not None:
+        if now.is_dry:
             return forward(*args, **kwargs)
         branch, step = now.branch, now.micro_step.step
         name, batch = self._find_noisy_input(args, kwargs)

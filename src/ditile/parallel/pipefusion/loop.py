@@ -39,7 +39,7 @@ from ditile.parallel.pipefusion.patch_schedulers import (
     extract_sample,
     replace_latents,
 )
-from ditile.parallel.pipefusion.rehearsal import Rehearsal
+from ditile.parallel.pipefusion.rehearsal import BlendIterations, Rehearsal
 from ditile.parallel.pipefusion.step_agreement import StepAgreement
 from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
 from ditile.plan.layout import Split
@@ -141,10 +141,9 @@ class Loop:
 
     @property
     def closing_step(self) -> int | None:
-        """The step whose last micro-step was just done; None within a step, or a rehearsal."""
+        """The step whose last micro-step was just done; None within a step, or where nothing was computed."""
         now = self.generation
-        is_rehearsal = now.rehearsed_patch is not None
-        return now.micro_step.step if not is_rehearsal and self._schedule.is_last_of_step(now.micro_step) else None
+        return now.micro_step.step if not now.is_dry and self._schedule.is_last_of_step(now.micro_step) else None
 
     @property
     def num_steps(self) -> int:
@@ -204,7 +203,7 @@ class Loop:
         for count, item in enumerate(iterable, start):
             # By identity: it may come through a progress bar.
             is_driven = self.generation.is_under_way and item is self._timestep
-            yield start + self.generation.micro_step.step if is_driven else count, item
+            yield start + self.generation.shown_step if is_driven else count, item
 
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says.
@@ -220,10 +219,17 @@ class Loop:
                 self._finish_generation(stopped=False)
                 yield from timesteps[1:]
                 return
+        blends = BlendIterations(generation, self._streams, timesteps, type(self._pipe).__name__)
+        if blends.are_needed:
+            yield from self._drive_dry_iterations(blends.restore_first_latents())
+        else:
+            generation.rehearsed_results.clear()
         step = 0
         while step < self._schedule.steps:
             self._begin_step(step)
             for micro in self._schedule.list_micro_steps(step):
+                if micro.patch and blends.are_needed:
+                    yield from self._drive_dry_iterations(blends.iterate_calls(step))
                 yield from self._run_micro_step(micro, timesteps[step])
                 if not main.is_stepped:
                     self._finish_generation(stopped=False)
@@ -276,12 +282,7 @@ class Loop:
         rehearsal = Rehearsal(now, self._streams, type(self._pipe).__name__)
         steps = self._schedule.steps if self._may_change else 1
         patches = self._plan.num_patches if self._has_partial_latents else 0
-        for timestep in rehearsal.iterate_calls(timesteps, steps, patches):
-            self._timestep = timestep
-            self._callbacks.progress()
-            yield timestep
-            while self._note_interrupt() and not rehearsal.is_stepped:
-                yield timestep
+        yield from self._drive_dry_iterations(rehearsal.iterate_calls(timesteps, steps, patches))
         if not self._streams:
             return
         rng.restore_generators(self._callbacks.generators, saved)
@@ -290,6 +291,14 @@ class Loop:
             for each in self._streams:
                 each.end_rehearsal(self._plan.num_patches, adaptive=self._schedule.adaptive)
             now.pieces = [each.pieces for each in self._streams]
+
+    def _drive_dry_iterations(self, calls: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Iterations in which nothing is computed, each until the pipeline has stepped the scheduler."""
+        for self._timestep in calls:
+            self._callbacks.progress()
+            yield self._timestep
+            while self._note_interrupt() and not (self._streams and self._is_stepped):
+                yield self._timestep
 
     def _begin_step(self, step: int) -> None:
         """Starts to agree on stopping; what was agreed in the step before says whether the next step runs.
@@ -418,8 +427,8 @@ class Loop:
             return stock(*args, **kwargs)
         model_output, timestep, sample, call = stream.bind_step_call(*args, **kwargs)
         now = self.generation
-        if now.rehearsed_patch is not None:
-            return self._note_rehearsal(stream, model_output, timestep, sample, call)
+        if now.is_dry:
+            return self._note_dry_step(stream, model_output, timestep, sample, call)
         if stream is self._main:
             self._batch.check_prediction(model_output, sample)
         # A pipeline may step a first time to see the picture without noise, and count back.
@@ -447,28 +456,29 @@ class Loop:
                 self._exchange_latents(following)
         if stream is self._main and not is_again:
             now.end_micro_step()
-        assert stream.latents is not None
         whole = functools.partial(self._complete_step_extras, stream, last=last)
-        return replace_latents(
-            result, stream.latents, whole, keep=not self._has_partial_latents and self._mesh["data"].num_ranks == 1
-        )
+        keep = not self._has_partial_latents and self._mesh["data"].num_ranks == 1
+        return replace_latents(result, stream.hand_on(is_dry=False), whole, keep=keep)
 
-    def _note_rehearsal(
+    def _note_dry_step(
         self, stream: SteppedLatents, prediction: Tensor, timestep: Any, sample: Tensor, call: dict[str, Any]
     ) -> Any:
-        """Where NaN came out are the latents of the rehearsed patch; the latents stay as they are."""
-        stream.note_rehearsal(prediction, sample, is_cut=self._has_partial_latents)
+        """Where NaN came out are the latents of a patch that is rehearsed; the latents stay as they are."""
+        if self.generation.blended_step is None:
+            stream.note_rehearsal(prediction, sample, is_cut=self._has_partial_latents)
         # Each rehearsal is a first step, before which nothing was made besides latents.
         first = {name: None if isinstance(value, PatchExtra) else value for name, value in call.items()}
         zeros = torch.zeros_like(prediction)
         result = self._get_copies(stream).step_on_corner(zeros, timestep, sample, first, closes=False)
         # The pipeline may count it back, or ask for the noise of the next step.
-        stream.set_step_index(self.generation.micro_step.step + 1)
+        if self.generation.blended_step is None:
+            stream.set_step_index(self.generation.micro_step.step + 1)
+        else:
+            stream.note_blend(sample, self.generation.blended_step)
         if stream is self._main:
             self.generation.branch = 0
-        assert stream.latents is not None
         whole = functools.partial(self._complete_step_extras, stream, last=False)
-        return replace_latents(result, stream.latents, whole, keep=False)
+        return replace_latents(result, stream.hand_on(is_dry=True), whole, keep=False)
 
     def _complete_step_extras(self, stream: SteppedLatents, extras: Sequence[Any], *, last: bool) -> list[Any]:
         """What a step made besides latents: of all images after the last step, of this replica's images before."""
@@ -488,7 +498,7 @@ class Loop:
                 copies.skip_patch(call, stream.latents.device)
                 continue
             with self._trace.record_span("step", now.micro_step.step, patch):
-                stepped, result = copies.step_patch(patch, prediction, timestep, stream.latents, piece, call)
+                stepped, result = copies.step_patch(patch, prediction, timestep, stream.sample, piece, call)
                 self._record_change(stream, stepped, piece)
             stream.stepped_patches[patch] = stream.held_patches[patch] = stepped
         if self._schedule.patches == 1:

@@ -3,6 +3,11 @@
 The pipeline's own code between the transformer and the scheduler says which latents belong to a patch, and whether it
 hands on the latents that a step returned, or a copy of them. A pipeline that calls another model in some steps, or its
 model in another mode, says so in an iteration for each step.
+
+A pipeline for in-painting blends the latents that a step returned with those of a picture under noise, and asks which
+step it is in for how much. By itself it would give all patches the noise of the next step whenever one was stepped. So
+it gets further iterations, in which it believes to be in the step before that of the patch to come, and nothing is
+computed: `BlendIterations`. They also bring its first latents back, which a rehearsal made it blend.
 """
 
 from __future__ import annotations
@@ -64,6 +69,10 @@ class Rehearsal:
             self._check_iteration()
             for each in self._streams:
                 each.keep_rehearsed_piece()
+        if steps == patches == 1:
+            # How the pipeline hands on latents is seen in the second iteration.
+            yield self._begin_iteration(0, 0, timesteps[0])
+            self._check_iteration()
         for each in self._streams:
             each.set_step_index(0)
         now.rehearsed_patch, now.is_whole = None, False
@@ -71,17 +80,64 @@ class Rehearsal:
     @property
     def is_stepped(self) -> bool:
         """Whether all schedulers were stepped in the iteration at hand."""
-        return bool(self._streams) and all(each.rehearsed_piece is not None for each in self._streams)
+        return bool(self._streams) and all(each.is_stepped for each in self._streams)
 
     def _begin_iteration(self, step: int, patch: int, timestep: Tensor) -> Tensor:
         self._now.enter_micro_step(MicroStep(step, None))
         self._now.rehearsed_patch = patch
         self._now.called_models.clear()
         for each in self._streams:
-            each.rehearsed_piece = None
+            each.rehearsed_piece, each.is_stepped = None, False
             each.set_step_index(step)
         return timestep
 
     def _check_iteration(self) -> None:
         if not self.is_stepped:
             raise StateError(f"{self._pipeline} went on without stepping its scheduler")
+
+
+class BlendIterations:
+    """Iterations in which a pipeline blends the latents for a step, and nothing is computed.
+
+    Args:
+        now: the generation.
+        streams: what schedulers step.
+        timesteps: of the loop.
+        pipeline: the name of the pipeline's class.
+    """
+
+    def __init__(
+        self, now: Generation, streams: Sequence[SteppedLatents], timesteps: Sequence[Tensor], pipeline: str
+    ) -> None:
+        self._now, self._streams, self._timesteps, self._pipeline = now, streams, timesteps, pipeline
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether the pipeline blends latents."""
+        return any(each.is_blended for each in self._streams)
+
+    def iterate_calls(self, step: int) -> Iterator[Tensor]:
+        """The timestep of an iteration behind which the pipeline has the latents of a step as that step needs them.
+
+        Raises:
+            StateError: if it steps no scheduler in it.
+        """
+        self._now.blended_step = step
+        for each in self._streams:
+            each.is_stepped = False
+        # The iteration in front of the first step is none that the pipeline makes; its number is -1.
+        yield self._timesteps[max(step - 1, 0)]
+        if not all(each.is_stepped for each in self._streams):
+            raise StateError(f"{self._pipeline} went on without stepping its scheduler")
+        self._now.blended_step = None
+
+    def restore_first_latents(self) -> Iterator[Tensor]:
+        """Behind a rehearsal: makes the pipeline blend its first latents as they were, and looks at what it has then.
+
+        Raises:
+            StateError: if it has other latents than those that it began with.
+        """
+        yield from self.iterate_calls(0)
+        yield from self.iterate_calls(0)
+        for each in self._streams:
+            each.check_first_latents()

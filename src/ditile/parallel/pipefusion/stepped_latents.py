@@ -28,13 +28,15 @@ class SteppedLatents:
         pipe_name: the class of the pipeline, for messages.
 
     Attributes:
-        latents: of all images; None before the first step.
+        latents: of all images, as steps make them; None before the first step.
         pieces: which of them belong to each patch; none where they are not cut.
         rehearsed_piece: of the patch that is rehearsed, once the scheduler was stepped.
         is_stepped: whether the scheduler was stepped in the micro-step at hand.
         stepped_patches: what was stepped in the micro-step at hand, by patch.
         held_patches: stepped patches that are not in the latents yet.
         hands_on_copies: whether the pipeline makes something of the latents, instead of handing them on.
+        is_blended: whether the pipeline writes something else into the latents between steps, as in-painting does with
+            what is kept of a picture.
     """
 
     def __init__(self, scheduler: Any, pipe_name: str) -> None:
@@ -45,10 +47,12 @@ class SteppedLatents:
         self.latents: Tensor | None = None
         self.pieces: list[Piece] = []
         self.rehearsed_piece: Piece | None = None
-        self.is_stepped = self.hands_on_copies = False
+        self.is_stepped = self.hands_on_copies = self.is_blended = False
         self.stepped_patches: dict[int, Tensor] = {}
         self.held_patches: dict[int, Tensor] = {}
         self._samples: list[Tensor] = []
+        self._handed_on: Tensor | None = None
+        self._blended: Tensor | None = None
         self._copies: PatchSchedulers | None = None
 
     def bind_step_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any, Tensor, dict[str, Any]]:
@@ -90,10 +94,26 @@ class SteppedLatents:
                 f"{self._name} steps its scheduler more than once in a step, so its latents cannot be cut "
                 "into patches; use a plan without pipefusion and patches"
             )
-        self.rehearsed_piece = Piece.from_mask(torch.isnan(prediction))
+        self.rehearsed_piece, self.is_stepped = Piece.from_mask(torch.isnan(prediction)), True
         if self.latents is None:
             self.latents = sample.clone()
-        self._samples.append(sample)
+        is_same = sample is self._handed_on or not self._samples
+        # The pipeline may write into the tensor that it has.
+        self._samples.append(sample.clone())
+        self.hands_on_copies = self.hands_on_copies or not is_same
+
+    @property
+    def sample(self) -> Tensor:
+        """The latents of all images that the next step is made of, as far as they are this rank's to know."""
+        sample = self._blended if self._blended is not None else self.latents
+        assert sample is not None
+        return sample
+
+    def hand_on(self, *, is_dry: bool) -> Tensor:
+        """What the pipeline is given as the result of a step; a tensor of its own where it writes into it."""
+        assert self.latents is not None
+        self._handed_on = self.latents.clone() if is_dry or self.is_blended else self.latents
+        return self._handed_on
 
     def set_step_index(self, steps: int) -> None:
         """The scheduler looks as if it had made so many steps, for what a pipeline asks it between two of them."""
@@ -113,7 +133,8 @@ class SteppedLatents:
             adaptive: whether the latents may have to be brought up to date before any step.
 
         Raises:
-            StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself.
+            StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself
+                otherwise than the same ones in the same way.
         """
         first = self._samples[0]
         owners = torch.zeros(first.shape, dtype=torch.int32)
@@ -124,18 +145,44 @@ class SteppedLatents:
                 f"the patches of {self._name} overlap in its latents, or leave some out, so its transformer mixes "
                 "tokens behind its blocks; use a plan without pipefusion and patches"
             )
-        if any(not torch.equal(first, sample) for sample in self._samples[1:]):
+        second = self._samples[1]
+        self.is_blended = not torch.equal(first, second)
+        if any(not torch.equal(second, sample) for sample in self._samples[2:]):
             raise StateError(
-                f"{self._name} changes the latents between steps, behind the scheduler, so it cannot be divided "
-                "into patches; use a plan without pipefusion and patches"
+                f"{self._name} makes other latents of the same ones whenever it changes them between steps, so it "
+                "cannot be divided into patches; use a plan without pipefusion and patches"
             )
-        self.hands_on_copies = any(sample is not self.latents for sample in self._samples[1:])
-        if self.hands_on_copies and adaptive:
+        if (self.hands_on_copies or self.is_blended) and adaptive:
             raise StateError(
                 f"{self._name} keeps a copy of the latents, which warmup=auto cannot bring up to date; give a number "
                 "of steps"
             )
+        if not (self.hands_on_copies or self.is_blended):
+            self.latents = self._handed_on
         self._samples = []
+
+    def note_blend(self, sample: Tensor, steps: int) -> None:
+        """The scheduler was stepped in an iteration in which nothing is computed.
+
+        Args:
+            sample: what the pipeline has.
+            steps: how many it has made.
+        """
+        self._blended, self.is_stepped = sample, True
+        self.set_step_index(steps)
+
+    def check_first_latents(self) -> None:
+        """Checks that a pipeline that blends has made its first latents again of those that it was given.
+
+        Raises:
+            StateError: if it has not.
+        """
+        assert self.latents is not None
+        if not torch.equal(self.sample, self.latents):
+            raise StateError(
+                f"{self._name} changes the latents between steps, behind the scheduler, and makes others of its first "
+                "ones, so it cannot be divided into patches; use a plan without pipefusion and patches"
+            )
 
     def release_patches(self, patches: Iterable[int]) -> None:
         """Writes stepped patches that are held back into the latents.
@@ -161,10 +208,14 @@ class SteppedLatents:
         Raises:
             StateError: if the pipeline replaced latents that are stepped in part.
         """
-        if sample is self.latents or (self.hands_on_copies and self.latents is not None):
-            return
         micro = now.micro_step
         after_callback = micro.patch in (None, 0) and synced == micro.step - 1
+        if self.is_blended and not (after_callback and micro.step):
+            self._blended = sample
+            return
+        self._blended = None
+        if sample is self.latents or (self.hands_on_copies and not self.is_blended and self.latents is not None):
+            return
         if self.latents is not None and partial and not after_callback:
             raise StateError(
                 f"{self._name} replaced the latents between steps, behind the scheduler, at {micro}; such a pipeline "

@@ -1,0 +1,100 @@
+"""In-painting: a pipeline blends what is kept of a picture into the latents between steps, at the noise of the next.
+
+Nothing stale: bit for bit the pipeline. Stale keys: bit for bit the same on one, two and three ranks, and a picture
+whose kept part is that of the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import FluxInpaintPipeline
+from torch import Tensor
+
+from ditile.errors import StateError
+from ditile.runner.load import load
+from tests import tiny
+from tests.parallel.pipefusion.test_loops import flux_inpaint, sd3_inpaint
+from tests.pool import Pool
+from tests.runner.cases import divided, same
+from tests.zoo import ZOO
+
+STEPS, PATCHES = 5, 3
+
+
+def z_image_inpaint() -> tuple[Any, dict[str, Any]]:
+    entry = ZOO["z-image-inpaint"]
+    return entry.make(), entry.call() | {"strength": 0.8}
+
+
+def draw(pipe: Any, call: dict[str, Any]) -> Tensor:
+    changes = {"num_inference_steps": STEPS, "generator": torch.Generator().manual_seed(7), "return_dict": False}
+    result = pipe(**call | changes)[0]
+    return torch.stack(result) if isinstance(result, list) else result
+
+
+def paint(make: Callable[[], Any], stages: int) -> tuple[Tensor, Tensor]:
+    """The stale picture, and a plain one, which is that of nothing stale."""
+    pipe, call = make()
+    want, degrees = draw(tiny.quiet(pipe), call), {"pipefusion": stages, "patches": PATCHES}
+    for plan in (degrees, {"pipefusion": stages}) if stages > 1 else (degrees,):
+        with divided(pipe, **plan, warmup=STEPS) as runner:
+            same(draw(runner, call), want, (plan, dist.get_rank()))
+    with divided(pipe, **degrees, warmup=1) as runner:
+        return draw(runner, call), want
+
+
+@pytest.mark.parametrize("make", [flux_inpaint, sd3_inpaint, z_image_inpaint], ids=lambda make: make.__name__)
+def test_in_painting_on_one_two_and_three_ranks(pool: Pool, make: Callable[[], Any]) -> None:
+    """A failure means that a patch is blended with the noise of another step, or a stage with other latents."""
+    drawn = [pair for ranks in (1, 2, 3) for pair in pool.run(paint, ranks, make, ranks)]
+    for stale, want in drawn:
+        same(stale, drawn[0][0])
+        assert not torch.equal(stale, want), "stale keys change something"
+
+
+class Doubled(FluxInpaintPipeline):  # type: ignore[misc]
+    """Its kept part is another one whenever it is blended."""
+
+    @property
+    def interrupt(self) -> bool:
+        self.blends = getattr(self, "blends", 0) + 1
+        stock = type(self.scheduler).scale_noise
+        self.scheduler.scale_noise = lambda *args: stock(self.scheduler, *args) * self.blends
+        return False
+
+
+def refuse_unlike_blends() -> None:
+    pipe, call = flux_inpaint()
+    with divided(tiny.quiet(Doubled(**pipe.components)), patches=3) as runner, pytest.raises(StateError) as refusal:
+        draw(runner, call)
+    assert "makes other latents of the same ones" in str(refusal.value)
+
+
+def test_a_blend_that_cannot_be_made_again_is_refused(pool: Pool) -> None:
+    """A failure means that patches are blended otherwise than the pipeline does it, in silence."""
+    pool.run(refuse_unlike_blends, 1)
+
+
+def test_what_is_kept_of_a_picture() -> None:
+    """With weights that make pictures. A failure means that a stale picture has seams, or noise where it is kept."""
+    pipe = load("shapes-flux")
+    picture = torch.linspace(0, 1, 3 * 64 * 64).view(1, 3, 64, 64)
+    mask = torch.zeros(1, 1, 64, 64)
+    mask[..., 32:, :] = 1
+    call = {
+        "prompt": "a large red circle", "image": picture, "mask_image": mask, "strength": 1.0, "height": 64,
+        "width": 64, "output_type": "latent",
+    }  # fmt: skip
+    pipe = tiny.quiet(FluxInpaintPipeline(**pipe.components))
+    want = draw(pipe, call)
+    with divided(pipe, patches=2, warmup=2) as runner:
+        got = draw(runner, call)
+    kept = len(want[0]) // 2
+    same(got[:, :kept], want[:, :kept])
+    error, power = (got - want)[:, kept:].square().mean(), want[:, kept:].square().mean()
+    assert 0 < error < 0.05 * power, float(error / power)
