@@ -23,7 +23,17 @@ from PIL import Image
 import ditile
 from ditile.runner.requests.facts import ModelFacts, collect_facts
 from ditile.serve.app import create_app
-from ditile.serve.group import Batch, BatchEnded, GroupEvent, GroupReady, JobDrawn, JobFailed, PreviewMade, StepMade
+from ditile.serve.group import (
+    Batch,
+    BatchBegun,
+    BatchEnded,
+    GroupEvent,
+    GroupReady,
+    JobDrawn,
+    JobFailed,
+    PreviewMade,
+    StepMade,
+)
 from ditile.serve.jobs import POSTER, SPRITESHEET, Drawn, Failure, Job
 from ditile.serve.options import ServeOptions
 from ditile.serve.service import Service
@@ -67,6 +77,7 @@ class PaintedGroup:
     def draw(self, batch: Batch) -> None:
         self.state = "drawing"
         self.batches.append(batch)
+        self._tell(BatchBegun(self, batch.id))
         self._work.add(asyncio.get_running_loop().create_task(self._paint_batch(batch)))
 
     def stop(self, batch_id: str) -> None:

@@ -107,7 +107,7 @@ def test_ranks_draw_what_the_command_draws_and_stop(tmp_path: Path) -> None:
         assert list_files(events) == [{"0.png": out.read_bytes()}]
         assert [event.step for event in events if isinstance(event, StepMade)] == [1, 2, 3, 4]
         # What the pipeline refuses ends the job alone.
-        (failed, _) = await driven.draw("refused", make_job("b", height=33))
+        (_, failed, _) = await driven.draw("refused", make_job("b", height=33))
         assert isinstance(failed, JobFailed)
         assert failed.failure.code == "refused"
         assert "try height=32" in failed.failure.message
@@ -193,7 +193,7 @@ def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
         plain = list_files(await driven.draw("plain", make()))
         for number, name in enumerate(("ink.v1", "oil", "ink.v1")):
             assert (read_pixels(await driven.draw(f"lora-{number}", make(name))) == wanted[name]).all()
-        (failed, _) = await driven.draw("broken", make("broken"))
+        (_, failed, _) = await driven.draw("broken", make("broken"))
         assert isinstance(failed, JobFailed)
         assert "lora='broken' cannot be loaded" in failed.failure.message
         assert str(tmp_path) not in failed.failure.message

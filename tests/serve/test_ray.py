@@ -21,7 +21,9 @@ from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.group import Batch, BatchEnded, GroupDown, GroupEvent, GroupReady, JobDrawn, StepMade
 from ditile.serve.link import GroupSetup
 from ditile.serve.options import ServeOptions
+from ditile.serve.ray_replicas import groups
 from tests.serve.test_group import PROMPT, make_job
+from tests.serve.test_service import FACTS
 
 pytest.importorskip("ray", reason="the extra ray")
 MEMORY = 80 * 2**20
@@ -33,14 +35,12 @@ class RayRun:
     """The groups of an application, and the events that came from them."""
 
     def __init__(self, cluster: Any, plan: Plan, state: Path, **flags: Any) -> None:
-        from ditile.serve.ray_replicas.groups import RayApplication
-
         self._events: asyncio.Queue[GroupEvent] = asyncio.Queue()
         options = ServeOptions(model="shapes-pixart", ray=cluster.address, threads=1, state=str(state), **flags)
         setup = GroupSetup(
             model=options.model, engine=options, plan=plan, cache=CacheOptions(), lora_dir=None, max_loras=1
         )
-        application = RayApplication(setup, options)
+        application = groups.RayApplication(setup, options)
         names = map(str, range(options.num_groups))
         self.groups = [application.make_group(name, self._events.put_nowait) for name in names]
 
@@ -52,8 +52,8 @@ class RayRun:
     async def __aexit__(self, *_: Any) -> None:
         await asyncio.gather(*(group.end() for group in self.groups))
 
-    async def draw(self, name: str, group: int = 0, **options: Any) -> bytes:
-        self.begin(name, group, **options)
+    async def draw(self, name: str, **options: Any) -> bytes:
+        self.begin(name, **options)
         events = await self.wait_for(BatchEnded)
         (drawn,) = [event for event in events if isinstance(event, JobDrawn)]
         return drawn.files["0.png"]
@@ -133,6 +133,12 @@ def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: P
             cluster.second = other
             assert await driven.wait_for_loss("kill of a node") < 15
             assert await driven.draw("fourth") == out.read_bytes()
+            find_actors(cluster)[0].kill()
+            down = (await driven.wait_for(GroupDown))[-1]
+            assert isinstance(down, GroupDown)
+            assert (down.batch_id, driven.groups[0].state) == (None, "down")
+            await driven.wait_for(GroupReady)
+            assert await driven.draw("fifth") == out.read_bytes()
 
     asyncio.run(run())
 
@@ -149,11 +155,42 @@ def test_batches_that_wait_let_another_replica_start(cluster: Any, tmp_path: Pat
             driven.begin("b", 1, steps=3000)
             begun: set[str] = set()
             while len(begun) < 2:
-                (event,) = await driven.wait_for(StepMade)
+                event = (await driven.wait_for(StepMade))[-1]
                 assert isinstance(event, StepMade)
                 begun.add(event.batch_id)
             for group, name in zip(driven.groups, "ab", strict=True):
                 group.stop(name)
+
+    asyncio.run(run())
+
+
+def test_groups_without_a_replica_are_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure would mean that health says ok of a replica that has gone, or that a waiting batch starts none."""
+    monkeypatch.setattr(groups, "SETTLE_SECONDS", 0.0)
+
+    def find_states(least: int, *running: int, batch: str | None = None) -> list[list[str]]:
+        options = ServeOptions(model="shapes", ray="local", replicas=least, ray_max_replicas=2, state=str(tmp_path))
+        setup = GroupSetup(
+            model="shapes", engine=options, plan=Plan(), cache=CacheOptions(), lora_dir=None, max_loras=1
+        )
+        application, states = groups.RayApplication(setup, options), []
+        application._facts = FACTS
+        both = [application.make_group(name, lambda event: None) for name in "01"]
+        both[0]._batch_id = batch
+        for count in running:
+            application._share_replicas(groups.ReplicaStatus(count, False, ""))
+            states.append([group.state for group in both])
+            assert both[0]._batch_id == batch
+        return states
+
+    async def run() -> None:
+        assert find_states(2, 0, 1, 2, 1, 2, 0) == [
+            *(["starting", "starting"], ["ready", "starting"], ["ready", "ready"]),
+            *(["ready", "down"], ["ready", "ready"], ["down", "down"]),
+        ]
+        assert find_states(1, 1, 0, 1) == [["ready", "ready"], ["down", "down"], ["ready", "ready"]]
+        # A batch that waits is not lost with the replica that would have drawn it.
+        assert find_states(1, 1, 0, 1, batch="a") == [["drawing", "ready"], ["down", "down"], ["drawing", "ready"]]
 
     asyncio.run(run())
 

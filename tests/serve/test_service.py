@@ -24,6 +24,7 @@ from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.book import MAX_NEWS
 from ditile.serve.group import (
     Batch,
+    BatchBegun,
     GroupEvent,
     JobDrawn,
     JobFailed,
@@ -59,7 +60,7 @@ class ScriptedGroup(ReplicaGroup):
         super().__init__(name, asyncio.get_running_loop(), on_event)
         self.batches: list[Batch] = []
         self.stopped: list[str] = []
-        self.obeys = False
+        self.obeys, self.begins = False, True
 
     def start(self) -> None:
         self.get_ready()
@@ -70,6 +71,8 @@ class ScriptedGroup(ReplicaGroup):
     def draw(self, batch: Batch) -> None:
         self._note_batch(batch)
         self.batches.append(batch)
+        if self.begins:
+            self.say(BatchBegun)
 
     def stop(self, batch_id: str) -> None:
         self.stopped.append(batch_id)
@@ -299,7 +302,37 @@ def test_ranks_that_die_while_a_job_is_read_are_given_it_again(tmp_path: Path) -
             served.group.get_ready()
             await served.begin(1)
             assert [j.id for j in served.group.batches[0].jobs] == [job.id]
-            assert served.group.batches[0].jobs[0].attempts == 1
+            assert served.service.find_job(job.id, "").attempts == 1
+
+    run(play())
+
+
+def test_a_batch_that_waits_for_ranks_is_not_counted_as_drawn(tmp_path: Path) -> None:
+    """A failure would mean a video that is given up after three servers, of which none has begun it."""
+
+    async def play() -> None:
+        async with serve(tmp_path, replicas=2) as served:
+            service, group = served.service, served.group
+            group.begins = False
+            job, gone = await served.submit("video"), served.groups[1]
+            gone.begins, gone.obeys = False, True
+            dropped = await served.submit("video")
+            await served.run_until(lambda: group.batches and gone.batches)
+            health = service.describe_health()
+            assert (health["waiting"], health["running"]) == (2, 0)
+            assert (service.find_job(job.id, "").state, service.find_job(job.id, "").attempts) == ("queued", 0)
+            assert (await service.cancel(dropped.id, "")).state == "cancelled"
+            group.say(BatchBegun)
+            health = service.describe_health()
+            assert (health["waiting"], health["running"]) == (0, 1)
+            assert (service.find_job(job.id, "").state, service.find_job(job.id, "").attempts) == ("running", 1)
+            group.finish()
+            assert (await served.end(job)).state == "done"
+            await served.submit("video")
+            await served.begin(2)
+        async with serve(tmp_path) as later:
+            await later.begin(1)
+            assert later.group.batches[0].jobs[0].attempts == 0
 
     run(play())
 
@@ -416,7 +449,7 @@ def test_what_a_server_that_ends_leaves_to_the_next(tmp_path: Path) -> None:
             for number, job in enumerate((film, waiting_film), 1):
                 await served.begin(number)
                 (given,) = served.group.batches[-1].jobs
-                assert (given.id, given.attempts) == (job.id, 1)
+                assert (given.id, served.service.find_job(given.id, "").attempts) == (job.id, 1)
                 served.group.finish()
                 assert (await served.end(job)).state == "done"
             assert served.service.find_job(picture.id, "").state == "failed"

@@ -321,8 +321,13 @@ def build_actor_environment() -> dict[str, str]:
 
 
 def prepare_ray() -> None:
-    """Lets Ray send no statistics home, unless the user says; it must come before Ray is imported."""
+    """Lets Ray send no statistics home, unless the user says, and connect to no cluster by itself.
+
+    It must come before Ray is imported.
+    """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Threads that Ray Serve leaves behind would connect again after the end.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
 def _build_place_variables(rank: int, world: int, local_rank: int, local_world: int, interface: str) -> dict[str, str]:

@@ -65,6 +65,14 @@ class GroupReady:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchBegun:
+    """The ranks draw a batch now; a group may be given one before it has ranks for it."""
+
+    group: ReplicaGroup
+    batch_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class StepMade:
     """A step of a batch has ended; steps count from 1."""
 
@@ -131,7 +139,7 @@ class GroupDown:
     error: DitileError
 
 
-GroupEvent = GroupReady | StepMade | PreviewMade | JobDrawn | JobFailed | BatchEnded | GroupDown
+GroupEvent = GroupReady | BatchBegun | StepMade | PreviewMade | JobDrawn | JobFailed | BatchEnded | GroupDown
 
 
 class ReplicaGroup(ABC):
@@ -189,7 +197,8 @@ class ReplicaGroup(ABC):
         self._on_event(GroupDown(self, describe_group_failure(error), lost, error))
 
     def _note_ended(self, batch_id: str, stopped: bool) -> None:
-        self.state, self._batch_id = "ready", None
+        # Ranks that have gone are not ready because their batch was stopped.
+        self.state, self._batch_id = "ready" if self.state == "drawing" else self.state, None
         self._on_event(BatchEnded(self, batch_id, stopped))
 
     def _handle_answer(self, message: dict[str, Any], files: dict[str, bytes]) -> None:
@@ -241,6 +250,7 @@ class RankGroup(ReplicaGroup):
     def draw(self, batch: Batch) -> None:
         """Gives the ranks, which are ready, a batch to draw."""
         self._send(*self._note_batch(batch))
+        self._on_event(BatchBegun(self, batch.id))
 
     def stop(self, batch_id: str) -> None:
         """Ends a batch within two steps on every rank; does nothing if it has ended."""

@@ -21,6 +21,7 @@ from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.book import JobBook
 from ditile.serve.group import (
     Batch,
+    BatchBegun,
     BatchEnded,
     GroupDown,
     GroupEvent,
@@ -90,13 +91,15 @@ class _RunningBatch:
 
     Attributes:
         open: ids of its jobs that have not ended, nor are about to.
-        begun: when the ranks were given it, by the monotonic clock; None before.
+        is_given: whether the group has it.
+        begun: when its ranks began to draw it, by the monotonic clock; None before, while its jobs wait.
     """
 
     id: str
     group: ReplicaGroup
     open: set[str]
     num_jobs: int
+    is_given: bool = False
     begun: float | None = None
 
 
@@ -365,11 +368,15 @@ class Service:
                 self._queue.put_back_job(self._book.get_job(job_id))
             self._release_batch(batch)
         else:
-            jobs = [self._note_started(job_id) for job_id in ids]
-            batch.begun = time.monotonic()
-            batch.group.draw(Batch(id=batch.id, jobs=tuple(jobs), inputs=inputs))
-            # The store keeps the order of its calls: nothing of these jobs is written before this.
-            await self._book.save_jobs(jobs)
+            batch.is_given = True
+            jobs = tuple(self._book.get_job(job_id) for job_id in ids)
+            batch.group.draw(Batch(id=batch.id, jobs=jobs, inputs=inputs))
+
+    def _note_begun(self, batch: _RunningBatch) -> None:
+        batch.begun = time.monotonic()
+        # Tasks begin in their order, and the store keeps it: nothing of these jobs is written before this.
+        self._spawn_task(self._book.save_jobs([self._note_started(job_id) for job_id in batch.open]))
+        self.metrics.set_job_counts(*self._count_jobs())
 
     def _note_started(self, job_id: str) -> Job:
         job = self._book.get_job(job_id)
@@ -399,6 +406,8 @@ class Service:
             self._note_group_down(event)
         elif (batch := self._batches.get(event.batch_id)) is None:
             return
+        elif isinstance(event, BatchBegun):
+            self._note_begun(batch)
         elif isinstance(event, StepMade):
             self._note_step(batch, event.step, event.num_steps)
         elif isinstance(event, BatchEnded):
@@ -459,7 +468,7 @@ class Service:
         if active.verdict is None or active.verdict.keeps_result:
             active.verdict = verdict
         batch = self._batches.get(active.batch_id or "")
-        if batch is None or batch.begun is None:
+        if batch is None or not batch.is_given:
             self._queue.remove_job(self._book.get_job(job_id))
             self._end_by_verdict(job_id, verdict)
         elif all(self._active[other].verdict is not None for other in batch.open):
@@ -530,7 +539,8 @@ class Service:
             self._close_batch(batch, failure)
 
     async def _end_service(self) -> None:
-        self._leave_to_next_server([job_id for job_id, active in self._active.items() if active.batch_id is None])
+        drawn = {job_id for batch in self._batches.values() if batch.begun is not None for job_id in batch.open}
+        self._leave_to_next_server([job_id for job_id in self._active if job_id not in drawn])
         while self._batches:
             self._batch_released.clear()
             await self._batch_released.wait()
@@ -542,7 +552,8 @@ class Service:
 
     def _count_jobs(self) -> tuple[int, int]:
         """How many jobs wait, and how many are drawn or written."""
-        return len(self._queue), len(self._active) - len(self._queue)
+        waiting = len(self._queue) + sum(len(one.open) for one in self._batches.values() if one.begun is None)
+        return waiting, len(self._active) - waiting
 
     def _spawn_task(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = self._loop.create_task(work)

@@ -26,7 +26,7 @@ from ditile import errors
 from ditile.distributed import env
 from ditile.errors import DitileError, RankError, StateError
 from ditile.runner.requests.facts import ModelFacts
-from ditile.serve.group import Batch, GroupEvent, ReplicaGroup
+from ditile.serve.group import Batch, BatchBegun, GroupEvent, ReplicaGroup
 from ditile.serve.link import GroupSetup
 from ditile.serve.options import ServeOptions
 from ditile.serve.ray_replicas.replica import Replica, shorten_error
@@ -121,11 +121,18 @@ class RayApplication:
             if not status.running and status.message not in ("", last_message):
                 LOG.warning(f"no replica runs: {status.message}")
                 last_message = status.message
-            for group in self._groups:
-                group.note_replicas(status, self._facts)
+            self._share_replicas(status)
             await asyncio.sleep(AGAIN_SECONDS if status.has_failed else LOOK_SECONDS)
             if status.has_failed:
                 await asyncio.to_thread(self._deploy_replicas)
+
+    def _share_replicas(self, status: ReplicaStatus) -> None:
+        """Tells the groups for which of them there is a replica. Above the least number of replicas, batches that wait
+        for one let Ray Serve start it."""
+        left = status.running if status.running < self._options.replicas else len(self._groups)
+        order = {"drawing": 0, "ready": 1}
+        for number, group in enumerate(sorted(self._groups, key=lambda one: order.get(one.state, 2))):
+            group.note_replicas(status, self._facts, has_replica=number < left)
 
     def _note_end_of_keeper(self, keeper: asyncio.Task[None]) -> None:
         """Tells the groups why there will be no replicas."""
@@ -223,6 +230,9 @@ class RayApplication:
             if not ray.is_initialized():
                 return
             with contextlib.suppress(*_list_ray_errors()):
+                if self.handle is not None:
+                    # Its thread would go on to ask a cluster that this process has left.
+                    self.handle.shutdown()
                 serve.delete(self._name, _blocking=False)
             # It ends a cluster that `ray.init` has started.
             ray.shutdown()
@@ -249,6 +259,8 @@ class RayGroup(ReplicaGroup):
         self._application = application
         self._task: asyncio.Task[None] | None = None
         self._stream: Any = None
+        self._has_begun = False
+        """Whether a replica draws the batch; it waits for one before."""
         self._down_since = -math.inf
 
     def start(self) -> None:
@@ -258,13 +270,14 @@ class RayGroup(ReplicaGroup):
     def draw(self, batch: Batch) -> None:
         """Gives a replica a batch to draw, as soon as one draws no other."""
         message, files = self._note_batch(batch)
+        self._has_begun = False
         self._task = self._loop.create_task(self._draw_batch(batch.id, json.dumps(message), files))
 
     def stop(self, batch_id: str) -> None:
         """Ends a batch: here at once, and within two steps on its ranks. Does nothing if it has ended."""
-        if self._batch_id == batch_id and self.state == "drawing":
+        if self._batch_id == batch_id:
             self._drop_stream()
-            self._batch_id = None
+            self._batch_id, self._has_begun = None, False
             self._loop.call_soon(self._note_ended, batch_id, True)
 
     async def end(self) -> None:
@@ -272,21 +285,32 @@ class RayGroup(ReplicaGroup):
         self._drop_stream()
         await self._application.end()
 
-    def note_replicas(self, status: ReplicaStatus, facts: ModelFacts | None) -> None:
-        """Notes how many replicas run."""
-        if status.running and facts is not None and self.state in ("starting", "down"):
+    def note_replicas(self, status: ReplicaStatus, facts: ModelFacts | None, *, has_replica: bool) -> None:
+        """Notes whether there is a replica for this group. Of one that draws its batch the answers tell the same."""
+        if self._has_begun:
+            return
+        waiting, can_draw = self._batch_id, self.state in ("ready", "drawing")
+        if has_replica and facts is not None and not can_draw:
             if time.monotonic() > self._down_since + SETTLE_SECONDS:
                 self._note_ready(facts)
-        elif not status.running and (self.state == "ready" or (status.has_failed and self.state == "starting")):
-            self._note_down(RankError(0, "gone", f"no replica runs: {status.message}"))
+                self.state = "ready" if waiting is None else "drawing"
+        elif not has_replica and (can_draw or (status.has_failed and self.state == "starting")):
+            # A batch that waits is not lost: the next replica draws it.
+            self._batch_id = None
+            self._note_down(RankError(0, "gone", f"its replica has gone: {status.message or 'another one is started'}"))
+            self._batch_id = waiting
 
     def note_refusal(self, error: DitileError) -> None:
         """Notes that no replica will ever run."""
         self._note_down(error)
 
     def _note_down(self, error: DitileError) -> None:
-        self._down_since = time.monotonic()
+        self._down_since, self._has_begun = time.monotonic(), False
         super()._note_down(error)
+
+    def _note_ended(self, batch_id: str, stopped: bool) -> None:
+        self._has_begun = False
+        super()._note_ended(batch_id, stopped)
 
     def _drop_stream(self) -> None:
         if self._task is not None:
@@ -304,7 +328,9 @@ class RayGroup(ReplicaGroup):
                 self._stream = self._application.handle.options(stream=True).draw.remote(batch_id, message, files)
                 async for text, drawn_files in self._stream:
                     answer = json.loads(text)
-                    begun = begun or "begun" in answer
+                    if "begun" in answer:
+                        begun = self._has_begun = True
+                        self._on_event(BatchBegun(self, batch_id))
                     if "down" in answer:
                         self._note_down(RankError(**answer["down"]))
                         return

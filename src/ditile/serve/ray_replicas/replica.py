@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from ditile.distributed import env
@@ -34,6 +34,8 @@ Answer = tuple[str, dict[str, bytes]]
 END_SECONDS = 0.5
 """From the failure of a rank to the end of the replica, for the news of it to arrive."""
 WATCH_SECONDS = 0.2
+SENDING = "sending"
+"""The concurrency group of an actor whose one thread gives its rank the messages, in their order."""
 GRACE = 1.0
 """Seconds after the first failure, for an earlier cause to arrive from another node."""
 
@@ -61,8 +63,10 @@ class Replica:
         self._listener: asyncio.Queue[Answer] | None = None
         self._actors = _create_actors(setup, bundle)
         await self._start_ranks()
-        self._tasks = [asyncio.ensure_future(self._follow_rank(rank)) for rank in self._ranks]
-        self._tasks.append(asyncio.ensure_future(self._watch_ranks()))
+        self._tasks: set[asyncio.Task[None]] = set()
+        for rank in self._ranks:
+            self._spawn_task(self._follow_rank(rank))
+        self._spawn_task(self._watch_ranks())
         await self._has_started.wait()
         if isinstance(self._error, RankError):
             raise self._error
@@ -100,16 +104,22 @@ class Replica:
             if self._listener is answers:
                 self._listener = None
             if not self._is_idle.is_set():
-                self._tasks.append(asyncio.ensure_future(self._stop_batch(batch_id)))
+                self._spawn_task(self._stop_batch(batch_id))
 
     def check_health(self) -> None:
         """Raises the error of the ranks, if they have failed. Ray Serve calls this, and replaces the replica."""
         if isinstance(self._error, RankError):
             raise self._error
 
+    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        # The loop alone would not keep it.
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _send(self, message: str, files: dict[str, bytes]) -> None:
         for actor in self._actors:
-            actor.send.remote(message, files)
+            actor.send.options(concurrency_group=SENDING).remote(message, files)
 
     async def _stop_batch(self, batch_id: str) -> None:
         while not self._is_idle.is_set():
@@ -202,13 +212,13 @@ def _create_actors(setup: GroupSetup, bundle: dict[str, float]) -> list[Any]:
     options = {
         "num_cpus": bundle.get("CPU", 0),
         "num_gpus": bundle.get("GPU", 0),
-        "max_concurrency": 4,  # it is asked for news, and told something, at once
+        "max_concurrency": 2,  # beside `SENDING`; a call that waits for news is not to keep another one waiting
         "runtime_env": {"env_vars": env.build_actor_environment()},
     }
     strategies = [PlacementGroupSchedulingStrategy(group, number) for number in range(setup.plan.world)]
-    return [
-        ray.remote(RankActor).options(**options, scheduling_strategy=strategy).remote(setup) for strategy in strategies
-    ]
+    # Its types do not know this argument of actors.
+    actor = ray.remote(concurrency_groups={SENDING: 1})(RankActor)  # type: ignore[call-overload]
+    return [actor.options(**options, scheduling_strategy=strategy).remote(setup) for strategy in strategies]
 
 
 def shorten_error(error: BaseException | str) -> str:
