@@ -131,7 +131,7 @@ import sys
 from ditile.cli import main
 from ditile.cli.outcome import Check, Outcome, PlanVerdict
 report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
-report |= {{"peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
+report |= {{"warmup_mode": "serial", "peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
 words, made = {{
     "generate": (["a red circle", "--out", {str(tmp_path / "x.png")!r}],
                  Outcome(plan="data=2", model="shapes-flux", seed=1, images=["x.png"], reports=[report, report])),

@@ -108,6 +108,18 @@ def draw_rows(name: str, patches: int, rows: Mapping[str, Row]) -> dict[str, Out
     return outcomes
 
 
+def draw_padded_prompts(name: str, patches: int) -> None:
+    """On a rank: two prompts of unlike length, with shared synchronous steps and without."""
+    entry, plan = EVERY[name], {"pipefusion": 2, "patches": patches}
+    assert entry.padded_prompt is not None
+    pipe, drawn = entry.make(), []
+    for mode in ({"warmup_mode": "serial"}, {"warmup_mode": "sequence"}):
+        runner = parallelize_whole(pipe, Plan(**plan, **mode))
+        drawn.append(list(list_tensors(runner(**entry.padded_prompt()))))
+        runner.restore()
+    assert not (problem := compare_drawings(drawn[1], drawn[0], 1e-5)), problem
+
+
 def parallelize_whole(pipe: Any, plan: Plan) -> Any:
     return ditile.parallelize(pipe, plan, keep_weights=True)
 

@@ -23,7 +23,15 @@ from tests.zoo import ZOO, matrix
 from tests.zoo.derive_table import OTHERS, TABLE, derive_all, derive_rows, prove_calls, prove_rows, record_calls
 from tests.zoo.holes import FAST, find_hole, has_row
 from tests.zoo.own import OWN
-from tests.zoo.rows import EVERY, HYBRID, ROWS, Row, draw_rows, judge_row
+from tests.zoo.rows import (
+    EVERY,
+    HYBRID,
+    ROWS,
+    Row,
+    draw_padded_prompts,
+    draw_rows,
+    judge_row,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 NAMES = [pytest.param(name, marks=() if name in {*FAST, *OWN} else pytest.mark.families) for name in EVERY]
@@ -108,3 +116,32 @@ def test_the_shipped_anatomies_are_those_that_are_derived(capsys: pytest.Capture
 def test_the_matrix_of_families_is_up_to_date() -> None:
     """A failure means: `python -m tests.zoo.matrix && ditile models --markdown > docs/matrix.md`."""
     assert json.loads(matrix.TABLE.read_text("utf-8")) == matrix.build_families()
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen-image", "wan-2.1", "z-image", "pixart-sigma", "ace-step-turbo"])
+def test_stages_share_synchronous_steps(pool: Pool, name: str) -> None:
+    """Masks of keys and of pairs, references, frames. A failure means that keys that are kept, or a mask, are not
+    those that a step of one stage after the other would have left."""
+    row = Row({"pipefusion": 2, "warmup": 1, "warmup_mode": "sequence"}, "stale alone")
+    found = run_rows(pool, name, choose_patches(*_record_first_call(name)), {"sequence": row})
+    assert found == {"sequence": ""}
+
+
+@pytest.mark.parametrize("name", ["qwen-image", "pixart-sigma"])
+def test_stages_share_masked_steps(pool: Pool, name: str) -> None:
+    """Two prompts of unlike length, so that keys of the padding are masked. A failure means that a stage attends to
+    padding, or masks keys of another rank."""
+    pool.run(draw_padded_prompts, 2, name, choose_patches(*_record_first_call(name)), timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("name", ["ltx-2", "wan-2.2", "qwen-image-2.1"])
+def test_what_stages_cannot_share_runs_in_turn(pool: Pool, name: str) -> None:
+    """Two streams, two models, keys of the model's own: warmup_mode=auto is serial, to the bit. A failure means that a
+    plan of `ditile plan` is refused for such a model, or draws something else."""
+    row = Row({"pipefusion": 2, "warmup": 1, "warmup_mode": "auto"}, "stale alone", 0.0)
+    assert run_rows(pool, name, choose_patches(*_record_first_call(name)), {"auto": row}) == {"auto": ""}
+
+
+def _record_first_call(name: str) -> tuple[nn.Module, Mapping[str, Any]]:
+    transformer, calls = record_calls(EVERY[name].make(), EVERY[name])
+    return transformer, calls["call"]

@@ -39,7 +39,7 @@ from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankErr
 from ditile.models.known import find_known_model
 from ditile.plan.checks import suggest_nearest
 from ditile.plan.flags import add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
-from ditile.plan.plan import AUTO, Plan
+from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
 from ditile.planner.question import PlanQuestion
 from ditile.runner.load import defaults, find_model_source
@@ -167,6 +167,8 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     wanted, run = _build_options(GenerateOptions, arguments), _build_options(RunOptions, arguments)
     if run.plan is not None:
         plan = _resolve_plan_option(run.plan, wanted, run, plan)
+    elif not _collect_values(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
+        plan = _share_short_warmup(plan, wanted)
     if budget.has_bound:
         plan, cache = _choose_within_budget(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
@@ -189,6 +191,13 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         print_tables_and_json(list_outcome_lines(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
         _print_note_on_prompts(wanted)
     return 0
+
+
+def _share_short_warmup(plan: Plan, wanted: GenerateOptions) -> Plan:
+    """The plan with warmup_mode=auto, where the picture has few steps and stages could share synchronous ones."""
+    steps = wanted.steps or defaults(wanted.model).get("num_inference_steps", FEW_STEPS + 1)
+    alone = plan.pipefusion > 1 and plan.token_ranks * plan.tensor == 1
+    return dataclasses.replace(plan, warmup_mode=AUTO) if alone and steps <= FEW_STEPS else plan
 
 
 def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:

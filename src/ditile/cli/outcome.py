@@ -81,7 +81,12 @@ MAX_ITEMS_SHOWN = 4
 
 def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
     """The outcome as JSON types; seconds are those of rank 0, and lists are in the order of the ranks."""
-    nothing: dict[str, Any] = {"steps": 0, "synchronous": [], "seconds": dict.fromkeys(SECONDS, 0.0)}
+    nothing: dict[str, Any] = {
+        "steps": 0,
+        "synchronous": [],
+        "warmup_mode": "serial",
+        "seconds": dict.fromkeys(SECONDS, 0.0),
+    }
     first = outcome.reports[0] if outcome.reports else nothing
     return {
         "plan": outcome.plan,
@@ -89,6 +94,7 @@ def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
         "seed": outcome.seed,
         "steps": first["steps"],
         "synchronous_steps": len(first["synchronous"]),
+        "warmup_mode": first["warmup_mode"],
         "ranks": len(outcome.reports),
         **_name_files(outcome),
         "skipped": outcome.skipped,
@@ -131,6 +137,7 @@ def list_outcome_lines(outcome: Outcome) -> Iterator[str]:
     facts = summarize_outcome(outcome)
     seconds, steps, synchronous = facts["seconds"], facts["steps"], facts["synchronous_steps"]
     exact = f", {synchronous} of them synchronous" if synchronous < steps else ""
+    exact += f" (warmup_mode={facts['warmup_mode']})" if facts["warmup_mode"] != "serial" else ""
     parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
     for name, text in (
         ("videos" if "videos" in facts else "images", _format_image_names(outcome)),

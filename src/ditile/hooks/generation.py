@@ -105,7 +105,8 @@ class Generation:
         rehearsed_results: what the transformer's calls returned in a rehearsal, by branch.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
         prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
-        warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together.
+        warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together; None
+            where there is no group, or it rests.
         is_stale: whether keys of the step before are read in the step at hand.
         keeps_keys: whether keys of the step at hand are, or may be, read in the next one.
         may_round: whether products may round otherwise in the step at hand.

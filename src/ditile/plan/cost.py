@@ -347,7 +347,7 @@ def _iterate_prediction_exchanges(
 
 def _iterate_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
     """A stage sends its own blocks to all others, which keep none of them for the next call."""
-    if job.plan.warmup_mode == "sequence" and job.step_schedule.select_warmup_group(micro):
+    if job.step_schedule.mode == "sequence" and job.step_schedule.select_warmup_group(micro):
         for block in job.stages[place.stage]:
             yield RepeatedExchange("weights", (job.plan.pipefusion - 1) * count_weight_stream_bytes(job, block))
 

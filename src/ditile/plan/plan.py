@@ -32,12 +32,17 @@ IMAGE = AXES[1:]
 """The axes of the ranks that make one image together."""
 SEQUENCE = ("ring", "distrifusion", "ulysses")
 """The axes that share out the tokens."""
-WARMUP_MODES = ("serial", "pipelined", "sequence", "separate")
+WARMUP_MODES = ("serial", "pipelined", "sequence", "separate", "auto")
 SPLIT_SCHEMES = ("row", "sequence")
 TEXT_PLACES = ("each", "first", "split")
 TEXT_AFTER = ("keep", "offload", "free")
 VAE_PLACES = ("whole", "rows")
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
+FEW_STEPS = 16
+"""Steps up to which the command line takes warmup_mode=auto where none is given: each counts then."""
+SHARED_WARMUP = 2
+"""The least number of synchronous steps of warmup_mode=auto where all stages share them: the second one costs messages
+alone, and is worth 2.7 dB at four steps (docs/pipefusion.md)."""
 
 WORTHWHILE_SHARE = 0.7
 """A pipeline that can reach less than this share of its stages' speed is worth a warning."""
@@ -87,8 +92,10 @@ class Plan:
     warmup: int | Literal["auto"] = define_option(
         1, "synchronous steps before stale keys are used, or auto", metavar="W"
     )
-    warmup_mode: Literal["serial", "pipelined", "sequence", "separate"] = define_option(
-        "serial", "how the synchronous steps run", choices=WARMUP_MODES
+    warmup_mode: Literal["serial", "pipelined", "sequence", "separate", "auto"] = define_option(
+        "serial",
+        f"how the synchronous steps run; auto: sequence, with {SHARED_WARMUP} steps or more, where it can, else serial",
+        choices=WARMUP_MODES,
     )
     warmup_bound: float = define_option(
         0.6, "warmup=auto ends where latents and keys change less in a step", metavar="X"
@@ -168,7 +175,7 @@ class Plan:
         if self.async_ulysses and self.ulysses == 1:
             yield "async_ulysses needs an exchange to hide; use it with ulysses=2 or more"
         mode = f"warmup_mode={self.warmup_mode}"
-        if self.warmup_mode != "serial" and stages == 1:
+        if self.warmup_mode not in ("serial", AUTO) and stages == 1:
             yield f"{mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"
         others = [f"{name}={getattr(self, name)}" for name in ("ring", "ulysses", "tensor") if getattr(self, name) > 1]
         if self.warmup_mode in ("sequence", "separate") and others:
@@ -233,6 +240,19 @@ class Plan:
         """The number of synchronous steps; with warmup=auto the fewest that there can be."""
         # Keys change first in step 1, and the change in a step decides on the one after the next: on step 3.
         return self.warmup if isinstance(self.warmup, int) else 3
+
+    def resolve_warmup(self, *, streams: bool = True) -> Plan:
+        """The plan with a mode in place of `warmup_mode=auto`; any other plan is returned as it is.
+
+        Args:
+            streams: whether the weights of blocks can be sent from stage to stage, which the model says.
+        """
+        if self.warmup_mode != AUTO:
+            return self
+        if not streams or self.pipefusion == 1 or self.warmup == 0 or self.token_ranks * self.tensor > 1:
+            return dataclasses.replace(self, warmup_mode="serial")
+        warmup = self.warmup if self.warmup == AUTO else max(self.warmup, SHARED_WARMUP)
+        return dataclasses.replace(self, warmup_mode="sequence", warmup=warmup)
 
     @property
     def num_whole_stages(self) -> int:

@@ -105,6 +105,7 @@ class Schedule:
     @classmethod
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
         """The schedule of a plan over some steps, with so many rows in a transformer call."""
+        plan = plan.resolve_warmup()
         return cls(
             stages=plan.pipefusion,
             patches=plan.num_patches,

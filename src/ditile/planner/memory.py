@@ -57,7 +57,7 @@ def count_rank_memory(
     owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
     # Transformers that are called in turns are both there, and stages are cut alike in both.
     weights = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
-    if plan.warmup_mode == "sequence":
+    if job.step_schedule.mode == "sequence":
         blocks = (range(block, block + 1) for block in range(len(job.weights.blocks)))
         weights += (BLOCKS_AHEAD + 1) * max(subject.count_parameters(block, plan.tensor) for block in blocks)
     text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
@@ -93,7 +93,7 @@ def _count_activation_bytes(
         # GELU is fused in every step of such a plan; other plans have steps in which it is not.
         footprint = replace(footprint, moments=footprint.fused)
     row = job.compute_replica_shape(place.data).batch * job.shape.element_size
-    steps = (0, max(plan.least_warmup - 1, 0), min(plan.least_warmup + 2, job.shape.steps - 1))
+    steps = (0, max(schedule.warmup - 1, 0), min(schedule.warmup + 2, job.shape.steps - 1))
     micros = {micro.patch: micro for micro in (schedule.find_micro_step(step, 0) for step in steps)}
     computed = max(
         row * _count_micro_step_peak(footprint, job, place, micro, text_tokens)
@@ -131,8 +131,7 @@ def _count_micro_step_peak(
         sent /= plan.tensor
     if micro.patch is not None:
         image, text = cost.count_micro_step_tokens(job, place, micro)
-    elif plan.warmup_mode in ("sequence", "separate"):
-        group_size = plan.num_whole_stages or plan.pipefusion
+    elif group_size := schedule.warmup_group_size:
         image, text = -(-image // group_size), -(-text // group_size)
     exchanged = _count_exchange_numbers(job) / plan.tensor * (image + text)
     most = max(moment.count_numbers(image, text or text_tokens) for moment in footprint.moments)

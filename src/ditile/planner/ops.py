@@ -253,7 +253,7 @@ class OpPricer:
         if group_size:
             image, text = -(-job.image_layout.image_tokens // group_size), -(-text // group_size)
         batch = job.compute_replica_shape(place.data).batch
-        if plan.warmup_mode == "pipelined":
+        if self.op_schedule.mode == "pipelined":
             batch = len(self.op_schedule.split_micro_batches(micro)[op.micro_batch])
         keys = job.image_layout
         subgroup_tokens = cost.count_ulysses_tokens(job, place, micro) if plan.ulysses > 1 else 0
@@ -289,7 +289,7 @@ class OpPricer:
 
     def _add_warmup_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
         """The load of a warmup group's call: weights arrive while it computes, and it waits for keys of each layer."""
-        job, counted, streams_weights = self.job, self._basis.transformer_work, self.job.plan.warmup_mode == "sequence"
+        job, counted, streams_weights = self.job, self._basis.transformer_work, self.op_schedule.mode == "sequence"
         link, n = self.get_axis_link("pipefusion"), len(self.op_schedule.select_warmup_group(micro))
         rate = link.bandwidth * get_bandwidth_share(link, "pipefusion", n)
         tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, *micro))

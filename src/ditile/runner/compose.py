@@ -17,6 +17,7 @@ from ditile.cache.agreement import AgreementGroups, LoopClock, StageAgreement
 from ditile.cache.cached import TransformerCache, find_transformer_cache
 from ditile.distributed.mesh import Axis, Mesh
 from ditile.distributed.trace import GenerationTrace
+from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError, StoppedError
 from ditile.hooks.block_hooks import CallCountHooks, TransformerHooks
 from ditile.hooks.block_policy import BlockHook, LayerAttention
@@ -54,7 +55,7 @@ from ditile.parallel.text.encoders import After, TextEncoders
 from ditile.parallel.vae.vae import ParallelVAE
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.layout import Split
-from ditile.plan.plan import Facts, Plan
+from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import Weights, count_images
 from ditile.plan.spec import ModelSpec
 from ditile.plan.stages import select_local_blocks
@@ -77,6 +78,7 @@ class Composition:
         attention: builds what attends in each layer.
         compile: whether the blocks are compiled, where the user has not.
         graphs: records blocks as CUDA graphs, where that is asked for.
+        serial_plan: with warmup_mode=auto that of calls in which the weights of blocks cannot be sent.
     """
 
     pipe: Any
@@ -94,6 +96,7 @@ class Composition:
     attention: LayerAttentionBuilder
     compile: bool
     graphs: BlockGraphs | None
+    serial_plan: Plan | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -132,11 +135,14 @@ class Composition:
 
     def find_refusal_reason(self) -> str | None:
         """Why the model cannot run as it is now on this rank, or None."""
+        reason = self.block_hooks.explain_refusal(self.resident_blocks)
+        return reason or (self.explain_streaming_refusal() if self.serial_plan is None else None)
+
+    def explain_streaming_refusal(self) -> str | None:
+        """Why the weights of this rank's blocks cannot be sent to the other stages as they are now, or None."""
         warmup_group = self.pipefusion.warmup_group
         weight_stream = None if warmup_group is None else warmup_group.weight_stream
-        return self.block_hooks.explain_refusal(self.resident_blocks) or (
-            None if weight_stream is None else weight_stream.explain_refusal()
-        )
+        return None if weight_stream is None else weight_stream.explain_refusal()
 
     @contextmanager
     def install_for_call(
@@ -332,13 +338,14 @@ def compose_strategies(
     keep = options.keep_weights
     # All that may raise comes first, so that an error leaves the pipeline as it was.
     block_hooks = _build_block_hooks(pipe, plan, options)
+    plan, serial_plan = _choose_warmup_mode(pipe, block_hooks, plan, mesh)
     stages = divide_into_stages(block_hooks, plan)
     kernel = _find_kernel(options.attention, block_hooks.transformer, device, plan)
     ranks = (mesh.image, mesh.control, device, mesh.traffic)
     encoders = TextEncoders(pipe, plan.text, *ranks, keep=keep, after=options.text_after)
     parallel_vae = _build_parallel_vae(pipe, plan, mesh)
     # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
-    warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh)
+    warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh, may_rest=serial_plan is not None)
     # Before `claim_blocks`, which clears `loaded_blocks`, and takes weights out.
     shards = _list_shard_options(block_hooks, plan, mesh["tensor"], keep=keep)
     own, tensor = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages), mesh["tensor"]
@@ -356,10 +363,13 @@ def compose_strategies(
     pipefusion = PipeFusion(mesh, stage, plan, block_hooks.anatomy.joint, trace, sharded.streams, warmup_group)
     token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
     kept_buffers = None if options.graphs is None else options.graphs.kept_buffers
-    loop = Loop(pipefusion, mesh, plan, token_split, trace, kept_buffers, may_change=_may_change(block_hooks))
+    may_change = _may_change(block_hooks)
+    loop = Loop(
+        pipefusion, mesh, plan, token_split, trace, kept_buffers, may_change=may_change, serial_plan=serial_plan
+    )
     attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
-    return Composition(pipe, plan, mesh, device, *built, options.compile, options.graphs)
+    return Composition(pipe, plan, mesh, device, *built, options.compile, options.graphs, serial_plan)
 
 
 def _may_change(block_hooks: TransformerHooks) -> bool:
@@ -460,7 +470,7 @@ def _check_model_divisible(
             f"compile=True: nothing is known of the blocks of {type(model).__name__}; leave it out, and compile the "
             "whole: pipe.transformer = torch.compile(pipe.transformer)"
         )
-    if plan.warmup_mode != "serial" and any(each.anatomy.modes for each in block_hooks.models):
+    if plan.warmup_mode not in ("serial", AUTO) and any(each.anatomy.modes for each in block_hooks.models):
         raise ModelError(
             f"warmup_mode={plan.warmup_mode}: {type(model).__name__} keeps keys of the first step in a cache of its "
             "own, which is not shared out; use serial"
@@ -477,8 +487,20 @@ def _check_model_divisible(
         )
 
 
+def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, mesh: Mesh) -> tuple[Plan, Plan | None]:
+    """The plan with a mode in place of warmup_mode=auto, and that of calls in which its warmup group rests.
+
+    All ranks choose alike: one rank that cannot send its weights is enough.
+    """
+    shared, serial = plan.resolve_warmup(), plan.resolve_warmup(streams=False)
+    if shared == serial:
+        return shared, None
+    cannot_stream = _may_change(block_hooks) or bool(list_quantized_parameters(block_hooks.transformer))
+    return (serial, None) if any(gather_json(cannot_stream, mesh.everyone)) else (shared, serial)
+
+
 def _build_warmup_group(
-    pipe: Any, block_hooks: TransformerHooks, stages: list[range], plan: Plan, mesh: Mesh
+    pipe: Any, block_hooks: TransformerHooks, stages: list[range], plan: Plan, mesh: Mesh, *, may_rest: bool
 ) -> WarmupGroup | None:
     """The stages that compute the synchronous steps together, where the plan has some."""
     if plan.warmup_mode not in ("sequence", "separate"):
@@ -491,7 +513,7 @@ def _build_warmup_group(
         return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
     weight_stream = WeightStream(block_hooks, stages, mesh)
     block_hooks.replacement_blocks = weight_stream.streamed_blocks
-    return WarmupGroup(mesh, block_hooks, stages, plan.pipefusion, weight_stream)
+    return WarmupGroup(mesh, block_hooks, stages, plan.pipefusion, weight_stream, may_rest=may_rest)
 
 
 def _list_shard_options(

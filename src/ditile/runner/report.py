@@ -21,6 +21,7 @@ class Report:
         seconds: total, text (until the first step), denoise, decode.
         steps: number of steps that ran.
         synchronous: the synchronous steps, from 0; with warmup=auto those that it chose.
+        warmup_mode: how they ran; with warmup_mode=auto what it chose.
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values at the end of the last step.
@@ -34,6 +35,7 @@ class Report:
     seconds: dict[str, float]
     steps: int
     synchronous: list[int]
+    warmup_mode: str
     sent: dict[str, int]
     peak_memory_bytes: int
     key_bytes: int
@@ -86,8 +88,13 @@ class CallMeter:
         self._steps += 1
         self._key_bytes, self._text = key_bytes, text
 
-    def build_report(self, synchronous: list[int], cache_bytes: int) -> Report:
-        """Ends the call, and waits for the device; `synchronous` are its steps, `cache_bytes` the bytes of caches."""
+    def build_report(self, synchronous: list[int], warmup_mode: str, cache_bytes: int) -> Report:
+        """Ends the call, and waits for the device.
+
+        Args:
+            synchronous, warmup_mode: its synchronous steps, and how they ran.
+            cache_bytes: bytes that caches keep.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)
@@ -101,6 +108,7 @@ class CallMeter:
             seconds={"total": now - began} | parts,
             steps=self._steps,
             synchronous=synchronous,
+            warmup_mode=warmup_mode,
             sent=dict(self._traffic.bytes),
             peak_memory_bytes=peak,
             key_bytes=self._key_bytes,

@@ -301,7 +301,8 @@ class Runner:
         last_stage = self.mesh.image.num_ranks - 1
         rng.synchronise_generators(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
         decodes.raise_complaint(None if ends.decodes_alone else self.mesh.everyone)
-        self.report = watch.build_report(loop.synchronous_steps, sum(cache.kept_bytes for cache in parts.model_caches))
+        kept_bytes = sum(cache.kept_bytes for cache in parts.model_caches)
+        self.report = watch.build_report(*loop.taken_warmup, kept_bytes)
         return None if first and self.mesh.rank != 0 else result
 
     def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -321,10 +322,13 @@ class Runner:
             self.pipe, self._parts.device
         )
         mine = [refusal and [type(refusal).__name__, str(refusal)], given | {"cache": caches}]
-        everyone = gather_json([*mine, digest.describe_loras(self.pipe.components)], self.mesh.everyone)
+        rests = self._parts.serial_plan is not None and self._parts.explain_streaming_refusal() is not None
+        everyone = gather_json([*mine, digest.describe_loras(self.pipe.components), rests], self.mesh.everyone)
         if refusal is not None:
             raise refusal
-        _check_ranks_alike(everyone)
+        _check_ranks_alike([each[:3] for each in everyone])
+        # LoRAs, or other weights than when the pipeline was divided, on one stage are enough.
+        self._parts.loop.lets_group_rest = any(rests for *_, rests in everyone)
         return call
 
     def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: str) -> dict[str, Any]:
@@ -490,7 +494,7 @@ def parallelize(
     options = CompositionOptions(keep_weights, text_after, attention, compile, checks, graphs)
     composition = compose_strategies(pipe, plan, mesh, chosen, options)
     # Behind all that may raise: the other ranks would wait here for a rank that raised.
-    mesh.connect_groups(plan, chosen)
+    mesh.connect_groups(composition.plan, chosen)
     composition.pipefusion.connect_channels(chosen)
     return Runner(composition, origin=origin, keep_weights=keep_weights)
 

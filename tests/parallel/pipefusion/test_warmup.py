@@ -15,6 +15,7 @@ from diffusers import EulerDiscreteScheduler
 import ditile
 from ditile.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
+from ditile.plan.schedule import Schedule
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.sequence.test_tokens import TOLERANCE, close
@@ -315,3 +316,46 @@ def cast(mode: str) -> None:
 def test_weights_that_are_cast_for_each_use(pool: Pool, mode: str) -> None:
     """A failure means that a rank computes with weights as they are stored, or raises while others wait for it."""
     pool.run(cast, 2, mode)
+
+
+def draw_chosen(folder: Path) -> None:
+    pipe, plan = MAKE["flux"](), {"pipefusion": 2, "patches": 3}
+    with divided(pipe, **plan, warmup=2) as runner:
+        wanted = run(runner, "flux")
+    runner = parallelize(pipe, Plan(**plan, warmup_mode="auto"))
+    close(run(runner, "flux"), wanted, "shared")
+    assert runner.report is not None and runner.plan == Plan(**plan, warmup=2, warmup_mode="sequence")
+    assert (runner.report.warmup_mode, runner.report.synchronous) == ("sequence", [0, 1])
+    load("one")(pipe, folder)
+    got = run(runner, "flux")
+    assert (runner.report.warmup_mode, runner.report.synchronous) == ("serial", [0])
+    other = MAKE["flux"]()
+    serial = parallelize(other, Plan(**plan))
+    load("one")(other, folder)
+    same(got, run(serial, "flux"), "with LoRAs, stage after stage")
+    pipe.unload_lora_weights()
+    close(run(runner, "flux"), wanted, "shared again")
+    assert runner.report.warmup_mode == "sequence"
+
+
+def test_auto_shares_what_can_be_sent(pool: Pool, tmp_path: Path) -> None:
+    """Weights are sent, with a second synchronous step; LoRAs that come later, on one stage too, are not. A failure
+    means that a stage waits for weights that nobody sends, or that a picture lacks its LoRA."""
+    pool.run(draw_chosen, 2, folder_of("flux", tmp_path))
+
+
+def test_what_auto_stands_for() -> None:
+    """A failure means that a plan is refused, or that the planner prices another one than runs."""
+    for plan, mode, warmup in (
+        (Plan(pipefusion=4, warmup_mode="auto"), "sequence", 2),
+        (Plan(pipefusion=4, warmup=3, warmup_mode="auto"), "sequence", 3),
+        (Plan(pipefusion=4, warmup=0, warmup_mode="auto"), "serial", 0),
+        (Plan(pipefusion=2, ulysses=2, warmup_mode="auto"), "serial", 1),
+        (Plan(warmup_mode="auto"), "serial", 1),
+        (Plan(pipefusion=4, warmup_mode="pipelined"), "pipelined", 1),
+    ):
+        resolved, schedule = plan.resolve_warmup(), Schedule.from_plan(plan, 4)
+        assert (resolved.warmup_mode, resolved.warmup) == (mode, warmup) == (schedule.mode, schedule.warmup), plan
+    assert Plan(pipefusion=4, warmup_mode="auto").resolve_warmup(streams=False) == Plan(pipefusion=4)
+    bounds = [Schedule.from_plan(Plan(pipefusion=4, patches=4, warmup_mode=mode), 4) for mode in ("serial", "auto")]
+    assert [round(bound.bound_speedup(), 2) for bound in bounds] == [2.06, 3.37]

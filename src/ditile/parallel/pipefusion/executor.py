@@ -221,11 +221,14 @@ class PipeFusion:
         prediction is made of the same patch of each.
         """
         now = self.generation
-        if form.returns_text and self.warmup_group is not None:
-            raise PlanError(
-                f"warmup_mode={self._plan.warmup_mode}: the model makes a result of two streams, as of a video and its "
-                "sound, and ranks that share out synchronous steps send one; use serial or pipelined"
-            )
+        if form.returns_text and now.warmup_split is not None:
+            if self.warmup_group is None or not self.warmup_group.may_rest:
+                raise PlanError(
+                    f"warmup_mode={self._plan.warmup_mode}: the model makes a result of two streams, as of a video and "
+                    "its sound, and ranks that share out synchronous steps send one; use serial or pipelined"
+                )
+            # In the rehearsal, behind which the loop goes on with a schedule without the group.
+            now.warmup_split = None
         if form.returns_text and form.text < self._sequence.num_ranks:
             raise PlanError(
                 f"the second stream, as a sound, has {form.text} tokens, and {self._sequence.num_ranks} ranks share "
@@ -390,7 +393,8 @@ class PipeFusion:
     @property
     def _active_warmup_group(self) -> WarmupGroup | None:
         """The warmup group, if it computes the micro-step at hand."""
-        return self.warmup_group if self.generation.micro_step.patch is None else None
+        now = self.generation
+        return self.warmup_group if now.micro_step.patch is None and now.warmup_split is not None else None
 
     def _expect_call_messages(self) -> None:
         """In the first step the number of calls is not known yet: only the messages of this call are certain."""

@@ -79,9 +79,11 @@ class Loop:
         trace: records each op.
         kept_buffers: where keys and values stay from call to call, if they do.
         may_change: whether the pipeline calls another model, or one in another mode, in some steps.
+        serial_plan: of calls in which the warmup group rests; None where it never does.
 
     Attributes:
         when_over: called after the last step.
+        lets_group_rest: whether the warmup group rests in the next call.
         generation: the one under way, or none.
     """
 
@@ -95,10 +97,12 @@ class Loop:
         kept_buffers: dict[Hashable, Tensor] | None = None,
         *,
         may_change: bool = False,
+        serial_plan: Plan | None = None,
     ) -> None:
         self._pipefusion, self._mesh, self._trace = pipefusion, mesh, trace
         self._kept_buffers, self._may_change = kept_buffers, may_change
-        self._plan, self._split = plan, split
+        self._plan, self._split, self._serial_plan = plan, split, serial_plan
+        self.lets_group_rest = False
         # Replicas exchange latents at the end, so they must stop at the same step.
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
@@ -157,9 +161,10 @@ class Loop:
         return None if latents is None else int(self._batch.view_own_images(latents).shape[0])
 
     @property
-    def synchronous_steps(self) -> list[int]:
-        """The steps of the last generation that were synchronous."""
-        return [step for step in range(self._schedule.steps) if self._schedule.is_synchronous(step)]
+    def taken_warmup(self) -> tuple[list[int], str]:
+        """The steps of the last generation that were synchronous, and how they ran."""
+        schedule = self._schedule
+        return [step for step in range(schedule.steps) if schedule.is_synchronous(step)], schedule.mode
 
     def forget_constants(self) -> None:
         """Forgets what was constant: a callback may have changed it."""
@@ -244,7 +249,8 @@ class Loop:
         self._finish_generation(stopped=step < len(timesteps))
 
     def _begin_generation(self, timesteps: tuple[Tensor, ...]) -> Generation:
-        schedule = Schedule.from_plan(self._plan if not self._batch.is_idle else Plan(), len(timesteps))
+        plan = self._serial_plan if self._serial_plan is not None and self.lets_group_rest else self._plan
+        schedule = Schedule.from_plan(plan if not self._batch.is_idle else Plan(), len(timesteps))
         self._batch.begin_generation()
         self._relative_change = RelativeChange(self._mesh["cfg"].index) if schedule.adaptive else None
         generation = self.generation
@@ -260,7 +266,7 @@ class Loop:
             )
         )
         warmup_group = self._pipefusion.warmup_group
-        if warmup_group is not None:
+        if warmup_group is not None and plan is self._plan:
             generation.warmup_split = Split(warmup_group.size)
             generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
         self._schedule, self._timesteps = schedule, timesteps
@@ -286,6 +292,8 @@ class Loop:
         if not self._streams:
             return
         rng.restore_generators(self._callbacks.generators, saved)
+        if self._serial_plan is not None and self._schedule.warmup_group_size and now.warmup_split is None:
+            self._schedule = Schedule.from_plan(self._serial_plan, self._schedule.steps)
         self._schedule = replace(self._schedule, again=self._schedule.again | rehearsal.changed_steps)
         if self._has_partial_latents:
             for each in self._streams:

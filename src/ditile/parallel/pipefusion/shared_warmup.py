@@ -23,6 +23,7 @@ from ditile.hooks.block_policy import BlockHook, TokenState
 from ditile.hooks.generation import Generation, LayerTokens
 from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask
 from ditile.hooks.protocols import AttentionKernel, KeySource
+from ditile.hooks.token_arguments import take_runs
 from ditile.parallel.attention.core import merge_rank_runs
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
 from ditile.plan.anatomy import LOCAL, REAL_PAIRS, drop_further_keys
@@ -40,6 +41,7 @@ class WarmupGroup:
         stages: which stage owns which.
         size: stages 0 to `size` - 1 are the members.
         weight_stream: brings the weights of other stages; None where each member holds all.
+        may_rest: whether calls for which it cannot work run stage after stage, as with warmup_mode=auto.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class WarmupGroup:
         stages: Sequence[range],
         size: int,
         weight_stream: WeightStream | None,
+        *,
+        may_rest: bool = False,
     ) -> None:
         group = mesh["pipefusion"].group
         assert group is not None and mesh.latents is not None
-        self.size, self.stage, self.weight_stream = size, mesh.stage_index, weight_stream
+        self.size, self.stage, self.weight_stream, self.may_rest = size, mesh.stage_index, weight_stream, may_rest
         self.is_member = self.stage < size
         self._group, self._traffic, self._hooks, self._owned = group, mesh.traffic, hooks, stages[mesh.stage_index]
         self._owners = {
@@ -183,10 +187,12 @@ class WarmupGroup:
         own = mask.join_ring_masks()
         if self.size == 1:
             return own
-        if self.size <= self.last or mask.covers_sequence:
+        if mask.covers_sequence:
+            return take_runs(own, merge_rank_runs(tokens), 3)
+        if self.size <= self.last:
             raise ModelError(
-                f"{layer} masks keys, which warmup_mode=separate does not gather along a group of {self.size}, nor "
-                "masks of pairs along any; use warmup_ranks=1 or another warmup_mode"
+                f"{layer} masks keys, which warmup_mode=separate does not gather along a group of {self.size}; use "
+                "warmup_ranks=1 or another warmup_mode"
             )
         flat = own.to(torch.uint8) if own.dtype == torch.bool else own
         shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
@@ -263,12 +269,14 @@ class WarmupGroupKeys:
             ModelError: if keys are masked and go to stages outside of the group, or queries are told apart.
         """
         now = self.now
-        if now.micro_step.patch is not None:
+        if now.micro_step.patch is not None or now.warmup_split is None:
             return self.others.attend_to_keys(q, k, v, tokens, extra)
         k, v = self.warmup_group.gather_keys(k, v, tokens)
         mask = None if extra.mask is None else self.warmup_group.gather_mask(extra.mask, self.layer, tokens)
         if now.keeps_keys:
-            self.warmup_group.store_or_send_keys(self.layer, k, v, mask, tokens, now)
+            # A mask of pairs comes whole with every call.
+            kept_mask = None if extra.mask is not None and extra.mask.covers_sequence else mask
+            self.warmup_group.store_or_send_keys(self.layer, k, v, kept_mask, tokens, now)
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)
