@@ -103,7 +103,7 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--stall-timeout", "nan"), "stall_timeout=nan"),
         (("generate", "a", "--stall-timeout", "inf"), "stall_timeout=inf"),
         (("generate", "a", "--dtype", "int8"), "bfloat16"),
-        (("generate", "a", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
+        (("generate", "a", "--model", "nothing-like-it"), "shapes-flux, shapes-flux-turbo, shapes-pixart"),
         (("generate", "a", "--model", "shapes-fux"), "did you mean shapes-flux?"),
         (("generate", "a", "--model", "flux.1-dev"), "and HF_HUB_OFFLINE is set"),
         (
@@ -167,7 +167,10 @@ def opened(path: str) -> Image.Image:
         (("verify", "--steps", "2"), "nothing to be stale"),
         (("verify", "--height", "0"), "height=0"),
         (("verify", "--true-cfg", "nan"), "true_cfg=nan is no finite number"),
-        (("verify", "--pipefusion", "2", "--model", "nothing-like-it"), "shapes-flux, shapes-pixart"),
+        (
+            ("verify", "--pipefusion", "2", "--model", "nothing-like-it"),
+            "shapes-flux, shapes-flux-turbo, shapes-pixart",
+        ),
         (("verify", "--ulysses", "0"), "ulysses=0"),
         (("verify", "--ulysess", "2"), "did you mean --ulysses?"),
         (("models", "--all"), "--all is not known"),

@@ -64,7 +64,7 @@ stage 1  |..==.0101|
 def test_a_dry_run_shows_the_schedule_without_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """A failure would mean that weights are read or must be there, or a schedule that is not that of the run."""
     shutil.copytree(ASSETS / "shapes-pixart", "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    words = ("--model", "model", "--steps", "9", "--pipefusion", "2", "--patches", "2", "--dry-run")
+    words = ("--model", "model", "--steps", "17", "--pipefusion", "2", "--patches", "2", "--dry-run")
     assert main.main(["generate", "a circle", *words]) == 0
     out = capsys.readouterr().out
     assert out.endswith("\n" + GANTT) and "PixArt, 12 blocks, 3.36 M" in out
