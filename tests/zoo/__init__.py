@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.zoo import more_pictures, more_videos, pictures, sounds, videos
+from tests.zoo import modular, more_pictures, more_videos, pictures, sounds, videos
 from tests.zoo.entry import VARIANTS, Entry
 
 __all__ = ["LEFT_OUT", "VARIANTS", "ZOO", "Entry"]
 
-ENTRIES = [one for module in (pictures, more_pictures, videos, more_videos, sounds) for one in module.ENTRIES]
+ENTRIES = [one for module in (pictures, more_pictures, videos, more_videos, sounds, modular) for one in module.ENTRIES]
 ZOO: dict[str, Entry] = {one.name: one for one in sorted(ENTRIES, key=lambda one: one.use_rank)}
 assert len(ZOO) == len(ENTRIES)
 

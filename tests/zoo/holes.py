@@ -45,7 +45,7 @@ TABLE = (
         """
         qwen-image-2.1-edit flux-2 flux-2-klein-edit flux-2-klein-kv flux-img2img flux-kontext flux-fill
         flux-inpaint flux-control flux-controlnet ideogram-4 kandinsky-6-super-resolution sana-sprint
-        ace-step-turbo prx-distilled
+        ace-step-turbo prx-distilled flux-modular
     """,
     ),
     Hole(

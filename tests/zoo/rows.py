@@ -29,7 +29,7 @@ from tests.zoo.entry import Entry
 from tests.zoo.own import OWN
 
 EVERY = {**ZOO, **OWN}
-DOUBLE = frozenset({"krea-2"})
+DOUBLE = frozenset({"krea-2", "krea-2-modular"})
 """Entries whose random weights make much of the last bit of a number: they are drawn in float64."""
 LOOSE = dict.fromkeys(("kandinsky-5-image", "kandinsky-5-edit", "kandinsky-5", "kandinsky-5-image-to-video"), 3e-4)
 """The same of entries that compute in float32 whatever they are given: a share of the largest value."""

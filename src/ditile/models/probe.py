@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
 from ditile.models.derive import derive_anatomy
+from ditile.models.pipeline_calls import list_call_parameters
 from ditile.models.record import CapturedCall, capture_call
 from ditile.plan.anatomy import Anatomy
 
@@ -97,7 +98,7 @@ def list_probe_arguments(pipe: Any) -> dict[str, dict[str, Any]]:
     Raises:
         ModelError: if its call needs an argument that is not known.
     """
-    parameters = inspect.signature(pipe.__call__).parameters
+    parameters = list_call_parameters(pipe)
     scale = int(getattr(pipe, "vae_scale_factor", None) or getattr(pipe, "vae_scale_factor_spatial", None) or 8) * UNIT
     small = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[0]))
     large = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[1]))

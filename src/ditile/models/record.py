@@ -20,6 +20,7 @@ from ditile.hooks.attention_processors import find_attention_processors
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.pieces import find_run
 from ditile.models.block_lists import find_block_lists
+from ditile.models.pipeline_calls import hide_block_tracebacks
 from ditile.plan.anatomy import describe_mode
 from ditile.plan.spec import BlockList, Flow
 
@@ -301,6 +302,7 @@ def capture_call(
         if step is not None:
             override_attribute(stack, pipe.scheduler, "step", functools.wraps(step)(step_and_note))
         stack.enter_context(torch.no_grad())
+        hide_block_tracebacks(stack, _Recorded)
         with suppress(_Recorded):
             pipe(**arguments)
     if not captured:

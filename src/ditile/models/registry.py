@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Trans
 from torch import nn
 
 from ditile.errors import ModelError, PlanError
-from ditile.hooks.compile import unwrap_compiled
 from ditile.models.block_table import TRANSFORMER_TABLE, find_diffusers_class
 from ditile.models.flux import FLUX
 from ditile.models.known import ASSETS
+from ditile.models.pipeline_calls import find_denoisers, list_call_parameters
 from ditile.models.pixart import PIXART
 from ditile.models.sd3 import SD3
 from ditile.plan.plan import Plan
@@ -151,22 +150,6 @@ def _describe_rung(name: str, pipelines: tuple[str, ...], columns: frozenset[str
     return pipelines, ", ".join(rungs) or _RUNGS[-1], "; ".join(notes)
 
 
-def find_denoisers(pipe: diffusers.DiffusionPipeline) -> dict[str, nn.Module]:
-    """The models that a pipeline calls in its loop, by name: one, or two of a class in turns; themselves, if compiled.
-
-    Raises:
-        ModelError: if it has none, or two that differ in their classes.
-    """
-    for name in ("transformer", "unet"):
-        names = [each for each in (name, f"{name}_2") if isinstance(getattr(pipe, each, None), nn.Module)]
-        models = {each: unwrap_compiled(getattr(pipe, each)) for each in names}
-        if len({type(model) for model in models.values()}) > 1:
-            raise ModelError(f"{type(pipe).__name__} calls models of two classes in turns, {' and '.join(names)}")
-        if models:
-            return models
-    raise ModelError(f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide")
-
-
 def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
     """The first model that a pipeline calls in its loop; raises as `find_denoisers`."""
     return next(iter(find_denoisers(pipe).values()))
@@ -180,7 +163,7 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
         PlanError: if guidance branches are to be shared out that the model itself compares.
     """
     model, name = find_loop_model(pipe), type(pipe).__name__
-    parameters = inspect.signature(type(pipe).__call__).parameters
+    parameters = list_call_parameters(pipe)
     if plan.cfg > 1 and "pag_scale" in parameters:
         raise PlanError(f"cfg={plan.cfg}: {name} tells branches of guidance apart inside attention; use data instead")
     if plan.divides_the_batch_alone:

@@ -209,10 +209,17 @@ def check_image_size(call: Mapping[str, Any], unit: int) -> None:
 
 
 def fill_call_defaults(
-    pipeline: type, config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]
+    parameters: Mapping[str, inspect.Parameter], config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Call arguments, completed by the pipeline's own defaults and its default size."""
-    parameters = inspect.signature(pipeline.__call__).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.default not in (inspect.Parameter.empty, None)}
+    """Call arguments, completed by the pipeline's own defaults and its default size.
+
+    Args:
+        parameters: of the pipeline's call, by name.
+        config: of its transformer.
+        vae_scale: pixels of a latent pixel's side.
+        call: the arguments.
+    """
+    known = {name: parameter.default for name, parameter in parameters.items()}
+    defaults = {name: default for name, default in known.items() if default not in (inspect.Parameter.empty, None)}
     side = int(config.get("sample_size") or 128) * vae_scale
     return {"height": side, "width": side} | defaults | {k: v for k, v in call.items() if v is not None}

@@ -14,6 +14,7 @@ import torch.distributed
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed.console import is_writing_process, make_console, make_numbered_tables
 from ditile.errors import PlanError
+from ditile.models.pipeline_calls import list_call_parameters
 from ditile.plan.plan import Plan
 from ditile.plan.shape import fill_call_defaults
 from ditile.plan.units import format_bytes, format_number
@@ -250,7 +251,7 @@ def _describe_priced_call(subject: PlanSubject, call: Mapping[str, Any], element
     """See `Answer.call`."""
     shape = subject.make_call_shape(call, element_size)
     config: Any = subject.transformer.config
-    filled = fill_call_defaults(subject.pipeline, config, subject.vae_scale, call)
+    filled = fill_call_defaults(list_call_parameters(subject.pipeline), config, subject.vae_scale, call)
     scale = "true_cfg_scale" if "true_cfg_scale" in call else "guidance_scale"
     return {
         "height": shape.height,

@@ -25,6 +25,7 @@ from ditile.hooks.overrides import list_parameter_names
 from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.models.anatomies import build_block_hooks, find_derived_cuts
 from ditile.models.known import name_component_source
+from ditile.models.pipeline_calls import list_call_parameters
 from ditile.models.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
@@ -360,7 +361,7 @@ class PlanSubject:
 
     def _fill_arguments(self, call: Mapping[str, Any]) -> dict[str, Any]:
         config: Any = self.transformer.config
-        return fill_call_defaults(self.pipeline, config, self.vae_scale, call)
+        return fill_call_defaults(list_call_parameters(self.pipeline), config, self.vae_scale, call)
 
     def make_call_shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
         """The shape of a call; the pipeline's own defaults fill the gaps.

@@ -8,6 +8,7 @@ scale of a LoRA.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from ditile.distributed.pulse import note_work_alone
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
+from ditile.models.pipeline_calls import list_progress_bar_owners
 from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
 from ditile.runner.report import CallMeter
 
@@ -115,25 +117,25 @@ class StepEndCallbacks:
             call["callback_on_step_end_tensor_inputs"] = self._names
         if self._legacy is not None:
             call["callback"] = None
-        stock = self._pipe.progress_bar
 
         @contextmanager
-        def open_progress_bar(total: int | None) -> Iterator[_SilentBar]:
+        def open_progress_bar(stock: Callable[..., Any], total: int | None) -> Iterator[_SilentBar]:
             if self._mesh.rank != 0:
                 yield _SilentBar()
                 return
             with stock(total=total) as self._bar, mark_open_line(shown=not getattr(self._bar, "disable", False)):
                 yield _SilentBar()
 
-        def iterate_with_bar(iterable: Iterable[Any]) -> Iterator[Any]:
+        def iterate_with_bar(stock: Callable[..., Any], iterable: Iterable[Any]) -> Iterator[Any]:
             # The hint is 0 for a generator: its bar shows steps without a total.
-            with open_progress_bar(length_hint(iterable)):
+            with open_progress_bar(stock, length_hint(iterable)):
                 yield from iterable
 
-        def progress_bar(iterable: Any = None, total: int | None = None) -> Any:
-            return open_progress_bar(total) if iterable is None else iterate_with_bar(iterable)
+        def progress_bar(stock: Callable[..., Any], iterable: Any = None, total: int | None = None) -> Any:
+            return open_progress_bar(stock, total) if iterable is None else iterate_with_bar(stock, iterable)
 
-        override_attribute(stack, self._pipe, "progress_bar", progress_bar)
+        for owner in list_progress_bar_owners(self._pipe):
+            override_attribute(stack, owner, "progress_bar", functools.partial(progress_bar, owner.progress_bar))
         return StepCallbacks(
             self._handle_loop_begin,
             self._handle_step_end,

@@ -28,6 +28,7 @@ from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
 from ditile.models.anatomies import build_block_hooks, find_anatomy
+from ditile.models.pipeline_calls import find_denoisers, list_denoiser_names, read_call_values
 from ditile.models.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
@@ -59,9 +60,6 @@ from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import Weights, count_images
 from ditile.plan.spec import ModelSpec
 from ditile.plan.stages import select_local_blocks
-
-DENOISER_NAMES = ("transformer", "transformer_2", "unet")
-"""What a pipeline may call in its loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ class Composition:
             decisions: the groups of ranks that decide together on what caches leave out; None without caches.
             first: whether rank 0 alone needs the pictures.
         """
-        images = count_images(call)
+        images = count_images(read_call_values(call))
         models, dims = [model.transformer for model in self.block_hooks.models], self.block_hooks.batch_dims
         batch = DataCfgBatch(
             self.mesh, models, images=images, batch_dims=dims, inputs=self.block_hooks.anatomy.inputs or None
@@ -385,8 +383,7 @@ def find_model_caches(pipe: Any) -> list[TransformerCache]:
 
 def find_loop_models(pipe: Any) -> list[nn.Module]:
     """The models that a pipeline calls in its loop now; the modules themselves, where they are compiled."""
-    models = (getattr(pipe, name, None) for name in DENOISER_NAMES)
-    return [unwrap_compiled(model) for model in models if model is not None]
+    return [unwrap_compiled(getattr(pipe, name)) for name in list_denoiser_names(pipe)]
 
 
 def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]:
@@ -423,11 +420,7 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 def check_pipeline(pipe: Any) -> None:
     """Raises `ModelError` unless this is a pipeline: it has a model that it calls in its loop, and a scheduler."""
-    if not any(isinstance(getattr(pipe, name, None), nn.Module) for name in DENOISER_NAMES):
-        raise ModelError(
-            f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; give a pipeline of "
-            "diffusers"
-        )
+    find_denoisers(pipe)
     scheduler = getattr(pipe, "scheduler", None)
     if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):
         others = [name for name, part in vars(pipe).items() if hasattr(part, "set_timesteps")]
@@ -442,7 +435,7 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
     calls_whole_model = plan.divides_the_batch_alone and options.attention is None
     spec = registry.select_plan_spec(pipe, plan)
     block_hooks: TransformerHooks | None = None
-    models = registry.find_denoisers(pipe)
+    models = find_denoisers(pipe)
     for name, model in reversed(models.items()):
         label = f"{name}:" if len(models) > 1 else ""
         if calls_whole_model:

@@ -23,9 +23,10 @@ from ditile.hooks.pieces import list_predictions
 from ditile.hooks.token_arguments import find_unknown_rows, slice_rows
 from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
 from ditile.models.block_lists import find_block_lists
+from ditile.models.pipeline_calls import find_denoisers
 from ditile.models.probe import derive_from_pipeline
 from ditile.models.record import CapturedCall
-from ditile.models.registry import find_denoisers, find_model_spec
+from ditile.models.registry import find_model_spec
 from ditile.parallel.tensor.derive import derive_tensor_cuts
 from ditile.plan.plan import Plan
 

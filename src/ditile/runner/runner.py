@@ -33,6 +33,13 @@ from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.models import registry
+from ditile.models.pipeline_calls import (
+    explain_guider_refusal,
+    hide_block_tracebacks,
+    is_modular,
+    list_call_parameters,
+    read_call_values,
+)
 from ditile.models.source import find_latent_cuts
 from ditile.models.step_memory import explain_hook_refusal
 from ditile.parallel.pipefusion.graphs import BlockGraphs, CudaGraphRecorder
@@ -95,17 +102,24 @@ class Runner:
         """Calls run a pipeline of a class from now on."""
         self.pipe, self._kind = self._pipes[kind.__module__, kind.__name__] = pipe, kind
         self._signature = inspect.signature(self._kind.__call__.__get__(pipe))
+        self._parameters = list_call_parameters(pipe)
         parameters = self._signature.parameters.values()
         self._rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
 
     @note_shared_call()
     def __call__(
-        self, *args: Any, output: Literal["all", "first"] = "all", watch: StepWatch = NOBODY, **kwargs: Any
+        self,
+        *args: Any,
+        output: Any = None,
+        output_on: Literal["all", "first"] = "all",
+        watch: StepWatch = NOBODY,
+        **kwargs: Any,
     ) -> Any:
         """Generates, with the arguments and the result of `pipe(...)`.
 
         Args:
-            output: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
+            output: what a modular pipeline returns, as `pipe(..., output=...)`; of other pipelines `output_on`.
+            output_on: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
             watch: is called at the ends of steps. It does not change the picture.
 
         Raises:
@@ -126,9 +140,14 @@ class Runner:
             )
         self._stop_event = threading.Event()
         try:
-            call = self._agree_on_call(args, kwargs, {"output": output, "latents_at": sorted(watch.latents_at) or None})
+            if output is not None and is_modular(self.pipe):
+                kwargs["output"] = output
+            elif output is not None:
+                output_on = output
+            options = {"output_on": output_on, "latents_at": sorted(watch.latents_at) or None}
+            call = self._agree_on_call(args, kwargs, options)
             self._check_call_fits_plan(call)
-            return self._run_pipeline(call, output, watch)
+            return self._run_pipeline(call, output_on, watch)
         finally:
             self._stop_event = None
 
@@ -275,7 +294,7 @@ class Runner:
         rank = f"rank {self.mesh.rank} of {self.plan.world} on {self.devices[self.mesh.rank]}"
         return f"<Runner of {type(self.pipe).__name__}: {self.plan}; {rank}>"
 
-    def _run_pipeline(self, call: dict[str, Any], output: str, watcher: StepWatch) -> Any:
+    def _run_pipeline(self, call: dict[str, Any], output_on: str, watcher: StepWatch) -> Any:
         parts, stop_event = self._parts, self._stop_event
         assert stop_event is not None
         generators = rng.list_generators(call.get("generator"), parts.device)
@@ -286,17 +305,18 @@ class Runner:
             stack.enter_context(restore_processors_on_error(find_loop_models(self.pipe)))
             ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch, stop_event.is_set, watcher)
             ends.decodes_alone = self.plan.vae == "whole" and self.plan.data == 1 and not generators
-            callbacks, first = ends.install_callbacks(stack, call), output == "first"
+            callbacks, first = ends.install_callbacks(stack, call), output_on == "first"
             if parts.model_caches and self._decisions is None:
                 self._decisions = AgreementGroups.create_groups(self.plan, self.mesh, parts.device)
             decisions = self._decisions if parts.model_caches else None
             # Before the strategies, so that each replica checks what it decodes itself.
             decodes.install_checks(stack, self.pipe)
+            hide_block_tracebacks(stack, DitileError)
             loop = ends.loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first))
             # The first rank of each replica decodes its images, or every rank decodes its rows.
-            if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
+            if first and self.mesh.image.index != 0 and self.plan.vae == "whole" and not is_modular(self.pipe):
                 call["output_type"] = "latent"
-            result = loop.make_count_steps(self._kind.__call__)(self.pipe, **call)
+            result = loop.make_count_steps(stack, self._kind.__call__)(self.pipe, **call)
         # Other ranks may have drawn fewer numbers; the last stage of the first replica drew as the pipeline alone does.
         last_stage = self.mesh.image.num_ranks - 1
         rng.synchronise_generators(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
@@ -308,11 +328,11 @@ class Runner:
     def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name. Raises on every rank if one rank refuses the call, or ranks were called unlike."""
         if self.mesh.everyone is None:
-            return self._bind_call(args, kwargs, options["output"])
+            return self._bind_call(args, kwargs, options["output_on"])
         refusal: DitileError | TypeError | None = None
         call: dict[str, Any] = {}
         try:
-            call = self._bind_call(args, kwargs, options["output"])
+            call = self._bind_call(args, kwargs, options["output_on"])
         # The other ranks would wait for this one.
         except (DitileError, TypeError) as error:
             refusal = error
@@ -331,12 +351,12 @@ class Runner:
         self._parts.loop.lets_group_rest = any(rests for *_, rests in everyone)
         return call
 
-    def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: str) -> dict[str, Any]:
+    def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output_on: str) -> dict[str, Any]:
         """The arguments by name. Raises what this rank alone finds wrong with them."""
         if not any(model is self._parts.model for model in find_loop_models(self.pipe)):
             raise StateError("the pipeline has another model than was divided; put that back, or parallelize it anew")
-        if output not in ("all", "first"):
-            raise ModelError(f"output={output!r} is not known; try 'all' or 'first'")
+        if output_on not in ("all", "first"):
+            raise ModelError(f"output={output_on!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop(self._rest, {})
         if reason := self._find_call_refusal(call):
@@ -347,12 +367,14 @@ class Runner:
         """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all calls."""
         if self._parts.calls_whole_model:
             return None
-        steps = self._signature.parameters.get("num_inference_steps")
+        steps = self._parameters.get("num_inference_steps")
         num_steps = call.get("num_inference_steps", None if steps is None else steps.default)
         num_steps = num_steps if isinstance(num_steps, int) else None
         if reason := explain_hook_refusal(find_loop_models(self.pipe), self.plan, num_steps):
             return reason
-        reason = self._parts.spec.refuse(self.pipe, call) or self._find_latent_cut(call)
+        partial = self.plan.attends_to_stale_keys or self.plan.pipefusion > 1
+        reason = explain_guider_refusal(self.pipe, partial=partial) or self._parts.spec.refuse(self.pipe, call)
+        reason = reason or self._find_latent_cut(call)
         # Without known blocks there are no patches: every rank steps whole images.
         if reason is None and self._parts.block_hooks.chain:
             reason = _find_statistics_refusal(self.pipe, call)
@@ -362,7 +384,7 @@ class Runner:
         """Why a call that goes on with a part of its latents cannot be divided into patches, or None."""
         if not self.plan.attends_to_stale_keys and self.plan.pipefusion == 1:
             return None
-        known = {name: parameter.default for name, parameter in self._signature.parameters.items()} | dict(call)
+        known = {name: parameter.default for name, parameter in self._parameters.items()} | dict(call)
         for line, names in find_latent_cuts(inspect.unwrap(self._kind.__call__)).items():
             if all(known.get(name, True) for name in names):
                 remedy = "".join(f", or {name}=False" for name in sorted(names & known.keys()))
@@ -386,7 +408,7 @@ class Runner:
         if self._parts.calls_whole_model:
             facts = Facts(branches=facts.branches)
         # With resolution binning the pipeline draws another size than that of the call.
-        if call.get("use_resolution_binning", "use_resolution_binning" in self._signature.parameters):
+        if call.get("use_resolution_binning", "use_resolution_binning" in self._parameters):
             facts = replace(facts, rows=None)
         self.plan.check(facts)
         self._last, own = shape, shape.divide_batch(self.plan)
@@ -400,7 +422,7 @@ class Runner:
         config: Any = model.config
         size, arguments = (
             next(model.parameters()).element_size(),
-            fill_call_defaults(type(self.pipe), config, scale, call),
+            fill_call_defaults(self._parameters, config, scale, read_call_values(call)),
         )
         return Shape.from_call(self._parts.spec, config, scale, size, arguments)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ditile.errors import ModelError
 from ditile.hooks.compile import unwrap_compiled
-from ditile.models.registry import find_denoisers
+from ditile.models.pipeline_calls import find_denoisers
 
 
 def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, Any]) -> Any:

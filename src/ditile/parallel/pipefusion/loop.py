@@ -27,9 +27,10 @@ from ditile.distributed.transport import broadcast_tensor
 from ditile.errors import StateError
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import GenerationMemory, RelativeChange
-from ditile.hooks.overrides import WatchedMethod, override_attribute, replace_globals
+from ditile.hooks.overrides import WatchedMethod, override_attribute
 from ditile.hooks.pieces import Piece
 from ditile.hooks.protocols import BatchShare
+from ditile.models.pipeline_calls import list_schedulers, replace_call_globals
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.patch_schedulers import (
@@ -120,8 +121,7 @@ class Loop:
             batch: which images and calls are this rank's.
         """
         self._pipe, self._scheduler, self._batch, self._callbacks = pipe, pipe.scheduler, batch, callbacks
-        others = [each for each in vars(pipe).values() if hasattr(each, "set_timesteps") and hasattr(each, "step")]
-        for scheduler in {id(each): each for each in (self._scheduler, *others)}.values():
+        for scheduler in list_schedulers(pipe):
             for name in OVERRIDES:
                 # Only the timesteps of the pipeline's own scheduler drive its loop.
                 if hasattr(scheduler, name) and (name != "set_timesteps" or scheduler is self._scheduler):
@@ -194,14 +194,15 @@ class Loop:
 
     # One iteration of the pipeline's loop
 
-    def make_count_steps(self, pipeline_call: Callable[..., Any]) -> Callable[..., Any]:
+    def make_count_steps(self, stack: ExitStack, pipeline_call: Callable[..., Any]) -> Callable[..., Any]:
         """A pipeline's `__call__` that counts steps by `enumerate`, as it means to, where it would count micro-steps.
 
-        Pipelines index sigmas and timesteps by that number, and compare it with the number of steps.
+        Pipelines index sigmas and timesteps by that number, and compare it with the number of steps. The blocks of a
+        modular pipeline count so until the stack is closed.
         """
         if self._plan.num_patches * self._plan.pipefusion == 1 and not self._rehearses_changes:
             return pipeline_call
-        return replace_globals(pipeline_call, {"enumerate": self._enumerate_steps})
+        return replace_call_globals(stack, self._pipe, pipeline_call, {"enumerate": self._enumerate_steps})
 
     def _enumerate_steps(self, iterable: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
         """`enumerate`, which numbers the timestep of a micro-step by its step."""

@@ -1,0 +1,200 @@
+"""What ditile asks of a pipeline, whichever kind it is: one class with one call, or a tree of modular blocks.
+
+A modular pipeline (diffusers' `ModularPipeline`) has no code of its own. Its inputs, its loop over timesteps and the
+progress bar of that loop belong to the blocks of its tree, of which a user may call any part as a pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from inspect import Parameter
+from typing import Any
+
+import torch
+from diffusers import ModularPipeline
+from diffusers.guiders.guider_utils import BaseGuidance
+from diffusers.modular_pipelines import modular_pipeline
+from torch import Tensor, nn
+
+from ditile.errors import ModelError
+from ditile.hooks.compile import unwrap_compiled
+from ditile.hooks.overrides import replace_globals
+
+_DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
+
+
+def is_modular(pipe: Any) -> bool:
+    """Whether a pipeline is a tree of blocks."""
+    return isinstance(pipe, ModularPipeline)
+
+
+def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
+    """The parameters of a pipeline's call by name; of a modular one, the inputs of its blocks."""
+    if not is_modular(pipe):
+        return dict(inspect.signature(pipe.__call__).parameters)
+    # Which of them are needed depends on the others, and on what earlier blocks make.
+    inputs = [each for each in pipe._blocks.inputs if each.name is not None]
+    return {each.name: Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default) for each in inputs}
+
+
+def read_call_values(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with those that it hands over in the state of another modular pipeline."""
+    values = getattr(call.get("state"), "values", None)
+    return {**(values if isinstance(values, dict) else {}), **call}
+
+
+def list_progress_bar_owners(pipe: Any) -> list[Any]:
+    """What shows the progress of a pipeline's loop: itself, or its blocks."""
+    return [each for each in (pipe, *iterate_blocks(pipe)) if hasattr(each, "progress_bar")]
+
+
+def list_schedulers(pipe: Any) -> list[Any]:
+    """The schedulers that a pipeline may step, the one that drives its loop first."""
+    found = [each for each in vars(pipe).values() if hasattr(each, "set_timesteps") and hasattr(each, "step")]
+    return list({id(each): each for each in (pipe.scheduler, *found)}.values())
+
+
+def list_denoiser_names(pipe: Any) -> list[str]:
+    """The attributes of a pipeline that hold what it may call in its loop, its transformer or U-Net first.
+
+    A modular pipeline may have names of its own for two checkpoints of a model.
+    """
+    names = ["transformer", "transformer_2", "unet", "unet_2"]
+    if is_modular(pipe):
+        names = sorted(filter(_DENOISER_NAME.fullmatch, pipe.component_names))
+    held = [name for name in names if isinstance(getattr(pipe, name, None), nn.Module)]
+    return [name for name in held if name[0] == held[0][0]]
+
+
+def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
+    """The models that a pipeline calls in its loop, by name: one, or two of a class in turns; themselves, if compiled.
+
+    Raises:
+        ModelError: if it has none, or two that differ in their classes.
+    """
+    models = {name: unwrap_compiled(getattr(pipe, name)) for name in list_denoiser_names(pipe)}
+    if len({type(model) for model in models.values()}) > 1:
+        raise ModelError(f"{type(pipe).__name__} calls models of two classes in turns, {' and '.join(models)}")
+    if not models:
+        raise ModelError(
+            f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; "
+            f"{'load_components() loads them' if is_modular(pipe) else 'give a pipeline of diffusers'}"
+        )
+    return models
+
+
+def explain_guider_refusal(pipe: Any, *, partial: bool) -> str | None:
+    """Why a modular pipeline's guidance cannot be divided with its model, or None.
+
+    Args:
+        pipe: the pipeline.
+        partial: whether the predictions that it combines are partly stale.
+    """
+    for name, part in vars(pipe).items():
+        if not isinstance(part, BaseGuidance):
+            continue
+        kind = f"{type(part).__name__} ({name})"
+        if type(part).prepare_models is not BaseGuidance.prepare_models:
+            return (
+                f"{kind} changes blocks of the model between calls of a step, and these are divided; use a guider such "
+                "as ClassifierFreeGuidance, or a plan of data or cfg"
+            )
+        if partial and (part._start, part._stop) != (0.0, 1.0):
+            return (
+                f"{kind} guides from {part._start:.0%} to {part._stop:.0%} of the steps, and guidance that changes the "
+                "number of calls in mid-run cannot be divided into patches; use start=0.0 and stop=1.0"
+            )
+        if partial and not _guides_each_place_alone(part):
+            return (
+                f"{kind} takes a statistic of the whole prediction, or remembers earlier ones, and a prediction is "
+                "partly stale in a patch pipeline; use ClassifierFreeGuidance without guidance_rescale"
+            )
+    return None
+
+
+def _guides_each_place_alone(guider: BaseGuidance) -> bool:
+    """Whether what a guider makes at a place of a prediction depends on nothing but what it is given there."""
+    twin: Any = copy.deepcopy(guider)
+    twin._start, twin._stop = 0.0, 1.0
+    twin.set_state(step=1, num_inference_steps=2, timestep=torch.tensor(500.0))
+    random = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 1, 8, 4, generator=random)
+    changed = torch.cat([one[:, :4], torch.randn(1, 4, 4, generator=random)], dim=1)
+    try:
+        results = [twin(_name_predictions(twin, each, other)).pred[:, :4] for each in (one, one, changed)]
+    # What cannot be asked of a made-up prediction is not known of it.
+    except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
+        return False
+    return all(torch.equal(each, results[0]) for each in results)
+
+
+def _name_predictions(guider: Any, conditional: Tensor, unconditional: Tensor) -> list[Any]:
+    """Predictions as blocks hand them to a guider."""
+    inputs: list[Any] = guider.prepare_inputs({"given": (None, None)})
+    for each, prediction in zip(inputs, (conditional, unconditional), strict=False):
+        each.noise_pred = prediction
+    return inputs
+
+
+def iterate_blocks(pipe: Any) -> Iterator[Any]:
+    """The blocks of a modular pipeline's tree; none of any other pipeline."""
+    queue = [pipe._blocks] if is_modular(pipe) else []
+    while queue:
+        block = queue.pop()
+        yield block
+        queue += (getattr(block, "sub_blocks", None) or {}).values()
+
+
+def replace_call_globals(
+    stack: ExitStack, pipe: Any, pipeline_call: Callable[..., Any], values: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """The call of a pipeline, whose code finds other values under some global names; its modules stay as they are.
+
+    Blocks of a modular pipeline that use such a name get a class of their own until the stack is closed.
+
+    Args:
+        pipeline_call: the function of the pipeline's class.
+        values: by name.
+
+    Raises:
+        ModelError: if a block uses such a name in a function that it overrides and calls.
+    """
+    for block in iterate_blocks(pipe):
+        kind = type(block)
+        functions = {name: getattr(kind, name) for name in dir(kind) if _uses_globals(getattr(kind, name), values)}
+        hidden = any(_uses_globals(vars(cls).get("__call__"), values) for cls in kind.__mro__)
+        if hidden and "__call__" not in functions and _uses_globals(kind.__call__, {"super": None}):
+            raise ModelError(
+                f"{kind.__name__} calls the loop that it inherits from its own, so its steps cannot be counted; "
+                "give it a loop of its own, or use a plan without pipefusion and patches"
+            )
+        if functions:
+            copies = {name: replace_globals(each, values) for name, each in functions.items()}
+            block.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **copies})
+            stack.callback(setattr, block, "__class__", kind)
+    return replace_globals(pipeline_call, values)
+
+
+def hide_block_tracebacks(stack: ExitStack, errors: type[Exception]) -> None:
+    """Until the stack is closed, blocks do not log an error that passes through them, with its traceback.
+
+    Each block of a tree would; what such an error says is said where it ends.
+    """
+    logger = logging.getLogger(modular_pipeline.__name__)
+
+    def is_other_error(_: logging.LogRecord) -> bool:
+        return not isinstance(sys.exc_info()[1], errors)
+
+    logger.addFilter(is_other_error)
+    stack.callback(logger.removeFilter, is_other_error)
+
+
+def _uses_globals(function: Any, names: Mapping[str, Any]) -> bool:
+    code = getattr(inspect.unwrap(function) if inspect.isfunction(function) else None, "__code__", None)
+    return code is not None and not names.keys().isdisjoint(code.co_names)

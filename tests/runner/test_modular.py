@@ -1,0 +1,173 @@
+"""Modular pipelines: what a runner does that a pipeline of one class has no need of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import ClassifierFreeGuidance, ComponentsManager
+
+import ditile
+from ditile import Plan
+from ditile.errors import ModelError, StoppedError
+from ditile.runner.callbacks import StepWatch
+from ditile.runner.runner import Runner, build_single_runner
+from tests.pool import Pool
+from tests.tiny import flux
+from tests.zoo import ZOO
+from tests.zoo.modular import modular
+from tests.zoo.pictures import size
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PATCHES = Plan(patches=3, warmup=1)
+
+
+def flux_call(**changes: Any) -> dict[str, Any]:
+    return ZOO["flux-modular"].call() | {"output": "latents"} | changes
+
+
+@pytest.fixture
+def pipe() -> Any:
+    return ZOO["flux-modular"].make()
+
+
+@pytest.fixture
+def runner(pipe: Any) -> Iterator[Runner]:
+    runner = build_single_runner(pipe, PATCHES)
+    yield runner
+    runner.restore()
+
+
+def test_output_is_the_pipelines_own_argument(runner: Runner) -> None:
+    """It names what of the state is returned; without it that is all of it."""
+    latents = runner(**flux_call())
+    several = runner(**flux_call(output=["latents", "images"], output_type="pt"))
+    whole = runner(**flux_call(output=None))
+    assert torch.equal(several["latents"], latents) and several["images"].shape[1] == 3
+    assert isinstance(whole, diffusers.modular_pipelines.PipelineState) and torch.equal(whole.latents, latents)
+    with pytest.raises(ModelError, match="'some'"):
+        runner(**flux_call(), output_on="some")
+
+
+def draw_on_first() -> tuple[bool, str]:
+    """On two ranks: whether the result is there, and what came of a stop on one rank."""
+    runner = ditile.parallelize(ZOO["flux-modular"].make(), Plan(pipefusion=2, patches=3, warmup=1))
+    wanted = runner(**flux_call())
+    assert (runner(**flux_call(), output_on="first") is None) == (dist.get_rank() == 1)
+    stop = StepWatch(on_step=lambda step, _: runner.stop() if step == 1 and dist.get_rank() == 1 else None)
+    with pytest.raises(StoppedError):
+        runner(**flux_call(num_inference_steps=8), watch=stop)
+    return torch.equal(runner(**flux_call()), wanted), str(type(runner.pipe._blocks.sub_blocks["denoise"]).__name__)
+
+
+def test_a_stop_on_one_rank_ends_the_call_on_both(pool: Pool) -> None:
+    """And the next call is right; `output_on` gives rank 0 alone the result."""
+    for same, name in pool.run(draw_on_first, 2):
+        assert same and name == "FluxCoreDenoiseStep"
+
+
+def test_blocks_are_what_they_were_after_a_call(pipe: Any, runner: Runner) -> None:
+    """A class of their own counts steps during a call; `restore` and other pipelines know nothing of it."""
+    loop = pipe._blocks.sub_blocks["denoise"].sub_blocks["denoise"]
+    runner(**flux_call())
+    assert type(loop) is diffusers.modular_pipelines.flux.denoise.FluxDenoiseStep
+    assert "progress_bar" not in vars(loop)
+
+
+def test_two_threads_count_steps_apart() -> None:
+    """Each runner's blocks count its own steps: guidance and sigmas of the two calls have other lengths."""
+    calls = [{"num_inference_steps": steps} for steps in (3, 5)]
+    pipes = [ZOO["qwen-image-modular"].make() for _ in calls]
+    runners = [build_single_runner(pipe, PATCHES) for pipe in pipes]
+    make = ZOO["qwen-image-modular"].call
+    wanted = [runner(**make() | call) for runner, call in zip(runners, calls, strict=True)]
+    found: dict[int, torch.Tensor] = {}
+    together = threading.Barrier(2)
+
+    def draw(index: int) -> None:
+        for _ in range(3):
+            together.wait(30)
+            found[index] = runners[index](**make() | calls[index])
+
+    threads = [threading.Thread(target=draw, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[index], wanted[index]) for index in range(2))
+
+
+def test_the_progress_bar_of_the_loop_shows_steps(
+    pipe: Any, runner: Runner, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three steps, where there are seven micro-steps and rehearsals besides."""
+    pipe._blocks.sub_blocks["denoise"].sub_blocks["denoise"].set_progress_bar_config(disable=False)
+    runner(**flux_call())
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_a_state_is_handed_over_from_another_pipeline(pipe: Any) -> None:
+    """As many pictures as its prompts; the text encoders' pipeline is another, with components in one manager."""
+    manager, components = ComponentsManager(), flux().components
+    blocks = diffusers.FluxAutoBlocks().sub_blocks
+    text, core = (blocks[name].init_pipeline(components_manager=manager) for name in ("text_encoder", "denoise"))
+    for part in (text, core):
+        part.update_components(**{name: components[name] for name in part.component_names if name in components})
+    state = text(prompt=["a red ring", "a blue square"], max_sequence_length=12)
+    call = flux_call(state=state) | size(3, 5)
+    del call["prompt"], call["max_sequence_length"]
+    wanted = core(**call | {"generator": torch.Generator().manual_seed(7)})
+    runner = build_single_runner(core, Plan(patches=3, warmup=9))
+    assert torch.equal(runner(**call), wanted) and wanted.shape[0] == 2
+
+
+def test_what_is_not_loaded_is_said() -> None:
+    """A modular pipeline is made without weights."""
+    with pytest.raises(ModelError, match=r"load_components\(\)"):
+        ditile.parallelize(diffusers.FluxAutoBlocks().init_pipeline())
+
+
+def test_guidance_over_all_of_a_prediction_is_refused() -> None:
+    """What one patch says must not spread over the picture, nor a guider change the blocks."""
+    entry = ZOO["qwen-image-modular"]
+    pipe = entry.make()
+    for guider in (
+        ClassifierFreeGuidance(guidance_scale=3.0, guidance_rescale=0.5),
+        diffusers.AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=-0.5),
+        ClassifierFreeGuidance(guidance_scale=3.0, stop=0.6),
+        diffusers.SkipLayerGuidance(skip_layer_guidance_layers=[1]),
+    ):
+        pipe.update_components(guider=guider)
+        runner = build_single_runner(pipe, PATCHES)
+        with pytest.raises(ModelError, match=type(guider).__name__):
+            runner(**entry.call())
+        runner.restore()
+
+
+def test_a_cache_that_leaves_nothing_out_changes_nothing(pipe: Any) -> None:
+    """And one that may leave all out does: it has a clock in a modular pipeline."""
+    wanted = pipe(**flux_call(num_inference_steps=5))
+    for threshold, same in ((0.0, True), (10.0, False)):
+        config = ditile.DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=threshold)
+        ditile.enable_cache(pipe, config)
+        assert torch.equal(pipe(**flux_call(num_inference_steps=5)), wanted) == same
+        ditile.disable_cache(pipe)
+    assert torch.equal(pipe(**flux_call(num_inference_steps=5)), wanted)
+
+
+def test_a_part_of_the_tree_is_a_pipeline_too() -> None:
+    """It draws what the whole draws."""
+    components = flux().components
+    whole = modular(diffusers.FluxAutoBlocks(), **components)
+    wanted = whole(**flux_call(output=None))
+    core = modular(diffusers.FluxAutoBlocks().sub_blocks["denoise"], **components)
+    given = {name: getattr(wanted, name) for name in ("prompt_embeds", "pooled_prompt_embeds")}
+    call = {name: value for name, value in flux_call().items() if name not in ("prompt", "max_sequence_length")}
+    # The autoencoder is another part, so a token is sixteen pixels wide.
+    runner = build_single_runner(core, Plan(patches=3, warmup=9))
+    assert torch.equal(runner(**call | size(3, 5), **given), wanted.latents)

@@ -1,0 +1,134 @@
+"""Modular pipelines, whole or the part of one that denoises: trees of blocks in place of a class with one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import ClassifierFreeGuidance
+
+from tests.tiny import flux
+from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, REMOVED, Call, embeds, entry, transformer
+from tests.zoo.pictures import PROMPT, TWO, flow, masked, padded, size
+from tests.zoo.videos import unipc
+
+TWO_VIDEOS = {"num_videos_per_prompt": 2}
+
+
+def modular(blocks: Any, **components: Any) -> Any:
+    """A pipeline of some blocks, with those of the components that they ask for."""
+    pipe = blocks.init_pipeline()
+    pipe.update_components(**{name: part for name, part in components.items() if name in pipe.component_names})
+    return pipe
+
+
+def core(blocks: Any, name: str = "", **components: Any) -> Any:
+    """The part that denoises, of pipelines that are given embeddings."""
+    part = blocks().sub_blocks["denoise"]
+    return modular(part.sub_blocks[name] if name else part, **components)
+
+
+def guider(scale: float = 3.0, **config: Any) -> Any:
+    return ClassifierFreeGuidance(guidance_scale=scale, **config)
+
+
+def latents(call: Call, output: Any = "latents") -> Call:
+    """The arguments of a call that returns latents; its block that decodes is not there, or is run in vain."""
+    return lambda: {"output": output, "output_type": REMOVED} | call()
+
+
+def qwen_image() -> Any:
+    return core(
+        diffusers.QwenImageAutoBlocks, "text2image", scheduler=flow(),
+        transformer=transformer("QwenImageTransformer2DModel"), guider=guider(),
+    )  # fmt: skip
+
+
+def wan() -> Any:
+    return core(
+        diffusers.WanBlocks, scheduler=unipc(), guider=guider(),
+        transformer=transformer("WanTransformer3DModel", in_channels=16, out_channels=16),
+    )  # fmt: skip
+
+
+def wan_22() -> Any:
+    pipe = core(
+        diffusers.Wan22Blocks, scheduler=unipc(), transformer=transformer("WanTransformer3DModel"),
+        transformer_2=transformer("WanTransformer3DModel", seed=3), guider=guider(), guider_2=guider(2.0),
+    )  # fmt: skip
+    pipe.update_components(boundary_ratio=0.9)
+    return pipe
+
+
+def z_image() -> Any:
+    return core(
+        diffusers.ZImageAutoBlocks, "text2image", scheduler=flow(), guider=guider(enabled=True),
+        transformer=transformer("ZImageTransformer2DModel", dim=40, axes_dims=[2, 4, 4]),
+    )  # fmt: skip
+
+
+def krea_2() -> Any:
+    return core(
+        diffusers.Krea2AutoBlocks, scheduler=flow(), guider=guider(), transformer=transformer("Krea2Transformer2DModel")
+    )
+
+
+def guided(length: int = 11, width: int = 16, rows: int = 1) -> dict[str, Any]:
+    return {
+        "prompt_embeds": embeds(length, width, rows), "negative_prompt_embeds": embeds(length, width, rows, seed=2),
+    }  # fmt: skip
+
+
+def listed_embeds(length: int, seed: int = 1) -> list[Any]:
+    return [embeds(length, 16, seed=seed)[0]]
+
+
+def layered(length: int, seed: int = 1) -> Any:
+    return embeds(length, 32, seed=seed).view(1, length, 2, 16)
+
+
+ONE_LENGTH = "the pipeline is given embeddings, and has no mask for them"
+QWEN_CALL = latents(lambda: {**masked(11), **masked(NEGATIVE_TEXT, negative=True), **size(3, 5)})
+
+ENTRIES = [
+    entry(
+        "flux-modular", 101, lambda: modular(diffusers.FluxAutoBlocks(), **flux().components),
+        latents(lambda: {"prompt": PROMPT, "max_sequence_length": 12, **size(3, 5, 4)}),
+        larger=size(5, 7, 4), other_prompt={"max_sequence_length": 13}, two_images=TWO,
+        padded_prompt="the pipeline pads every prompt to one length and gives no mask",
+    ),
+    entry(
+        "qwen-image-modular", 102, qwen_image, QWEN_CALL, larger=size(5, 7), other_prompt=masked(OTHER_TEXT),
+        two_images=TWO, padded_prompt=padded,
+    ),
+    entry(
+        "wan-modular", 103, wan, latents(lambda: {**guided(), **size(5, 3), "num_frames": 9}), larger=size(7, 5),
+        other_prompt=lambda: guided(OTHER_TEXT), two_images=TWO_VIDEOS, padded_prompt=ONE_LENGTH,
+    ),
+    entry(
+        "z-image-modular", 104, z_image,
+        latents(lambda: {
+            "prompt_embeds": listed_embeds(11), "negative_prompt_embeds": listed_embeds(NEGATIVE_TEXT, 2),
+            **size(7, 11),
+        }),
+        larger=size(11, 16), other_prompt={"prompt_embeds": listed_embeds(40)}, two_images=TWO,
+        padded_prompt={
+            "prompt_embeds": listed_embeds(40) + listed_embeds(11), "negative_prompt_embeds": listed_embeds(9, 2) * 2,
+        },
+    ),
+    entry(
+        "krea-2-modular", 105, krea_2,
+        latents(lambda: {
+            "prompt_embeds": layered(11), "prompt_embeds_mask": torch.ones(1, 11).bool(),
+            "negative_prompt_embeds": layered(11, 5), "negative_prompt_embeds_mask": torch.ones(1, 11).bool(),
+            **size(3, 5),
+        }),
+        larger=size(5, 7),
+        other_prompt={
+            "prompt_embeds": layered(13), "prompt_embeds_mask": torch.ones(1, 13).bool(),
+            "negative_prompt_embeds": layered(13, 5), "negative_prompt_embeds_mask": torch.ones(1, 13).bool(),
+        },
+        two_images=TWO, padded_prompt="the pipeline is tried with one prompt",
+    ),
+]  # fmt: skip
