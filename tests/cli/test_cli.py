@@ -392,6 +392,15 @@ def test_help_names_every_flag() -> None:
     assert "plan, with the flags of xDiT" in text
 
 
+def test_a_server_has_no_flags_that_it_does_not_heed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main(["serve", "--help"])
+    text = capsys.readouterr().out
+    assert "--max-queue" in text and "--use_cfg_parallel" in text
+    for flag in ("--perf", "--track-memory", "PROMPT", "--model-path", "--attn "):
+        assert flag not in text
+
+
 def test_a_rank_that_failed_is_its_traceback_and_a_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,16 +3,20 @@
 import io
 import json
 import logging
+import sys
 import time
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
 from ditile.errors import ModelError
 from ditile.serve.api.answers import rename_options
-from ditile.serve.app import ACCESS_LOG, read_api_keys, write_access_log
+from ditile.serve.app import ACCESS_LOG, create_app, read_api_keys, write_access_log
 from ditile.serve.options import ServeOptions
+from ditile.serve.page.mount import mount_page
+from ditile.serve.service import Service
 from tests.serve.servers import PROMPT, paint_picture, read_error, serve_painted
 
 DRAW = "/v1/images/generations"
@@ -127,14 +131,12 @@ def test_what_a_server_says_of_itself(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 def test_the_access_log_is_lines_of_json_alone() -> None:
-    stream = io.StringIO()
-    write_access_log(stream)
-    try:
+    """A failure would mean a log that others write into, or that goes on into a stream that was closed."""
+    stream, handlers = io.StringIO(), list(ACCESS_LOG.handlers)
+    with write_access_log(stream):
         ACCESS_LOG.info(json.dumps({"status": 200}))
         assert json.loads(stream.getvalue()) == {"status": 200}
-    finally:
-        ACCESS_LOG.handlers.clear()
-        ACCESS_LOG.propagate = True
+    assert (ACCESS_LOG.handlers, ACCESS_LOG.propagate) == (handlers, True)
 
 
 def test_addresses_that_are_none(tmp_path: Path) -> None:
@@ -144,6 +146,29 @@ def test_addresses_that_are_none(tmp_path: Path) -> None:
             assert answer.status_code == 404 and read_error(answer)["type"] == "invalid_request_error", path
         answer = served.client.get(DRAW)
         assert answer.status_code == 405 and answer.headers["allow"] == "POST" and read_error(answer)
+
+
+@pytest.mark.parametrize("has_gradio, hint", [(True, "serve without --no-page"), (False, "pip install 'ditile[page]'")])
+def test_without_the_page_its_address_says_how_to_get_it(
+    has_gradio: bool, hint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    service = Service(ServeOptions(state=str(tmp_path), no_page=has_gradio), lambda *_: None)
+    app = create_app(service)
+    if not has_gradio:
+        monkeypatch.setitem(sys.modules, "gradio", None)
+    mount_page(app, service)
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        answer = client.get("/")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; charset=utf-8")
+    assert hint in answer.text and answer.text.count("\n") == 1
+
+
+def test_origins_that_are_none_are_refused() -> None:
+    for cors in ("foo", "https://a.example/page", "https://a.example,b", "https://"):
+        with pytest.raises(ModelError, match="is no origin; try cors=https://"):
+            ServeOptions(cors=cors)
+    origins = "https://a.example, http://[::1]:8080,moz-extension://ab-c"
+    assert ServeOptions(cors=origins).list_origins() == origins.replace(" ", "").split(",")
 
 
 def test_a_bug_is_one_line(tmp_path: Path) -> None:

@@ -74,6 +74,33 @@ def test_what_is_not_heeded_is_named(served: Served) -> None:
     assert served.post("/v1/images/generations", {"prompt": PROMPT, "model": "gpt-image-1"}).json()["warnings"] == []
 
 
+def test_what_is_said_twice_or_has_no_effect_is_named(served: Served) -> None:
+    values = {"prompt": PROMPT, "size": "64x32", "width": 32, "output_compression": 50}
+    answer = served.post("/v1/images/generations", values).json()
+    assert answer["size"] == "64x32"
+    assert [text.partition(" was")[0] for text in answer["warnings"]] == ["width", "output_compression"]
+    values = {"prompt": PROMPT, "size": "auto", "width": 32, "output_format": "webp", "output_compression": 50}
+    assert served.post("/v1/images/generations", values).json()["warnings"] == []
+
+
+def test_errors_name_the_field_that_was_sent(served: Served) -> None:
+    def find_param(**values: object) -> str:
+        return str(read_error(served.post("/v1/images/generations", {"prompt": PROMPT} | values))["param"])
+
+    assert find_param(size="65x64") == "size"
+    assert find_param(width=65) == "width"
+    assert find_param(width=2**20) == "width"
+    assert find_param(size="999999x999999") == "size"
+
+
+def test_previews_have_the_size_of_the_picture(served: Served) -> None:
+    served.group.pace = 0.1
+    values = {"prompt": PROMPT, "stream": True, "partial_images": 1}
+    with served.client.stream("POST", "/v1/images/generations", json=values) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
+    assert [event["size"] for event in events] == ["128x128"] * 2
+
+
 def test_a_picture_by_its_address(served: Served) -> None:
     answer = served.post(
         "/v1/images/generations", {"prompt": PROMPT, "response_format": "url", "n": 2, "seed": 3}

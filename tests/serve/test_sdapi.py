@@ -19,6 +19,8 @@ SILLY_TAVERN = {
     "denoising_strength": 0.7, "override_settings": {"CLIP_stop_at_last_layers": 1}, "restore_faces": False,
     "save_images": True, "send_images": True, "do_not_save_grid": False,
 }  # fmt: skip
+OWN = {"sampler_name": "Automatic", "scheduler": "automatic"}
+"""What the lists of samplers and schedulers name."""
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +49,13 @@ def test_what_open_webui_asks(served: Served) -> None:
 
 def test_what_a_model_does_not_take_is_left_out_and_named(served: Served) -> None:
     info = json.loads(served.post("/sdapi/v1/txt2img", SILLY_TAVERN).json()["info"])
-    assert info["warnings"] == ["width is 104: this model draws multiples of 8"]
+    own = [f"{name} was not heeded: the model draws by its own" for name in ("sampler_name", "scheduler")]
+    assert info["warnings"] == [*own, "width is 104: this model draws multiples of 8"]
     options = served.group.batches[-1].jobs[0].request.options
     assert (options.steps, options.guidance, options.negative_prompt, options.strength) == (6, 7.0, "blurry", None)
-    info = json.loads(served.post("/sdapi/v1/txt2img", SILLY_TAVERN | {"cfg_scale": 1, "width": 96}).json()["info"])
+    info = json.loads(
+        served.post("/sdapi/v1/txt2img", SILLY_TAVERN | {"cfg_scale": 1, "width": 96} | OWN).json()["info"]
+    )
     assert info["warnings"] == ["negative_prompt was left out, which this model does not heed at this cfg_scale"]
 
 
@@ -77,6 +82,14 @@ def test_loras_in_a_prompt(served: Served) -> None:
     answer = served.post("/sdapi/v1/txt2img", {"prompt": f"<lora:stile> {PROMPT}"})
     assert "lora='stile' is not known; did you mean style?" in read_error(answer)["message"]
     assert answer.status_code == 422
+
+
+def test_loras_in_a_form(served: Served) -> None:
+    """As OpenAI's client writes `{"style": 0.5}` beside a file."""
+    form = {"prompt": PROMPT, "lora[style]": "0.5"}
+    files = {"image": ("a.png", paint_picture((128, 128), 5), "image/png")}
+    assert served.client.post("/v1/images/edits", data=form, files=files).status_code == 200
+    assert served.group.batches[-1].jobs[0].request.loras == {"style": 0.5}
 
 
 def test_progress_and_interrupt(served: Served) -> None:

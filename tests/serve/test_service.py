@@ -187,12 +187,8 @@ def test_a_job_from_its_arrival_to_its_removal(tmp_path: Path) -> None:
     run(play())
 
 
-def test_what_the_model_does_not_take_becomes_no_job(tmp_path: Path) -> None:
+def test_nothing_is_taken_before_the_ranks_are_ready(tmp_path: Path) -> None:
     async def play() -> None:
-        async with serve(tmp_path) as served:
-            with pytest.raises(ModelError, match="multiple"):
-                await served.submit(width=17, height=16)
-            assert served.service.list_jobs("", "image") == []
         served = Served(tmp_path)
         with pytest.raises(NotReadyError, match="load the model"):
             await served.submit()
@@ -283,7 +279,7 @@ def test_ranks_that_die_end_their_jobs_alone(tmp_path: Path) -> None:
             assert (failed.state, failed.failure) == ("failed", Failure(code="rank_failed", message=reason))
             health = served.service.describe_health()
             assert (health["status"], health["waiting"], health["running"]) == ("restarting", 1, 0)
-            assert health["replicas"] == [{"name": "0", "state": "down", "reason": reason}]
+            assert health["replicas"] == [{"name": "0", "state": "down", "failure": "rank_failed"}]
             served.group.get_ready()
             await served.begin(2)
             served.group.finish()

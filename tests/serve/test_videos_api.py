@@ -65,6 +65,13 @@ def test_list_remix_and_delete(served: Served, client: openai.OpenAI) -> None:
     second = client.videos.remix(first.id, prompt="a blue square")
     assert second.remixed_from_video_id == first.id and second.prompt == "a blue square"
     assert client.videos.poll(second.id).status == "completed"
+    third = served.post(f"/v1/videos/{first.id}/remix", {"prompt": "a ring", "seconds": "8"}).json()
+    assert third["warnings"] == ["'seconds' is not known here, and was not heeded"]
+    assert served.client.delete(f"/v1/videos/{third['id']}").status_code == 200
+    assert (
+        "takes 8192; shorten it"
+        in read_error(served.post(f"/v1/videos/{first.id}/remix", {"prompt": "a" * 9000}))["message"]
+    )
     options = served.group.batches[-1].jobs[0].request.options
     assert (options.seed, options.frames, options.fps) == (11, 5, 4)
     page = client.videos.list(limit=1)
@@ -98,6 +105,9 @@ def test_refusals(served: Served) -> None:
 
     assert "num_frames=6: the VAE of WanPipeline makes 1 + a multiple of 4; try num_frames=5" in ask(num_frames=6)
     assert "num_frames=801 is more than this server's 33" in ask(seconds="100")
+    answer = served.post("/v1/videos", {"prompt": PROMPT, "seconds": "100"})
+    assert read_error(answer)["param"] == "seconds"
+    assert "fps=200: a GIF shows 100 frames a second at most" in ask(fps=200, output_format="gif")
     assert "try seconds='4'" in ask(seconds="long")
     assert "width=65 is not a multiple of 8" in ask(size="65x64")
     picture = "data:image/png;base64," + base64.b64encode(paint_picture((64, 64), 1)).decode()

@@ -102,12 +102,16 @@ def build_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         parser = parsers.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
         for kind, title in command.options.items():
-            add_arguments(parser, kind, title=title)
-        if Plan in command.options:
-            flag_aliases.add_alias_arguments(parser, flag_aliases.XDIT_ALIASES, title="plan, with the flags of xDiT")
-        if CacheOptions in command.options:
+            add_arguments(parser, kind, title=title, left_out=command.left_out)
+        # Those of options that a command has not would be read, and have no effect.
+        kinds = tuple(command.options)
+        if Plan in kinds:
+            aliases = [alias for alias in flag_aliases.XDIT_ALIASES if alias.kind in kinds]
+            flag_aliases.add_alias_arguments(parser, aliases, title="plan, with the flags of xDiT")
+        if CacheOptions in kinds:
+            aliases = [alias for alias in flag_aliases.CACHE_DIT_ALIASES if alias.kind in kinds]
             title = "picture, plan and run, with the flags of cache-dit"
-            flag_aliases.add_alias_arguments(parser, flag_aliases.CACHE_DIT_ALIASES, title=title)
+            flag_aliases.add_alias_arguments(parser, aliases, title=title)
     return top
 
 
@@ -565,12 +569,14 @@ class Command:
     Attributes:
         run: runs the command and returns the exit code.
         options: the dataclasses whose fields are its flags -> the title of the group in `--help`.
+        left_out: fields of them that are no flags of this command.
     """
 
     run: Callable[[argparse.Namespace], int]
     help: str
     description: str
     options: dict[type, str]
+    left_out: tuple[str, ...] = ()
 
 
 COMMANDS = {
@@ -579,7 +585,7 @@ COMMANDS = {
         {GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"}),
     "serve": Command(_run_serve_command, "serve pictures or videos over HTTP",
         "Serve a model over HTTP, in the words of the OpenAI API, from ranks that live on between requests.",
-        {ServeOptions: "server", Plan: "plan", CacheOptions: "cache"}),
+        {ServeOptions: "server", Plan: "plan", CacheOptions: "cache"}, left_out=("perf", "track_memory")),
     "verify": Command(_run_verify_command, "prove a plan on this machine",
         "Check a plan on this machine: exactness, message sizes, memory.", {Plan: "plan", VerifyOptions: "proof"}),
     "bench": Command(_run_bench_command, "measure plans side by side",

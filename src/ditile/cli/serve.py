@@ -32,8 +32,6 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     find_model_source(options.model)
     if cache.lora is not None:
         check_lora_source(cache.lora)
-    if cache.perf:
-        raise ModelError("perf measures `ditile generate`; leave it out")
     if options.text_after == "free":
         raise ModelError("text_after='free': every request has a prompt to encode; use offload or keep")
     from ditile.serve.run import run_server

@@ -16,7 +16,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,10 +110,12 @@ def iter_field_readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Read
         yield field, _build_reader(hints[field.name], field.metadata.get("example"))
 
 
-def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str) -> None:
-    """Adds one flag per field of `cls`; a flag that is not given leaves no attribute."""
+def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str, left_out: Sequence[str] = ()) -> None:
+    """Adds one flag per field of `cls` that is not left out; a flag that is not given leaves no attribute."""
     group = parser.add_argument_group(title)
     for field, read in iter_field_readers(cls):
+        if field.name in left_out:
+            continue
         doc, choices, metavar = (field.metadata[key] for key in ("doc", "choices", "metavar"))
         flags = (format_flag(field.name), *field.metadata["aliases"])
         if field.metadata["positional"]:

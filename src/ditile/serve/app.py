@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import json
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit
@@ -33,9 +34,9 @@ from ditile.serve.api.answers import (
     RequestError,
     answer_error,
     convert_error,
+    find_served_name,
     find_service,
 )
-from ditile.serve.api.fields import find_served_name
 from ditile.serve.metrics import Metrics
 from ditile.serve.options import ServeOptions
 from ditile.serve.page.login import LOGIN_PATH, PageKeys, is_page_path
@@ -62,7 +63,7 @@ def create_app(service: Service) -> FastAPI:
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
     options, keys = service.options, read_api_keys(service.options)
     page_keys = PageKeys(keys)
-    origins = [origin.strip() for origin in (options.cors or "").split(",") if origin.strip()]
+    origins = options.list_origins()
     middleware = [Middleware(AccessLog, metrics=service.metrics)]
     if origins:
         middleware.append(
@@ -129,13 +130,19 @@ def read_api_keys(options: ServeOptions) -> list[tuple[str, bytes]]:
     return keys
 
 
-def write_access_log(stream: TextIO) -> None:
-    """Has a line of JSON written to a stream for each request: when, what path, by whose key, which job, how long."""
+@contextlib.contextmanager
+def write_access_log(stream: TextIO) -> Iterator[None]:
+    """Within, a line of JSON is written for each request: when, what path, by whose key, which job, how long."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter("%(message)s"))
     ACCESS_LOG.addHandler(handler)
     ACCESS_LOG.setLevel(logging.INFO)
     ACCESS_LOG.propagate = False
+    try:
+        yield
+    finally:
+        ACCESS_LOG.removeHandler(handler)
+        ACCESS_LOG.propagate = True
 
 
 class Gate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import ipaddress
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from ditile.errors import ModelError
 from ditile.plan.checks import check_counts, check_positive_number
 from ditile.plan.flags import define_option
 from ditile.runner.requests.options import EngineOptions
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
+"""As browsers write it: a scheme, a host and a port, and no path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +78,9 @@ class ServeOptions(EngineOptions):
             raise ModelError(f"port={self.port} is no port; try port=8000")
         if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
             raise ModelError(f"lora_dir={self.lora_dir!r} is no folder; give one that has .safetensors files")
+        for origin in self.list_origins():
+            if origin != "*" and _ORIGIN.fullmatch(origin) is None:
+                raise ModelError(f"cors={origin!r} is no origin; try cors=https://www.example.org, or with a port")
         if not self.is_loopback and self.api_key is None and env.read_api_key() is None and not self.insecure:
             raise ModelError(
                 f"host={self.host!r} is reached by others; give --api-key FILE or DITILE_API_KEY, or --insecure"
@@ -106,6 +113,10 @@ class ServeOptions(EngineOptions):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+    def list_origins(self) -> list[str]:
+        """The origins whose pages may call the server."""
+        return [origin.strip() for origin in (self.cors or "").split(",") if origin.strip()]
 
     def find_state_folder(self) -> Path:
         """Where jobs and results are kept."""

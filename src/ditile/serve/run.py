@@ -43,7 +43,8 @@ def run_server(
     with open_listener(options) as listener:
         # The port names the state folder, and 0 is none.
         options = dataclasses.replace(options, port=listener.getsockname()[1])
-        asyncio.run(_serve_until_told(options, plan, cache, predict, listener))
+        with write_access_log(sys.stdout):
+            asyncio.run(_serve_until_told(options, plan, cache, predict, listener))
     return 0
 
 
@@ -96,7 +97,6 @@ async def _serve_until_told(
 ) -> None:
     make_group = choose_groups(options, plan, cache)
     service = Service(options, make_group, {"cache": cache.describe_settings()})
-    write_access_log(sys.stdout)
     app = create_app(service)
     config = uvicorn.Config(
         app,

@@ -32,7 +32,6 @@ from ditile.serve.group import (
     StepMade,
 )
 from ditile.serve.jobs import (
-    INPUT_MASK,
     Drawn,
     Failure,
     Job,
@@ -121,8 +120,8 @@ class Service:
         self._active: dict[str, _ActiveJob] = {}
         self._batches: dict[str, _RunningBatch] = {}
         self._facts: ModelFacts | None = None
-        self._reasons: dict[str, str] = {}
-        """Name of a group that is down -> why."""
+        self._failures: dict[str, str] = {}
+        """Name of a group that is down -> the code of its failure. Health is open to all, and a message says more."""
         self._refusal: DitileError | None = None
         self._has_started = asyncio.Event()
         self._batch_released = asyncio.Event()
@@ -158,7 +157,7 @@ class Service:
     def facts(self) -> ModelFacts:
         """What the model takes. Raises `NotReadyError` before the ranks have loaded it."""
         if self._facts is None:
-            raise NotReadyError("the ranks load the model; try again in some seconds")
+            raise _build_start_error()
         return self._facts
 
     async def submit(self, kind: Kind, owner: str, request: Request, inputs: Mapping[str, bytes] | None = None) -> Job:
@@ -167,21 +166,19 @@ class Service:
         Args:
             kind: of what the job draws.
             owner: the name of the client's key.
-            request: what to draw.
+            request: what to draw, which `facts.check_options` has taken.
             inputs: name -> content of pictures to start from.
 
         Raises:
             QueueFullError: if as many jobs wait as may.
             NotReadyError: if the server starts, ends, or cannot write.
-            ModelError: if the model does not take the request.
         """
         self._check_not_draining()
-        inputs = inputs or {}
-        num_pictures = len(inputs) - (INPUT_MASK in inputs)
-        self.facts.check_options(request.options, has_mask=INPUT_MASK in inputs, num_pictures=max(1, num_pictures))
+        if self._facts is None:
+            raise _build_start_error()
         letters = "".join(secrets.choice(ID_LETTERS) for _ in range(24))
         job = Job(id=f"{kind}_{letters}", owner=owner, kind=kind, request=request)
-        accepting = self._spawn_task(self._accept_job(job, inputs))
+        accepting = self._spawn_task(self._accept_job(job, inputs or {}))
         try:
             return await asyncio.shield(accepting)
         except asyncio.CancelledError:
@@ -276,7 +273,7 @@ class Service:
         else:
             status = "starting" if self._facts is None else "restarting"
         replicas = [
-            {"name": group.name, "state": group.state, "reason": self._reasons.get(group.name)}
+            {"name": group.name, "state": group.state, "failure": self._failures.get(group.name)}
             for group in self._groups
         ]
         waiting, running = self._count_jobs()
@@ -398,7 +395,7 @@ class Service:
             self._facts = event.facts
             # A plan with `data` has ranks for so many pictures at once.
             self._max_batch = max(self.options.max_batch, Plan.parse(event.facts.plan).data)
-            self._reasons.pop(event.group.name, None)
+            self._failures.pop(event.group.name, None)
             self._has_started.set()
             self.metrics.note_ready_group(event.group.name)
             self._dispatch_batches()
@@ -426,7 +423,7 @@ class Service:
             self._end_by_verdict(event.job_id, _Verdict("failed", event.failure))
 
     def _note_group_down(self, event: GroupDown) -> None:
-        self._reasons[event.group.name] = event.failure.message
+        self._failures[event.group.name] = event.failure.code
         self.metrics.note_lost_group(event.group.name)
         if self._facts is None and not isinstance(event.error, RankError):
             self._refusal = event.error
@@ -560,3 +557,7 @@ class Service:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _build_start_error() -> NotReadyError:
+    return NotReadyError("the ranks load the model; try again in some seconds")

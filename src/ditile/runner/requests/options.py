@@ -16,6 +16,7 @@ from ditile.runner.load import DTYPES, HUB_ID
 Dtype = Literal["float32", "bfloat16", "float16"]
 LEAST_FPS, MOST_FPS = 0.01, 1000
 """Frames a second. Below, a GIF has no number for how long a frame stays; above, a WebP has none."""
+GIF_MOST_FPS = 100
 GUIDANCE = "how strongly the prompt guides; as the model has it by default"
 TRUE_CFG = "the same with a second branch, for models whose --guidance is embedded, such as FLUX.1-dev"
 

@@ -20,9 +20,10 @@ from ditile.distributed import files
 from ditile.errors import ModelError
 
 MAX_PICTURE_BYTES = 2**30
-_DECODE_ERRORS = (
+DECODE_ERRORS = (
     *(OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError),
     *(RuntimeError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError),
+    Image.DecompressionBombWarning,  # where warnings are errors
 )
 """What the decoders of Pillow raise for data that is no picture, or one of too many pixels."""
 
@@ -39,7 +40,7 @@ def read_picture(path: str | Path, option: str) -> Image.Image:
             return picture
     except UnidentifiedImageError:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: no format that Pillow knows") from None
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: {error}") from error
 
 
@@ -98,7 +99,7 @@ def read_png_texts(path: Path) -> dict[str, str]:
         with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
             image.load()
             return dict(image.text) if isinstance(image, PngImageFile) else {}
-    except _DECODE_ERRORS:
+    except DECODE_ERRORS:
         return {}
 
 

@@ -20,6 +20,7 @@ from PIL import Image
 
 from ditile.distributed import files
 from ditile.errors import ModelError
+from ditile.runner.requests.options import GIF_MOST_FPS
 from ditile.runner.requests.pictures import encode_png
 
 Video = NDArray[np.uint8]  # [F, H, W, 3]
@@ -28,7 +29,6 @@ DEFAULT_FPS = 16.0
 """Frames a second of a video whose pipeline says nothing of it."""
 SHEET_COLUMNS, SHEET_WIDTH = 4, 256
 """Of a spritesheet: frames in a row, and pixels of the longer side of a frame at most."""
-GIF_MOST_FPS = 100
 CRF = "16"
 """Of x264: at this constant rate factor a loss is hardly seen."""
 _MAX_DENOMINATOR = 1001  # of the rates of television, such as 30000 / 1001

@@ -12,7 +12,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ditile.errors import DitileError, LoadError, ModelError, PlanError
-from ditile.serve.jobs import Job, JobNotFoundError, NotReadyError, QueueFullError
+from ditile.runner.requests.facts import ModelFacts
+from ditile.runner.requests.pictures import hide_local_path
+from ditile.serve.jobs import Job, JobNotFoundError, Kind, NotReadyError, QueueFullError
 
 if TYPE_CHECKING:
     from ditile.serve.service import Service
@@ -76,6 +78,26 @@ def find_service(http: HttpRequest) -> Service:
 def find_owner(http: HttpRequest) -> str:
     """The name of the key that a request came with; empty where keys are not asked for."""
     return str(getattr(http.state, "owner", ""))
+
+
+def find_served_name(name: str) -> str:
+    """The name of the served model that clients are told: of a local folder only the last part."""
+    return hide_local_path(name).partition(" (")[0]
+
+
+def find_facts(http: HttpRequest, kind: Kind) -> ModelFacts:
+    """The facts of the served model.
+
+    Raises:
+        RequestError: if it does not draw this kind.
+        NotReadyError: before the ranks have loaded it.
+    """
+    facts = find_service(http).facts
+    if facts.is_video != (kind == "video"):
+        name = find_served_name(facts.name)
+        route = "videos; send this to /v1/videos" if facts.is_video else "pictures; send this to /v1/images/generations"
+        raise RequestError(f"{name} draws {route}", status=422, param="model", code="wrong_kind_of_model")
+    return facts
 
 
 def convert_error(error: Exception) -> RequestError:

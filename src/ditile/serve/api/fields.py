@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
+from fastapi import Request as HttpRequest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from ditile.errors import ModelError
 from ditile.plan.checks import is_whole_number, suggest_nearest
+from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.requests.facts import ModelFacts
-from ditile.runner.requests.options import LEAST_FPS, MOST_FPS, GenerateOptions
-from ditile.runner.requests.pictures import hide_local_path
-from ditile.serve.api.answers import RequestError
-from ditile.serve.api.uploads import Picture
-from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, Request
+from ditile.runner.requests.options import GIF_MOST_FPS, LEAST_FPS, MOST_FPS, GenerateOptions
+from ditile.serve.api.answers import RequestError, convert_error, find_owner, find_served_name, find_service
+from ditile.serve.api.uploads import Body, Picture, decode_pictures
+from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, Job, Kind, Request
 from ditile.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from ditile.serve.service import Service
 
 VENDOR_MODELS = ("dall-e", "gpt-image", "chatgpt-image", "sora")
 """How names of models begin that old clients send by default; what is served answers to them without a warning."""
@@ -166,6 +172,38 @@ def validate_fields(kind: type[AnyFieldsT], given: Mapping[str, Any]) -> AnyFiel
     raise RequestError(f"{name}={_shorten_value(given.get(name))} {what}{example}", param=name)
 
 
+async def submit_order(
+    http: HttpRequest, fields: ImageFields | VideoFields, body: Body, *, resize_mask: bool = False
+) -> tuple[Job, Order]:
+    """Reads what a request asks for, and has the service take it.
+
+    Args:
+        http: the request.
+        fields: of it.
+        body: with its pictures.
+        resize_mask: whether a mask of another size is brought to that of the first picture.
+
+    Raises:
+        DitileError: if it cannot be drawn, or not now.
+    """
+    service = find_service(http)
+    order = await read_order(service, fields, body, resize_mask=resize_mask)
+    kind: Kind = "video" if isinstance(fields, VideoFields) else "image"
+    job = await service.submit(kind, find_owner(http), order.request, order.inputs)
+    http.state.job = job.id
+    return job, order
+
+
+async def read_order(
+    service: Service, fields: ImageFields | VideoFields, body: Body, *, resize_mask: bool = False
+) -> Order:
+    """What a service is asked to draw; the arguments and errors are those of `submit_order`."""
+    facts, options = service.facts, service.options
+    pictures, mask = await decode_pictures(body, options.max_pixels, facts.max_pictures, resize_mask=resize_mask)
+    # It reads the folder of LoRAs.
+    return await asyncio.to_thread(build_order, fields, facts, options, pictures, mask)
+
+
 def build_order(
     fields: ImageFields | VideoFields,
     facts: ModelFacts,
@@ -183,14 +221,14 @@ def build_order(
         mask: as PNG, white where the first picture is drawn anew.
 
     Raises:
-        RequestError: if a field is beyond a limit of the server.
-        ModelError: if the model cannot draw it.
+        RequestError: if a field is beyond a limit of the server, or the model cannot draw it.
     """
     warnings = list_warnings(fields, facts)
     width, height = parse_size(fields, facts, options, pictures)
     frames, fps = _count_frames(fields, facts) if isinstance(fields, VideoFields) else (None, None)
     num_images = fields.n if isinstance(fields, ImageFields) else 1
-    _check_limits(fields, options, num_images, frames)
+    sent_names = _list_sent_names(fields)
+    _check_limits(fields, options, num_images, frames, sent_names)
     wanted = GenerateOptions(
         model=facts.name,
         prompt=fields.prompt,
@@ -207,7 +245,12 @@ def build_order(
         image=INPUT_IMAGE if pictures else None,
         strength=fields.strength,
     )
-    facts.check_options(wanted, has_mask=mask is not None, num_pictures=len(pictures))
+    try:
+        facts.check_options(wanted, has_mask=mask is not None, num_pictures=len(pictures))
+    except ModelError as error:
+        wrong = convert_error(error)
+        wrong.param = sent_names.get(wrong.param or "", wrong.param)
+        raise wrong from None
     inputs = {INPUT_IMAGE if k == 0 else f"{INPUT_IMAGE}-{k}": one.png for k, one in enumerate(pictures)}
     inputs |= {} if mask is None else {INPUT_MASK: mask}
     request = Request(
@@ -217,14 +260,24 @@ def build_order(
         num_previews=fields.partial_images if isinstance(fields, ImageFields) and fields.stream else 0,
         loras=choose_loras(fields.lora, options),
         timeout=None if fields.timeout is None else min(fields.timeout, options.timeout),
-        client={"model": fields.model or find_served_name(facts.name), "warnings": warnings, "inputs": sorted(inputs)},
+        client={
+            "model": fields.model or find_served_name(facts.name),
+            "warnings": warnings,
+            "inputs": sorted(inputs),
+            **foresee_shape(wanted, facts),
+        },
     )
     return Order(request=request, inputs=inputs, warnings=warnings)
 
 
-def find_served_name(name: str) -> str:
-    """The name of the served model that clients are told: of a local folder only the last part."""
-    return hide_local_path(name).partition(" (")[0]
+def foresee_shape(wanted: GenerateOptions, facts: ModelFacts) -> dict[str, Any]:
+    """The size that a picture or a video will have, and a video's length, for those who ask before it is drawn."""
+    sides = [side or own for side, own in zip((wanted.width, wanted.height), facts.size or (0, 0), strict=True)]
+    shape: dict[str, Any] = {"size": "{}x{}".format(*sides) if all(sides) else "auto"}
+    if facts.is_video:
+        fps = wanted.fps or facts.fps
+        shape |= {"frames": wanted.frames or facts.find_default(*FRAME_COUNTS) or 0, "fps": fps}
+    return shape
 
 
 def list_warnings(fields: RequestFields, facts: ModelFacts) -> list[str]:
@@ -233,8 +286,20 @@ def list_warnings(fields: RequestFields, facts: ModelFacts) -> list[str]:
     served, asked = find_served_name(facts.name), fields.model
     if asked is not None and asked not in (served, facts.name) and not asked.lower().startswith(VENDOR_MODELS):
         warnings.append(f"model {asked[:60]!r} is not served; {served} draws")
+    given = fields.model_fields_set
+    if _has_size(fields):
+        warnings += [f"{name} was not heeded, as size says it" for name in ("width", "height") if name in given]
+    if isinstance(fields, VideoFields) and fields.num_frames is not None and fields.seconds is not None:
+        warnings.append("seconds was not heeded, as num_frames says it")
+    if isinstance(fields, ImageFields) and fields.output_format == "png" and "output_compression" in given:
+        warnings.append("output_compression was not heeded: it is for jpeg and webp, and png loses nothing")
+    return warnings + list_unknown_fields(fields)
+
+
+def list_unknown_fields(fields: BaseModel) -> list[str]:
+    """Warnings of fields that are not known."""
     unknown = sorted(fields.model_extra or {})
-    warnings += [f"{name[:60]!r} is not known here, and was not heeded" for name in unknown[:_SHOWN_WARNINGS]]
+    warnings = [f"{name[:60]!r} is not known here, and was not heeded" for name in unknown[:_SHOWN_WARNINGS]]
     if len(unknown) > _SHOWN_WARNINGS:
         warnings.append(f"nor were {len(unknown) - _SHOWN_WARNINGS} other fields")
     return warnings
@@ -249,7 +314,7 @@ def parse_size(
         RequestError: if they are no size, or have more pixels than the server draws.
     """
     width, height = fields.width, fields.height
-    if fields.size is not None and fields.size.strip().lower() != "auto":
+    if fields.size is not None and _has_size(fields):
         found = _SIZE.fullmatch(fields.size.strip())
         if found is None:
             raise RequestError(f"size={fields.size[:40]!r} is no size; try size='1024x1024' or 'auto'", param="size")
@@ -263,7 +328,7 @@ def parse_size(
             f"size={sides[0]}x{sides[1]} has more than the {options.max_pixels} pixels that this server draws; "
             f"try size={most}x{most} or less",
             status=422,
-            param="size",
+            param="size" if _has_size(fields) else "width",
         )
     return width, height
 
@@ -306,18 +371,51 @@ def _choose_steps(fields: RequestFields, facts: ModelFacts, options: ServeOption
     return fields.num_inference_steps
 
 
-def _check_limits(fields: RequestFields, options: ServeOptions, num_images: int, frames: int | None) -> None:
-    """Raises `RequestError` for what is more than the server allows."""
-    if not fields.prompt.strip():
+def check_prompt(prompt: str, options: ServeOptions) -> None:
+    """Raises `RequestError` for a prompt that is empty or too long."""
+    if not prompt.strip():
         raise RequestError("prompt is empty; say what to draw", param="prompt")
-    for name in ("prompt", "negative_prompt"):
-        if len(getattr(fields, name) or "") > options.max_prompt:
-            length = len(getattr(fields, name))
-            raise RequestError(
-                f"{name} has {length} letters, and this server takes {options.max_prompt}; shorten it",
-                status=422,
-                param=name,
-            )
+    _check_length(prompt, "prompt", options)
+
+
+def _check_length(text: str, name: str, options: ServeOptions) -> None:
+    if len(text) > options.max_prompt:
+        raise RequestError(
+            f"{name} has {len(text)} letters, and this server takes {options.max_prompt}; shorten it",
+            status=422,
+            param=name,
+        )
+
+
+def _has_size(fields: RequestFields) -> bool:
+    """Whether `size` says the size; "auto" leaves it to width and height, or to the model."""
+    return fields.size is not None and fields.size.strip().lower() != "auto"
+
+
+def _list_sent_names(fields: RequestFields) -> dict[str, str]:
+    """The names of values that a client gave by another field."""
+    names = {"width": "size", "height": "size"} if _has_size(fields) else {}
+    if isinstance(fields, VideoFields) and fields.num_frames is None and fields.seconds is not None:
+        names["num_frames"] = "seconds"
+    return names
+
+
+def _check_limits(
+    fields: RequestFields,
+    options: ServeOptions,
+    num_images: int,
+    frames: int | None,
+    sent_names: Mapping[str, str],
+) -> None:
+    """Raises `RequestError` for what is more than the server allows."""
+    check_prompt(fields.prompt, options)
+    _check_length(fields.negative_prompt or "", "negative_prompt", options)
+    if isinstance(fields, VideoFields) and fields.output_format == "gif" and (fields.fps or 0) > GIF_MOST_FPS:
+        raise RequestError(
+            f"fps={fields.fps:g}: a GIF shows {GIF_MOST_FPS} frames a second at most; try output_format=mp4",
+            status=422,
+            param="fps",
+        )
     most = {"num_inference_steps": options.max_steps, "n": options.max_images, "num_frames": options.max_frames}
     counts = {"num_inference_steps": fields.num_inference_steps, "n": num_images, "num_frames": frames}
     for name, value in counts.items():
@@ -325,7 +423,7 @@ def _check_limits(fields: RequestFields, options: ServeOptions, num_images: int,
             raise RequestError(
                 f"{name}={value} is more than this server's {most[name]}; try {name}={most[name]} or less",
                 status=422,
-                param=name,
+                param=sent_names.get(name, name),
             )
 
 

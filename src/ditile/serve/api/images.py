@@ -21,11 +21,11 @@ from ditile.serve.api.answers import (
     cancel_job_of_gone_client,
     check_done,
     convert_error,
-    find_owner,
+    find_facts,
     find_service,
 )
-from ditile.serve.api.fields import ImageFields, Order, build_order, find_served_name, parse_fields
-from ditile.serve.api.uploads import Body, convert_png, decode_pictures, read_body
+from ditile.serve.api.fields import ImageFields, parse_fields, submit_order
+from ditile.serve.api.uploads import Body, convert_png, read_body
 from ditile.serve.jobs import Job, JobEvent, JobNotFoundError
 
 router = APIRouter()
@@ -87,26 +87,6 @@ async def read_image(http: HttpRequest, job_id: str, index: int) -> Response:
     return Response(content, media_type=MEDIA_TYPES[job.request.output_format], headers=headers)
 
 
-async def order_images(http: HttpRequest, body: Body) -> tuple[ImageFields, Order]:
-    """What a body asks for.
-
-    Raises:
-        DitileError: if it cannot be drawn.
-    """
-    service = find_service(http)
-    facts = service.facts
-    if facts.is_video:
-        raise RequestError(
-            f"{find_served_name(facts.name)} draws videos; send this to /v1/videos",
-            status=422,
-            param="model",
-            code="wrong_kind_of_model",
-        )
-    fields = parse_fields(ImageFields, body.values)
-    pictures, mask = await decode_pictures(body, service.options.max_pixels, facts.max_pictures)
-    return fields, build_order(fields, facts, service.options, pictures, mask)
-
-
 def encode_base64(content: bytes) -> str:
     """Bytes as JSON holds them."""
     return base64.b64encode(content).decode("ascii")
@@ -120,10 +100,9 @@ async def read_outputs(http: HttpRequest, job: Job) -> list[bytes]:
 
 
 async def _draw_and_answer(http: HttpRequest, body: Body, event_name: str) -> Response:
-    service = find_service(http)
-    fields, order = await order_images(http, body)
-    job = await service.submit("image", find_owner(http), order.request, order.inputs)
-    http.state.job = job.id
+    find_facts(http, "image")
+    fields = parse_fields(ImageFields, body.values)
+    job, order = await submit_order(http, fields, body)
     if fields.stream:
         return EventSourceResponse(_stream_events(http, job, event_name), sep="\n")
     job = check_done(await await_job_end(http, job))
@@ -137,7 +116,7 @@ async def _build_answer(http: HttpRequest, job: Job, fields: ImageFields, warnin
     contents = [b""] * len(job.drawn.files) if as_url else await read_outputs(http, job)
     data = [
         {
-            "b64_json": None if as_url else encode_base64(content),
+            "b64_json": None if as_url else await asyncio.to_thread(encode_base64, content),
             "url": f"{base}/v1/images/{job.id}/content/{k}" if as_url else None,
             "revised_prompt": None,
             "seed": seed,
@@ -213,9 +192,7 @@ def _list_event_fields(job: Job, content: bytes, name: str) -> dict[str, Any]:
 
 def _format_size(job: Job) -> str:
     """As WxH; "auto" as long as only the ranks know."""
-    options = job.request.options
-    width, height = (options.width, options.height) if job.drawn is None else job.drawn.size
-    return f"{width}x{height}" if width and height else "auto"
+    return str(job.request.client["size"]) if job.drawn is None else "{}x{}".format(*job.drawn.size)
 
 
 def _require_picture(body: Body) -> None:

@@ -6,6 +6,7 @@ does not take is left out, and named in the answer's `info`.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -22,7 +23,9 @@ from ditile.serve.api.answers import (
     RequestError,
     await_job_end,
     check_done,
+    find_facts,
     find_owner,
+    find_served_name,
     find_service,
 )
 from ditile.serve.api.fields import (
@@ -30,12 +33,11 @@ from ditile.serve.api.fields import (
     ImageFields,
     Scale,
     Text,
-    build_order,
-    find_served_name,
+    submit_order,
     validate_fields,
 )
 from ditile.serve.api.images import encode_base64, read_outputs
-from ditile.serve.api.uploads import Body, decode_base64, decode_pictures, parse_json_object
+from ditile.serve.api.uploads import Body, decode_base64, read_json_object
 from ditile.serve.jobs import Job
 
 router = APIRouter(prefix="/sdapi/v1")
@@ -62,13 +64,15 @@ class StableDiffusionFields(BaseModel):
     denoising_strength: Scale | None = Field(None, examples=[0.6])
     init_images: list[Text] = Field(default_factory=list)
     mask: Text | None = None
+    sampler_name: Any = None
+    scheduler: Any = None
     inpainting_mask_invert: Any = 0
 
 
 @router.post("/txt2img")
 async def draw_from_text(http: HttpRequest) -> Response:
     """Draws pictures of a prompt."""
-    values = parse_json_object(await http.body())
+    values = await read_json_object(http)
     fields = validate_fields(StableDiffusionFields, _drop_nulls(values))
     return await _draw_and_answer(http, values, fields, Body(values={}), strength=None)
 
@@ -76,14 +80,16 @@ async def draw_from_text(http: HttpRequest) -> Response:
 @router.post("/img2img")
 async def draw_from_picture(http: HttpRequest) -> Response:
     """Draws pictures that start from a picture; with a mask only where that is white."""
-    values = parse_json_object(await http.body())
+    values = await read_json_object(http)
     fields = validate_fields(StableDiffusionFields, _drop_nulls(values))
     if not fields.init_images:
         raise RequestError("init_images is empty; send a picture as base64", param="init_images")
     if fields.mask and fields.inpainting_mask_invert not in (0, None, False):
         raise RequestError("inpainting_mask_invert is not known here; invert the mask", param="inpainting_mask_invert")
-    pictures = [decode_base64(text, "init_images") for text in fields.init_images[:_MOST_LISTED]]
-    masks = [decode_base64(fields.mask, "mask")] if fields.mask else []
+    pictures = [
+        await asyncio.to_thread(decode_base64, text, "init_images") for text in fields.init_images[:_MOST_LISTED]
+    ]
+    masks = [await asyncio.to_thread(decode_base64, fields.mask, "mask")] if fields.mask else []
     body = Body(values={}, pictures=pictures, masks=masks)
     return await _draw_and_answer(http, values, fields, body, strength=fields.denoising_strength)
 
@@ -147,7 +153,7 @@ async def read_options(http: HttpRequest) -> Response:
 @router.post("/options")
 async def write_options(http: HttpRequest) -> Response:
     """Takes options, and changes none: the served model stays."""
-    parse_json_object(await http.body())
+    await read_json_object(http)
     return AsciiJSONResponse(None)
 
 
@@ -172,30 +178,19 @@ async def list_upscalers() -> Response:
 @router.get("/loras")
 async def list_loras(http: HttpRequest) -> Response:
     """The LoRAs that a prompt may name as <lora:name:scale>."""
-    names = sorted(find_service(http).options.find_lora_files())
+    names = sorted(await asyncio.to_thread(find_service(http).options.find_lora_files))
     return AsciiJSONResponse([{"name": name, "alias": name, "path": name, "metadata": {}} for name in names])
 
 
 async def _draw_and_answer(
     http: HttpRequest, values: dict[str, Any], fields: StableDiffusionFields, body: Body, strength: float | None
 ) -> Response:
-    service = find_service(http)
-    facts = service.facts
-    if facts.is_video:
-        raise RequestError(
-            f"{find_served_name(facts.name)} draws videos; send this to /v1/videos",
-            status=422,
-            code="wrong_kind_of_model",
-        )
+    facts = find_facts(http, "image")
     image_fields, warnings = convert_fields(fields, facts, has_picture=bool(body.pictures))
     image_fields = image_fields.model_copy(update={"strength": strength})
-    pictures, mask = await decode_pictures(
-        body, service.options.max_pixels, service.facts.max_pictures, resize_mask=True
-    )
-    order = build_order(image_fields, facts, service.options, pictures, mask)
-    job = await service.submit("image", find_owner(http), order.request, order.inputs)
+    job, order = await submit_order(http, image_fields, body, resize_mask=True)
     job = check_done(await await_job_end(http, job))
-    images = [encode_base64(content) for content in await read_outputs(http, job)]
+    images = [await asyncio.to_thread(encode_base64, content) for content in await read_outputs(http, job)]
     info = _build_info(job, facts, warnings + order.warnings)
     parameters = {name: value for name, value in values.items() if name not in ("init_images", "mask")}
     return AsciiJSONResponse({"images": images, "parameters": parameters, "info": json.dumps(info)})
@@ -219,6 +214,9 @@ def convert_fields(
         "num_inference_steps": fields.steps,
         "lora": loras or None,
     }
+    for name in ("sampler_name", "scheduler"):
+        if getattr(fields, name) not in (None, "", OWN_VALUE, OWN_VALUE.lower()):
+            warnings.append(f"{name} was not heeded: the model draws by its own")
     call = (facts.edit if has_picture else facts.call) or facts.call
     if fields.cfg_scale is not None and ("guidance_scale" in call.defaults or "true_cfg_scale" in call.defaults):
         values["guidance_scale"] = fields.cfg_scale

@@ -10,8 +10,6 @@ import io
 import json
 import math
 import re
-import struct
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -20,6 +18,7 @@ from fastapi import Request as HttpRequest
 from PIL import Image, ImageOps
 from starlette.datastructures import UploadFile
 
+from ditile.runner.requests.pictures import DECODE_ERRORS
 from ditile.serve.api.answers import RequestError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -28,18 +27,8 @@ MAX_FIELDS = 256
 PICTURE_FIELDS = ("image", "images", "url", "image_url", "input_reference")
 """Fields that hold pictures to start from; any of them may end in []."""
 MASK_FIELDS = ("mask", "mask_image")
-_DECODE_ERRORS = (
-    *(OSError, SyntaxError, ValueError, EOFError, TypeError, LookupError, ArithmeticError, AttributeError),
-    *(
-        RuntimeError,
-        MemoryError,
-        struct.error,
-        zlib.error,
-        Image.DecompressionBombError,
-        Image.DecompressionBombWarning,
-    ),
-)
-"""What the decoders of Pillow raise for data that is no picture, or a broken one."""
+_LORA_FIELD = re.compile(r"lora\[([^\[\]]+)\]")
+"""How a form names the scale of a LoRA: lora[style]=0.8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +68,13 @@ async def read_body(http: HttpRequest) -> Body:
     # What curl calls a form by default is often JSON.
     if kind == "application/x-www-form-urlencoded" and not content.lstrip().startswith(b"{"):
         return await _read_form(http)
-    return take_pictures(parse_json_object(content))
+    return await asyncio.to_thread(lambda: take_pictures(parse_json_object(content)))
+
+
+async def read_json_object(http: HttpRequest) -> dict[str, Any]:
+    """The JSON object in the body of a request. Raises `RequestError` as `parse_json_object` does."""
+    # Bodies have tens of MB, which the event loop is not to wait for.
+    return await asyncio.to_thread(parse_json_object, await http.body())
 
 
 def parse_json_object(content: bytes) -> dict[str, Any]:
@@ -205,7 +200,7 @@ def _decode_picture(content: bytes, param: str, max_pixels: int, *, of_mask: boo
             decoded = _convert_mask(upright) if of_mask else upright.convert("RGB")
     except RequestError:
         raise
-    except _DECODE_ERRORS:
+    except DECODE_ERRORS:
         raise RequestError(
             f"{param} cannot be read as a picture; send a whole file of {', '.join(FORMATS)}", param=param
         ) from None
@@ -248,9 +243,11 @@ async def _read_form(http: HttpRequest) -> Body:
                 files.setdefault(name, []).append(await value.read())
             elif name.removesuffix("[]") in PICTURE_FIELDS:
                 values.setdefault(name, []).append(value)
+            elif (found := _LORA_FIELD.fullmatch(name)) and isinstance(values.setdefault("lora", {}), dict):
+                values["lora"][found[1]] = value
             else:
                 values[name] = value
-    return take_pictures(values, files)
+    return await asyncio.to_thread(take_pictures, values, files)
 
 
 def _list_picture_texts(value: Any, param: str) -> list[str]:

@@ -9,26 +9,26 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
-from ditile.plan.shape import FRAME_COUNTS
-from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,
     describe_failure,
+    find_facts,
     find_owner,
     find_service,
 )
 from ditile.serve.api.fields import (
     RemixFields,
     VideoFields,
-    build_order,
-    find_served_name,
+    check_prompt,
+    list_unknown_fields,
     parse_fields,
+    submit_order,
     validate_fields,
 )
 from ditile.serve.api.images import MEDIA_TYPES
-from ditile.serve.api.uploads import decode_pictures, read_body
-from ditile.serve.jobs import POSTER, SPRITESHEET, Job, JobNotFoundError, Request, State
+from ditile.serve.api.uploads import read_body
+from ditile.serve.jobs import POSTER, SPRITESHEET, Job, JobNotFoundError, State
 
 router = APIRouter()
 POLL_MS = 500
@@ -53,19 +53,10 @@ _BODY = {
 @router.post("/v1/videos", openapi_extra=_BODY)
 async def create_video(http: HttpRequest) -> Response:
     """Accepts a video, which is drawn when its turn comes."""
-    service, body = find_service(http), await read_body(http)
-    facts = service.facts
-    if not facts.is_video:
-        raise RequestError(
-            f"{find_served_name(facts.name)} draws pictures; send this to /v1/images/generations",
-            status=422,
-            param="model",
-            code="wrong_kind_of_model",
-        )
-    fields = parse_fields(VideoFields, body.values)
-    pictures, mask = await decode_pictures(body, service.options.max_pixels, service.facts.max_pictures)
-    order = build_order(fields, facts, service.options, pictures, mask)
-    return await _submit_video(http, note_shape(order.request, facts), order.inputs)
+    body = await read_body(http)
+    find_facts(http, "video")
+    job, _ = await submit_order(http, parse_fields(VideoFields, body.values), body)
+    return _answer_video(job)
 
 
 @router.get("/v1/videos")
@@ -122,22 +113,17 @@ async def remix_video(http: HttpRequest, job_id: str) -> Response:
     job, body = _find_video(http, job_id), await read_body(http)
     service = find_service(http)
     fields = validate_fields(RemixFields, body.values)
-    if not fields.prompt.strip():
-        raise RequestError("prompt is empty; say what to draw", param="prompt")
-    if len(fields.prompt) > service.options.max_prompt:
-        raise RequestError(
-            f"prompt has {len(fields.prompt)} letters, and this server takes {service.options.max_prompt}; shorten it",
-            status=422,
-            param="prompt",
-        )
+    check_prompt(fields.prompt, service.options)
     names = job.request.client["inputs"]
     inputs = {name: await asyncio.to_thread(service.read_output, job, name) for name in names}
     request = dataclasses.replace(
         job.request,
         options=dataclasses.replace(job.request.options, prompt=fields.prompt),
-        client={**job.request.client, "remixed_from": job.id},
+        client={**job.request.client, "remixed_from": job.id, "warnings": list_unknown_fields(fields)},
     )
-    return await _submit_video(http, request, inputs)
+    remix = await service.submit("video", job.owner, request, inputs)
+    http.state.job = remix.id
+    return _answer_video(remix)
 
 
 def describe_video(job: Job) -> dict[str, Any]:
@@ -169,27 +155,6 @@ def describe_video(job: Job) -> dict[str, Any]:
         "inference_time_s": None if drawn is None else drawn.seconds.get("total"),
         "warnings": client["warnings"],
     }
-
-
-def note_shape(request: Request, facts: ModelFacts) -> Request:
-    """The request with the size and the length that it will have, for those who ask before it is drawn."""
-    options = request.options
-    sides = [side or own for side, own in zip((options.width, options.height), facts.size or (0, 0), strict=True)]
-    frames = options.frames or facts.find_default(*FRAME_COUNTS) or 0
-    client = {
-        **request.client,
-        "size": "{}x{}".format(*sides) if all(sides) else "auto",
-        "seconds": f"{frames / (options.fps or facts.fps):g}",
-        "frames": frames,
-        "fps": options.fps or facts.fps,
-    }
-    return dataclasses.replace(request, client=client)
-
-
-async def _submit_video(http: HttpRequest, request: Request, inputs: dict[str, bytes]) -> Response:
-    job = await find_service(http).submit("video", find_owner(http), request, inputs)
-    http.state.job = job.id
-    return _answer_video(job)
 
 
 def _find_video(http: HttpRequest, job_id: str) -> Job:

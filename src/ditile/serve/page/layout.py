@@ -16,10 +16,9 @@ import gradio as gr
 
 from ditile.errors import DitileError
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.serve.api.answers import cancel_job_of_gone_client, check_done, convert_error
-from ditile.serve.api.fields import ImageFields, Order, VideoFields, build_order, find_served_name, parse_fields
-from ditile.serve.api.uploads import Body, decode_pictures
-from ditile.serve.api.videos import note_shape
+from ditile.serve.api.answers import cancel_job_of_gone_client, check_done, convert_error, find_served_name
+from ditile.serve.api.fields import ImageFields, Order, VideoFields, parse_fields, read_order
+from ditile.serve.api.uploads import Body
 from ditile.serve.jobs import INPUT_IMAGE, Job, JobEvent, Kind
 from ditile.serve.page.insight import TRACE, render_insight
 from ditile.serve.page.mount import OWNER_MARK
@@ -244,7 +243,7 @@ class Page:
 
     async def _read_form(self, values: Update) -> tuple[Kind, Order]:
         """What the form asks for. Raises `DitileError` if it cannot be drawn."""
-        facts, options = self._service.facts, self._service.options
+        facts = self._service.facts
         content = values[self._image] and await asyncio.to_thread(Path(values[self._image]).read_bytes)
         given = {name: values[component] for name, component in self._form.items()}
         left_out = {"n"} if facts.is_video else {"num_frames", "fps"}
@@ -256,9 +255,8 @@ class Page:
             given["lora"] = {values[self._lora]: 1.0 if values[self._lora_scale] is None else values[self._lora_scale]}
         fields = parse_fields(VideoFields, given) if facts.is_video else parse_fields(ImageFields, given)
         body = Body(values={}, pictures=[content] if content else [])
-        pictures, _ = await decode_pictures(body, options.max_pixels, facts.max_pictures)
-        order = build_order(fields, facts, options, pictures)
-        request = note_shape(order.request, facts) if facts.is_video else order.request
+        order = await read_order(self._service, fields, body)
+        request = order.request
         steps = request.options.steps or facts.find_default("num_inference_steps") or 0
         request = dataclasses.replace(
             request, num_previews=min(MOST_PREVIEWS, max(0, steps - 1)), client=request.client | {"trace": True}
