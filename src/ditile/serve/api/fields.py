@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -245,12 +246,8 @@ def build_order(
         image=INPUT_IMAGE if pictures else None,
         strength=fields.strength,
     )
-    try:
+    with _name_sent_fields(sent_names):
         facts.check_options(wanted, has_mask=mask is not None, num_pictures=len(pictures))
-    except ModelError as error:
-        wrong = convert_error(error)
-        wrong.param = sent_names.get(wrong.param or "", wrong.param)
-        raise wrong from None
     inputs = {INPUT_IMAGE if k == 0 else f"{INPUT_IMAGE}-{k}": one.png for k, one in enumerate(pictures)}
     inputs |= {} if mask is None else {INPUT_MASK: mask}
     request = Request(
@@ -390,6 +387,17 @@ def _check_length(text: str, name: str, options: ServeOptions) -> None:
 def _has_size(fields: RequestFields) -> bool:
     """Whether `size` says the size; "auto" leaves it to width and height, or to the model."""
     return fields.size is not None and fields.size.strip().lower() != "auto"
+
+
+@contextlib.contextmanager
+def _name_sent_fields(sent_names: Mapping[str, str]) -> Iterator[None]:
+    """Turns a `ModelError` into a `RequestError` about the field that was sent."""
+    try:
+        yield
+    except ModelError as error:
+        wrong = convert_error(error)
+        wrong.param = sent_names.get(wrong.param or "", wrong.param)
+        raise wrong from None
 
 
 def _list_sent_names(fields: RequestFields) -> dict[str, str]:
