@@ -15,6 +15,7 @@ from ditile.cli.options import RunOptions
 from ditile.errors import ModelError, PlanError
 from ditile.plan.flags import format_flag, iter_field_readers
 from ditile.plan.plan import Plan
+from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
 
 
@@ -58,10 +59,24 @@ _MULTI_VALUE_FLAG = "attn_layer_num_for_pp"
 _MULTI_VALUE_HELP = ", with spaces: 7 7 8; what is no flag, such as a prompt, stands before it"
 
 
-def add_alias_arguments(parser: argparse.ArgumentParser, aliases: Sequence[FlagAlias], *, title: str) -> None:
-    """Adds the aliases, in a group of their own; an alias that is not given leaves no attribute."""
+def add_alias_arguments(parser: argparse.ArgumentParser, kinds: Sequence[type]) -> None:
+    """Adds the aliases for sets of options, in groups of their own; an alias that is not given leaves no attribute.
+
+    Those of other options would be read, and have no effect.
+    """
+    if Plan in kinds:
+        _add_alias_group(parser, kinds, XDIT_ALIASES, "plan, with the flags of xDiT")
+    if CacheOptions in kinds:
+        _add_alias_group(parser, kinds, CACHE_DIT_ALIASES, "picture, plan and run, with the flags of cache-dit")
+
+
+def _add_alias_group(
+    parser: argparse.ArgumentParser, kinds: Sequence[type], aliases: Sequence[FlagAlias], title: str
+) -> None:
     group = parser.add_argument_group(title)
     for name, kind, field, value in aliases:
+        if kind not in kinds:
+            continue
         doc = f"as {_name_field(name, field)}" + ("" if value in (None, True) else f" {value}")
         how: dict[str, Any] = {"action": "store_true"}
         if value is None:

@@ -103,15 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         parser = parsers.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
         for kind, title in command.options.items():
             add_arguments(parser, kind, title=title, left_out=command.left_out)
-        # Those of options that a command has not would be read, and have no effect.
-        kinds = tuple(command.options)
-        if Plan in kinds:
-            aliases = [alias for alias in flag_aliases.XDIT_ALIASES if alias.kind in kinds]
-            flag_aliases.add_alias_arguments(parser, aliases, title="plan, with the flags of xDiT")
-        if CacheOptions in kinds:
-            aliases = [alias for alias in flag_aliases.CACHE_DIT_ALIASES if alias.kind in kinds]
-            title = "picture, plan and run, with the flags of cache-dit"
-            flag_aliases.add_alias_arguments(parser, aliases, title=title)
+        flag_aliases.add_alias_arguments(parser, list(command.options))
     return top
 
 
