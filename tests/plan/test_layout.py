@@ -218,3 +218,18 @@ def test_too_many_ranks_for_a_patch() -> None:
     layout = Layout.cut_into_patches(Grid(4, 5), 2, 3, "text_first")
     with pytest.raises(PlanError, match="fewer tokens than the 12 ranks"):
         Split(3, 1, 4).shard_tokens(layout, 1)
+
+
+def test_patches_are_cut_around_references() -> None:
+    """Rows 4 to 8 come out nowhere: patch 0, in front of the image's, of which the first has the text."""
+    layout = Layout.cut_around_references(Grid(9, 2), 3, 2, "text_first", range(4, 9), even=False)
+    assert [layout.locate_tokens(patch) for patch in range(3)] == [(range(8, 18),), (range(4),), (range(4, 8),)]
+    assert [layout.count_rows(patch) for patch in range(layout.num_patches)] == [5, 2, 2]
+    assert [layout.carries_text(patch) for patch in (None, 0, 1, 2)] == [True, False, True, False]
+    even = Layout.cut_around_references(Grid(8, 2), 4, 0, "none", (0, 1, 6, 7), even=True)
+    assert [even.locate_tokens(patch) for patch in range(4)] == [
+        (range(4),), (range(12, 16),), (range(4, 8),), (range(8, 12),)
+    ]  # fmt: skip
+    assert even.cut_alike(Grid(9, 2), 0, 1).locate_tokens(1) == (range(14, 18),)
+    with pytest.raises(PlanError, match="patches=4: 1 of them are for the references, and the other 3 exceed"):
+        Layout.cut_around_references(Grid(5, 2), 4, 0, "none", range(3), even=False)

@@ -268,3 +268,31 @@ def test_two_stages_by_hand() -> None:
     for stage, wanted in enumerate((first, last)):
         shown = (f"{op.kind.value}{'' if op.patch is None else op.patch}" for op in schedule.iter_program(stage))
         assert " ".join(shown) == wanted
+
+
+@settings(deadline=None)
+@given(schedules(), st.integers(0, 3), st.integers(1, 3), st.integers(1, 2))
+def test_references_are_computed_in_some_steps(schedule: Schedule, every: int, number: int, calls: int) -> None:
+    """Ages are what a store would have that notes each write, and every message that is sent is received.
+
+    A failure means that a stage waits for a patch that nobody computes, or that ages of frozen keys are not counted.
+    """
+    schedule = replace(schedule, references=every, num_references=min(number, schedule.patches - 1))
+    written: dict[int, int] = {}
+    for step in range(schedule.steps):
+        for micro in schedule.list_micro_steps(step):
+            written |= dict.fromkeys(schedule.list_patches(micro), step)
+            ages = schedule.compute_key_ages(micro)
+            assert all(step - written.get(patch, -1) == age for patch, age in enumerate(ages))
+        left_out = {patch for patch, at in written.items() if at < step}
+        is_fresh = step < schedule.warmup or step in schedule.again or bool(every and step % every == 0)
+        assert left_out <= (set() if is_fresh else set(range(schedule.num_references)))
+    ops = [span.op for span in simulate_schedule(schedule, calls=calls)]
+    for receive, send in SEND_OF_RECEIVE.items():
+        assert sum(op.kind is receive for op in ops) == sum(op.kind is send for op in ops)
+
+
+def test_frozen_references_make_one_rank_faster() -> None:
+    """By hand: 28 steps, one synchronous, half of the work in a reference that is computed in that step alone."""
+    schedule = Schedule(1, 2, 28, 1, references=0, num_references=1, reference_share=0.5)
+    assert schedule.bound_speedup() == pytest.approx(28 / (1 + 27 / 2))

@@ -60,8 +60,8 @@ class LoopClock:
             self._seen = now.memory
             self._begin(self._steps())
         step, patch = now.micro_step
-        whole = patch is None
-        interleaved = self._shares_streams and self._patches > 1
+        whole = now.token_patch is None
+        interleaved = (self._shares_streams and self._patches > 1) or now.num_references > 0
         if now.batch_range is not None or (whole and (now.warmup_split is not None or interleaved)):
             return None
         patches = range(self._patches) if patch is None else (patch,)
@@ -86,7 +86,7 @@ class LoopClock:
 
 def _has_real_text(now: Generation) -> bool:
     """Whether this rank has text tokens of its own. There is a layout only where ranks share out tokens."""
-    return now.layout_key not in now.layouts or bool(now.get_own_part(now.micro_step.patch).text)
+    return now.layout_key not in now.layouts or bool(now.get_own_part(now.token_patch).text)
 
 
 @dataclass(frozen=True, slots=True)

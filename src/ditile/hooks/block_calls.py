@@ -311,6 +311,7 @@ class _SurveyPass:
         self.poisons_text = self.has_begun = False
         self._lengths: dict[str, int] = {}
         self._start, self._rows = 0, 1
+        self._latents: range | None = None
         self._before: tuple[Tensor, Tensor | None, int] | None = None
         self._glued: set[int] = set()
         self._fed: dict[str, Tensor] = {}
@@ -351,7 +352,8 @@ class _SurveyPass:
         if grid is None or grid.num_tokens != tokens:
             grid = Grid(tokens, 1)
         lengths, glued = self._lengths, frozenset(self._glued)
-        return CallForm(grid, lengths.get("T", 0), self._start, glued, fed=self._fed, rows=self._rows)
+        text, latents = lengths.get("T", 0), self._latents
+        return CallForm(grid, text, self._start, glued, fed=self._fed, rows=self._rows, latents=latents)
 
     def _measure(self, hook: BlockHook, image: Tensor, text: Tensor | None) -> None:
         anatomy = hook.anatomy
@@ -360,6 +362,7 @@ class _SurveyPass:
             if self._anatomy.is_one_sequence:
                 run = find_nan_tokens(image, anatomy.tokens)
                 self._start = 0 if run is None else run.start
+                self._latents = run or range(0)
         if text is not None:
             self._lengths["T"] = text.shape[anatomy.tokens]
         elif anatomy.joint != "none":
@@ -408,7 +411,7 @@ class _FirstBlockPass:
 
 
 class _RehearsalPass:
-    """Blocks pass on what they are given; behind the last one there is NaN in the places of a patch's tokens."""
+    """Blocks pass on what they are given; behind the last one there is NaN in the places of rehearsed tokens."""
 
     def __init__(self, anatomy: Anatomy, last: int) -> None:
         self._anatomy, self._last = anatomy, last
@@ -422,7 +425,7 @@ class _RehearsalPass:
             layout = now.branch_layout
             start = layout.text if anatomy.joint == "text_first" else 0
             image = torch.nan_to_num(image)
-            for run in layout.locate_tokens(now.rehearsed_patch):
+            for run in now.locate_rehearsed_tokens():
                 image.narrow(anatomy.tokens, start + run.start, len(run)).fill_(float("nan"))
             if text is not None and now.form.returns_text and layout.carries_text(now.rehearsed_patch):
                 text = torch.full_like(text, float("nan"))
@@ -498,7 +501,7 @@ class _DividedPass:
         if anatomy.text is not None:
             call[anatomy.text] = text
         if not self._has_all_tokens:
-            patch = now.micro_step.patch
+            patch = now.token_patch
             for name, kinds in self._cut[hook.list_name]:
                 if (value := call.get(name)) is not None:
                     make = functools.partial(_cut_for_patch, value, kinds, now)
@@ -561,7 +564,7 @@ class _DividedPass:
         self, now: Generation, hook: BlockHook, state: TokenState, image: Tensor, text: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Full-size streams with the tokens at hand in their places; what is elsewhere is read by nobody."""
-        anatomy, part = hook.anatomy, now.get_own_part(now.micro_step.patch)
+        anatomy, part = hook.anatomy, now.get_own_part(now.token_patch)
         key = (hook.index, now.branch, now.micro_batch)
         layout, like = now.branch_layout, state.image
         whole = now.memory.get_persistent_buffer(
@@ -583,7 +586,7 @@ def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
 
 
 def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:
-    return cut_argument(value, kinds, now.get_argument_runs(now.micro_step.patch))
+    return cut_argument(value, kinds, now.get_argument_runs(now.token_patch))
 
 
 def _put_tokens_second(x: Tensor, anatomy: ListAnatomy) -> Tensor:

@@ -135,6 +135,7 @@ class CallForm(NamedTuple):
         returns_text: whether the model makes a result of the text tokens too, as of those of a sound.
         rows: of the batch.
         visits: how often the forward calls a block.
+        latents: where in such a sequence what is made of the latents is, if that is known; None is all of the image.
     """
 
     grid: Grid
@@ -145,3 +146,4 @@ class CallForm(NamedTuple):
     returns_text: bool = False
     rows: int = 1
     visits: int = 0
+    latents: range | None = None

@@ -17,7 +17,7 @@ from ditile.hooks.kv_store import GenerationMemory
 from ditile.hooks.pieces import Piece
 from ditile.hooks.token_arguments import Runs
 from ditile.plan.anatomy import FURTHER
-from ditile.plan.layout import DUMMY_TEXT, Grid, Layout, Split, TokenShard
+from ditile.plan.layout import DUMMY_TEXT, Grid, Layout, Split, TokenShard, merge_ranges
 from ditile.plan.schedule import MicroStep, Schedule
 
 
@@ -87,6 +87,8 @@ class Generation:
         is_under_way: whether the pipeline's loop is running.
         split, index: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
+        token_patch: whose tokens are computed in it, None for all: with DistriFusion also those of the image without
+            references.
         branch: counts the transformer calls since the last `scheduler.step`.
         calls: their number in a step, known after the first one.
         batch: rows of a call.
@@ -101,6 +103,9 @@ class Generation:
         rehearsed_patch: the patch whose places a rehearsal finds out; None in a call that counts.
         blended_step: the step for whose latents an iteration is made in which nothing is computed, so that the pipeline
             blends them again; None in one that computes, and in a rehearsal.
+        rehearsed_bit: in a rehearsal that finds out which rows of tokens come out: NaN is in those whose number has it.
+        latent_rows: of the first call, what is made of latents.
+        reference_rows: of the first call, those of them that come out nowhere, as far as a rehearsal found them.
         called_models: in a rehearsal, and whether they were called to compute a whole.
         rehearsed_results: what the transformer's calls returned in a rehearsal, by branch.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
@@ -120,6 +125,7 @@ class Generation:
     branches: Callable[[int, int], Sequence[int]] = lambda step, calls: range(calls)
     memory: GenerationMemory = field(default_factory=GenerationMemory)
     micro_step: MicroStep = MicroStep(0, None)
+    token_patch: int | None = None
     branch: int = 0
     calls: int | None = None
     batch: int = 1
@@ -138,6 +144,9 @@ class Generation:
     is_surveyed: bool = False
     rehearsed_patch: int | None = None
     blended_step: int | None = None
+    rehearsed_bit: int | None = None
+    latent_rows: range = range(0)
+    reference_rows: frozenset[int] = frozenset()
     called_models: set[tuple[object, bool]] = field(default_factory=set)
     rehearsed_results: dict[int, Any] = field(default_factory=dict)
     pieces: list[list[Piece]] = field(default_factory=list)
@@ -162,7 +171,9 @@ class Generation:
 
     def enter_micro_step(self, micro: MicroStep) -> None:
         """A micro-step begins."""
-        self.micro_step = micro
+        self.micro_step, self.token_patch, schedule = micro, micro.patch, self.schedule
+        if schedule.distrifusion > 1 and schedule.num_references and not schedule.computes_references(micro.step):
+            self.token_patch = schedule.num_references
         self.is_stale, self.keeps_keys = (
             self.schedule.reads_stale_keys(micro.step),
             self.schedule.keeps_keys(micro.step),
@@ -183,6 +194,11 @@ class Generation:
     def branch_layout(self) -> Layout:
         """The layout of the branch that is being computed."""
         return self.layouts[self.branch, self.is_whole]
+
+    @property
+    def num_references(self) -> int:
+        """Patches of reference pictures; one if calls were not cut anew since references were found."""
+        return max((layout.num_references for layout in self.layouts.values()), default=int(bool(self.reference_rows)))
 
     @property
     def layout_key(self) -> LayoutKey:
@@ -210,10 +226,26 @@ class Generation:
         _, index = self._get_split(patch, self.is_whole if of is None else of[1])
         return self.list_rank_parts(patch, of)[index]
 
+    def forget_layouts(self) -> None:
+        """Forgets how tokens are cut."""
+        caches: list[dict[Any, Any]] = [self.layouts, self._parts, self._tokens, self._runs, self.prediction_pieces]
+        for known in caches:
+            known.clear()
+
+    def locate_rehearsed_tokens(self) -> tuple[range, ...]:
+        """Where NaN is in a rehearsal: in a patch, or in the rows of the latents whose number has a bit."""
+        layout, bit = self.branch_layout, self.rehearsed_bit
+        assert self.rehearsed_patch is not None
+        if bit is None:
+            return layout.locate_tokens(self.rehearsed_patch)
+        start = self.form.start
+        rows = (row for row in range(start, layout.grid.rows) if (row - start) >> bit & 1)
+        return merge_ranges(run for row in rows for run in layout.grid.locate_rows(row, row + 1))
+
     @property
     def has_all_image_tokens(self) -> bool:
         """Whether this rank computes all tokens of the image at this micro-step."""
-        return self.micro_step.patch is None and self._get_split(None, self.is_whole)[0].num_ranks == 1
+        return self.token_patch is None and self._get_split(None, self.is_whole)[0].num_ranks == 1
 
     def _get_split(self, patch: int | None, is_whole: bool) -> tuple[Split, int]:
         """How ranks share out a patch (None: the image), and this rank's place among them."""
@@ -225,10 +257,10 @@ class Generation:
 
     def get_layer_tokens(self, kind: str) -> LayerTokens:
         """The tokens of an attention layer at this micro-step: `N` of the image, `T` of the text, `J` of both."""
-        key = ((self.branch, self.is_whole), self.micro_step.patch, kind)
+        key = ((self.branch, self.is_whole), self.token_patch, kind)
         if key not in self._tokens:
-            layout, parts = self.branch_layout, self.list_rank_parts(self.micro_step.patch)
-            _, own_index = self._get_split(self.micro_step.patch, self.is_whole)
+            layout, parts = self.branch_layout, self.list_rank_parts(self.token_patch)
+            _, own_index = self._get_split(self.token_patch, self.is_whole)
             sees_text = kind != "N" and layout.joint != "none"
             dummies = 0 if parts[own_index].text or not sees_text else DUMMY_TEXT
             first = layout.joint == "text_first"

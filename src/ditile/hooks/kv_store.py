@@ -47,6 +47,7 @@ class KeyStore:
 
     Attributes:
         incoming: keys of other ranks that are under way.
+        incoming_runs: where in the sequence those of each rank belong.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class KeyStore:
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.mask: Tensor | None = None
         self.incoming: PendingMessages | None = None
+        self.incoming_runs: Sequence[tuple[range, ...]] = ()
         self.written = [NEVER] * segments
 
     @property

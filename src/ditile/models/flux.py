@@ -68,13 +68,13 @@ def _apply_rotary(make: DeferredTensor, table: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
-    """Packed latents `[B, N, C]` are tokens already; the columns are the tokens of the first row, counted once.
+    """Packed latents `[B, N, C]` are tokens already; the columns are the tokens of the first row.
 
-    Positions may be rounded, as in bfloat16 above 256, but no other row is rounded to the first one.
+    Positions may be rounded, as in bfloat16 above 256, but the second row is never rounded to the first one.
     """
     ids = inputs["img_ids"]
     ids = ids[0] if ids.ndim == 3 else ids
-    columns = int((ids[:, 1] == ids[0, 1]).sum())
+    columns = int((ids[:, 1] == ids[0, 1]).int().cumprod(0).sum())
     return Grid(ids.shape[0] // columns, columns)
 
 

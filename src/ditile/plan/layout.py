@@ -1,14 +1,14 @@
 """Layout: where the tokens of one image are, how they are cut into patches, and how ranks share out a patch.
 
 Pure; every rank computes the same. A patch is a run of whole token rows; of a video, the same rows of every frame. In
-joint attention the text belongs to patch 0, which is made smaller for it. Ranks of the sequence axes share out each
-patch and the text as evenly as can be, so that a rank's tokens of a whole step are those of its patches, one after the
-other.
+joint attention the text belongs to patch 0, which is made smaller for it. Tokens of reference pictures may be patches
+of their own, in front of it. Ranks of the sequence axes share out each patch and the text as evenly as can be, so that
+a rank's tokens of a whole step are those of its patches, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -75,12 +75,20 @@ class TokenShard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tokens of one image and guidance branch: `text` tokens, and rows of image tokens cut at `cuts`."""
+    """The tokens of one image and guidance branch: `text` tokens, and rows of image tokens cut at `cuts`.
+
+    Attributes:
+        grid, text, joint, cuts: the rows, the length and place of the text, and where rows are cut.
+        owners: the patch of each part between two cuts; by default each is a patch, in this order.
+        num_references: the first patches, which are of reference pictures; the text belongs to the one behind them.
+    """
 
     grid: Grid
     text: int
     joint: Joint
     cuts: tuple[int, ...]
+    owners: tuple[int, ...] = ()
+    num_references: int = 0
 
     @classmethod
     def cut_into_patches(cls, grid: Grid, patches: int, text: int, joint: Joint) -> Layout:
@@ -89,6 +97,37 @@ class Layout:
         for rows in balance_patch_rows(grid.rows, patches, text / (grid.tokens_per_row * grid.frames)):
             ends.append(ends[-1] + rows)
         return cls(grid, text, joint, tuple(ends))
+
+    @classmethod
+    def cut_around_references(
+        cls, grid: Grid, patches: int, text: int, joint: Joint, references: Collection[int], *, even: bool
+    ) -> Layout:
+        """Cuts a grid into patches of reference pictures, which come first, and patches of the image.
+
+        Args:
+            grid, text, joint: as of a layout.
+            patches: in all.
+            references: the rows of reference pictures.
+            even: whether patches are of equal work; else the references are one patch.
+
+        Raises:
+            PlanError: if there are fewer rows than patches.
+        """
+        image = grid.rows - len(references)
+        share = round(patches * len(references) / grid.rows) if even else 1
+        first = max(1, min(share, patches - 1, len(references)))
+        if image < patches - first:
+            raise PlanError(
+                f"patches={patches}: {first} of them are for the references, and the other {patches - first} exceed "
+                f"the {image} token rows of the image; use fewer patches"
+            )
+        sizes = balance_patch_rows(len(references), first)
+        sizes += balance_patch_rows(image, patches - first, text / (grid.tokens_per_row * grid.frames))
+        patch_of_each = [patch for patch, rows in enumerate(sizes) for _ in range(rows)]
+        next_reference, next_row = iter(patch_of_each[: len(references)]), iter(patch_of_each[len(references) :])
+        of_rows = [next(next_reference if row in references else next_row) for row in range(grid.rows)]
+        starts = [row for row, patch in enumerate(of_rows) if not row or patch != of_rows[row - 1]]
+        return cls(grid, text, joint, (*starts, grid.rows), tuple(of_rows[row] for row in starts), first)
 
     def cut_alike(self, grid: Grid, text: int, shift: int) -> Layout:
         """The layout of another branch of guidance, whose patches have the same part of the image.
@@ -106,7 +145,7 @@ class Layout:
     @property
     def num_patches(self) -> int:
         """The number of patches."""
-        return len(self.cuts) - 1
+        return max(self.owners) + 1 if self.owners else len(self.cuts) - 1
 
     @property
     def image_tokens(self) -> int:
@@ -120,15 +159,22 @@ class Layout:
 
     def count_rows(self, patch: int) -> int:
         """Token rows of a patch."""
-        return self.cuts[patch + 1] - self.cuts[patch]
+        return sum(map(len, self._list_row_runs(patch)))
 
     def locate_tokens(self, patch: int) -> tuple[range, ...]:
         """The image tokens of a patch, counted among image tokens."""
-        return self.grid.locate_rows(self.cuts[patch], self.cuts[patch + 1])
+        return merge_ranges(
+            run for rows in self._list_row_runs(patch) for run in self.grid.locate_rows(rows.start, rows.stop)
+        )
+
+    def _list_row_runs(self, patch: int) -> list[range]:
+        if not self.owners:
+            return [range(self.cuts[patch], self.cuts[patch + 1])]
+        return [range(*self.cuts[part : part + 2]) for part, owner in enumerate(self.owners) if owner == patch]
 
     def carries_text(self, patch: int | None) -> bool:
         """Whether the text is computed with a patch (None: the whole image)."""
-        return self.joint != "none" and patch in (None, 0)
+        return self.joint != "none" and patch in (None, self.num_references)
 
     def locate_in_sequence(self, shard: TokenShard, *, joint: bool) -> tuple[range, ...]:
         """The positions of a shard's tokens in an attention layer that sees the text too, or the image alone."""
@@ -170,7 +216,7 @@ class Split:
     def _compute_shards(self, layout: Layout, patch: int | None) -> tuple[TokenShard, ...]:
         text = range(layout.text if layout.carries_text(patch) else 0)
         if self.distrifusion > 1:
-            parts = self._shard_by_rows(layout, text)
+            parts = self._shard_by_rows(layout, text) if not layout.owners else self._shard_kinds(layout, text, patch)
         else:
             patches = range(layout.num_patches) if patch is None else [patch]
             of_patches = [layout.locate_tokens(p) for p in patches]
@@ -199,6 +245,15 @@ class Split:
                         f"{sum(lengths)} tokens of {name}{where} are not divided by the {ranks} ranks of ring x "
                         f"ulysses and uaa is off; try {fits} ranks, or leave uaa out"
                     )
+
+    def _shard_kinds(self, layout: Layout, text: range, patch: int | None) -> tuple[TokenShard, ...]:
+        """Under DistriFusion, a share of the references and of the image for each rank, or of one of them."""
+        kinds = [layout.locate_tokens(kind) for kind in (range(layout.num_patches) if patch is None else [patch])]
+        return tuple(
+            _pick_shard(text, [list(_pick_from_runs(runs, self.distrifusion, rank)) for runs in kinds], self.ulysses, k)
+            for rank in range(self.distrifusion)
+            for k in range(self.ulysses)
+        )
 
     def _shard_by_rows(self, layout: Layout, text: range) -> tuple[TokenShard, ...]:
         parts, at = list[TokenShard](), 0

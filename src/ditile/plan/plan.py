@@ -103,6 +103,12 @@ class Plan:
     warmup_ranks: int | None = define_option(
         None, "ranks of each pipeline that hold all blocks for warmup_mode=separate; 1 by default", metavar="N"
     )
+    references: int | None = define_option(
+        None,
+        "an approximation: compute the tokens of reference pictures in each K-th step and in synchronous steps, "
+        "0: in synchronous ones alone; in each step, like other tokens, by default",
+        metavar="K",
+    )
     stage_blocks: tuple[int, ...] | None = define_option(
         None,
         "blocks of each stage, such as 7,7,8; balanced by their cost by default",
@@ -151,6 +157,7 @@ class Plan:
             ("async_ulysses", (True, False)),
         ):
             check_choice(getattr(self, name), name, known, error=PlanError)
+        check_whole_number(self.references, "references", 0, error=PlanError, hint="references=0", optional=True)
         check_positive_number(self.warmup_bound, "warmup_bound", "bound", example=0.6, error=PlanError)
         for name in ("stage_blocks", "stage_weights"):
             if getattr(self, name) is not None:
@@ -172,6 +179,13 @@ class Plan:
             yield f"distrifusion={degree} takes the place of ring={self.ring}; use ulysses beside it"
         if degree > 1 and self.patches is not None:
             yield f"patches={self.patches}: distrifusion has one patch per rank; leave patches out"
+        if self.references is not None and self.patches == 1:
+            yield (
+                f"references={self.references}: tokens of reference pictures are patches of their own, and patches=1 "
+                "leaves none for them; use patches=2 or more, or leave patches out"
+            )
+        if self.references == 0 and self.warmup == 0:
+            yield "references=0 computes them in synchronous steps alone, and warmup=0 has none; use warmup=1 or more"
         if self.async_ulysses and self.ulysses == 1:
             yield "async_ulysses needs an exchange to hide; use it with ulysses=2 or more"
         mode = f"warmup_mode={self.warmup_mode}"
@@ -227,8 +241,10 @@ class Plan:
 
     @property
     def num_patches(self) -> int:
-        """M: `patches`, or as many as stages."""
-        return self.pipefusion if self.patches is None else self.patches
+        """M: `patches`, or as many as stages, and one more for tokens of references that are not always computed."""
+        if self.patches is not None:
+            return self.patches
+        return self.pipefusion + (self.references is not None and self.distrifusion == 1)
 
     @property
     def attends_to_stale_keys(self) -> bool:

@@ -89,6 +89,9 @@ class Schedule:
         batch: rows of a transformer call, which a pipelined synchronous step computes in micro-batches.
         adaptive: later steps may become synchronous again; what follows a step is not known yet while it runs.
         again: the later steps that did.
+        references: in which asynchronous steps patches of reference pictures are computed; see `Plan.references`.
+        num_references: how many of the patches, the first ones, are of reference pictures; no latents belong to them.
+        reference_share: of the work of a whole step that is theirs.
     """
 
     stages: int
@@ -101,6 +104,9 @@ class Schedule:
     batch: int = 1
     adaptive: bool = False
     again: frozenset[int] = frozenset()
+    references: int | None = None
+    num_references: int = 0
+    reference_share: float = 0.0
 
     @classmethod
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
@@ -116,11 +122,18 @@ class Schedule:
             warmup_group_size=plan.pipefusion if plan.warmup_mode == "sequence" else plan.num_whole_stages,
             batch=batch,
             adaptive=plan.warmup == AUTO,
+            references=plan.references,
         )
 
     def is_synchronous(self, step: int) -> bool:
         """Whether nothing is stale in a step. With one patch nothing can be."""
         return step < self.warmup or step in self.again or self.patches * self.distrifusion == 1
+
+    def computes_references(self, step: int) -> bool:
+        """Whether the patches of reference pictures are computed in a step; else their keys stay as they are."""
+        if not self.references:
+            return self.references is None or self.is_synchronous(step)
+        return step % self.references == 0 or self.is_synchronous(step)
 
     def reads_stale_keys(self, step: int) -> bool:
         """Whether keys of the step before are read in a step."""
@@ -143,7 +156,8 @@ class Schedule:
         """The iterations of the pipeline's loop that make up a step."""
         if self.is_synchronous(step) or self.distrifusion > 1:
             return [MicroStep(step, None)]
-        return [MicroStep(step, patch) for patch in range(self.patches)]
+        first = 0 if self.computes_references(step) else self.num_references
+        return [MicroStep(step, patch) for patch in range(first, self.patches)]
 
     def find_micro_step(self, step: int, patch: int) -> MicroStep:
         """The micro-step that computes a patch."""
@@ -169,6 +183,11 @@ class Schedule:
         """The patches that a micro-step computes."""
         return range(self.patches) if micro.patch is None else range(micro.patch, micro.patch + 1)
 
+    def list_stepped_patches(self, micro: MicroStep) -> list[int]:
+        """Those of them that have latents."""
+        first = self.num_references if self.distrifusion == 1 else 0
+        return [patch for patch in self.list_patches(micro) if patch >= first]
+
     def is_last_of_step(self, micro: MicroStep) -> bool:
         """Whether a micro-step is the last of its step."""
         return micro.patch is None or micro.patch == self.patches - 1
@@ -177,9 +196,17 @@ class Schedule:
         """The age in steps of each patch's keys while a micro-step attends: 0 fresh, 1 from the step before.
 
         The fresh area grows within a step, as in figure 4 of the paper. Every stage and branch sees the same ages.
+        Keys of references grow older in steps that leave them out.
         """
         last = self.patches - 1 if micro.patch is None else micro.patch
-        return tuple(int(patch > last) for patch in range(self.patches))
+        ages = [int(patch > last) for patch in range(self.patches)]
+        for patch in range(self.num_references):
+            ages[patch] = self.compute_reference_age(micro.step, ages[patch])
+        return tuple(ages)
+
+    def compute_reference_age(self, step: int, least: int) -> int:
+        """How many steps ago references were last computed, and no less than `least`; one before the first if never."""
+        return next((age for age in range(least, step + 1) if self.computes_references(step - age)), step + 1)
 
     def iter_ops_before_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
         """What a stage does before the transformer is called: the first one takes the stepped patches.
@@ -190,7 +217,7 @@ class Schedule:
             return
         step, last = micro.step - 1, self.stages - 1
         if stage == 0:
-            for patch in self.list_patches(micro):
+            for patch in self.list_stepped_patches(micro):
                 yield Op(OpKind.RECEIVE_STEPPED_PATCH, step, patch, peer=last)
         others = [member for member in self.select_warmup_group(micro) if 0 < member < last]
         if stage == last:
@@ -234,7 +261,7 @@ class Schedule:
         """What a stage does when the scheduler steps: the last one steps and returns the patches to the first."""
         if stage < self.stages - 1:
             return
-        for patch in self.list_patches(micro):
+        for patch in self.list_stepped_patches(micro):
             yield Op(OpKind.STEP, micro.step, patch)
             if self.stages > 1 and micro.step < self.steps - 1:
                 yield Op(OpKind.SEND_STEPPED_PATCH, micro.step, patch, peer=0)
@@ -272,7 +299,10 @@ class Schedule:
         """
         n, m, c, s = self.stages, self.patches, calls, self.steps
         if self.distrifusion > 1:
-            return s / self.distrifusion
+            left_out = self.reference_share * sum(not self.computes_references(step) for step in range(s))
+            return (s - left_out) / self.distrifusion
+        if self.num_references:
+            return max(span.end for span in simulate_schedule(self, calls=calls))
         stale = [self.reads_stale_keys(step) for step in range(s)]
         begins = sum(now and not before for now, before in zip(stale, [False, *stale], strict=False))
         period = max(m * c, n - 1 + c)
@@ -343,7 +373,9 @@ def _compute_unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
         return 0.0
     micro = MicroStep(op.step, op.patch)
     if op.patch is not None:
-        return 1 / (schedule.stages * calls * schedule.patches)
+        first, share = schedule.num_references, schedule.reference_share
+        of_patch = share / first if op.patch < first else (1 - share) / (schedule.patches - first)
+        return of_patch / (schedule.stages * calls)
     ranks = len(schedule.select_warmup_group(micro)) or schedule.stages
     return len(schedule.split_micro_batches(micro)[op.micro_batch]) / schedule.batch / (ranks * calls)
 

@@ -279,7 +279,9 @@ class StaleKeys:
         if self.check is not None:
             where = f"{self.layer} at {now.micro_step} branch {now.branch}"
             ages = now.schedule.compute_key_ages(now.micro_step)
-            self.check.expect_ages(store, step, ages if tokens.image else [0] * len(ages), where)
+            if not tokens.image:  # a text is computed with the first patch of the image
+                ages = (int(patch < now.schedule.num_references),) * len(ages)
+            self.check.expect_ages(store, step, ages, where)
         k, v = store.buffers
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)

@@ -62,6 +62,8 @@ class PipeFusion:
         self._active_blocks = frozenset((0, *owned, owned.stop))
         self._plan, self._joint, self._trace, self.warmup_group = plan, joint, trace, warmup_group
         self._patches, self._streams = plan.num_patches, streams
+        # Where references are left out, they are one patch.
+        self._least_patches = self._patches - (plan.references not in (None, 1))
         self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
         self._widths: dict[int, tuple[int, int]] = {}  # of image and text tokens, by branch
         self._start_of_image = 0
@@ -82,7 +84,7 @@ class PipeFusion:
                 PeerChannel(group, self.stage - 1, "activations", mesh.traffic),
                 self._compute_activation_shape,
                 self._can_post_activation,
-                looks_ahead=self._patches >= self.stages,
+                looks_ahead=self._least_patches >= self.stages,
             )
         if self.stage < last:
             group = mesh.select_downstream_group(self.stage)
@@ -92,7 +94,7 @@ class PipeFusion:
                 PeerChannel(latents, last, "latents", mesh.traffic),
                 self._compute_latent_shape,
                 self._can_post_latents,
-                looks_ahead=self._patches > self.stages,
+                looks_ahead=self._least_patches > self.stages,
             )
         if self.stage == last:
             self._latents_out = PeerChannel(latents, 0, "latents", mesh.traffic)
@@ -207,6 +209,8 @@ class PipeFusion:
     @property
     def row_parts(self) -> int:
         """In how many parts rows of tokens are cut, by patches or by ranks."""
+        if self._plan.references is not None:  # which may be whole frames: any run of tokens
+            return 1
         return max(self._patches, self._plan.distrifusion)
 
     @property
@@ -253,14 +257,27 @@ class PipeFusion:
                 f"pipefusion={self.stages}: {fed[0]} is given what the forward makes of the latents, which only the "
                 "first and the last stage have; use pipefusion=2"
             )
-        layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
-        if now.is_whole:
-            pass  # its patches are but parts of messages
+        if now.is_whole:  # its patches are but parts of messages
+            layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         elif now.branch and (0, False) in now.layouts:
             layout = now.layouts[0, False].cut_alike(form.grid, form.text, form.start - self._start_of_image)
         else:
-            self._start_of_image = form.start
+            layout = self._cut_first_branch(form)
         now.layouts[now.layout_key] = layout
+
+    def _cut_first_branch(self, form: CallForm) -> Layout:
+        """Cuts the tokens of the first call: around those of references, once these are known."""
+        now, self._start_of_image = self.generation, form.start
+        now.latent_rows = range(form.grid.rows) if form.latents is None else form.latents
+        if form.latents is not None and form.grid.rows != form.grid.num_tokens:
+            now.latent_rows = range(0)  # counted in tokens, and not in rows
+        # Ranks of DistriFusion share out the references, as one patch, and the image.
+        cut = form.grid, self._patches + (self._plan.distrifusion > 1), form.text, self._joint
+        if not now.reference_rows:
+            cut = form.grid, self._patches, form.text, self._joint
+        if not now.reference_rows:
+            return Layout.cut_into_patches(*cut)
+        return Layout.cut_around_references(*cut, now.reference_rows, even=self._plan.references == 1)
 
     def begin_survey(self) -> None:
         """A call of a new form is looked at. With one stage no message comes before the blocks of the first call."""
@@ -320,7 +337,7 @@ class PipeFusion:
             return TokenState(tokens, None) if self.is_last_stage else None
         if not self.is_last_stage:
             return None
-        part = now.get_own_part(now.micro_step.patch)
+        part = now.get_own_part(now.token_patch)
         image = self._streams.gather_stream(state.image, part.image_tokens)
         text = state.text if now.form.returns_text else None
         if text is not None:
@@ -328,7 +345,7 @@ class PipeFusion:
         self._record_compute()
         if now.has_all_image_tokens and not now.keeps_keys:
             return TokenState(image, text)
-        parts = now.list_rank_parts(now.micro_step.patch)
+        parts = now.list_rank_parts(now.token_patch)
         every = self._gather_tokens("image", image, now.branch_layout.image_tokens, [part.image for part in parts])
         every_text = None
         if text is not None:
@@ -369,21 +386,21 @@ class PipeFusion:
         if self.stage == 0:
             return self.cut_tokens(state)
         # Here the forward's own tokens are never read: they only have the length of those that will be received.
-        part = now.get_own_part(now.micro_step.patch)
+        part = now.get_own_part(now.token_patch)
         own = self._streams.locate_own_share(part.image_tokens)
         text = self._cut_text(state)
         return TokenState(state.image[:, : own.stop - own.start], text)
 
     def cut_tokens(self, state: TokenState) -> TokenState:
         """Of all tokens those of the patch that this rank computes."""
-        text, part = self._cut_text(state), self.generation.get_own_part(self.generation.micro_step.patch)
+        text, part = self._cut_text(state), self.generation.get_own_part(self.generation.token_patch)
         own = self._streams.locate_own_share(part.image_tokens)
         runs = [state.image[:, run.start : run.stop] for run in part.image]
         image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
         return TokenState(_arrange_like(image[:, own], state.image), text)
 
     def _cut_text(self, state: TokenState) -> Tensor | None:
-        part = self.generation.get_own_part(self.generation.micro_step.patch)
+        part = self.generation.get_own_part(self.generation.token_patch)
         text = None if state.text is None else state.text[:, part.text.start : part.text.stop]
         if not part.text:
             text = self._get_dummy_text(state)
@@ -418,13 +435,16 @@ class PipeFusion:
         if not parts:
             return state
         now, streams = self.generation, self._streams
-        part = now.get_own_part(now.micro_step.patch)
+        part = now.get_own_part(now.token_patch)
         width, text_width = self._widths[now.branch]
         text = state.text
         if part.text:
             own = streams.locate_own_share(len(part.text))
             numbers = (own.stop - own.start) * text_width
-            text, parts[0] = parts[0][:, :numbers].unflatten(1, (-1, text_width)).contiguous(), parts[0][:, numbers:]
+            with_text = now.branch_layout.num_references if len(parts) > 1 else 0
+            message = parts[with_text]
+            text = message[:, :numbers].unflatten(1, (-1, text_width)).contiguous()
+            parts[with_text] = message[:, numbers:]
         parts = [x.unflatten(1, (-1, width)) for x in parts]
         if len(parts) > 1:
             whole = [streams.gather_stream(x, now.get_own_part(patch).image_tokens) for patch, x in enumerate(parts)]

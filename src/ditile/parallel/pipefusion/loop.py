@@ -289,16 +289,20 @@ class Loop:
         rehearsal = Rehearsal(now, self._streams, type(self._pipe).__name__)
         steps = self._schedule.steps if self._may_change else 1
         patches = self._plan.num_patches if self._has_partial_latents else 0
-        yield from self._drive_dry_iterations(rehearsal.iterate_calls(timesteps, steps, patches))
+        calls = rehearsal.iterate_calls(timesteps, steps, patches, finds_references=self._plan.references is not None)
+        yield from self._drive_dry_iterations(calls)
         if not self._streams:
             return
         rng.restore_generators(self._callbacks.generators, saved)
         if self._serial_plan is not None and self._schedule.warmup_group_size and now.warmup_split is None:
             self._schedule = Schedule.from_plan(self._serial_plan, self._schedule.steps)
-        self._schedule = replace(self._schedule, again=self._schedule.again | rehearsal.changed_steps)
+        again = self._schedule.again | rehearsal.changed_steps
+        self._schedule = replace(self._schedule, again=again, num_references=now.num_references)
         if self._has_partial_latents:
             for each in self._streams:
-                each.end_rehearsal(self._plan.num_patches, adaptive=self._schedule.adaptive)
+                each.end_rehearsal(
+                    self._plan.num_patches, adaptive=self._schedule.adaptive, references=now.num_references
+                )
             now.pieces = [each.pieces for each in self._streams]
 
     def _drive_dry_iterations(self, calls: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -428,7 +432,8 @@ class Loop:
         if stream is None:
             return stock(sample, *args, **kwargs)
         patches = self._schedule.list_patches(self.generation.micro_step) if self._is_stepping_rank else range(1)
-        return self._get_copies(stream).scale_sample(sample, timestep, patches, read=self._pipefusion.reads_latents)
+        stepped = stream.select_stepped_patches(patches) if self._is_stepping_rank else patches
+        return self._get_copies(stream).scale_sample(sample, timestep, stepped, read=self._pipefusion.reads_latents)
 
     def _step_scheduler(self, scheduler: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         stream = self._find_stream(scheduler)
@@ -539,7 +544,7 @@ class Loop:
     @property
     def _rehearses_changes(self) -> bool:
         """Whether no latents are cut, and keys are stale where nothing changed all the same."""
-        return self._may_change and self._plan.distrifusion > 1
+        return (self._may_change or self._plan.references is not None) and self._plan.distrifusion > 1
 
     @property
     def _has_partial_latents(self) -> bool:

@@ -44,6 +44,7 @@ class PatchSchedulers:
         self._probes = min(getattr(scheduler, "order", 1), steps)
         self._stochastic: bool | None = None
         self._names = names
+        self._latest = patches  # the patch that was stepped last; some may have nothing to step
         self._saved: list[Tensor] = []
         self._drawn: list[Tensor] = []
         self._shadowed: Any = None
@@ -53,7 +54,7 @@ class PatchSchedulers:
     def sync_step_index(self, scheduler: Any) -> None:
         """Tells the stock scheduler, which is never stepped, where it would be: in-painting pipelines read it there."""
         if "_step_index" in vars(scheduler):
-            scheduler._step_index = self._copies[0]._step_index
+            scheduler._step_index = self._copies[self._latest % len(self._copies)]._step_index
 
     def take_state(self, scheduler: Any) -> None:
         """Takes what the pipeline has changed in the stock scheduler since `give_state`; of latents that are whole."""
@@ -68,7 +69,7 @@ class PatchSchedulers:
     def _list_state(self) -> list[str]:
         return [name for name in vars(self._copies[0]) if name != "timesteps"]
 
-    def scale_sample(self, x: Tensor, timestep: Any, patches: range, *, read: bool) -> Tensor:
+    def scale_sample(self, x: Tensor, timestep: Any, patches: Sequence[int], *, read: bool) -> Tensor:
         """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
         tiny = x.new_zeros(1)
         scaled = self._copies[patches[0]].scale_model_input(x if read else tiny, timestep)
@@ -119,6 +120,7 @@ class PatchSchedulers:
         """
         generators = rng.list_generators(call.get("generator"), sample.device)
         before = rng.read_generator_states(generators)
+        is_first, self._latest = patch <= self._latest, patch
         # The scheduler may keep them, and the tensors themselves are written over in the next step.
         part = piece.take(prediction).clone(), piece.take(sample).clone()
         cut = {name: piece.take_prefix(value) if _is_like(value, sample) else value for name, value in call.items()}
@@ -137,7 +139,7 @@ class PatchSchedulers:
                     "use patches=1, or another scheduler"
                 )
             return extract_sample(result), result
-        if patch == 0:
+        if is_first:
             self._saved = before
         rng.restore_generators(generators, self._saved)
         result = self._step_copy(self._copies[patch], prediction.clone(), timestep, sample.clone(), call, patch)

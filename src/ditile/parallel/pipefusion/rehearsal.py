@@ -8,15 +8,19 @@ A pipeline for in-painting blends the latents that a step returned with those of
 step it is in for how much. By itself it would give all patches the noise of the next step whenever one was stepped. So
 it gets further iterations, in which it believes to be in the step before that of the patch to come, and nothing is
 computed: `BlendIterations`. They also bring its first latents back, which a rehearsal made it blend.
+
+Where tokens of reference pictures are patches of their own, it is found first which they are: those that come out
+nowhere. Rows are told apart by the bits of their numbers, in an iteration for each bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
-from ditile.errors import StateError
+from ditile.errors import PlanError, StateError
 from ditile.hooks.generation import Generation
 from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
 from ditile.plan.schedule import MicroStep
@@ -39,15 +43,19 @@ class Rehearsal:
         self._now, self._streams, self._pipeline = now, streams, pipeline
         self.changed_steps: frozenset[int] = frozenset()
 
-    def iterate_calls(self, timesteps: Sequence[Tensor], steps: int, patches: int) -> Iterator[Tensor]:
+    def iterate_calls(
+        self, timesteps: Sequence[Tensor], steps: int, patches: int, *, finds_references: bool = False
+    ) -> Iterator[Tensor]:
         """The timestep of each iteration; it ends behind the first one if that did not step a scheduler.
 
         Args:
             timesteps: of the loop.
             steps: how many of its steps are rehearsed.
             patches: how many pieces of the latents are to be found.
+            finds_references: whether it is to be found which tokens are of reference pictures.
 
         Raises:
+            PlanError: if no token is.
             StateError: if a later iteration steps no scheduler.
         """
         now, called = self._now, list[frozenset[tuple[object, bool]]]()
@@ -63,8 +71,10 @@ class Rehearsal:
         self.changed_steps = now.whole_steps | unlike
         # Pieces are those of a step that is computed in patches.
         divided = next((step for step in range(steps) if step not in now.whole_steps), 0)
+        if finds_references:
+            yield from self._find_reference_rows(divided, timesteps[divided])
         for patch in range(patches):
-            if patch or divided:
+            if patch or divided or finds_references:
                 yield self._begin_iteration(divided, patch, timesteps[divided])
             self._check_iteration()
             for each in self._streams:
@@ -76,6 +86,29 @@ class Rehearsal:
         for each in self._streams:
             each.set_step_index(0)
         now.rehearsed_patch, now.is_whole = None, False
+
+    def _find_reference_rows(self, step: int, timestep: Tensor) -> Iterator[Tensor]:
+        """Iterations that find the rows of tokens that are made of latents and come out nowhere."""
+        now, numbers = self._now, list[Tensor]()
+        # A model of one sequence has a text in it, which comes out nowhere either.
+        rows = now.latent_rows
+        for bit in range((len(rows) - 1).bit_length()):
+            now.rehearsed_bit = bit
+            yield self._begin_iteration(step, 0, timestep)
+            self._check_iteration()
+            numbers = numbers or [each.make_element_numbers() for each in self._streams]
+            for each, of_elements in zip(self._streams, numbers, strict=True):
+                assert each.rehearsed_piece is not None
+                each.rehearsed_piece.put(of_elements, each.rehearsed_piece.take(of_elements) + (1 << bit))
+        now.rehearsed_bit = None
+        found = set(torch.cat([each.flatten() for each in numbers]).tolist()) if numbers else {0}
+        now.reference_rows = frozenset(row for number, row in enumerate(rows) if number not in found)
+        if not now.reference_rows:
+            raise PlanError(
+                f"references: {self._pipeline} has no tokens of reference pictures here, which go through its blocks "
+                "in each step and come out nowhere; leave references out, or give the call a picture to refer to"
+            )
+        now.forget_layouts()
 
     @property
     def is_stepped(self) -> bool:

@@ -6,7 +6,7 @@ another one, in the same iteration: see `Loop`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class SteppedLatents:
         self._samples: list[Tensor] = []
         self._handed_on: Tensor | None = None
         self._blended: Tensor | None = None
+        self._predicted: Sequence[int] = ()
         self._copies: PatchSchedulers | None = None
 
     def bind_step_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any, Tensor, dict[str, Any]]:
@@ -100,6 +101,7 @@ class SteppedLatents:
         is_same = sample is self._handed_on or not self._samples
         # The pipeline may write into the tensor that it has.
         self._samples.append(sample.clone())
+        self._predicted = prediction.shape
         self.hands_on_copies = self.hands_on_copies or not is_same
 
     @property
@@ -120,27 +122,40 @@ class SteppedLatents:
         if hasattr(self.scheduler, "_step_index"):
             self.scheduler._step_index = (getattr(self.scheduler, "begin_index", None) or 0) + steps
 
+    def make_element_numbers(self) -> Tensor:
+        """A zero for each element of the prediction that was rehearsed last, on the CPU."""
+        return torch.zeros(self._predicted, dtype=torch.int32)
+
     def keep_rehearsed_piece(self) -> None:
         """Keeps what the rehearsal of a patch found."""
         assert self.rehearsed_piece is not None
         self.pieces.append(self.rehearsed_piece)
 
-    def end_rehearsal(self, patches: int, *, adaptive: bool) -> None:
+    def select_stepped_patches(self, patches: Sequence[int]) -> Sequence[int]:
+        """Those of some patches that have latents, or else any one that has: others' schedulers count no steps."""
+        if not self.pieces:
+            return patches
+        stepped = [patch for patch, piece in enumerate(self.pieces) if not piece.is_empty]
+        return [patch for patch in patches if patch in stepped] or stepped[:1] or patches
+
+    def end_rehearsal(self, patches: int, *, adaptive: bool, references: int = 0) -> None:
         """Checks what the rehearsals of all patches found.
 
         Args:
             patches: how many there are.
             adaptive: whether the latents may have to be brought up to date before any step.
+            references: how many patches, the first ones, are of reference pictures.
 
         Raises:
             StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself
                 otherwise than the same ones in the same way.
         """
         first = self._samples[0]
-        owners = torch.zeros(first.shape, dtype=torch.int32)
+        owners = self.make_element_numbers()
         for piece in self.pieces:
             piece.put(owners, piece.take(owners) + 1)
-        if int(owners.min()) < 1 or int(owners.max()) > 1 or len(self.pieces) != patches:
+        is_mixed = any(not piece.is_empty for piece in self.pieces[:references])
+        if is_mixed or int(owners.min()) < 1 or int(owners.max()) > 1 or len(self.pieces) != patches:
             raise StateError(
                 f"the patches of {self._name} overlap in its latents, or leave some out, so its transformer mixes "
                 "tokens behind its blocks; use a plan without pipefusion and patches"
@@ -209,7 +224,7 @@ class SteppedLatents:
             StateError: if the pipeline replaced latents that are stepped in part.
         """
         micro = now.micro_step
-        after_callback = micro.patch in (None, 0) and synced == micro.step - 1
+        after_callback = micro == now.schedule.list_micro_steps(micro.step)[0] and synced == micro.step - 1
         if self.is_blended and not (after_callback and micro.step):
             self._blended = sample
             return

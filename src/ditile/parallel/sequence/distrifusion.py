@@ -54,35 +54,42 @@ class DistriFusionKeys:
         if not tokens.image:  # every rank has all of the text
             return self.kernel(q, k, v, mask=extra.mask.ring_masks[own] if extra.mask else None, scale=extra.scale)
         step, stale = now.micro_step.step, now.is_stale
-        store = now.memory.get_key_store(now.branch, self.layer, tokens.length, self.axis.num_ranks)
+        ranks, of_rank = self.axis.num_ranks, collect_rank_runs(tokens, self.axis.num_ranks)
+        store = now.memory.get_key_store(now.branch, self.layer, tokens.length, ranks * tokens.patches)
         if store.incoming is not None:
-            self._receive_patch_keys(store, tokens, step - 1)
-        whole = store.write_keys(k, v, collect_rank_runs(tokens, self.axis.num_ranks)[own])
-        store.mark_written(step, own)
+            self._receive_patch_keys(store, step - 1)
+        whole = store.write_keys(k, v, of_rank[own])
+        self._mark_written(store, step, own)
         if not stale or now.keeps_keys:
             store.incoming = self._send_patch_keys(k, v, tokens)
+            store.incoming_runs = [_select_image_runs(runs, tokens) for runs in of_rank]
         if not stale:
-            self._receive_patch_keys(store, tokens, step)
+            self._receive_patch_keys(store, step)
         if self.check is not None:
-            self.check.expect_ages(
-                store, step, compute_patch_ages(own, self.axis.num_ranks, stale), f"{self.layer} in step {step}"
-            )
-        mask = None if extra.mask is None else self._join_masks(extra.mask, tokens)
+            ages = compute_patch_ages(own, ranks, stale)
+            if tokens.patches > 1:  # those of the references are in front
+                schedule = now.schedule
+                ages = (*(schedule.compute_reference_age(step, age) for age in ages), *ages)
+            self.check.expect_ages(store, step, ages, f"{self.layer} in step {step}")
+        mask = None if extra.mask is None else self._join_masks(extra.mask, tokens, store)
         k, v = whole
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
-    def _join_masks(self, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
-        """The mask of all keys in the order of the sequence, from those of every rank."""
-        first = mask.ring_masks[0]
-        whole = first.new_zeros((*first.shape[:3], tokens.length))
+    def _mark_written(self, store: KeyStore, step: int, rank: int) -> None:
+        """Notes that a rank's part of the image was written in a step, and of the references if it computed them."""
+        ranks = self.axis.num_ranks
+        of_references = self.now.schedule.computes_references(step) and len(store.written) > ranks
+        for segment in (rank, rank + ranks) if of_references else (rank + len(store.written) - ranks,):
+            store.mark_written(step, segment)
+
+    def _join_masks(self, mask: KeyPaddingMask, tokens: LayerTokens, store: KeyStore) -> Tensor:
+        """The mask of all keys in the order of the sequence, from those of every rank; of references as it was."""
         for part, runs in zip(mask.ring_masks, collect_rank_runs(tokens, self.axis.num_ranks), strict=True):
-            at = 0
-            for run in runs:
-                whole[..., run.start : run.stop] = part[..., at : at + len(run)]
-                at += len(run)
-        return whole
+            store.write_mask(part, runs)
+        assert store.mask is not None
+        return store.mask
 
     def _send_patch_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> PendingMessages:
         """Starts to send this patch's keys to the others. Messages of all layers take as much memory as their keys."""
@@ -96,15 +103,15 @@ class DistriFusionKeys:
         sends = [(rank, fresh) for rank, _ in others]
         return start_exchange(sends, others, fresh, self.axis.group, self.traffic, KIND)
 
-    def _receive_patch_keys(self, store: KeyStore, tokens: LayerTokens, step: int) -> None:
+    def _receive_patch_keys(self, store: KeyStore, step: int) -> None:
         """Waits for the other patches, which are of `step`, and keeps them."""
         assert store.incoming is not None
         received = iter(store.incoming.wait_for_tensors())
-        for rank, runs in enumerate(collect_rank_runs(tokens, self.axis.num_ranks)):
+        for rank, runs in enumerate(store.incoming_runs):
             if rank != self.axis.index:
                 k, v = next(received)
-                store.write_keys(k, v, _select_image_runs(runs, tokens))
-                store.mark_written(step, rank)
+                store.write_keys(k, v, runs)
+                self._mark_written(store, step, rank)
         store.incoming = None
 
 
