@@ -310,8 +310,7 @@ class _SurveyPass:
         self._advice = advice
         self.poisons_text = self.has_begun = False
         self._lengths: dict[str, int] = {}
-        self._start, self._rows = 0, 1
-        self._latents: range | None = None
+        self._start, self._rows, self._latents = 0, 1, None if not anatomy.is_one_sequence else range(0)
         self._before: tuple[Tensor, Tensor | None, int] | None = None
         self._glued: set[int] = set()
         self._fed: dict[str, Tensor] = {}
@@ -351,9 +350,8 @@ class _SurveyPass:
         tokens = self._lengths["N"]
         if grid is None or grid.num_tokens != tokens:
             grid = Grid(tokens, 1)
-        lengths, glued = self._lengths, frozenset(self._glued)
-        text, latents = lengths.get("T", 0), self._latents
-        return CallForm(grid, text, self._start, glued, fed=self._fed, rows=self._rows, latents=latents)
+        text, glued, fed = self._lengths.get("T", 0), frozenset(self._glued), self._fed
+        return CallForm(grid, text, self._start, glued, fed, rows=self._rows, latents=self._latents)
 
     def _measure(self, hook: BlockHook, image: Tensor, text: Tensor | None) -> None:
         anatomy = hook.anatomy
@@ -361,8 +359,8 @@ class _SurveyPass:
             self._lengths["N"], self._rows = image.shape[anatomy.tokens], _put_tokens_second(image, anatomy).shape[0]
             if self._anatomy.is_one_sequence:
                 run = find_nan_tokens(image, anatomy.tokens)
-                self._start = 0 if run is None else run.start
                 self._latents = run or range(0)
+                self._start = self._latents.start
         if text is not None:
             self._lengths["T"] = text.shape[anatomy.tokens]
         elif anatomy.joint != "none":
