@@ -300,9 +300,7 @@ class Loop:
         self._schedule = replace(self._schedule, again=again, num_references=now.num_references)
         if self._has_partial_latents:
             for each in self._streams:
-                each.end_rehearsal(
-                    self._plan.num_patches, adaptive=self._schedule.adaptive, references=now.num_references
-                )
+                each.end_rehearsal(self._plan.num_patches, now.num_references, adaptive=self._schedule.adaptive)
             now.pieces = [each.pieces for each in self._streams]
 
     def _drive_dry_iterations(self, calls: Iterator[Tensor]) -> Iterator[Tensor]:

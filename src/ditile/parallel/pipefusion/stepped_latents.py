@@ -138,13 +138,13 @@ class SteppedLatents:
         stepped = [patch for patch, piece in enumerate(self.pieces) if not piece.is_empty]
         return [patch for patch in patches if patch in stepped] or stepped[:1] or patches
 
-    def end_rehearsal(self, patches: int, *, adaptive: bool, references: int = 0) -> None:
+    def end_rehearsal(self, patches: int, references: int, *, adaptive: bool) -> None:
         """Checks what the rehearsals of all patches found.
 
         Args:
             patches: how many there are.
+            references: how many of them, the first ones, are of reference pictures.
             adaptive: whether the latents may have to be brought up to date before any step.
-            references: how many patches, the first ones, are of reference pictures.
 
         Raises:
             StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself
