@@ -9,13 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import (
-    FluxControlNetModel,
-    FluxControlNetPipeline,
     NucleusMoEImageTransformer2DModel,
     PixArtSigmaPAGPipeline,
     PixArtSigmaPipeline,
-    SD3ControlNetModel,
-    StableDiffusion3ControlNetPipeline,
 )
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
@@ -57,22 +53,6 @@ def _peft(transformer: Any) -> nn.Module:
     return get_peft_model(transformer, LoraConfig(target_modules=["to_q"]))
 
 
-def _controlnet() -> Any:
-    pipe = tiny.flux()
-    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 8, "num_attention_heads": 4}
-    net = FluxControlNetModel.from_transformer(pipe.transformer, load_weights_from_transformer=False, **sizes)
-    return FluxControlNetPipeline(**pipe.components | {"controlnet": net})
-
-
-def _sd3_controlnet() -> Any:
-    pipe = tiny.sd3(dual=())
-    sizes = {"sample_size": 32, "in_channels": 4, "out_channels": 4, "num_layers": 1, "pos_embed_max_size": 32}
-    heads = {"attention_head_dim": 8, "num_attention_heads": 4, "caption_projection_dim": tiny.WIDTH}
-    words = {"joint_attention_dim": 2 * tiny.WIDTH, "pooled_projection_dim": 2 * tiny.WIDTH}
-    net = SD3ControlNetModel(**sizes, **heads, **words, extra_conditioning_channels=0)
-    return StableDiffusion3ControlNetPipeline(**pipe.components | {"controlnet": net})
-
-
 def _with_processor(make: Callable[[], Any], path: str, processor: Callable[[], Any]) -> Callable[[], Any]:
     def made() -> Any:
         pipe = make()
@@ -92,8 +72,6 @@ def _perturbed() -> Any:
 
 
 PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
-    "ControlNet": (_controlnet, "FluxControlNetPipeline runs a ControlNet.*use a plan with pipefusion=1"),
-    "SD3 ControlNet": (_sd3_controlnet, "Diffusion3ControlNetPipeline runs a ControlNet.*use a plan with pipefusion=1"),
     "perturbed": (_perturbed, "PixArtSigmaPAGPipeline puts an attention of its own.*use data or tensor"),
     "U-Net": (tiny.stable_diffusion, "UNet2DConditionModel is not in the table.*data and cfg work without one"),
     "unknown": (_instead(tiny.pixart, _unknown),

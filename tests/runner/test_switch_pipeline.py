@@ -84,27 +84,9 @@ def test_image_to_image_on_the_same_model(pool: Pool, plan: dict[str, Any]) -> N
     pool.run(switched, 2, plan, [FluxImg2ImgPipeline])
 
 
-@pytest.mark.parametrize("plan", [{"data": 2}, {"cfg": 2}, {"ulysses": 2}], ids=str)
+@pytest.mark.parametrize("plan", [{"data": 2}, {"cfg": 2}, {"ulysses": 2}, {"pipefusion": 2, "warmup": 1}], ids=str)
 def test_in_painting_on_the_same_model(pool: Pool, plan: dict[str, Any]) -> None:
     pool.run(switched, 2, plan, [FluxInpaintPipeline, FluxImg2ImgPipeline])
-
-
-def refused_in_painting() -> None:
-    """On a rank: it is refused before the first step, and the ranks go on."""
-    with divided(MAKE["flux"](), pipefusion=2, warmup=1) as runner:
-        first = run(runner, "flux")
-        runner.switch_pipeline(FluxInpaintPipeline)
-        with pytest.raises(
-            StateError, match="FluxInpaintPipeline changes the latents between steps.*use a plan without"
-        ):
-            runner(**call_with_picture(mask_image=MASK))
-        runner.switch_pipeline(FluxPipeline)
-        same(run(runner, "flux"), first, "after a refusal")
-
-
-def test_in_painting_under_pipefusion_is_refused(pool: Pool) -> None:
-    """A failure means that a request that cannot be served ends the ranks."""
-    pool.run(refused_in_painting, 2)
 
 
 def cached() -> None:

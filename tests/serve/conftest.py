@@ -15,13 +15,6 @@ def flux_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 
 
 @pytest.fixture(scope="session")
-def mask_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """Pictures under a plan that takes masks."""
-    with run_server("shapes-flux", "--ulysses", "2", state=tmp_path_factory.mktemp("mask") / "state") as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
 def pixart_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Pictures from both branches of guidance on a rank each, with a cache."""
     flags = ("--cfg", "2", "--cache", "--max-warmup-steps", "1", "--rdt", "0.5")

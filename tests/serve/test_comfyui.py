@@ -232,12 +232,12 @@ def test_generate_shows_previews(pictures: Any, monkeypatch: pytest.MonkeyPatch)
     assert torch.allclose(again[0], images[1], atol=2 / 255), "the seeds of a batch count up"
 
 
-def test_edit_with_a_mask_keeps_the_rest(mask_server: RunningServer) -> None:
+def test_edit_with_a_mask_keeps_the_rest(flux_server: RunningServer) -> None:
     image = torch.full((1, 128, 128, 3), 0.25)
     mask = torch.zeros(1, 128, 128)
     mask[:, :, 64:] = 1
     edit = NODES["DitileEdit"]().edit_images
-    (server,) = NODES["DitileServer"]().connect_server(mask_server.url)
+    (server,) = NODES["DitileServer"]().connect_server(flux_server.url)
     edited, info = edit(server, image, PROMPT, 7, mask, strength=1.0, steps=4)
     assert edited.shape == (1, 128, 128, 3) and json.loads(info)["size"] == "128x128"
     changed = (edited - image).abs().mean(dim=(0, 1, 3))

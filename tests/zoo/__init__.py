@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tests.zoo import modular, more_pictures, more_videos, pictures, sounds, videos
+from tests.zoo import conditions, modular, more_pictures, more_videos, pictures, sounds, videos
 from tests.zoo.entry import VARIANTS, Entry
 
 __all__ = ["LEFT_OUT", "VARIANTS", "ZOO", "Entry"]
 
-ENTRIES = [one for module in (pictures, more_pictures, videos, more_videos, sounds, modular) for one in module.ENTRIES]
+MODULES = (pictures, more_pictures, conditions, videos, more_videos, sounds, modular)
+ENTRIES = [one for module in MODULES for one in module.ENTRIES]
 ZOO: dict[str, Entry] = {one.name: one for one in sorted(ENTRIES, key=lambda one: one.use_rank)}
 assert len(ZOO) == len(ENTRIES)
 
@@ -16,7 +17,7 @@ REASONS = {
         ChromaImg2ImgPipeline ChromaInpaintPipeline CogVideoXVideoToVideoPipeline EasyAnimateInpaintPipeline
         Flux2KleinInpaintPipeline FluxKontextInpaintPipeline QwenImageEditInpaintPipeline
         SanaSprintImg2ImgPipeline SkyReelsV2DiffusionForcingVideoToVideoPipeline StableAudio3AudioToAudioPipeline
-        StableAudio3InpaintPipeline StableDiffusion3InpaintPipeline
+        StableAudio3InpaintPipeline
         SkyReelsV2DiffusionForcingImageToVideoPipeline LTXI2VLongMultiPromptPipeline LucyEditPipeline
         BriaFiboEditPipeline HunyuanImageRefinerPipeline LTX2InContextPipeline LTX2HDRPipeline LTX2DFRPipeline
         LTX2DFRTemporalRefinePipeline HeliosPyramidPipeline VisualClozePipeline VisualClozeGenerationPipeline
@@ -27,9 +28,8 @@ REASONS = {
     """,
     "adds what another model says behind blocks, as flux-controlnet, which is here, does": """
         FluxControlNetImg2ImgPipeline FluxControlNetInpaintPipeline HunyuanDiTControlNetPipeline
-        QwenImageControlNetInpaintPipeline QwenImageControlNetPipeline SanaControlNetPipeline
-        StableDiffusion3ControlNetInpaintingPipeline StableDiffusion3ControlNetPipeline
-        ZImageControlNetInpaintPipeline ZImageControlNetPipeline Cosmos2_5_TransferPipeline
+        QwenImageControlNetInpaintPipeline SanaControlNetPipeline StableDiffusion3ControlNetInpaintingPipeline
+        ZImageControlNetInpaintPipeline Cosmos2_5_TransferPipeline
     """,
     "replaces attention by that of perturbed guidance in some blocks": """
         HunyuanDiTPAGPipeline PixArtSigmaPAGPipeline SanaPAGPipeline StableDiffusion3PAGImg2ImgPipeline

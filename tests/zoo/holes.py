@@ -59,11 +59,6 @@ TABLE = (
         "ace-step",
     ),
     Hole(
-        "runs a ControlNet in its loop, which needs the whole fresh latents",
-        PATCHES,
-        "flux-controlnet",
-    ),
-    Hole(
         "pads pictures that are not square to the tokens of the largest",
         BLOCKS,
         "hidream",
@@ -132,6 +127,11 @@ TABLE = (
         "keeps keys of earlier chunks in its blocks",
         BLOCKS,
         "any-flow-far",
+    ),
+    Hole(
+        "gives its transformer what a ControlNet adds by the number of the block, of unknown rows",
+        ("cfg", "data"),
+        "z-image-controlnet",
     ),
     Hole(
         "returns several tensors",

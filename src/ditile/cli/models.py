@@ -145,5 +145,6 @@ whose blocks are read from its source or named by a `BlockAdapter` ([caching.md]
 
 Refused by every plan except those of data and cfg alone, because they need the whole fresh prediction, or their own
 attention: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, IP-adapters and SD3's
-skip-layer guidance. A ControlNet in the loop goes with every plan without patches, and perturbed-attention guidance
-with data and tensor only."""
+skip-layer guidance. Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop goes with
+every plan; in a step of patches it is computed once, of the latents as they are when the step begins
+([pipefusion.md](pipefusion.md))."""

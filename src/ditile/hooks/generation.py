@@ -99,7 +99,7 @@ class Generation:
         layouts: of each branch, and of its calls that are computed whole; known once one of them has been surveyed.
         forms: of each call that was surveyed, by its branch, model, and the shapes and names of its arguments.
         form: of the call at hand.
-        is_surveyed: whether blocks are passed by in the call at hand, which does not count.
+        is_surveyed: whether blocks are passed by in the call at hand, or it is one of another model: it does not count.
         rehearsed_patch: the patch whose places a rehearsal finds out; None in a call that counts.
         blended_step: the step for whose latents an iteration is made in which nothing is computed, so that the pipeline
             blends them again; None in one that computes, and in a rehearsal.
@@ -108,6 +108,7 @@ class Generation:
         reference_rows: of the first call, those of them that come out nowhere, as far as a rehearsal found them.
         called_models: in a rehearsal, and whether they were called to compute a whole.
         rehearsed_results: what the transformer's calls returned in a rehearsal, by branch.
+        reads_latents_everywhere: whether more than the first block reads them, so that every stage needs them.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
         prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
         warmup_split, warmup_index: which tokens of whole steps, where a warmup group computes these together; None
@@ -149,6 +150,7 @@ class Generation:
     reference_rows: frozenset[int] = frozenset()
     called_models: set[tuple[object, bool]] = field(default_factory=set)
     rehearsed_results: dict[int, Any] = field(default_factory=dict)
+    reads_latents_everywhere: bool = False
     pieces: list[list[Piece]] = field(default_factory=list)
     prediction_pieces: dict[int, dict[int, list[Piece]]] = field(default_factory=dict)
     _parts: dict[tuple[LayoutKey, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)

@@ -173,11 +173,6 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
             f"{name} puts an attention of its own into the transformer while it runs, which would see this rank's "
             "tokens alone; use data or tensor"
         )
-    if getattr(pipe, "controlnet", None) is not None and plan.pipefusion * plan.num_patches > 1:
-        raise ModelError(
-            f"{name} runs a ControlNet in its loop, which needs the whole fresh latents on every stage; use a plan "
-            "with pipefusion=1 and patches=1"
-        )
     called = list(find_denoisers(pipe).values())
     others = [part for part in pipe.components.values() if type(part) is type(model) and part not in called]
     if others and plan.pipefusion * plan.num_patches > 1:

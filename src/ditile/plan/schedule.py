@@ -39,8 +39,8 @@ class OpKind(Enum):
     COMPUTE = "compute"  # the stage's own blocks, on a patch or on the whole image (patch None)
     SEND = "send"  # activations of a patch, to the stage behind
     STEP = "step"  # the scheduler, on a patch (last stage)
-    SEND_STEPPED_PATCH = "return"  # the stepped patch, from the last stage to the first
-    RECEIVE_STEPPED_PATCH = "take"  # the stepped patch of the step before, on the first stage
+    SEND_STEPPED_PATCH = "return"  # the stepped patch, from the last stage to one that reads latents
+    RECEIVE_STEPPED_PATCH = "take"  # the stepped patch of the step before, on such a stage
     SEND_WHOLE_LATENTS = "share"  # the whole latents, from the last stage to one of the next step's warmup group
     RECEIVE_WHOLE_LATENTS = "adopt"  # the same, on that stage
     SEND_PREDICTION = "predict"  # the prediction of the tokens of a member of the warmup group, to the last stage
@@ -92,6 +92,7 @@ class Schedule:
         references: in which asynchronous steps patches of reference pictures are computed; see `Plan.references`.
         num_references: how many of the patches, the first ones, are of reference pictures; no latents belong to them.
         reference_share: of the work of a whole step that is theirs.
+        shares_latents: whether every stage gets the stepped patches, and not the first alone.
     """
 
     stages: int
@@ -107,6 +108,7 @@ class Schedule:
     references: int | None = None
     num_references: int = 0
     reference_share: float = 0.0
+    shares_latents: bool = False
 
     @classmethod
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
@@ -179,6 +181,11 @@ class Schedule:
         """The stages that compute a micro-step together, each its share of the tokens; empty if all do in turn."""
         return range(self.warmup_group_size if micro.patch is None else 0)
 
+    @property
+    def latent_readers(self) -> range:
+        """The stages that the last one sends stepped patches to."""
+        return range(0 if self.stages == 1 else self.stages - 1 if self.shares_latents else 1)
+
     def list_patches(self, micro: MicroStep) -> range:
         """The patches that a micro-step computes."""
         return range(self.patches) if micro.patch is None else range(micro.patch, micro.patch + 1)
@@ -209,14 +216,14 @@ class Schedule:
         return next((age for age in range(least, step + 1) if self.computes_references(step - age)), step + 1)
 
     def iter_ops_before_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
-        """What a stage does before the transformer is called: the first one takes the stepped patches.
+        """What a stage does before the transformer is called: a reader of latents takes the stepped patches.
 
         The other members of a warmup group get the whole latents.
         """
         if micro.step == 0 or self.stages == 1:
             return
         step, last = micro.step - 1, self.stages - 1
-        if stage == 0:
+        if stage in self.latent_readers:
             for patch in self.list_stepped_patches(micro):
                 yield Op(OpKind.RECEIVE_STEPPED_PATCH, step, patch, peer=last)
         others = [member for member in self.select_warmup_group(micro) if 0 < member < last]
@@ -258,13 +265,14 @@ class Schedule:
             yield Op(OpKind.SEND_PREDICTION, step, None, branch, last)
 
     def iter_ops_after_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
-        """What a stage does when the scheduler steps: the last one steps and returns the patches to the first."""
+        """What a stage does when the scheduler steps: the last one steps and sends the patches to the readers."""
         if stage < self.stages - 1:
             return
         for patch in self.list_stepped_patches(micro):
             yield Op(OpKind.STEP, micro.step, patch)
-            if self.stages > 1 and micro.step < self.steps - 1:
-                yield Op(OpKind.SEND_STEPPED_PATCH, micro.step, patch, peer=0)
+            if micro.step < self.steps - 1:
+                for reader in self.latent_readers:
+                    yield Op(OpKind.SEND_STEPPED_PATCH, micro.step, patch, peer=reader)
 
     def iter_step_ops(
         self, stage: int, step: int, calls: int = 1, branches: Sequence[int] | None = None

@@ -26,7 +26,8 @@ from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
 from ditile.models.pipeline_calls import list_progress_bar_owners
-from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
+from ditile.parallel.pipefusion.loop import Loop
+from ditile.parallel.pipefusion.step_agreement import StepCallbacks
 from ditile.runner.report import CallMeter
 
 

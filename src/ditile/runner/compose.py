@@ -43,8 +43,9 @@ from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.graphs import BlockGraphs
-from ditile.parallel.pipefusion.loop import Loop, StepCallbacks
+from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, WarmupGroupKeys
+from ditile.parallel.pipefusion.step_agreement import StepCallbacks
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
 from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
@@ -172,7 +173,7 @@ class Composition:
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
-            self.loop.install_scheduler_hooks(stack, self.pipe, batch, callbacks)
+            self.loop.install_scheduler_hooks(stack, self.pipe, models, batch, callbacks)
             yield self.loop
 
     def _install_block_hooks(self) -> AbstractContextManager[None]:

@@ -37,14 +37,13 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection
 
-from ditile.errors import ModelError, StateError
+from ditile.errors import StateError
 from ditile.plan.plan import Plan
 from tests import tiny
 from tests.families import FAMILIES, noise
 from tests.parallel.batch.test_batch import close
 from tests.pool import Pool
 from tests.runner.cases import divided, same
-from tests.zoo import ZOO
 
 Made = tuple[Any, dict[str, Any]]
 TWO = ["a red circle", "a ring"]
@@ -259,16 +258,3 @@ def test_an_iteration_has_the_number_of_its_step(pool: Pool) -> None:
     """A failure means that a pipeline takes the number of a micro-step for that of a step, or that its module keeps
     what was put under it."""
     pool.run(indexed, 1)
-
-
-def control(stages: int) -> str:
-    """What is said when later blocks are given what the forward makes of the latents."""
-    pipe, call = ZOO["wan-vace"].make(), ZOO["wan-vace"].call()
-    with divided(pipe, pipefusion=stages, patches=3, warmup=1) as runner, pytest.raises(ModelError) as refusal:
-        runner(**call)
-    return str(refusal.value)
-
-
-def test_blocks_that_are_given_what_is_made_of_the_latents(pool: Pool) -> None:
-    """Two stages have the latents: see the families. A failure means that a third computes with those of step 0."""
-    assert all("first and the last stage have; use pipefusion=2" in said for said in pool.run(control, 3, 3))

@@ -71,7 +71,8 @@ class PipeFusion:
         self._activations_in: ReceivePrefetcher | None = None
         self._activations_out: PeerChannel | None = None
         self._latents_in: ReceivePrefetcher | None = None
-        self._latents_out: PeerChannel | None = None
+        self._latents_out: list[PeerChannel] = []  # by stage
+        self._latents_group = mesh.latents
         self.broken = False
         if mesh.latents is not None:
             self._open_channels(mesh, mesh.latents)
@@ -90,18 +91,34 @@ class PipeFusion:
             group = mesh.select_downstream_group(self.stage)
             self._activations_out = PeerChannel(group, self.stage + 1, "activations", mesh.traffic)
         if self.stage == 0:
-            self._latents_in = ReceivePrefetcher(
-                PeerChannel(latents, last, "latents", mesh.traffic),
-                self._compute_latent_shape,
-                self._can_post_latents,
-                looks_ahead=self._least_patches > self.stages,
-            )
+            self._latents_in = self._make_latents_receiver(latents)
         if self.stage == last:
-            self._latents_out = PeerChannel(latents, 0, "latents", mesh.traffic)
+            self._latents_out = [PeerChannel(latents, 0, "latents", mesh.traffic)]
+
+    def _make_latents_receiver(self, group: dist.ProcessGroup) -> ReceivePrefetcher:
+        return ReceivePrefetcher(
+            PeerChannel(group, self.stages - 1, "latents", self._traffic),
+            self._compute_latent_shape,
+            self._can_post_latents,
+            looks_ahead=self._least_patches > self.stages,
+        )
+
+    def share_latents(self, device: torch.device) -> None:
+        """From now on every stage may get the stepped patches; all stages call it, and no message is under way."""
+        group, last = self._latents_group, self.stages - 1
+        if group is None or self.stages < 3:
+            return
+        if self.stage == last:
+            for reader in range(len(self._latents_out), last):
+                self._latents_out.append(PeerChannel(group, reader, "latents", self._traffic))
+                self._latents_out[-1].open_connection(device, sends=True)
+        elif self._latents_in is None:
+            self._latents_in = self._make_latents_receiver(group)
+            self._latents_in.channel.open_connection(device, sends=False)
 
     def connect_channels(self, device: torch.device) -> None:
         """Uses every channel once, in one order for all stages: down the pipeline, then from the last to the first."""
-        for endpoint in (self._activations_in, self._activations_out, self._latents_out, self._latents_in):
+        for endpoint in (self._activations_in, self._activations_out, *self._latents_out, self._latents_in):
             if isinstance(endpoint, ReceivePrefetcher):
                 endpoint.channel.open_connection(device, sends=False)
             elif endpoint is not None:
@@ -117,7 +134,8 @@ class PipeFusion:
     @property
     def reads_latents(self) -> bool:
         """Whether this stage embeds the latents, in some steps at least."""
-        return self.stage == 0 or (self.warmup_group is not None and self.warmup_group.is_member)
+        is_member = self.warmup_group is not None and self.warmup_group.is_member
+        return self.stage == 0 or is_member or self.generation.reads_latents_everywhere
 
     def begin_generation(self, schedule: Schedule, generation: Generation) -> None:
         """A generation begins."""
@@ -140,7 +158,7 @@ class PipeFusion:
             prefetcher.clear_expectations()
             if not clean:
                 prefetcher.channel.abandon_messages()
-        for channel in filter(None, (self._activations_out, self._latents_out)):
+        for channel in filter(None, (self._activations_out, *self._latents_out)):
             if clean:
                 channel.flush_sends()
             else:
@@ -159,7 +177,7 @@ class PipeFusion:
 
         What was sent two steps ago has arrived, because the last step began with the results of it.
         """
-        for channel in filter(None, (self._activations_out, self._latents_out)):
+        for channel in filter(None, (self._activations_out, *self._latents_out)):
             channel.release_old_sends()
         if self.warmup_group is not None:
             self.warmup_group.settle_channels()
@@ -170,7 +188,7 @@ class PipeFusion:
             if self._activations_in is not None:
                 self._activations_in.expect_messages(self._list_message_keys(sure))
             self._cleared = sure
-        if self._latents_in is not None:
+        if self._latents_in is not None and self.stage in schedule.latent_readers:
             for sure in range(self._returned + 1, min(step + 1, schedule.steps - 1)):
                 self._latents_in.expect_messages(
                     key for patch in range(self._patches) for key in self._list_latent_keys(sure, patch)
@@ -178,7 +196,7 @@ class PipeFusion:
                 self._returned = sure
 
     def receive_stepped_patches(self, latents: Sequence[Tensor], ops: list[Op], *, write: bool) -> None:
-        """Writes the stepped patches that `ops` receive into the first stage's latents, or only drains them.
+        """Writes the stepped patches that `ops` receive into the latents of this stage, or only drains them.
 
         Args:
             latents: of each scheduler that the pipeline steps.
@@ -199,10 +217,9 @@ class PipeFusion:
         pieces = enumerate(self.generation.pieces)
         return [MessageKey(step, patch, index) for index, each in pieces if not each[patch].is_empty]
 
-    def send_stepped_patch(self, patch: Tensor) -> None:
-        """Sends a stepped patch to the first stage."""
-        assert self._latents_out is not None
-        self._latents_out.send_tensor(patch)
+    def send_stepped_patch(self, patch: Tensor, reader: int) -> None:
+        """Sends a stepped patch to a stage that reads latents."""
+        self._latents_out[reader].send_tensor(patch)
 
     # The block hooks
 
@@ -253,10 +270,12 @@ class PipeFusion:
         self._plan.check(Facts(rows=form.grid.rows))
         # The last stage steps the latents, so it has what the first one gets.
         if self.stages > 2 and form.fed and (fed := [name for name, flag in form.fed.items() if flag]):
-            raise ModelError(
-                f"pipefusion={self.stages}: {fed[0]} is given what the forward makes of the latents, which only the "
-                "first and the last stage have; use pipefusion=2"
-            )
+            if now.rehearsed_patch is None and not now.reads_latents_everywhere:
+                raise ModelError(
+                    f"pipefusion={self.stages}: {fed[0]} is given what the forward makes of the latents, and was not "
+                    "before; only the first and the last stage have them; use pipefusion=2"
+                )
+            now.reads_latents_everywhere = True
         if now.is_whole:  # its patches are but parts of messages
             layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         elif now.branch and (0, False) in now.layouts:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ditile.distributed import rng
 from ditile.distributed.mesh import Mesh
@@ -33,6 +33,7 @@ from ditile.hooks.protocols import BatchShare
 from ditile.models.pipeline_calls import list_schedulers, replace_call_globals
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup
 from ditile.parallel.pipefusion.executor import PipeFusion
+from ditile.parallel.pipefusion.other_models import OtherModels
 from ditile.parallel.pipefusion.patch_schedulers import (
     PatchExtra,
     PatchSchedulers,
@@ -41,32 +42,11 @@ from ditile.parallel.pipefusion.patch_schedulers import (
     replace_latents,
 )
 from ditile.parallel.pipefusion.rehearsal import BlendIterations, Rehearsal
-from ditile.parallel.pipefusion.step_agreement import StepAgreement
+from ditile.parallel.pipefusion.step_agreement import StepAgreement, StepCallbacks
 from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, OpKind, Schedule
-
-
-@dataclass(slots=True)
-class StepCallbacks:
-    """What the loop calls of the runner.
-
-    Attributes:
-        on_loop_begin: called with the number of steps when the loop begins.
-        on_step_end: called with (step, timestep, latents) at the end of each step; latents are whole only where wanted.
-        wants_latents: which steps need the whole latents on every rank.
-        progress: called at each micro-step, to show that this rank is alive.
-        is_stopped: whether this rank wants no picture any more.
-        generators: which the pipeline may draw from.
-    """
-
-    on_loop_begin: Callable[[int], None]
-    on_step_end: Callable[[int, Any, Tensor], None]
-    wants_latents: Callable[[int], bool]
-    progress: Callable[[], None]
-    is_stopped: Callable[[], bool]
-    generators: Sequence[torch.Generator] = ()
 
 
 class Loop:
@@ -108,19 +88,25 @@ class Loop:
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
         self.generation = Generation()
+        self._other_models = OtherModels(self.generation)
         self._main: SteppedLatents | None = None
         self._streams: list[SteppedLatents] = []  # in the order in which the pipeline steps them
         self._timestep: Tensor | None = None
         self._adaptive_warmup: AdaptiveWarmup | None = None
         self._relative_change: RelativeChange | None = None
 
-    def install_scheduler_hooks(self, stack: ExitStack, pipe: Any, batch: BatchShare, callbacks: StepCallbacks) -> None:
+    def install_scheduler_hooks(
+        self, stack: ExitStack, pipe: Any, divided: Collection[nn.Module], batch: BatchShare, callbacks: StepCallbacks
+    ) -> None:
         """Overrides the schedulers that a pipeline has now, and their copies, until the stack is closed.
 
         Args:
+            divided: the models whose calls are divided.
             batch: which images and calls are this rank's.
         """
         self._pipe, self._scheduler, self._batch, self._callbacks = pipe, pipe.scheduler, batch, callbacks
+        if self._plan.num_patches * self._plan.pipefusion > 1:
+            self._other_models.install_hooks(stack, pipe, divided)
         for scheduler in list_schedulers(pipe):
             for name in OVERRIDES:
                 # Only the timesteps of the pipeline's own scheduler drive its loop.
@@ -164,7 +150,7 @@ class Loop:
     def taken_warmup(self) -> tuple[list[int], str]:
         """The steps of the last generation that were synchronous, and how they ran."""
         schedule = self._schedule
-        return [step for step in range(schedule.steps) if schedule.is_synchronous(step)], schedule.mode
+        return list(filter(schedule.is_synchronous, range(schedule.steps))), schedule.mode
 
     def forget_constants(self) -> None:
         """Forgets what was constant: a callback may have changed it."""
@@ -233,8 +219,8 @@ class Loop:
         step = 0
         while step < self._schedule.steps:
             self._begin_step(step)
-            for micro in self._schedule.list_micro_steps(step):
-                if micro.patch and blends.are_needed:
+            for number, micro in enumerate(self._schedule.list_micro_steps(step)):
+                if number and blends.are_needed:
                     yield from self._drive_dry_iterations(blends.iterate_calls(step))
                 yield from self._run_micro_step(micro, timesteps[step])
                 if not main.is_stepped:
@@ -302,14 +288,22 @@ class Loop:
             for each in self._streams:
                 each.end_rehearsal(self._plan.num_patches, now.num_references, adaptive=self._schedule.adaptive)
             now.pieces = [each.pieces for each in self._streams]
+        if now.reads_latents_everywhere:
+            self._schedule = replace(self._schedule, shares_latents=True)
+            self._pipefusion.share_latents(self._batch.view_own_images(self._streams[0].sample).device)
 
     def _drive_dry_iterations(self, calls: Iterator[Tensor]) -> Iterator[Tensor]:
         """Iterations in which nothing is computed, each until the pipeline has stepped the scheduler."""
-        for self._timestep in calls:
-            self._callbacks.progress()
-            yield self._timestep
+        for timestep in calls:
+            self._begin_iteration(timestep)
+            yield timestep
             while self._note_interrupt() and not (self._streams and self._is_stepped):
-                yield self._timestep
+                yield timestep
+
+    def _begin_iteration(self, timestep: Tensor) -> None:
+        self._timestep = timestep
+        self._callbacks.progress()
+        self._other_models.begin_iteration()
 
     def _begin_step(self, step: int) -> None:
         """Starts to agree on stopping; what was agreed in the step before says whether the next step runs.
@@ -330,10 +324,9 @@ class Loop:
     def _run_micro_step(self, micro: MicroStep, timestep: Tensor) -> Iterator[Tensor]:
         """One micro-step: yields until the pipeline has stepped the scheduler."""
         self.generation.enter_micro_step(micro)
-        self._callbacks.progress()
+        self._begin_iteration(timestep)
         if self._schedule.adaptive:
             self._exchange_latents(micro)
-        self._timestep = timestep
         for each in self._streams:
             each.is_stepped = False
         while not self._is_stepped:
@@ -390,6 +383,7 @@ class Loop:
             self._pipe._interrupt = True
         self._pipefusion.end_generation(clean=True)
         self.generation.become(Generation())
+        self._other_models.forget_results()
         for done in self.when_over:
             done()
         self._batch.end_generation()
@@ -520,14 +514,16 @@ class Loop:
         return result
 
     def _send_stepped_patches(self, micro: MicroStep) -> None:
-        """Sends the patches of a micro-step to the first stage, patch after patch."""
+        """Sends the patches of a micro-step to the stages that read latents, patch after patch."""
         if not self._is_stepping_rank:
             return
         for op in self._schedule.iter_ops_after_call(self._pipefusion.stage, micro):
             for stream in self._streams:
-                if op.kind is OpKind.SEND_STEPPED_PATCH and op.patch in stream.stepped_patches:
-                    patch = stream.stepped_patches.pop(op.patch)
-                    self._pipefusion.send_stepped_patch(self._batch.view_own_images(patch))
+                patch = None if op.patch is None else stream.stepped_patches.get(op.patch)
+                if op.kind is OpKind.SEND_STEPPED_PATCH and patch is not None and op.peer is not None:
+                    self._pipefusion.send_stepped_patch(self._batch.view_own_images(patch), op.peer)
+        for stream in self._streams:
+            stream.stepped_patches.clear()
 
     def _locate_patch(self, stream: SteppedLatents, patch: int) -> Piece:
         """Where a patch is in the latents; all of them where latents are not cut."""

@@ -1,4 +1,4 @@
-"""What the ranks of a picture agree on while it is made: when to end, and whether its latents are finite.
+"""What happens at the ends of steps: the runner is told, and ranks agree on when to end and that latents are finite.
 
 Each rank says at the beginning of a step what it wants (one asynchronous all-reduce of 8 bytes on a CPU group), and
 reads what all want one step later, so that no step waits for the answer. The strongest wish counts.
@@ -6,7 +6,9 @@ reads what all want one step later, so that no step waits for the answer. The st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,27 @@ from ditile.errors import ModelError, StoppedError
 
 END_EARLY, GIVE_UP = 1, 2
 """What a rank may want: a picture of the steps that were made, or none at all."""
+
+
+@dataclass(slots=True)
+class StepCallbacks:
+    """What the loop calls of the runner.
+
+    Attributes:
+        on_loop_begin: called with the number of steps when the loop begins.
+        on_step_end: called with (step, timestep, latents) at the end of each step; latents are whole only where wanted.
+        wants_latents: which steps need the whole latents on every rank.
+        progress: called at each micro-step, to show that this rank is alive.
+        is_stopped: whether this rank wants no picture any more.
+        generators: which the pipeline may draw from.
+    """
+
+    on_loop_begin: Callable[[int], None]
+    on_step_end: Callable[[int, Any, Tensor], None]
+    wants_latents: Callable[[int], bool]
+    progress: Callable[[], None]
+    is_stopped: Callable[[], bool]
+    generators: Sequence[torch.Generator] = ()
 
 
 class StepAgreement:

@@ -1,0 +1,72 @@
+"""Other models that a pipeline calls in its loop, such as a ControlNet: every rank computes them whole, once in a step.
+
+What they return in an asynchronous step is made in the micro-step of the first patch, of the latents as they are then
+on every stage: those of the first patch are new, those of the others are one step older. The later patches get the
+same. An iteration in which nothing is computed gets what was made before.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from ditile.hooks.compile import wrap_model_call
+from ditile.hooks.generation import Generation
+
+
+class OtherModels:
+    """What models outside of the blocks return, from patch to patch.
+
+    Args:
+        now: the generation under way.
+    """
+
+    def __init__(self, now: Generation) -> None:
+        self._now = now
+        self._calls, self._results = Counter[tuple[str, int]](), dict[tuple[str, int, int], Any]()
+
+    def install_hooks(self, stack: ExitStack, pipe: Any, divided: Collection[nn.Module]) -> None:
+        """Puts this around the models of a pipeline but those that are divided, until the stack is closed."""
+        for name, model in pipe.components.items():
+            if isinstance(model, nn.Module) and model not in divided:
+                wrap_model_call(stack, pipe, model, functools.partial(self._wrap_forward, name))
+        stack.callback(self.forget_results)
+
+    def begin_iteration(self) -> None:
+        """An iteration of the pipeline's loop begins."""
+        self._calls.clear()
+        now = self._now
+        if not now.is_dry and now.micro_step == now.schedule.list_micro_steps(now.micro_step.step)[0]:
+            self._results.clear()
+
+    def forget_results(self) -> None:
+        """The loop is over."""
+        self._results.clear()
+
+    def _wrap_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def forward_once(*args: Any, **kwargs: Any) -> Any:
+            now = self._now
+            if not now.is_under_way:
+                return forward(*args, **kwargs)
+            now.reads_latents_everywhere = True
+            self._calls[name, now.branch] += 1
+            key = (name, now.branch, self._calls[name, now.branch])
+            if key in self._results:
+                return self._results[key]
+            # It may have parts of the transformer, as Z-Image's has: nothing of what these return is remembered.
+            surveyed, now.is_surveyed = now.is_surveyed, True
+            try:
+                result = forward(*args, **kwargs)
+            finally:
+                now.is_surveyed = surveyed
+            if now.is_dry or now.micro_step.patch is not None:
+                self._results[key] = result
+            return result
+
+        return forward_once
