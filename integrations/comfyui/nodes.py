@@ -150,12 +150,7 @@ class DitileGenerate:
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
         """Server, prompt, seed, and what may be left to the model."""
         batch = {"default": 1, "min": 1, "max": 64, "tooltip": "pictures, with seeds that count up"}
-        required = {
-            "server": ("DITILE_SERVER",),
-            "prompt": define_prompt("what to draw"),
-            "seed": define_seed(),
-            "batch_size": ("INT", batch),
-        }
+        required = define_required_inputs("what to draw", batch_size=("INT", batch))
         return {"required": required, "optional": define_common_inputs()}
 
     def generate_images(
@@ -182,12 +177,8 @@ class DitileEdit:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
         """Server, picture, prompt, seed, mask, and what may be left to the model."""
-        required = {
-            "server": ("DITILE_SERVER",),
-            "image": ("IMAGE", {"tooltip": "a batch of several where the model composes several"}),
-            "prompt": define_prompt("what to draw, or to change"),
-            "seed": define_seed(),
-        }
+        image = ("IMAGE", {"tooltip": "a batch of several where the model composes several"})
+        required = define_required_inputs("what to draw, or to change", image=image)
         strength = define_scale("how far to leave the picture behind, above 0 and up to 1", 1.0)
         mask = ("MASK", {"tooltip": "where the picture is drawn anew"})
         return {"required": required, "optional": {"strength": strength, **define_common_inputs(), "mask": mask}}
@@ -219,7 +210,7 @@ class DitileImageToVideo:
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
         """Server, prompt, seed, picture, length, and what may be left to the model."""
-        required = {"server": ("DITILE_SERVER",), "prompt": define_prompt("what happens"), "seed": define_seed()}
+        required = define_required_inputs("what happens")
         fps = {"default": 0.0, "min": 0.0, "max": 240.0, "step": 0.01, "tooltip": f"frames a second; 0: {OWN}"}
         optional = {
             "num_frames": define_count("frames", 10000),
@@ -283,6 +274,11 @@ class DitileStatus:
         }
         text = json.dumps(status, indent=2)
         return {"ui": {"text": [text]}, "result": (text,)}
+
+
+def define_required_inputs(prompt: str, **more: Any) -> dict[str, Any]:
+    """What a node that draws must be given: a server, a prompt, a seed, and more."""
+    return {"server": ("DITILE_SERVER",), "prompt": define_prompt(prompt), "seed": define_seed(), **more}
 
 
 def collect_fields(optional: Mapping[str, Any]) -> dict[str, Any]:

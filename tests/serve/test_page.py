@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 from collections.abc import Iterator
@@ -17,9 +18,12 @@ from ditile.plan.schedule import Schedule
 from ditile.serve.page.insight import list_key_ages, render_freshness, render_gantt
 from ditile.serve.page.login import COOKIE, PageKeys, is_page_path
 from tests.serve.running import RunningServer, run_server
+from tests.serve.test_group import write_lora
 
 CHROMIUM = shutil.which("chromium")
-ANN, BOB = "key-of-ann", "key-of-bob"
+ANN, BOB, CLEO = "key-of-ann", "key-of-bob", "key-of-cleo"
+FLUX, WAN = "shapes-flux · pipefusion=2", "shapes-wan · one rank"
+"""What the page says of the models that are served."""
 PROMPT = "a small blue square on the right on a gray background"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine's path")
 
@@ -70,11 +74,21 @@ def test_the_chart_has_a_bar_for_each_micro_step_with_a_text() -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tmp_path_factory.mktemp("page")
+    keys, loras = folder / "keys", folder / "loras"
+    keys.write_text(f"ann:{ANN}\nbob:{BOB}\ncleo:{CLEO}\n")
+    loras.mkdir()
+    write_lora(loras / "ink.safetensors", 3)
+    flags = ("--pipefusion", "2", "--api-key", str(keys), "--lora-dir", str(loras))
+    with run_server("shapes-flux", *flags, state=folder / "state", page=True) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def video_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    folder = tmp_path_factory.mktemp("video-page")
     keys = folder / "keys"
-    keys.write_text(f"ann:{ANN}\nbob:{BOB}\n")
-    with run_server(
-        "shapes-flux", "--pipefusion", "2", "--api-key", str(keys), state=folder / "state", page=True
-    ) as running:
+    keys.write_text(f"ann:{ANN}\n")
+    with run_server("shapes-wan", "--api-key", str(keys), state=folder / "state", page=True) as running:
         yield running
 
 
@@ -89,7 +103,14 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def tab(browser: Any, server: RunningServer) -> Iterator[Any]:
-    """A tab of Ann's; at its end there were no errors in it, and it has asked no other host."""
+    """A tab of Ann's."""
+    with open_tab(browser, server, ANN, FLUX) as page:
+        yield page
+
+
+@contextlib.contextmanager
+def open_tab(browser: Any, server: RunningServer, key: str, title: str) -> Iterator[Any]:
+    """A tab of a key; at its end there were no errors in it, and it has asked no other host."""
     with browser.new_context(viewport={"width": 1280, "height": 900}) as context:
         page = context.new_page()
         page.set_default_timeout(90_000)
@@ -97,7 +118,7 @@ def tab(browser: Any, server: RunningServer) -> Iterator[Any]:
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda asked: wrong.append(asked.url) if not _is_own(asked.url, server) else None)
-        log_in(page, server, ANN)
+        log_in(page, server, key, title)
         yield page
         assert not wrong
 
@@ -106,11 +127,11 @@ def _is_own(url: str, server: RunningServer) -> bool:
     return url.startswith((f"{server.url}/", "data:", "blob:"))
 
 
-def log_in(page: Any, server: RunningServer, key: str) -> None:
+def log_in(page: Any, server: RunningServer, key: str, title: str = FLUX) -> None:
     page.goto(server.url)
     page.get_by_label("Key of this server").fill(key)
     page.keyboard.press("Enter")
-    page.get_by_text("shapes-flux · pipefusion=2").wait_for()
+    page.get_by_text(title).wait_for()
 
 
 def begin_drawing(page: Any, steps: int) -> None:
@@ -165,6 +186,70 @@ def test_it_draws_with_previews_says_what_was_done_and_downloads(tab: Any, serve
         page = other.new_page()
         log_in(page, server, BOB)
         assert page.locator("#gallery img").count() == 0, "Bob sees Ann's picture"
+
+
+def download(page: Any) -> tuple[str, bytes]:
+    """The name and the content of the chosen picture, or video."""
+    with page.expect_download() as caught:
+        page.get_by_role("button", name="Download", exact=True).click()
+    return caught.value.suggested_filename, Path(caught.value.path()).read_bytes()
+
+
+def draw_again(page: Any, kind: str) -> None:
+    """Draws what is chosen once more; returns when there are two in the gallery."""
+    page.get_by_role("button", name="Draw again").click()
+    page.locator(f"#gallery .grid-wrap {kind}").nth(1).wait_for()
+    page.get_by_text("Drawn in").wait_for()
+
+
+def is_cut_off(page: Any) -> bool:
+    """Whether the gallery is less high than what is in it."""
+    return bool(
+        page.evaluate("(([g]) => g.scrollHeight > g.clientHeight + 1)(document.querySelectorAll('.grid-wrap'))")
+    )
+
+
+@needs_browser
+@pytest.mark.alone
+def test_a_picture_and_a_lora_go_in_and_it_is_drawn_again(server: RunningServer, browser: Any, tmp_path: Path) -> None:
+    """A failure would mean a form that asks for another picture than it shows."""
+    start = tmp_path / "start.png"
+    Image.new("RGB", (128, 128), (0, 0, 200)).save(start)
+    with open_tab(browser, server, CLEO, FLUX) as page:
+        page.get_by_role("button", name="Start from a picture").click()
+        page.locator("input[type=file]").first.set_input_files(start)
+        page.locator("img[src*='start.png']").wait_for()
+        page.get_by_label("LoRA", exact=True).click()
+        page.get_by_role("option", name="ink").click()
+        begin_drawing(page, 4)
+        page.get_by_text("Drawn in").wait_for()
+        page.get_by_text("LoRA ink 1").wait_for()
+        assert "strength 0.6" in page.get_by_text("LoRA ink 1").inner_text()
+        assert not is_cut_off(page), "a lone picture"
+        name, content = download(page)
+        texts = Image.open(io.BytesIO(content)).info
+        assert texts["loras"] == '{"ink": 1.0}' and '"strength": 0.6' in texts["settings"]
+        draw_again(page, "img")
+        assert download(page) == (name, content)
+
+
+@needs_browser
+@pytest.mark.alone
+def test_videos_are_drawn_shown_and_drawn_again(video_server: RunningServer, browser: Any) -> None:
+    """A failure would mean a page for pictures alone."""
+    with open_tab(browser, video_server, ANN, WAN) as page:
+        assert not page.get_by_label("Pictures", exact=True).is_visible()
+        page.get_by_label("Frames", exact=True).fill("5")
+        begin_drawing(page, 2)
+        page.get_by_text("Drawn in").wait_for()
+        page.locator("#gallery .grid-wrap video").wait_for()
+        assert not is_cut_off(page), "a lone video"
+        page.get_by_text("frames 5").wait_for()
+        name, content = download(page)
+        seed = page.get_by_label("Seed", exact=True).input_value()
+        assert name == f"shapes-wan-{seed}.mp4" and content[4:8] == b"ftyp"
+        draw_again(page, "video")
+        assert download(page)[0] == name
 
 
 @needs_browser

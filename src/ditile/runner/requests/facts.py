@@ -125,7 +125,7 @@ class ModelFacts:
 
     Attributes:
         name: of the model.
-        plan: the plan's text; empty for one rank.
+        plan: the plan's text.
         is_video: whether it draws videos.
         call: of its own pipeline.
         edit: of the pipeline that starts from a picture; None if there is none. It may be `call`.

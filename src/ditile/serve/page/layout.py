@@ -15,6 +15,7 @@ from typing import Any
 import gradio as gr
 
 from ditile.errors import DitileError
+from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.serve.api.answers import cancel_job_of_gone_client, check_done, convert_error, find_served_name
 from ditile.serve.api.fields import ImageFields, Order, VideoFields, parse_fields, read_order
@@ -46,6 +47,7 @@ CSS = """
 #insight svg text {fill: var(--body-text-color); font: 11px system-ui, sans-serif;}
 #insight p {margin: .25rem 0;}
 #gallery .grid-wrap {max-height: 32rem;}
+#gallery .grid-container > :only-child {width: 100%; max-width: 30rem; justify-self: center;}
 @media (max-width: 640px) {.gradio-container {padding: .5rem !important;}}
 """
 Update = dict[Any, Any]
@@ -178,7 +180,7 @@ class Page:
         facts = self._service.facts
         size: list[Any] = [*facts.size] or [None, None]
         takes_picture = facts.edit is not None
-        plan = facts.plan or "one rank"
+        plan = "one rank" if Plan.parse(facts.plan) == Plan() else facts.plan
         guidance = facts.find_default("true_cfg_scale" if "true_cfg_scale" in facts.base else "guidance_scale")
         true_cfg = "true_cfg_scale" in facts.call.defaults and "true_cfg_scale" not in facts.base
         yield {
