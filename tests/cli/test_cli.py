@@ -326,11 +326,11 @@ def test_flux_heeds_a_negative_prompt_with_true_guidance(capsys: pytest.CaptureF
     assert np.array_equal(np.asarray(one), np.asarray(two))
 
 
-def test_pixart_has_no_image_to_image(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pixart_starts_from_no_picture(capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (128, 128)).save("a.png")
     for more in ((), ("--dry-run",)):
         words = ("generate", "a circle", *SMALL, "--image", "a.png", *more)
-        assert "no image-to-image pipeline" in refused(capsys, *words)
+        assert "takes no --image, nor does a class that draws with its weights" in refused(capsys, *words)
 
 
 def test_degrees_that_do_not_fit_are_refused_by_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -377,6 +377,7 @@ def test_far_too_many_ranks_are_refused_before_one_starts(
 def test_help_names_every_flag() -> None:
     text = ditile("generate", "--help").stdout
     flags = """model steps guidance true-cfg negative-prompt seed height width num-images image strength
+               mask control-image controlnet video last-image
                out prompts-file out-dir
                data cfg pipefusion ring distrifusion ulysses tensor patches uaa no-uaa async-ulysses split-scheme text
                text-after vae vae-block-size

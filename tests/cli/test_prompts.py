@@ -135,12 +135,12 @@ def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [PromptLine(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
     wanted, base = GenerateOptions(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}
     pipe: Any = None  # asked for how many pictures a prompt gets, which is one
-    call = generate._build_lines_call(pipe, base, lines[:2], wanted, Plan(data=2))
+    call = generate._build_lines_call(pipe, base, lines[:2], wanted, Plan(data=2), {})
     assert call["prompt"] == PROMPTS[:2] and call["negative_prompt"] == ["", ""]
     assert [g.initial_seed() for g in call["generator"]] == [0, 1]
-    short = generate._build_lines_call(pipe, base, lines[2:], wanted, Plan(data=2))
+    short = generate._build_lines_call(pipe, base, lines[2:], wanted, Plan(data=2), {})
     assert short["prompt"] == PROMPTS[2:] and [g.initial_seed() for g in short["generator"]] == [2]
-    alone = generate._build_lines_call(pipe, base, lines[2:], wanted, Plan())
+    alone = generate._build_lines_call(pipe, base, lines[2:], wanted, Plan(), {})
     assert alone["prompt"] == PROMPTS[2] and alone["generator"].initial_seed() == 2
 
 
@@ -176,18 +176,17 @@ def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.Captu
 def test_each_image_of_a_picture_draws_its_own_noise(family: str) -> None:
     """A failure would mean that image k of several is not the image of its seed."""
     from ditile.runner.requests.options import GenerateOptions
-    from ditile.runner.requests.pipelines import convert_to_image_to_image
+    from ditile.runner.requests.prepare import switch_to_conditions
 
     Image.new("RGB", (32, 32), "red").save("in.png")
-    pipe = convert_to_image_to_image(getattr(tiny, family)())
-    wanted = GenerateOptions(prompt="a red circle", image="in.png", num_images=2)
+    pipe = switch_to_conditions(getattr(tiny, family)(), ["image"])
+    wanted = GenerateOptions(prompt="a red circle", image=("in.png",), num_images=2)
     call = {"prompt": "a red circle", "num_inference_steps": 4, "strength": 0.6, "height": 32, "width": 32}
 
     def draw(wanted: GenerateOptions, seeds: list[int]) -> Any:
-        picture = pictures.read_picture("in.png", "image")
-        return pipe(
-            **call, **arguments.build_object_arguments(pipe, wanted, seeds, picture=picture), output_type="np"
-        ).images
+        start = {"image": [pictures.read_picture("in.png", "image")]}
+        objects = arguments.build_object_arguments(pipe, wanted, seeds, conditions=start)
+        return pipe(**call, **objects, output_type="np").images
 
     both = draw(wanted, [5, 6])
     for image, seed in zip(both, (5, 6), strict=True):

@@ -155,7 +155,7 @@ def test_a_cleaner_of_prompts_that_is_missing(monkeypatch: pytest.MonkeyPatch) -
     [
         ((*SHORT, "--frames", "8"), "the VAE of WanPipeline makes 1 + a multiple of 4; try frames=5 or frames=9"),
         ((*SHORT, "--frames", "4"), "try frames=1 or frames=5"),
-        ((*SHORT, "--image", "start.png"), "WanPipeline draws videos from text alone; leave --image out"),
+        ((*SHORT, "--image", "start.png"), "take a model of WanImageToVideoPipeline"),
         (("--frames", "5", "--threads", "1"), "PixArtSigmaPipeline takes no --frames; leave it out"),
     ],
 )
@@ -200,7 +200,7 @@ def test_frames_and_rate_under_the_names_of_every_class() -> None:
     for name, expected in names.items():
         call = arguments.merge_call_arguments(getattr(diffusers, name), wanted, {})
         assert {key: value for key, value in call.items() if key != "prompt"} == expected, name
-    alone = GenerateOptions(image="start.png", frames=17, fps=7)
+    alone = GenerateOptions(image=("start.png",), frames=17, fps=7)
     call = arguments.merge_call_arguments(diffusers.StableVideoDiffusionPipeline, alone, {})
     assert call == {"num_frames": 17, "fps": 7}, "of a picture alone"
     with pytest.raises(ModelError, match="LTXImageToVideoPipeline draws from a picture and a prompt; give a PROMPT"):

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -69,7 +70,7 @@ def test_what_is_known_of_a_model(loaded: tuple[Any, ModelFacts]) -> None:
 def test_edits_and_masks_that_a_model_has(loaded: tuple[Any, ModelFacts]) -> None:
     """Of FLUX diffusers has both classes; of PixArt none, and shapes-wan draws from text alone."""
     facts = loaded[1]
-    options = GenerateOptions(prompt="a red circle", image="image")
+    options = GenerateOptions(prompt="a red circle", image=("image",))
     if facts.name != "shapes-flux":
         with pytest.raises(ModelError, match="leave the picture out"):
             facts.check_options(options)
@@ -77,11 +78,11 @@ def test_edits_and_masks_that_a_model_has(loaded: tuple[Any, ModelFacts]) -> Non
     assert facts.edit is not None and facts.edit.pipeline == "FluxImg2ImgPipeline"
     assert facts.inpaint is not None and facts.inpaint.pipeline == "FluxInpaintPipeline"
     facts.check_options(options)
-    facts.check_options(options, has_mask=True)
+    facts.check_options(replace(options, mask="mask"))
     with pytest.raises(ModelError, match="starts from 1 at most, and not from 2 pictures"):
-        facts.check_options(options, num_pictures=2)
+        facts.check_options(replace(options, image=("image", "image-1")))
     with pytest.raises(ModelError, match=r"strength=0.01 of 20 steps is less than one step"):
-        facts.check_options(GenerateOptions(prompt="a red circle", image="image", strength=0.01))
+        facts.check_options(GenerateOptions(prompt="a red circle", image=("image",), strength=0.01))
 
 
 def test_arguments_of_any_class_are_json() -> None:

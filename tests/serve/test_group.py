@@ -139,19 +139,22 @@ def test_pictures_to_start_from_are_drawn_by_the_classes_that_take_them(tmp_path
     """A failure would mean an edit that is not that of `ditile generate --image`, or that spoils others."""
     start, mask = (Image.new("RGB", (64, 64), color) for color in ("red", "black"))
     mask.paste("white", (0, 0, 64, 32))
-    start.save(tmp_path / "start.png")
+    start.save(tmp_path / "image", format="PNG")  # as a request names it, which the file of the picture says
     out = tmp_path / "a.png"
     words = ["--model", "shapes-flux", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--out", str(out)]
-    more = ["--image", str(tmp_path / "start.png"), "--strength", "0.8"]
+    more = ["--image", str(tmp_path / "image"), "--strength", "0.8"]
     assert main.main(["generate", PROMPT, *words, *more]) == 0
+    mask.convert("L").save(tmp_path / "mask", format="PNG")
+    by_mask = tmp_path / "b.png"
+    assert main.main(["generate", PROMPT, *words[:-1], str(by_mask), *more, "--mask", str(tmp_path / "mask")]) == 0
     pngs = {name: encode_png(picture, {}) for name, picture in (("image", start), ("mask", mask))}
 
     async def script(driven: Driven) -> None:
         before = list_files(await driven.draw("text", make_job("a")))
-        edit = make_job("b", image="image", strength=0.8)
+        edit = make_job("b", image=("image",), strength=0.8)
         assert list_files(await driven.draw("edit", edit, image=pngs["image"])) == [{"0.png": out.read_bytes()}]
-        (painted,) = list_files(await driven.draw("mask", edit, **pngs))
-        assert painted != {"0.png": out.read_bytes()}
+        filled = make_job("d", image=("image",), mask="mask", strength=0.8)
+        assert list_files(await driven.draw("mask", filled, **pngs)) == [{"0.png": by_mask.read_bytes()}]
         assert list_files(await driven.draw("again", make_job("c"))) == before
 
     drive("shapes-flux", "pipefusion=2", script)

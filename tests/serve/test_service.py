@@ -152,7 +152,7 @@ def test_a_job_from_its_arrival_to_its_removal(tmp_path: Path) -> None:
     async def play() -> None:
         async with serve(tmp_path) as served:
             service, group = served.service, served.group
-            job = await served.submit(owner="ann", image="image", strength=0.5)
+            job = await served.submit(owner="ann", image=("image",), strength=0.5)
             events: list[JobEvent] = []
 
             async def watch() -> None:
@@ -292,7 +292,7 @@ def test_ranks_that_die_end_their_jobs_alone(tmp_path: Path) -> None:
 def test_ranks_that_die_while_a_job_is_read_are_given_it_again(tmp_path: Path) -> None:
     async def play() -> None:
         async with serve(tmp_path) as served:
-            job, _ = await served.submit(image="image"), served.group.die()
+            job, _ = await served.submit(image=("image",)), served.group.die()
             assert served.group.batches == []
             await asyncio.sleep(0.05)
             served.group.get_ready()
@@ -494,7 +494,7 @@ def test_a_result_that_cannot_be_written_is_a_failure(tmp_path: Path) -> None:
             assert ended.failure.code == "internal"
             assert "make room" in ended.failure.message
             with pytest.raises(NotReadyError, match="make room"):
-                await served.submit(image="image", strength=0.5)
+                await served.submit(image=("image",), strength=0.5)
 
     run(play())
 
@@ -519,7 +519,7 @@ from tests.serve.test_service import serve
 async def play():
     async with serve(Path(sys.argv[1])) as served:
         for number in range(1, 100):
-            job = await served.submit("video", image="image", strength=0.5)
+            job = await served.submit("video", image=("image",), strength=0.5)
             print("accepted", job.id, flush=True)
             await served.begin(number)
             print("running", job.id, flush=True)

@@ -25,7 +25,7 @@ DRAWN = Drawn(files=["0.mp4"], seeds=[7], size=(64, 32), seconds={"total": 1.5},
 
 
 def make_job(number: int, kind: Kind = "video", **changes: Any) -> Job:
-    options = GenerateOptions(prompt="a fox \N{FOX FACE}", seed=7, image="image", strength=0.5)
+    options = GenerateOptions(prompt="a fox \N{FOX FACE}", seed=7, image=("image",), strength=0.5)
     request = Request(options=options, loras={"ink": 0.5}, client={"size": "64x32"})
     return Job(id=f"{kind}_{number:024d}", owner="ann", kind=kind, request=request, **changes)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import diffusers
 from torch import nn
 
 from ditile.cache.build import explain_idle_steps
@@ -16,9 +18,11 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import render_gantt_chart
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import defaults, find_model_source
+from ditile.runner.partial import find_pipeline_class
 from ditile.runner.requests.arguments import build_dry_run_call, merge_call_arguments
+from ditile.runner.requests.conditions import choose_pipeline_class, describe_choice
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pipelines import find_image_to_image_class, returns_videos
+from ditile.runner.requests.pipelines import returns_videos
 from ditile.runner.table import describe_plan
 
 STEPS_SHOWN = 2
@@ -39,20 +43,32 @@ def describe_dry_run(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, 
     job = build_dry_run_job(wanted, plan, configs)
     table = describe_plan(wanted.model, job, ["any"] * plan.world)
     shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
-    return f"{table}\n\n{render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))}"
+    chart = render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
+    return f"{_describe_class(wanted)}{table}\n\n{chart}"
 
 
 def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> PlannedCall:
     """The call as numbers; arguments and errors are those of `describe_dry_run`."""
-    subject, base = (
-        PlanSubject.from_configs(wanted.model, find_model_source(wanted.model, weights=False)),
-        defaults(wanted.model),
-    )
+    source, base = find_model_source(wanted.model, weights=False), defaults(wanted.model)
+    subject = PlanSubject.from_configs(wanted.model, source)
     returns_videos(subject.pipeline)  # or refuses it
-    merge_call_arguments(
-        subject.pipeline if wanted.image is None else find_image_to_image_class(subject.pipeline), wanted, base
-    )
+    merge_call_arguments(_choose_class(subject.pipeline, source, wanted), wanted, base)
     return build_subject_job(subject, plan, build_dry_run_call(wanted, base), configs)
+
+
+def _choose_class(own: type, source: Path | str, wanted: GenerateOptions) -> type:
+    """The class that draws from the conditions of a request."""
+    config = diffusers.DiffusionPipeline.load_config(source)
+    return choose_pipeline_class(own, [*wanted.conditions], config, has_controlnet=wanted.controlnet is not None)
+
+
+def _describe_class(wanted: GenerateOptions) -> str:
+    """A line on the class that draws from the conditions of a request; nothing without."""
+    source = find_model_source(wanted.model, weights=False)
+    own = find_pipeline_class(source)
+    if own is None or not wanted.conditions:
+        return ""
+    return f"pipeline: {describe_choice(_choose_class(own, source, wanted), own, [*wanted.conditions])}\n"
 
 
 def build_subject_job(

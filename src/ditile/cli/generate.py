@@ -20,7 +20,7 @@ from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.runner.load import defaults
+from ditile.runner.load import defaults, find_model_source
 from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
@@ -28,18 +28,19 @@ from ditile.runner.requests.arguments import (
     check_cache_steps,
 )
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.conditions import describe_choice, read_condition_files
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pictures import read_picture
 from ditile.runner.requests.pipelines import (
+    check_frame_count,
     convert_value_errors,
     find_argument,
+    find_frames_ratio,
 )
 from ditile.runner.requests.prepare import prepare_runner
 from ditile.runner.requests.results import build_png_texts, choose_fps, list_drawn, write_drawn
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-    from PIL import Image
     from torch.distributed import ProcessGroup
 
     from ditile.cache.report import ContextReport
@@ -53,14 +54,15 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
         DitileError: if the model, the plan or an option does not fit.
     """
     with contextlib.redirect_stdout(sys.stderr):  # the standard output is for the summary alone
-        pipe, runner = _prepare_runner(wanted, run, plan, cache)
+        pipe, runner, started_from = _prepare_runner(wanted, run, plan, cache)
         seed = _agree_on_seed(wanted.seed, runner.mesh.everyone)
         call = build_call_arguments(pipe, wanted, defaults(wanted.model))
         check_cache_steps(cache, call)
+        _say_chosen_class(wanted, pipe, runner)
         seeds = range(seed, seed + wanted.num_images)
 
         def make_call() -> dict[str, Any]:
-            return call | build_object_arguments(pipe, wanted, seeds, picture=_read_start_picture(wanted))
+            return call | build_object_arguments(pipe, wanted, seeds, conditions=started_from)
 
         num_videos = wanted.num_images * (1 + NUM_PERF_CALLS if cache.perf else 1)
         with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
@@ -96,12 +98,13 @@ def draw_prompt_lines(
         DitileError: if the model, the plan or an option does not fit.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        pipe, runner = _prepare_runner(wanted, run, plan, cache)
+        pipe, runner, started_from = _prepare_runner(wanted, run, plan, cache)
         pipe.set_progress_bar_config(disable=True)
         everyone, first = runner.mesh.everyone, runner.mesh.rank == 0
         missing_lines = [PromptLine(*line) for line in gather_json(list(missing_lines), everyone)[0]]
         base = build_call_arguments(pipe, wanted, defaults(wanted.model))
         check_cache_steps(cache, base)
+        _say_chosen_class(wanted, pipe, runner)
         request_text = describe_request(wanted, run, plan, cache, defaults(wanted.model))
         texts, fps = build_png_texts(wanted, plan, cache, base), choose_fps(pipe, wanted, base)
         texts |= {"request": request_text}
@@ -110,7 +113,7 @@ def draw_prompt_lines(
             for start in range(0, len(missing_lines), plan.data):
                 lines = missing_lines[start : start + plan.data]
                 call_result = _call_and_report(
-                    runner, functools.partial(_build_lines_call, pipe, base, lines, wanted, plan), cache
+                    runner, functools.partial(_build_lines_call, pipe, base, lines, wanted, plan, started_from), cache
                 )
                 call_results.append(call_result._replace(result=None))
                 for line, one in zip(lines, list_drawn(call_result.result), strict=first):
@@ -150,10 +153,27 @@ def build_outcome(
     )
 
 
-def _prepare_runner(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> tuple[Any, Runner]:
-    pipe, runner = prepare_runner(wanted.model, run, plan, cache, from_picture=wanted.image is not None)
+def _prepare_runner(
+    wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
+) -> tuple[Any, Runner, dict[str, Any]]:
+    """The pipeline, its runner, and what its calls start from."""
+    started_from = read_condition_files(wanted)
+    pipe, runner = prepare_runner(
+        wanted.model, run, plan, cache, conditions=[*started_from], controlnet=wanted.controlnet
+    )
     runner.trace = run.trace is not None
-    return pipe, runner
+    if (video := started_from.get("video")) is not None:
+        check_frame_count(type(pipe).__name__, len(video), find_frames_ratio(pipe), None)
+    return pipe, runner, started_from
+
+
+def _say_chosen_class(wanted: GenerateOptions, pipe: Any, runner: Runner) -> None:
+    """Says on rank 0 which class draws from what is given, and why."""
+    from ditile.runner.partial import find_pipeline_class
+
+    if wanted.conditions and runner.mesh.rank == 0:
+        own = find_pipeline_class(find_model_source(wanted.model)) or type(pipe)
+        print(f"pipeline: {describe_choice(type(pipe), own, [*wanted.conditions])}", file=sys.stderr)
 
 
 class RunnerCallResult(NamedTuple):
@@ -181,19 +201,19 @@ def _call_and_report(runner: Runner, make: Callable[[], dict[str, Any]], cache: 
 
 
 def _build_lines_call(
-    pipe: DiffusionPipeline, base: dict[str, Any], lines: Sequence[PromptLine], wanted: GenerateOptions, plan: Plan
+    pipe: DiffusionPipeline,
+    base: dict[str, Any],
+    lines: Sequence[PromptLine],
+    wanted: GenerateOptions,
+    plan: Plan,
+    started_from: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The call that makes the pictures of some lines: one on its own, or a batch over the replicas."""
-    seeds, picture = [line.seed for line in lines], _read_start_picture(wanted)
+    seeds = [line.seed for line in lines]
     if plan.data == 1:
-        return base | build_object_arguments(pipe, wanted, seeds, picture=picture) | {"prompt": lines[0].prompt}
+        return base | build_object_arguments(pipe, wanted, seeds, conditions=started_from) | {"prompt": lines[0].prompt}
     bases = [base | {"prompt": line.prompt} for line in lines]
-    return build_batch_call(pipe, bases, wanted, seeds, picture=picture)
-
-
-def _read_start_picture(wanted: GenerateOptions) -> Image.Image | None:
-    """The picture of --image."""
-    return None if wanted.image is None else read_picture(wanted.image, "image")
+    return build_batch_call(pipe, bases, wanted, seeds, conditions=started_from)
 
 
 @contextlib.contextmanager

@@ -244,15 +244,17 @@ def _print_note_on_prompts(wanted: GenerateOptions) -> None:
 def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: CacheOptions) -> None:
     """Raises `LoadError` or `ModelError` for files that cannot be read, and options that contradict each other."""
     # A class may start from a picture alone; of the others the call is refused.
-    if wanted.prompt is None and wanted.prompts_file is None and wanted.image is None and not run.dry_run:
+    if wanted.prompt is None and wanted.prompts_file is None and not wanted.conditions and not run.dry_run:
         raise ModelError("there is nothing to draw; give a PROMPT, or --prompts-file FILE")
     find_model_source(wanted.model, weights=not run.dry_run)
     if cache.lora is not None:
         check_lora_source(cache.lora)
-    if wanted.image is not None:
-        from ditile.runner.requests.pictures import read_picture
+    if wanted.controlnet is not None:
+        check_lora_source(wanted.controlnet, "controlnet")
+    if wanted.conditions:
+        from ditile.runner.requests.conditions import read_condition_files
 
-        read_picture(wanted.image, "image")
+        read_condition_files(wanted)
     if run.out_dir is not None and wanted.prompts_file is None:
         raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
     if run.text_after == "free" and (wanted.prompts_file is not None or cache.perf):

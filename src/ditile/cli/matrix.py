@@ -7,6 +7,7 @@ Each cell follows from a field of a `ModelSpec`, so a registered family gets its
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -17,9 +18,12 @@ from typing import Any
 import diffusers
 from torch import nn
 
+from ditile.errors import ModelError
 from ditile.models.registry import list_families, list_model_specs
 from ditile.parallel.vae.vae import PROVEN
 from ditile.plan.spec import ModelSpec
+from ditile.runner.requests.conditions import describe_condition, find_transformer_class, read_call_conditions
+from ditile.runner.requests.pipelines import returns_videos
 
 YES, NO = "yes", "-"
 GUIDED_CALL = {"guidance_scale": 5.0, "true_cfg_scale": 5.0, "negative_prompt": ""}
@@ -90,7 +94,9 @@ def build_matrix() -> dict[str, Any]:
     """Families and methods, as JSON types.
 
     Returns:
-        methods: (name, flag) of each; families: the fields of each `Family`; cells: family -> a cell for each method.
+        methods: (name, flag) of each; families: the fields of each `Family`; cells: family -> a cell for each method;
+        conditions: class of pipelines -> the class of its `transformer`, the `options` that give it what it
+        takes besides words, and that in `words`.
     """
     return {
         "methods": [[method.name, method.flag] for method in METHOD_COLUMNS],
@@ -99,7 +105,25 @@ def build_matrix() -> dict[str, Any]:
             spec.name: [method.describe_support(cls, spec) for method in METHOD_COLUMNS]
             for cls, spec in list_model_specs().items()
         },
+        "conditions": _collect_conditions(),
     }
+
+
+def _collect_conditions() -> dict[str, Any]:
+    """Of each class that draws pictures or videos by a transformer, and from more than words."""
+    found = {}
+    for name in dir(diffusers):
+        pipeline: Any = getattr(diffusers, name) if name.endswith("Pipeline") else None
+        kind = find_transformer_class(pipeline) if isinstance(pipeline, type) else None
+        if kind is None:
+            continue
+        with contextlib.suppress(ModelError):  # it draws neither
+            returns_videos(pipeline)
+            taken = read_call_conditions(pipeline)
+            if taken.arguments:
+                words = ", ".join(describe_condition(taken, name) for name in taken.arguments)
+                found[name] = {"transformer": kind.__name__, "options": [*taken.arguments], "words": words}
+    return found
 
 
 if __name__ == "__main__":

@@ -185,14 +185,19 @@ def check_output_files(written: Sequence[tuple[str, Path]], *options: Any) -> No
 def list_input_files(*options: Any) -> Iterator[tuple[str, Path]]:
     """(option, path) of the files that options name; of a folder, such as a model's, those that belong to it."""
     for each in options:
-        for field in dataclasses.fields(each):
-            value = getattr(each, field.name) if field.metadata.get("reads") else None
-            if value is not None:
-                path = Path(str(value).removeprefix(COCO_PREFIX))
-                yield field.name, path
-                if path.is_dir():
-                    own = (path / "model_index.json", path / "generation.json", *path.glob("*/*"))
-                    yield from ((field.name, file) for file in own if file.is_file())
+        for name, value in list_named_paths(each):
+            path = Path(value.removeprefix(COCO_PREFIX))
+            yield name, path
+            if path.is_dir():
+                own = (path / "model_index.json", path / "generation.json", *path.glob("*"), *path.glob("*/*"))
+                yield from ((name, file) for file in own if file.is_file())
+
+
+def list_named_paths(options: Any) -> Iterator[tuple[str, str]]:
+    """(option, text) of the files and folders that options name to be read."""
+    for field in dataclasses.fields(options):
+        if field.metadata.get("reads") and (value := getattr(options, field.name)) is not None:
+            yield from ((field.name, str(each)) for each in (value if isinstance(value, tuple) else (value,)))
 
 
 def check_writable(name: str, path: Path) -> None:

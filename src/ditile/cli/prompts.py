@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ditile.cli.options import RunOptions
+from ditile.cli.options import RunOptions, list_named_paths
 from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
@@ -79,16 +79,19 @@ def describe_request(
     Raises:
         ModelError: if a file cannot be read, or the dtype is not known.
     """
+    fields = [field for field in dataclasses.fields(wanted) if field.name not in FIELDS_NOT_COMPARED]
+    inputs = [path for field, path in list_named_paths(wanted) if field not in FIELDS_NOT_COMPARED]
     request_fields = {
-        name: pictures.hide_local_path(value) if name in ("model", "image") and value else value
-        for name, value in dataclasses.asdict(wanted).items()
-        if name not in FIELDS_NOT_COMPARED
+        field.name: [pictures.hide_local_path(path) for name, path in list_named_paths(wanted) if name == field.name]
+        if field.metadata["reads"]
+        else getattr(wanted, field.name)
+        for field in fields
     }
     run_fields = {
         "dtype": choose_dtype_name(find_model_source(wanted.model), run.dtype),
         "contents": {
             pictures.hide_local_path(name): _hash_file_content(name)
-            for name in (wanted.image, cache.lora)
+            for name in (*inputs, cache.lora)
             if name and Path(name).is_file()
         },
         "attention": run.attention,

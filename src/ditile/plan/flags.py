@@ -52,6 +52,7 @@ def define_option(
     example: str | None = None,
     reads: bool = False,
     implied: str | None = None,
+    repeats: bool = False,
 ) -> Any:
     """A dataclass field with its default and the one line that `--help` shows.
 
@@ -64,9 +65,10 @@ def define_option(
         example: several numbers, for the error where they cannot be read.
         reads: whether the value names a file or folder that is read, over which no output may be written.
         implied: the value of the flag where none follows it.
+        repeats: whether the flag may be given more than once; the value is a tuple.
     """
     metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional, "aliases": aliases}
-    metadata |= {"example": example, "reads": reads, "implied": implied}
+    metadata |= {"example": example, "reads": reads, "implied": implied, "repeats": repeats}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -134,6 +136,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str, lef
             implied = field.metadata["implied"]
             group.add_argument(
                 *flags,
+                action="append" if field.metadata["repeats"] else "store",
                 type=read,
                 nargs=None if implied is None else "?",
                 const=implied,
@@ -146,7 +149,8 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str, lef
 
 def collect_arguments(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """The given flags of `cls` as keyword arguments."""
-    return {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls) if hasattr(arguments, f.name)}
+    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls) if hasattr(arguments, f.name)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def list_flags(cls: type) -> list[str]:
@@ -191,6 +195,8 @@ def _build_reader(hint: Any, example: str | None = None) -> Reader:
         kinds = [_build_reader(kind, example) for kind in typing.get_args(hint) if kind is not types.NoneType]
         what = " or ".join(kind.what for kind in kinds)
         return kinds[0] if len(kinds) == 1 else Reader(what, functools.partial(_parse_first_match, kinds))
+    if typing.get_origin(hint) is tuple and typing.get_args(hint)[0] is str:
+        return _READERS_OF_TYPES[str]  # of one of several flags
     if typing.get_origin(hint) is tuple:
         such = "" if example is None else f" such as {example}"
         whole = typing.get_args(hint)[0] is int

@@ -212,6 +212,13 @@ def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
     return folder
 
 
+def check_model_folder(folder: Path) -> None:
+    """Raises `LoadError` for a folder that is no model of safetensors, such as one of pickles."""
+    if not (folder / "config.json").exists():
+        raise LoadError(f"{folder} has no config.json; give a folder that save_pretrained of a model wrote")
+    _check_component(folder, None)
+
+
 def _require_model_index(folder: Path) -> Path:
     if not (folder / "model_index.json").exists():
         raise LoadError(f"{folder} has no model_index.json; give a folder that save_pretrained of a pipeline wrote")

@@ -52,7 +52,7 @@ class Request:
     """What is to be drawn, as it was checked when it came.
 
     Attributes:
-        options: as of `ditile generate`; `seed` is set, and `image` is the name of an input file, no path.
+        options: as of `ditile generate`; `seed` is set, and `image` and `mask` are names of input files, no paths.
         output_format: of the files.
         output_compression: of jpeg and webp, 0 to 100; 100 is the best quality.
         num_previews: how many previews a client wants to see while the picture is drawn.
@@ -78,7 +78,10 @@ class Request:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Request:
         """What `to_json` gave."""
-        return cls(**values | {"options": GenerateOptions(**values["options"])})
+        given = values["options"]
+        image = given.get("image")
+        names = None if image is None else (image,) if isinstance(image, str) else tuple(image)
+        return cls(**values | {"options": GenerateOptions(**given | {"image": names})})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,15 +35,16 @@ from ditile.runner.requests.arguments import (
     build_object_arguments,
     check_cache_steps,
 )
+from ditile.runner.requests.conditions import choose_pipeline_class
 from ditile.runner.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import encode_png
-from ditile.runner.requests.pipelines import convert_value_errors, find_image_to_image_class, find_inpaint_class
+from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.requests.prepare import load_lora_weights, prepare_runner
 from ditile.runner.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.runner import Runner
-from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, POSTER, SPRITESHEET, Drawn, Request
+from ditile.serve.jobs import POSTER, SPRITESHEET, Drawn, Request
 from ditile.serve.link import GroupSetup, MessageLink
 from ditile.serve.previews import CallPreviews, PreviewDecoder
 
@@ -74,7 +75,7 @@ class RankServer:
         self._setup, self._link = setup, link
         self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
         self._pipe.set_progress_bar_config(disable=True)
-        self._kind = type(self._pipe)
+        self._kind, self._config = type(self._pipe), self._pipe.config
         self._loras = LoraShelf(self._runner, setup.lora_dir, setup.max_loras)
         self._facts = collect_facts(self._pipe, setup.model, setup.plan)
         self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
@@ -140,7 +141,7 @@ class RankServer:
         self._answer({"failed": {"code": "refused", "message": message}, "job": job.id})
 
     def _draw_jobs(self, jobs: Sequence[BatchJob]) -> None:
-        self._pipe = self._runner.switch_pipeline(self._choose_class(jobs[0].inputs))
+        self._pipe = self._runner.switch_pipeline(self._choose_class(jobs[0].request.options))
         self._loras.use_loras(jobs[0].request.loras)
         wanted = [job.request.options for job in jobs]
         bases = [build_call_arguments(self._pipe, each, defaults(self._setup.model)) for each in wanted]
@@ -170,15 +171,9 @@ class RankServer:
                 continue
             self._answer({"drawn": asdict(replace(one, facts=facts)), "job": job.id}, files | trace)
 
-    def _choose_class(self, inputs: Mapping[str, bytes]) -> type:
-        """The class of pipelines that draws from these pictures. Raises `ModelError` if there is none."""
-        if INPUT_IMAGE not in inputs:
-            return self._kind
-        if INPUT_MASK not in inputs:
-            return find_image_to_image_class(self._kind)
-        if (kind := find_inpaint_class(self._kind)) is None:
-            raise ModelError(f"{self._kind.__name__} has no pipeline that takes a mask; leave the mask out")
-        return kind
+    def _choose_class(self, wanted: GenerateOptions) -> type:
+        """The class of pipelines that draws from these conditions. Raises `ModelError` if there is none."""
+        return choose_pipeline_class(self._kind, [*wanted.conditions], self._config)
 
     def _plan_previews(self, jobs: Sequence[BatchJob], base: Mapping[str, Any]) -> CallPreviews | None:
         """The previews of a call of one job, or what it teaches of latents; the same steps on every rank."""
@@ -226,14 +221,13 @@ class RankServer:
         wanted = jobs[0].request.options
         if len(jobs) == 1:
             pictures = {name: _decode_input(content) for name, content in jobs[0].inputs.items()}
-            seeds, mask = list_seeds(wanted), pictures.pop(INPUT_MASK, None)
-            # In the order in which they came: image, image-1, ..
-            start = list(pictures.values())
-            picture = None if not start else start[0] if len(start) == 1 else start
-            objects = build_object_arguments(self._pipe, wanted, seeds, picture=picture)
-            if mask is not None:
-                objects["mask_image"] = [mask] * len(seeds) if isinstance(objects["image"], list) else mask
-            return bases[0] | objects
+            conditions: dict[str, Any] = {}
+            if wanted.image is not None:
+                conditions["image"] = [pictures[name] for name in wanted.image]
+            if wanted.mask is not None:
+                conditions["mask"] = pictures[wanted.mask]
+            seeds = list_seeds(wanted)
+            return bases[0] | build_object_arguments(self._pipe, wanted, seeds, conditions=conditions)
         options = [job.request.options for job in jobs]
         each = [base for base, one in zip(bases, options, strict=True) for _ in list_seeds(one)]
         return build_batch_call(self._pipe, each, wanted, [seed for one in options for seed in list_seeds(one)])

@@ -12,6 +12,7 @@ from ditile.plan.checks import is_whole_number
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.load import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.conditions import bind_conditions, read_call_conditions
 from ditile.runner.requests.facts import collect_call_facts, collect_request_arguments, find_size_multiple
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import FRAME_RATES, check_num_frames, find_argument, find_frames_ratio
@@ -55,12 +56,19 @@ def build_object_arguments(
     wanted: GenerateOptions,
     seeds: Sequence[int],
     *,
-    picture: Any = None,
+    conditions: Mapping[str, Any] | None = None,
     alone: bool | None = None,
 ) -> dict[str, Any]:
-    """The call arguments that are objects: generators, which every rank makes alike, and the picture to start from.
+    """The call arguments that are objects: generators, which every rank makes alike, and what it starts from.
 
     With several generators the call makes as many pictures, each with the noise of its own generator.
+
+    Args:
+        pipe: the pipeline.
+        wanted: the options.
+        seeds: of the generators.
+        conditions: as of `bind_conditions`.
+        alone: False makes a list of one generator, as of a batch.
     """
     import torch
 
@@ -68,11 +76,10 @@ def build_object_arguments(
     call: dict[str, Any] = {"generator": generators[0] if len(seeds) == 1 and alone is not False else generators}
     if wanted.num_images > 1:
         call[find_argument(type(pipe), COUNTS) or COUNTS[0]] = wanted.num_images
-    if picture is not None:
-        # Several pictures are composed into each of those that are made.
-        is_one = not isinstance(picture, list)
-        call["image"] = [picture] * len(seeds) if is_one and isinstance(call["generator"], list) else picture
-    return call
+    if not conditions:
+        return call
+    copies = len(seeds) if isinstance(call["generator"], list) else None
+    return call | bind_conditions(read_call_conditions(type(pipe)), conditions, copies)
 
 
 def build_batch_call(
@@ -81,7 +88,7 @@ def build_batch_call(
     wanted: GenerateOptions,
     seeds: Sequence[int],
     *,
-    picture: Any = None,
+    conditions: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One call that makes several pictures of one shape, each of a prompt and a seed of its own.
 
@@ -90,10 +97,10 @@ def build_batch_call(
         bases: the arguments of each picture, which are alike but for the prompts.
         wanted: the options of the first one.
         seeds: of each picture.
-        picture: what all of them start from.
+        conditions: what all of them start from, as of `bind_conditions`.
     """
     one = dataclasses.replace(wanted, num_images=1)
-    objects = build_object_arguments(pipe, one, seeds, picture=picture, alone=False)
+    objects = build_object_arguments(pipe, one, seeds, conditions=conditions, alone=False)
     prompts = {name: [base[name] for base in bases] for name in ("prompt", "negative_prompt") if name in bases[0]}
     return {**bases[0], **objects, **prompts}
 

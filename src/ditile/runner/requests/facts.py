@@ -17,20 +17,9 @@ from ditile.plan.checks import is_number, is_whole_number
 from ditile.plan.flags import format_flag
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
+from ditile.runner.requests.conditions import find_pipeline_class_for, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pipelines import (
-    FRAME_RATES,
-    check_frame_count,
-    find_frames_ratio,
-    find_image_to_image_class,
-    find_inpaint_class,
-    returns_videos,
-)
-
-_TAKE_SEVERAL = ("QwenImageEditPlusPipeline", "Flux2Pipeline", "Flux2KleinPipeline", "OmniGenPipeline")
-"""Classes whose call composes several pictures into one; of others, a list of pictures is a batch."""
-MOST_PICTURES = 16
-"""Pictures of one edit."""
+from ditile.runner.requests.pipelines import FRAME_RATES, check_frame_count, find_frames_ratio, returns_videos
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,11 +30,15 @@ class CallFacts:
         pipeline: the class's name.
         defaults: its arguments -> their defaults; None also for a default that is no plain value.
         required: the arguments without a default.
+        needed: what it cannot draw without, as options of a request.
+        max_pictures: how many pictures it starts from at most.
     """
 
     pipeline: str
     defaults: dict[str, Any]
     required: list[str] = field(default_factory=list)
+    needed: list[str] = field(default_factory=list)
+    max_pictures: int = 0
 
     def find_argument(self, names: tuple[str, ...]) -> str | None:
         """The first of these names that the call takes."""
@@ -58,13 +51,7 @@ class CallFacts:
             ModelError: if this pipeline does not take an argument that is given, or starts from what is not given.
         """
         given = self._rename_video_arguments(wanted, collect_request_arguments(wanted, base))
-        if wanted.image is None and "image" in self.required:
-            raise ModelError(f"{self.pipeline} starts from a picture; add --image FILE")
-        without_prompt = wanted.prompt is None and wanted.prompts_file is None
-        if wanted.image is not None and without_prompt and "prompt" in self.defaults:
-            raise ModelError(
-                f"{self.pipeline} draws from a picture and a prompt; give a PROMPT, or --prompts-file FILE"
-            )
+        self._check_conditions(wanted)
         if refused := sorted(set(given) - set(self.defaults)):
             raise ModelError(f"{self.pipeline} takes no {', '.join(map(_flag_of_argument, refused))}; leave it out")
         call = {name: value for name, value in base.items() if name in self.defaults} | given
@@ -75,9 +62,26 @@ class CallFacts:
         self._check_strength(call)
         return call
 
+    def _check_conditions(self, wanted: GenerateOptions) -> None:
+        for name in self.needed:
+            if getattr(wanted, name) is None:
+                what = {"image": "picture", "mask": "mask", "video": "video"}.get(name, "picture for its ControlNet")
+                raise ModelError(f"{self.pipeline} starts from a {what}; add {format_flag(name)} FILE")
+        if wanted.image is not None and len(wanted.image) > max(1, self.max_pictures):
+            raise ModelError(
+                f"{self.pipeline} starts from {max(1, self.max_pictures)} at most, and not from {len(wanted.image)} "
+                "pictures"
+            )
+        without_prompt = wanted.prompt is None and wanted.prompts_file is None
+        if wanted.conditions and without_prompt and "prompt" in self.defaults:
+            what = "a picture" if wanted.video is None else "a video"
+            raise ModelError(f"{self.pipeline} draws from {what} and a prompt; give a PROMPT, or --prompts-file FILE")
+
     def _rename_video_arguments(self, wanted: GenerateOptions, given: dict[str, Any]) -> dict[str, Any]:
         """With the frames and the rate under the names of this class, if it is told the rate at all."""
         count, rate = self.find_argument(FRAME_COUNTS), self.find_argument(FRAME_RATES)
+        if wanted.video is not None and count is None:
+            given.pop("num_frames", None)  # as many as the video has
         if "num_frames" in given and count is not None:
             given = {count if name == "num_frames" else name: value for name, value in given.items()}
         if wanted.fps is not None and rate is not None:
@@ -135,7 +139,6 @@ class ModelFacts:
         size_multiple: of which height and width must be multiples.
         frames_ratio: a video has 1 + a multiple of it frames, or as many as the class has by default.
         fps: frames a second by default.
-        max_pictures: how many pictures an edit starts from at most; 0 without edits.
         example: a prompt that it can draw.
     """
 
@@ -150,7 +153,6 @@ class ModelFacts:
     size_multiple: int = 1
     frames_ratio: int = 1
     fps: float = 16.0
-    max_pictures: int = 0
     example: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -170,7 +172,12 @@ class ModelFacts:
     @property
     def needs_picture(self) -> bool:
         """Whether it draws nothing without a picture to start from."""
-        return "image" in self.call.required
+        return "image" in self.call.needed
+
+    @property
+    def max_pictures(self) -> int:
+        """How many pictures an edit starts from at most; 0 without edits."""
+        return 0 if self.edit is None else self.edit.max_pictures
 
     def find_default(self, *names: str) -> Any:
         """The value of an argument, which may have several names, where a request does not give it."""
@@ -184,31 +191,21 @@ class ModelFacts:
         frames = seconds * (fps or self.fps)
         return 1 + max(0, round((frames - 1) / self.frames_ratio)) * self.frames_ratio
 
-    def check_options(self, wanted: GenerateOptions, *, has_mask: bool = False, num_pictures: int = 1) -> None:
-        """Raises `ModelError` for what the model cannot draw, as far as that is known before a rank tries.
-
-        Args:
-            wanted: the request; `image` is not None if it starts from a picture.
-            has_mask: whether it has a mask too.
-            num_pictures: how many pictures it starts from, if it does.
-        """
-        call = self._choose_call(wanted, has_mask, num_pictures)
+    def check_options(self, wanted: GenerateOptions) -> None:
+        """Raises `ModelError` for what the model cannot draw, as far as that is known before a rank tries."""
+        call = self._choose_call(wanted)
         merged = call.merge_arguments(wanted, self.base)
         check_image_size(merged, self.size_multiple)
         if (name := call.find_argument(FRAME_COUNTS)) is not None and is_whole_number(frames := merged.get(name)):
             check_frame_count(call.pipeline, frames, self.frames_ratio, call.defaults[name])
 
-    def _choose_call(self, wanted: GenerateOptions, has_mask: bool, num_pictures: int) -> CallFacts:
+    def _choose_call(self, wanted: GenerateOptions) -> CallFacts:
         if wanted.image is None:
             return self.call
         if self.edit is None:
             what = "draws videos from text alone" if self.is_video else "has no relative that starts from a picture"
             raise ModelError(f"{self.call.pipeline} {what}; leave the picture out, or serve a model that takes one")
-        if num_pictures > self.max_pictures:
-            raise ModelError(
-                f"{self.edit.pipeline} starts from {self.max_pictures} at most, and not from {num_pictures} pictures"
-            )
-        if not has_mask:
+        if wanted.mask is None:
             return self.edit
         if self.inpaint is None:
             raise ModelError(f"{self.call.pipeline} has no relative that takes a mask; leave the mask out")
@@ -228,26 +225,21 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     from ditile.runner.requests.results import choose_fps
 
     base, call, known = defaults(model), collect_call_facts(type(pipe)), find_known_model(model)
-    try:
-        edit = collect_call_facts(find_image_to_image_class(type(pipe)))
-    except ModelError:
-        edit = None
-    inpaint = find_inpaint_class(type(pipe))
+    edit = find_pipeline_class_for(type(pipe), ["image"], pipe.config)
+    inpaint = find_pipeline_class_for(type(pipe), ["image", "mask"], pipe.config)
     is_video = returns_videos(type(pipe))
-    most = 0 if edit is None else MOST_PICTURES if edit.pipeline in _TAKE_SEVERAL else 1
     return ModelFacts(
         name=model,
         plan=str(plan),
         is_video=is_video,
         call=call,
-        edit=edit,
-        inpaint=None if inpaint is None or edit is None else collect_call_facts(inpaint),
+        edit=None if edit is None else collect_call_facts(edit),
+        inpaint=None if inpaint is None else collect_call_facts(inpaint),
         base={name: value for name, value in base.items() if name in call.defaults},
         size=_find_default_size(pipe, {**call.defaults, **base}),
         size_multiple=find_size_multiple(pipe),
         frames_ratio=find_frames_ratio(pipe),
         fps=choose_fps(pipe, GenerateOptions(model=model), base),
-        max_pictures=most,
         example="" if known is None else known.example,
     )
 
@@ -255,11 +247,13 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
 def collect_call_facts(pipeline: type) -> CallFacts:
     """The arguments of the call of a class of pipelines."""
     known = [p for p in inspect.signature(pipeline.__call__).parameters.values() if p.name != "self"]
-    plain = (bool, int, float, str)
+    plain, taken = (bool, int, float, str), read_call_conditions(pipeline)
     return CallFacts(
         pipeline=pipeline.__name__,
         defaults={p.name: p.default if isinstance(p.default, plain) else None for p in known},
         required=[p.name for p in known if p.default is inspect.Parameter.empty],
+        needed=[*taken.needed],
+        max_pictures=taken.max_pictures,
     )
 
 

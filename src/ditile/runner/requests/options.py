@@ -110,8 +110,27 @@ class GenerateOptions(ModelOptions):
     num_images: int = define_option(1, "images, with seeds that count up", metavar="N")
     frames: int | None = define_option(None, "frames of a video; the model's own by default", metavar="N")
     fps: float | None = define_option(None, "frames a second of a video; the model's own by default", metavar="X")
-    image: str | None = define_option(None, "a picture to start from", metavar="FILE", reads=True)
-    strength: float | None = define_option(None, "how far to leave --image behind, above 0 and up to 1", metavar="X")
+    image: tuple[str, ...] | None = define_option(
+        None, "a picture to start from; once more for each further reference", metavar="FILE", reads=True, repeats=True
+    )
+    mask: str | None = define_option(
+        None, "where --image is drawn anew: white, or transparent; of its size", metavar="FILE", reads=True
+    )
+    control_image: str | None = define_option(
+        None, "a picture for a ControlNet, such as of edges", metavar="FILE", reads=True
+    )
+    controlnet: str | None = define_option(
+        None, "the ControlNet: a folder or a hub id, safetensors only", metavar="NAME", reads=True
+    )
+    video: str | None = define_option(
+        None, "a video to start from; with --frames only so many frames of it", metavar="FILE", reads=True
+    )
+    last_image: str | None = define_option(
+        None, "the last frame of a video whose first is --image", metavar="FILE", reads=True
+    )
+    strength: float | None = define_option(
+        None, "how far to leave --image or --video behind, above 0 and up to 1", metavar="X"
+    )
 
     def __post_init__(self) -> None:
         if self.prompt is not None and self.prompts_file is not None:
@@ -129,13 +148,27 @@ class GenerateOptions(ModelOptions):
         check_guidance(self)
         if self.seed is not None and not 0 <= self.seed < 2**63:
             raise ModelError(f"seed={self.seed} is out of range; try seed=0")
-        if self.strength is not None and self.image is None:
-            raise ModelError(f"strength={self.strength} needs a picture to start from; add --image FILE")
+        self._check_conditions()
         if self.strength is not None and not 0 < self.strength <= 1:
             raise ModelError(f"strength={self.strength} is not above 0 and up to 1; try strength=0.6")
 
+    def _check_conditions(self) -> None:
+        if self.strength is not None and self.image is None and self.video is None:
+            raise ModelError(f"strength={self.strength} needs a picture to start from; add --image FILE")
+        for name in ("mask", "last_image"):
+            if getattr(self, name) is not None and self.image is None:
+                raise ModelError(f"{name}={getattr(self, name)!r} goes with a picture; add --image FILE")
+        if self.controlnet is not None and self.control_image is None and self.mask is None:
+            raise ModelError(f"controlnet={self.controlnet!r} is shown nothing; add --control-image FILE")
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What it starts from besides words: option -> its file, of `image` all files."""
+        names = ("image", "mask", "control_image", "video", "last_image")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
     def to_call_arguments(self) -> dict[str, Any]:
-        """The given values under the names that diffusers uses, without guidance, the picture and the rate."""
+        """The given values under the names that diffusers uses, without guidance, conditions and the rate."""
         values = {
             "prompt": self.prompt,
             "num_inference_steps": self.steps,
@@ -149,10 +182,10 @@ class GenerateOptions(ModelOptions):
         return {name: value for name, value in values.items() if value is not None}
 
 
-def check_lora_source(source: str) -> None:
-    """Raises `ModelError` unless `source` exists, or has the form of a hub id."""
+def check_lora_source(source: str, option: str = "lora") -> None:
+    """Raises `ModelError` unless what an option names exists, or has the form of a hub id."""
     if not Path(source).exists() and not HUB_ID.fullmatch(source):
-        raise ModelError(f"lora={source!r} is no file; give one, a folder or a hub id (owner/name)")
+        raise ModelError(f"{option}={source!r} is no file; give one, a folder or a hub id (owner/name)")
 
 
 def check_guidance(options: Any) -> None:

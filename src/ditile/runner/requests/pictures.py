@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 from ditile.distributed import files
@@ -28,20 +28,27 @@ DECODE_ERRORS = (
 """What the decoders of Pillow raise for data that is no picture, or one of too many pixels."""
 
 
-def read_picture(path: str | Path, option: str) -> Image.Image:
-    """The picture in a file that an option names, in RGB.
+def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Image.Image:
+    """The picture in a file that an option names, upright and in RGB; a mask in gray, as of `convert_mask`.
 
     Raises:
         ModelError: if it cannot be read, is cut short, or has more pixels than Pillow decodes.
     """
     try:
         with Image.open(io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))) as image:
-            picture: Image.Image = image.convert("RGB")
-            return picture
+            upright: Image.Image = ImageOps.exif_transpose(image)
+            return convert_mask(upright) if is_mask else upright.convert("RGB")
     except UnidentifiedImageError:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: no format that Pillow knows") from None
     except DECODE_ERRORS as error:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: {error}") from error
+
+
+def convert_mask(image: Image.Image) -> Image.Image:
+    """A mask in gray, white where the picture is drawn anew: where one with an alpha channel is transparent."""
+    if "A" in image.getbands() or "transparency" in image.info:
+        return ImageOps.invert(image.convert("RGBA").getchannel("A"))
+    return image.convert("L")
 
 
 def encode_png(image: Image.Image, texts: Mapping[str, str]) -> bytes:

@@ -1,5 +1,5 @@
-"""Facts of pipeline classes that are known before anything is loaded: whether they draw pictures or videos, the names
-that their calls give to a video's length and rate, and the class that starts from a picture.
+"""Facts of pipeline classes that are known before anything is loaded: whether they draw pictures or videos, and the
+names that their calls give to a video's length and rate.
 
 `convert_value_errors` turns a refusal of the pipeline's own code into an error of ditile.
 """
@@ -12,15 +12,12 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ditile.errors import DitileError, ModelError
 from ditile.models.known import find_known_model
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.load import find_model_source
-
-if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
 
 VIDEO_FIELDS = ("frames", "video")
 """Names of a result's field."""
@@ -157,58 +154,3 @@ def _find_raising_module(error: BaseException) -> str:
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     return "" if place is None else str(place.tb_frame.f_globals.get("__name__"))
-
-
-def find_image_to_image_class(pipeline: type) -> type:
-    """The class that starts from a picture: this one if its call takes a picture, else that of the same family.
-
-    Raises:
-        ModelError: if diffusers has none. Of videos none is looked for, as its transformer has other weights.
-    """
-    from diffusers.pipelines.auto_pipeline import AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, _get_task_class
-
-    if find_argument(pipeline, ("image",)) is not None:
-        return pipeline
-    if returns_videos(pipeline):
-        raise ModelError(
-            f"{pipeline.__name__} draws videos from text alone; leave --image out, or take a model of an "
-            "image-to-video class, such as WanImageToVideoPipeline"
-        )
-
-    image_pipeline: type | None = _get_task_class(
-        AUTO_IMAGE2IMAGE_PIPELINES_MAPPING, pipeline.__name__, throw_error_if_not_exist=False
-    )
-    if image_pipeline is None:
-        raise ModelError(
-            f"diffusers has no image-to-image pipeline for {pipeline.__name__}; leave --image out, "
-            "or try a FLUX.1 or SD3 model"
-        )
-    return image_pipeline
-
-
-def find_inpaint_class(pipeline: type) -> type | None:
-    """The class that starts from a picture and a mask: this one, or that of the same family; None without one."""
-    from diffusers.pipelines.auto_pipeline import AUTO_INPAINT_PIPELINES_MAPPING, _get_task_class
-
-    if find_argument(pipeline, ("mask_image",)) is not None:
-        return pipeline
-    if returns_videos(pipeline):
-        return None
-    found: type | None = _get_task_class(
-        AUTO_INPAINT_PIPELINES_MAPPING, pipeline.__name__, throw_error_if_not_exist=False
-    )
-    return found
-
-
-def convert_to_image_to_image(pipe: DiffusionPipeline) -> DiffusionPipeline:
-    """The image-to-image pipeline of the same family, on the same modules.
-
-    Raises:
-        ModelError: if diffusers has none.
-    """
-    from diffusers import AutoPipelineForImage2Image
-
-    if find_image_to_image_class(type(pipe)) is type(pipe):
-        return pipe
-    converted: DiffusionPipeline = AutoPipelineForImage2Image.from_pipe(pipe)
-    return converted

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env
 from ditile.distributed.mesh import join_torchrun
 from ditile.distributed.pulse import is_out_of_memory
-from ditile.errors import DitileError, ModelError
+from ditile.errors import DitileError, LoadError, ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.load import find_model_source, load
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.conditions import choose_pipeline_class
 from ditile.runner.requests.options import EngineOptions
-from ditile.runner.requests.pipelines import (
-    check_prompt_cleaner,
-    convert_to_image_to_image,
-    enable_required_tiling,
-    returns_videos,
-)
+from ditile.runner.requests.pipelines import check_prompt_cleaner, enable_required_tiling, returns_videos
 
 if TYPE_CHECKING:
     from ditile.runner.runner import Runner
 
 
 def prepare_runner(
-    model: str, engine: EngineOptions, plan: Plan, cache: CacheOptions, *, from_picture: bool = False
+    model: str,
+    engine: EngineOptions,
+    plan: Plan,
+    cache: CacheOptions,
+    *,
+    conditions: Collection[str] = (),
+    controlnet: str | None = None,
 ) -> tuple[Any, Runner]:
     """A pipeline on this rank, divided, quantized and with its cache. All ranks call it.
 
     Args:
         model: a bundled model, a folder or a hub id.
         engine, plan, cache: how to compute.
-        from_picture: whether to take the pipeline of the model's family that starts from a picture.
+        conditions: what the calls will start from, which the pipeline's class has to take.
+        controlnet: a ControlNet to load: a folder or a hub id.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -52,8 +56,8 @@ def prepare_runner(
     needs_whole_model = cache.lora is not None and plan.tensor > 1
     pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan)
     enable_required_tiling(pipe)
-    if from_picture:
-        pipe = convert_to_image_to_image(pipe)
+    if conditions:
+        pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)
     if cache.lora is not None:
         load_lora_weights(pipe, cache.lora)
         if cache.fuse_lora:
@@ -74,6 +78,47 @@ def prepare_runner(
     )
     _enable_cache_and_quantization(runner, cache)
     return pipe, runner
+
+
+def switch_to_conditions(
+    pipe: Any, conditions: Collection[str], controlnet: str | None = None, dtype: str | None = None
+) -> Any:
+    """The pipeline of the family of another one, on the same models, whose call takes some conditions.
+
+    Raises:
+        LoadError, ModelError: if diffusers has none, or the ControlNet cannot be loaded or is of another family.
+    """
+    from ditile.runner.siblings import build_sibling_pipeline
+
+    kind = choose_pipeline_class(type(pipe), conditions, pipe.config, has_controlnet=controlnet is not None)
+    if controlnet is None and kind is type(pipe):
+        return pipe
+    parts = {} if controlnet is None else {"controlnet": load_controlnet(controlnet, dtype or pipe.dtype)}
+    return build_sibling_pipeline(kind, pipe, {**pipe.components, **parts})
+
+
+def load_controlnet(source: str, dtype: Any) -> Any:
+    """A ControlNet of diffusers, from a folder or the hub: of safetensors, and without code of its own.
+
+    Raises:
+        LoadError, ModelError: if it is none, or its files are missing or corrupt.
+    """
+    import diffusers
+
+    from ditile.runner.load import check_model_folder, choose_weight_dtype, convert_build_errors
+
+    if Path(source).is_dir():
+        check_model_folder(Path(source))
+    with convert_build_errors(source):
+        named = diffusers.FluxControlNetModel.load_config(source).get("_class_name")
+        cls: Any = getattr(diffusers, str(named), None)
+        if cls is None or "ControlNet" not in str(named) or not issubclass(cls, diffusers.ModelMixin):
+            raise ModelError(f"controlnet={source!r} is a {named}, and no ControlNet of diffusers")
+        wanted = choose_weight_dtype(source, dtype)
+        model, info = cls.from_pretrained(source, torch_dtype=wanted, use_safetensors=True, output_loading_info=True)
+    if lacking := sorted(info["missing_keys"]):
+        raise LoadError(f"controlnet={source!r} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
+    return model
 
 
 def silence_libraries() -> None:

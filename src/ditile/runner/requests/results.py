@@ -36,7 +36,19 @@ def build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, ca
         "model": pictures.hide_local_path(wanted.model),
         "plan": str(plan),
         "settings": json.dumps(call),
+        **_describe_conditions(wanted),
     } | ({"cache": json.dumps(settings)} if settings else {})
+
+
+def _describe_conditions(wanted: GenerateOptions) -> dict[str, str]:
+    """What it was made from, by the names of the files without their folders."""
+    named = {
+        name: [Path(path).name for path in value] if isinstance(value, tuple) else Path(value).name
+        for name, value in wanted.conditions.items()
+    }
+    if wanted.controlnet is not None:
+        named["controlnet"] = pictures.hide_local_path(wanted.controlnet)
+    return {"conditions": json.dumps(named)} if named else {}
 
 
 def list_drawn(result: Any) -> Sequence[Image.Image | Video]:

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageSequence
 
 from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.runner.requests.options import GIF_MOST_FPS
-from ditile.runner.requests.pictures import encode_png
+from ditile.runner.requests.pictures import DECODE_ERRORS, MAX_PICTURE_BYTES, encode_png
 
 Video = NDArray[np.uint8]  # [F, H, W, 3]
 
 DEFAULT_FPS = 16.0
 """Frames a second of a video whose pipeline says nothing of it."""
+MAX_FRAMES = 2048
+"""Of a video that is read."""
 SHEET_COLUMNS, SHEET_WIDTH = 4, 256
 """Of a spritesheet: frames in a row, and pixels of the longer side of a frame at most."""
 CRF = "16"
@@ -123,6 +126,48 @@ def encode_spritesheet(video: Video) -> bytes:
     for k, frame in enumerate(frames):
         sheet.paste(frame, (k % columns * width, k // columns * height))
     return encode_png(sheet, {})
+
+
+def read_video(path: str | Path, option: str, most: int | None = None) -> list[Image.Image]:
+    """The frames of a video that an option names, in RGB: a GIF or WebP by Pillow, others by PyAV.
+
+    Args:
+        path, option: the file, and the option.
+        most: how many frames are wanted; the others are not read.
+
+    Raises:
+        ModelError: if it cannot be read, has fewer frames than are wanted, or more than `MAX_FRAMES`.
+    """
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".gif", ".webp") and importlib.util.find_spec("av") is None:
+        raise ModelError(f"{option}={str(path)!r} needs PyAV, which is not installed; pip install 'ditile[video]'")
+    decode = _decode_animation if suffix in (".gif", ".webp") else _decode_stream
+    try:
+        content = io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))
+        frames = [*itertools.islice(decode(content), most or MAX_FRAMES + 1)]
+    except DECODE_ERRORS as error:
+        raise ModelError(f"{option}={str(path)!r} cannot be read as a video: {error}") from error
+    if not frames or len(frames) < (most or 0):
+        raise ModelError(f"{option}={str(path)!r} has {len(frames)} frames, and frames={most}: ask for fewer")
+    if len(frames) > MAX_FRAMES:
+        raise ModelError(f"{option}={str(path)!r} has more than {MAX_FRAMES} frames; add --frames N for the first ones")
+    return frames
+
+
+def _decode_animation(content: io.BytesIO) -> Iterator[Image.Image]:
+    with Image.open(content) as image:
+        for frame in ImageSequence.Iterator(image):
+            yield frame.convert("RGB")
+
+
+def _decode_stream(content: io.BytesIO) -> Iterator[Image.Image]:
+    import av
+
+    with av.open(content) as container:
+        if not container.streams.video:
+            raise ValueError("there is no picture in it")
+        for frame in container.decode(video=0):
+            yield frame.to_image()
 
 
 def _encode_mp4(video: Video, _: str, fps: float, texts: Mapping[str, str]) -> bytes:

@@ -230,6 +230,7 @@ def build_order(
     num_images = fields.n if isinstance(fields, ImageFields) else 1
     sent_names = _list_sent_names(fields)
     _check_limits(fields, options, num_images, frames, sent_names)
+    inputs = {INPUT_IMAGE if k == 0 else f"{INPUT_IMAGE}-{k}": one.png for k, one in enumerate(pictures)}
     wanted = GenerateOptions(
         model=facts.name,
         prompt=fields.prompt,
@@ -243,12 +244,12 @@ def build_order(
         num_images=num_images,
         frames=frames,
         fps=fps,
-        image=INPUT_IMAGE if pictures else None,
+        image=tuple(inputs) if inputs else None,
+        mask=None if mask is None else INPUT_MASK,
         strength=fields.strength,
     )
     with _name_sent_fields(sent_names):
-        facts.check_options(wanted, has_mask=mask is not None, num_pictures=len(pictures))
-    inputs = {INPUT_IMAGE if k == 0 else f"{INPUT_IMAGE}-{k}": one.png for k, one in enumerate(pictures)}
+        facts.check_options(wanted)
     inputs |= {} if mask is None else {INPUT_MASK: mask}
     request = Request(
         options=wanted,

@@ -18,7 +18,7 @@ from fastapi import Request as HttpRequest
 from PIL import Image, ImageOps
 from starlette.datastructures import UploadFile
 
-from ditile.runner.requests.pictures import DECODE_ERRORS
+from ditile.runner.requests.pictures import DECODE_ERRORS, convert_mask
 from ditile.serve.api.answers import RequestError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -197,7 +197,7 @@ def _decode_picture(content: bytes, param: str, max_pixels: int, *, of_mask: boo
                 )
             image.load()
             upright = ImageOps.exif_transpose(image)
-            decoded = _convert_mask(upright) if of_mask else upright.convert("RGB")
+            decoded = convert_mask(upright) if of_mask else upright.convert("RGB")
     except RequestError:
         raise
     except DECODE_ERRORS:
@@ -209,13 +209,6 @@ def _decode_picture(content: bytes, param: str, max_pixels: int, *, of_mask: boo
     clean = Image.frombytes(decoded.mode, decoded.size, decoded.tobytes())
     clean.save(encoded, format="PNG", compress_level=1)
     return Picture(png=encoded.getvalue(), width=clean.width, height=clean.height)
-
-
-def _convert_mask(image: Image.Image) -> Image.Image:
-    """OpenAI's masks are transparent where the picture is drawn anew; those of others have no alpha, and are white."""
-    if "A" in image.getbands() or "transparency" in image.info:
-        return ImageOps.invert(image.convert("RGBA").getchannel("A"))
-    return image.convert("L")
 
 
 def _resize_png(png: bytes, size: tuple[int, int]) -> bytes:

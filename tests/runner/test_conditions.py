@@ -1,0 +1,211 @@
+"""What calls start from besides words, and the class that draws from it. A failure means a picture of another task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from ditile.cli import main
+from ditile.errors import ModelError
+from ditile.models.known import ASSETS
+from ditile.runner.requests.conditions import bind_conditions, choose_pipeline_class, read_call_conditions
+from ditile.runner.requests.pictures import read_picture, read_png_texts
+from ditile.runner.requests.videos import read_video
+from tests import tiny
+
+SMALL = ("--steps", "2", "--seed", "7", "--threads", "1")
+CHOICES = [
+    ("Flux", ("image",), False, "FluxImg2Img"),
+    ("Flux", ("image", "mask"), False, "FluxInpaint"),
+    ("Flux", ("control_image",), True, "FluxControlNet"),
+    ("Flux", ("image", "control_image"), True, "FluxControlNetImg2Img"),
+    ("FluxKontext", ("image",), False, "FluxKontext"),
+    ("FluxKontext", ("image", "mask"), False, "FluxKontextInpaint"),
+    ("FluxControl", ("control_image",), False, "FluxControl"),
+    ("FluxInpaint", ("image",), False, "FluxImg2Img"),
+    ("Flux2Klein", ("image", "mask"), False, "Flux2KleinInpaint"),
+    ("QwenImageEdit", ("image", "mask"), False, "QwenImageEditInpaint"),
+    ("QwenImage", ("image", "mask"), True, "QwenImageControlNetInpaint"),
+    ("StableDiffusion3", ("image", "mask"), False, "StableDiffusion3Inpaint"),
+    ("ZImage", ("image", "mask", "control_image"), True, "ZImageControlNetInpaint"),
+    ("StableDiffusionXL", ("image", "mask"), False, "StableDiffusionXLInpaint"),
+    ("Wan", ("video",), False, "WanVideoToVideo"),
+    ("LTX2", ("image",), False, "LTX2ImageToVideo"),
+    ("SkyReelsV2DiffusionForcing", ("image", "last_image"), False, "SkyReelsV2DiffusionForcingImageToVideo"),
+]
+REFUSALS = [
+    ("Wan", ("image",), False, "WanPipeline takes no --image.*take a model of WanImageToVideoPipeline"),
+    ("CogVideoX", ("image",), False, "CogVideoXImageToVideoPipeline"),
+    ("QwenImageEditPlus", ("image", "mask"), False, "QwenImageEditInpaintPipeline"),
+    ("PixArtSigma", ("image",), False, "leave it out"),
+    ("Flux", ("control_image",), False, "with a ControlNet alone; add --controlnet FOLDER"),
+    ("PixArtSigma", ("control_image",), True, "leave it out"),
+]
+
+
+def find_class(name: str) -> Any:
+    return getattr(diffusers, f"{name}Pipeline")
+
+
+@pytest.mark.parametrize(("own", "given", "controlnet", "chosen"), CHOICES, ids=str)
+def test_the_class_of_the_family_that_takes_what_is_given(
+    own: str, given: tuple[str, ...], controlnet: bool, chosen: str
+) -> None:
+    kind = choose_pipeline_class(find_class(own), given, {}, has_controlnet=controlnet)
+    assert kind is find_class(chosen)
+
+
+@pytest.mark.parametrize(("own", "given", "controlnet", "says"), REFUSALS, ids=str)
+def test_what_no_class_on_the_same_weights_takes(own: str, given: tuple[str, ...], controlnet: bool, says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        choose_pipeline_class(find_class(own), given, {}, has_controlnet=controlnet)
+
+
+def test_weights_that_take_a_first_frame_without_more_channels() -> None:
+    """Wan 2.2 of 5B: its config says so, and the same class asks others for 20 channels more."""
+    config = {"expand_timesteps": True}
+    assert choose_pipeline_class(diffusers.WanPipeline, ["image"], config) is diffusers.WanImageToVideoPipeline
+
+
+def test_how_many_pictures_a_class_composes() -> None:
+    several = {
+        name
+        for name in dir(diffusers)
+        if name.endswith("Pipeline") and isinstance(getattr(diffusers, name), type)
+        if hasattr(getattr(diffusers, name), "_get_signature_types")
+        if read_call_conditions(getattr(diffusers, name)).max_pictures > 1
+    }
+    families = {"Flux2", "Flux2Klein", "Flux2KleinKV", "QwenImageEditPlus", "QwenImage21", "OmniGen", "ZImageOmni"}
+    families |= {"JoyImageEditPlus", "WanVACE", "BriaFibo2", "FluxKontextInpaint", "Flux2KleinInpaint"}
+    assert {f"{name}Pipeline" for name in families} <= several
+    others = ("FluxImg2Img", "FluxKontext", "QwenImageEdit", "LTXImageToVideo", "MotifVideoImage2Video", "LTXCondition")
+    assert several.isdisjoint(f"{name}Pipeline" for name in others)
+
+
+def test_one_reference_is_not_composed_twice() -> None:
+    """Of several seeds a class that adds noise to a picture wants one for each, and one that composes does not."""
+    picture, mask, other = (Image.new("RGB", (8, 8)) for _ in range(3))
+    plus, start = read_call_conditions(diffusers.QwenImageEditPlusPipeline), {"image": [picture]}
+    assert bind_conditions(plus, start, copies=2) == {"image": picture}
+    assert bind_conditions(plus, {"image": [picture, other]}) == {"image": [picture, other]}
+    inpaint = read_call_conditions(diffusers.FluxInpaintPipeline)
+    two = bind_conditions(inpaint, start | {"mask": mask}, copies=2)
+    assert two == {"image": [picture] * 2, "mask_image": [mask] * 2}
+    pair = read_call_conditions(diffusers.FluxKontextInpaintPipeline)
+    assert bind_conditions(pair, {"image": [picture, other]}) == {"image": picture, "image_reference": other}
+    shown = read_call_conditions(diffusers.QwenImageControlNetInpaintPipeline)
+    assert bind_conditions(shown, start | {"mask": mask}) == {"control_image": picture, "control_mask": mask}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures, a mask of the right half, and a video of five frames, in a folder of the test's own."""
+    monkeypatch.chdir(tmp_path)
+    start = Image.new("RGB", (128, 128), "gray")
+    ImageDraw.Draw(start).ellipse((20, 44, 60, 84), fill="red")
+    start.save("start.png")
+    mask = Image.new("L", (128, 128))
+    ImageDraw.Draw(mask).rectangle((64, 0, 127, 127), fill=255)
+    mask.save("mask.png")
+    mask.resize((64, 64)).save("small.png")
+    clear = Image.new("RGBA", (128, 128))
+    clear.putalpha(Image.eval(mask, lambda value: 255 - value))
+    clear.save("clear.png")
+    frames = [Image.new("RGB", (64, 64), (50 * k, 0, 0)) for k in range(5)]
+    frames[0].save("in.webp", save_all=True, append_images=frames[1:], lossless=True)
+
+
+def generate(*words: str, model: str = "shapes-flux") -> int:
+    return main.main(["generate", "a large blue square on the right", "--model", model, *SMALL, *words])
+
+
+@pytest.mark.usefixtures("files")
+def test_a_mask_keeps_what_it_does_not_cover(capsys: pytest.CaptureFixture[str]) -> None:
+    """The pixels, and what the file says; a transparent mask is the same as a white one."""
+    for mask in ("mask", "clear"):
+        words = ("--image", "start.png", "--mask", f"{mask}.png", "--strength", "1", "--out", f"by-{mask}.png")
+        assert generate(*words) == 0
+    line = "pipeline: FluxInpaintPipeline takes --image and --mask, unlike the model's own FluxPipeline"
+    assert line in capsys.readouterr().err.splitlines()
+    drawn, start = (np.asarray(read_picture(name, "image"), int) for name in ("by-mask.png", "start.png"))
+    change = np.abs(drawn - start).mean(axis=(0, 2))
+    assert 3 * change[:56].mean() < change[72:].mean(), (change[:56].mean(), change[72:].mean())
+    assert json.loads(read_png_texts(Path("by-mask.png"))["conditions"]) == {"image": ["start.png"], "mask": "mask.png"}
+    assert np.array_equal(np.asarray(read_picture("by-clear.png", "image")), drawn)
+
+
+@pytest.mark.usefixtures("files")
+def test_a_controlnet_from_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """It changes the picture, and is refused where it is of another family or no ControlNet."""
+    pipe = tiny.flux()
+    pipe.save_pretrained("model")
+    diffusers.FluxControlNetModel.from_transformer(
+        pipe.transformer, num_layers=1, num_single_layers=1, attention_head_dim=8, num_attention_heads=4
+    ).save_pretrained("net")
+    words = ("--control-image", "start.png", "--height", "32", "--width", "32")
+    assert generate(*words, "--controlnet", "net", "--out", "a.png", model="model") == 0
+    assert "FluxControlNetPipeline takes --control-image" in capsys.readouterr().err
+    texts = json.loads(read_png_texts(Path("a.png"))["conditions"])
+    assert texts["control_image"] == "start.png" and texts["controlnet"] == "net"
+    Path("net", "diffusion_pytorch_model.safetensors").rename("net/diffusion_pytorch_model.bin")
+    wrong = {"net": "a pickle", "model/vae": "no ControlNet", "model": "config.json", "no": "no file"}
+    for name, says in wrong.items():
+        assert generate(*words, "--controlnet", name, "--out", "b.png", model="model") == 2
+        assert says in capsys.readouterr().err.splitlines()[-1]
+    assert not Path("b.png").exists()
+
+
+@pytest.mark.usefixtures("files")
+def test_a_video_from_a_video(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--video", "in.webp", "--out", "out.webp", "--strength", "0.5")
+    assert generate(*words, model="shapes-wan") == 0
+    assert "pipeline: WanVideoToVideoPipeline takes --video" in capsys.readouterr().err
+    assert len(read_video("out.webp", "video")) == 5
+    assert generate(*words, "--frames", "4", model="shapes-wan") == 2
+    assert "frames=4: the VAE of WanVideoToVideoPipeline makes 1 + a multiple of 4" in capsys.readouterr().err
+    assert generate(*words, "--frames", "9", model="shapes-wan") == 2
+    assert "has 5 frames, and frames=9" in capsys.readouterr().err
+
+
+WRONG = [
+    (("--image", "mask.txt"), "cannot be read as a picture"),
+    (("--image", "start.png", "--mask", "small.png"), "is 64x64, and its picture 128x128"),
+    (("--mask", "mask.png"), "mask='mask.png' goes with a picture; add --image FILE"),
+    (("--last-image", "start.png"), "goes with a picture; add --image FILE"),
+    (("--controlnet", "net"), "add --control-image FILE"),
+    (("--control-image", "start.png"), "add --controlnet FOLDER"),
+    (("--image", "start.png", "--image", "mask.png"), "starts from 1 at most, and not from 2 pictures"),
+    (("--image", "start.png", "--last-image", "start.png"), "takes no --image and --last-image"),
+    (("--video", "in.webp"), "FluxPipeline takes no --video"),
+    (("--video", "start.txt"), "cannot be read as a video"),
+    (("--image", "start.png", "--out", "start.png"), "start.png"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), WRONG, ids=str)
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)], ids=["run", "dry"])
+@pytest.mark.usefixtures("files")
+def test_wrong_conditions_are_one_line(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str, dry: tuple[str, ...]
+) -> None:
+    if dry and "--out" in words:
+        return
+    Path("mask.txt").write_text("no picture")
+    Path("start.txt").write_text("no video")
+    before = {path: path.read_bytes() for path in Path().iterdir()}
+    assert generate(*words, *dry) == 2
+    out, err = capsys.readouterr()
+    assert says in err and out == "" and err.count("\n") == 1, err
+    assert {path: path.read_bytes() for path in Path().iterdir()} == before
+
+
+def test_the_file_of_conditions_has_no_class_that_draws_from_words_alone() -> None:
+    classes = json.loads((ASSETS / "matrix.json").read_text("utf-8"))["conditions"]
+    assert classes["FluxInpaintPipeline"]["words"] == "picture*, mask*"
+    assert classes["QwenImageEditPlusPipeline"]["words"] == "pictures" and "FluxPipeline" not in classes
