@@ -141,7 +141,20 @@ def test_pictures_to_start_from_are_drawn_by_the_classes_that_take_them(tmp_path
     mask.paste("white", (0, 0, 64, 32))
     start.save(tmp_path / "image", format="PNG")  # as a request names it, which the file of the picture says
     out = tmp_path / "a.png"
-    words = ["--model", "shapes-flux", "--pipefusion", "2", "--steps", "4", "--seed", "5", "--out", str(out)]
+    words = [
+        "--model",
+        "shapes-flux",
+        "--pipefusion",
+        "2",
+        "--warmup-mode",
+        "serial",
+        "--steps",
+        "4",
+        "--seed",
+        "5",
+        "--out",
+        str(out),
+    ]
     more = ["--image", str(tmp_path / "image"), "--strength", "0.8"]
     assert main.main(["generate", PROMPT, *words, *more]) == 0
     mask.convert("L").save(tmp_path / "mask", format="PNG")

@@ -75,7 +75,7 @@ class RankServer:
         self._setup, self._link = setup, link
         self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
         self._pipe.set_progress_bar_config(disable=True)
-        self._kind, self._config = type(self._pipe), self._pipe.config
+        self._kind, self._config = type(self._pipe), dict(getattr(self._pipe, "config", {}))
         self._loras = LoraShelf(self._runner, setup.lora_dir, setup.max_loras)
         self._facts = collect_facts(self._pipe, setup.model, setup.plan)
         self._decoder = PreviewDecoder(find_latent_channels(self._pipe))

@@ -225,8 +225,9 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     from ditile.runner.requests.results import choose_fps
 
     base, call, known = defaults(model), collect_call_facts(type(pipe)), find_known_model(model)
-    edit = find_pipeline_class_for(type(pipe), ["image"], pipe.config)
-    inpaint = find_pipeline_class_for(type(pipe), ["image", "mask"], pipe.config)
+    config = dict(getattr(pipe, "config", {}))  # a modular pipeline may have none
+    edit = find_pipeline_class_for(type(pipe), ["image"], config)
+    inpaint = find_pipeline_class_for(type(pipe), ["image", "mask"], config)
     is_video = returns_videos(type(pipe))
     return ModelFacts(
         name=model,
