@@ -1,4 +1,6 @@
-"""Makes docs/benchmarks.md by one command: measures what has no result yet, and puts every table in its place.
+"""Makes docs/benchmarks.md, and a table of docs/pipefusion.md, by one command.
+
+It measures what has no result yet, and puts every table in its place.
 
     python -m benchmarks.page                          # hours; what docs/benchmarks has is kept
     python -m benchmarks.page --only cache-overhead    # some of them; --again takes them anew
@@ -25,7 +27,7 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from benchmarks import cache_overhead, cache_plans, cache_quality, fidelity, overhead, predictions, video_patches
-from ditile.cli.bench import tables
+from ditile.cli.bench import few_steps, tables
 from ditile.distributed import files
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -48,12 +50,14 @@ class Section(NamedTuple):
         files: the results that the table shows, below the folder of results.
         table: makes the table of their rows, those of one file after those of the other.
         figures: file of a figure that the command draws -> what it shows.
+        page: where it has its place.
     """
 
     command: str
     files: tuple[str, ...]
     table: Callable[[Any], Table]
     figures: Mapping[str, str] = MappingProxyType({})
+    page: str = "benchmarks.md"
 
     def command_words(self, results: Path) -> list[str]:
         """The command, for this Python."""
@@ -152,6 +156,12 @@ SECTIONS: dict[str, Section] = {
     ),
     "cache-plans-pixart": _make_plans_section("shapes-pixart"),
     "cache-plans-flux": _make_plans_section("shapes-flux"),
+    "few-steps": Section(
+        "ditile bench --model shapes-flux-turbo --sweep few-steps",
+        ("few-steps/rows.jsonl",),
+        few_steps.make_few_steps_table,
+        page="pipefusion.md",
+    ),
 }
 
 
@@ -207,22 +217,27 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAMES", default=",".join(SECTIONS), help="tables, with , between them")
     parser.add_argument("--again", action="store_true", help="measure what has a result, too")
     parser.add_argument("--no-measure", action="store_true", help="measure nothing")
-    parser.add_argument("--page", type=Path, default=DOCS / "benchmarks.md")
+    parser.add_argument("--page", type=Path, help="instead of the pages in docs that have the places")
     parser.add_argument("--results", type=Path, default=DOCS / "benchmarks")
     asked = parser.parse_args()
     names = asked.only.split(",")
     if unknown := [name for name in names if name not in SECTIONS]:
         parser.error(f"no table is called {unknown[0]!r}; there are {', '.join(SECTIONS)}")
-    if not asked.page.is_file():
+    if asked.page is not None and not asked.page.is_file():
         parser.error(f"there is no page {str(asked.page)!r}; give --page FILE")
     for name in names if asked.again else ():
         SECTIONS[name].remove_results(asked.results)
     if not asked.no_measure:
         measure([name for name in names if not SECTIONS[name].is_there(asked.results)], asked.results)
     known = {name: SECTIONS[name] for name in names if SECTIONS[name].is_there(asked.results)}
-    blocks = {name: section.render_block(asked.results) for name, section in known.items()}
-    files.write_atomically(asked.page, fill_page_blocks(asked.page.read_text("utf-8"), blocks))
-    print(f"{asked.page}: {', '.join(blocks) or 'nothing'}")
+    for path in dict.fromkeys(asked.page or DOCS / SECTIONS[name].page for name in names):
+        blocks = {
+            name: section.render_block(asked.results)
+            for name, section in known.items()
+            if path in (asked.page, DOCS / section.page)
+        }
+        files.write_atomically(path, fill_page_blocks(path.read_text("utf-8"), blocks))
+        print(f"{path}: {', '.join(blocks) or 'nothing'}")
 
 
 if __name__ == "__main__":

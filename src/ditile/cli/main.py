@@ -470,10 +470,8 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
     measured = run_benchmark(compared, work)
     _leave_torchrun()
     if measured is not None:
-        from ditile.cli.bench.tables import make_bench_tables
-
         remarks = [f"- {remark}" for remark in measured.remarks]
-        print_parts(make_console(), [*make_bench_tables(measured.rows), *remarks])
+        print_parts(make_console(), [*measured.render_tables(), *remarks])
     return 0
 
 

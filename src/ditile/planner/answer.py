@@ -15,7 +15,7 @@ from ditile.cache.config_text import parse_cache_line
 from ditile.distributed.console import is_writing_process, make_console, make_numbered_tables
 from ditile.errors import PlanError
 from ditile.models.pipeline_calls import list_call_parameters
-from ditile.plan.plan import Plan
+from ditile.plan.plan import FEW_STEPS, Plan
 from ditile.plan.shape import fill_call_defaults
 from ditile.plan.units import format_bytes, format_number
 from ditile.planner import hardware
@@ -90,6 +90,8 @@ class Answer:
                 "memory_bytes": missed.price.memory_bytes,
                 "why": describe_near_miss(missed, self.result.prices[0]),
             },
+            "fewer_steps": self.result.fewer
+            and {**self.result.fewer._asdict(), "why": describe_fewer_steps(self.result)},
             "plans": [
                 {
                     "plan": str(price.plan),
@@ -99,6 +101,8 @@ class Answer:
                     "exposed_comm_s": price.exposed_s,
                     "bubble_s": price.bubble_s,
                     "compute_s": price.compute_s,
+                    "text_s": price.text_s,
+                    "decode_s": price.decode_s,
                     "why": why,
                     "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in memory],
                 }
@@ -152,6 +156,14 @@ class Answer:
             parts.append(f"weights are those of {self.models} transformers, which are on the device all the time")
         if self.result.missed:
             parts.append("\n".join(wrap(f"too large: {describe_near_miss(self.result.missed, prices[0])}", 80)))
+        best = prices[0]
+        if self.call["steps"] <= FEW_STEPS:
+            parts.append(
+                f"the whole call under plan 1: {format_number(best.call_s)} s, of which text encoders "
+                f"{format_number(best.text_s, 2)} and decode {format_number(best.decode_s, 2)}"
+            )
+        if self.result.fewer:
+            parts.append("\n".join(wrap(describe_fewer_steps(self.result), 80)))
         if self.uncounted:
             parts.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
         return [*parts, *self._list_warnings()]
@@ -188,7 +200,7 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
         hosts=ask.hosts,
         memory_bytes=None if ask.memory is None else hardware.parse_byte_amount(ask.memory),
         max_latency_s=ask.max_latency,
-        warmup=1 if ask.warmup is None else ask.warmup,
+        warmup=ask.warmup,
         all_devices=all_devices,
     )
     cache = None if ask.cache is None else parse_cache_line(ask.cache)["cache_config"]
@@ -335,6 +347,18 @@ def describe_near_miss(missed: NearMiss, best: Price) -> str:
     would = f"{faster:.0%} faster" if faster >= ALIKE else "as fast as the first"
     lacks = f"lacks {format_bytes(missed.lacks)} a device"
     return f"'{price.plan}' would be {would}, {format_number(price.latency_s)} s, and {lacks}"
+
+
+def describe_fewer_steps(result: SearchResult) -> str:
+    """What one rank does in the time of the first plan, and which of both changes pictures less."""
+    fewer, best = result.fewer, result.prices[0]
+    if fewer is None:
+        return ""
+    times = f"{fewer.steps} of {fewer.all_steps} steps on one rank take {format_number(fewer.seconds)} s"
+    whole = f"plan 1 takes {format_number(best.call_s)} s on {best.plan.world} ranks"
+    if fewer.is_better:
+        return f"{times}, and {whole}: the better bargain, which changes pictures less (docs/pipefusion.md)"
+    return f"{times}, and {whole} and changes pictures less (docs/pipefusion.md)"
 
 
 def _split_latency(price: Price) -> dict[str, float]:

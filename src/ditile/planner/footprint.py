@@ -23,6 +23,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.errors import ModelError
 from ditile.hooks.placeholders import init_on_meta_device
@@ -198,6 +199,36 @@ def _count_decoding_peak(kind: Any, config: Mapping[str, Any], channels: str, fr
         with watch:
             vae.decode(latents)
     return max(moment.image for moment in watch.make_footprint(()).moments)
+
+
+class DecodeWork(NamedTuple):
+    """The work of a decode.
+
+    Attributes:
+        operations: of matrix products and convolutions, for each latent pixel.
+        exchanges: layers at which ranks that divide it by rows exchange rows or sums.
+    """
+
+    operations: float
+    exchanges: int
+
+
+def count_decode_work(kind: Any, config: Mapping[str, Any], channels: str, frames: int = 0) -> DecodeWork:
+    """The work of a decode of so many latent frames; 0 is a picture. Above `FRAMES` it is on the line through both."""
+    if frames > FRAMES[1]:
+        few, more = (count_decode_work(kind, config, channels, each) for each in FRAMES)
+        slope = (more.operations - few.operations) / (FRAMES[1] - FRAMES[0])
+        return more._replace(operations=more.operations + slope * (frames - FRAMES[1]))
+    side = 16
+    with init_on_meta_device(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        vae: Any = kind.from_config(config)
+        vae.decode(torch.empty(1, vae.config[channels], *[frames] * bool(frames), side, side))
+    exchanges = sum(
+        max(getattr(layer, "kernel_size", (1,))) > 1 or isinstance(layer, nn.GroupNorm)
+        for layer in vae.decoder.modules()
+        if isinstance(layer, (nn.Conv2d, nn.Conv3d, nn.GroupNorm))
+    )
+    return DecodeWork(counter.get_total_flops() / side**2, exchanges)
 
 
 class VaeScale(NamedTuple):

@@ -40,6 +40,7 @@ class Price:
         bubble_s: seconds that the busiest stage waits for others even if messages take no time.
         bytes_per_step: bytes that all ranks send in a step, the mean over the steps.
         memory_bytes: peak memory of the rank that needs most.
+        text_s, decode_s: seconds of the text encoders before the loop, and of the decode behind it.
     """
 
     plan: Plan
@@ -49,6 +50,13 @@ class Price:
     bubble_s: float
     bytes_per_step: float
     memory_bytes: int
+    text_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of the whole call."""
+        return self.text_s + self.latency_s + self.decode_s
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,13 @@ from ditile.cache.config import DBCacheConfig
 from ditile.cache.rules import DecisionRecord, RuleVerdict
 from ditile.errors import PlanError
 from ditile.plan.cost import PlannedCall
-from ditile.plan.plan import AXES, Plan
+from ditile.plan.plan import AUTO, AXES, FEW_STEPS, Plan
 from ditile.plan.shape import Shape
 from ditile.planner.memory import count_peak_bytes
 from ditile.planner.ops import CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
+from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
 from ditile.planner.subject import PlanSubject
 
 MOST_PATCHES = 32
@@ -35,8 +36,16 @@ SHOWN = 8
 """The number of plans that a search returns."""
 SIFTED = 2 * SHOWN
 """The number of plans for which other kinds of warmup are tried."""
+SIFTED_OF_FEW_STEPS = 8 * SIFTED
+"""The same of a call of few steps, of which synchronous ones are a large part."""
 ABOVE = 1.01
 """The formula's latency is at most this times that of the simulation."""
+WORTH = 1.05
+"""A second synchronous step that stages share is taken if the loop then takes at most this times as long."""
+CLOSE_STEPS = 0.75
+"""The share of its steps from which a few-step model draws more alike than with stale keys."""
+ROWS_GAIN = 0.02
+"""The decode is divided by rows where that saves this share of a call of few steps."""
 FACTORS = (1, 2, 4)
 """Patches for each stage."""
 
@@ -50,7 +59,7 @@ class SearchRequest:
         hosts: the number of hosts.
         memory_bytes: memory of a device; by default that of the profile.
         max_latency_s: plans that take longer are left out.
-        warmup: synchronous steps of plans with stale keys.
+        warmup: synchronous steps of plans with stale keys; None is one, or as many as cost hardly more.
         all_devices: only plans that use every device.
     """
 
@@ -58,7 +67,7 @@ class SearchRequest:
     hosts: int = 1
     memory_bytes: int | None = None
     max_latency_s: float | None = None
-    warmup: int = 1
+    warmup: int | None = None
     all_devices: bool = False
 
 
@@ -76,6 +85,24 @@ class NearMiss(NamedTuple):
     lacks: int
 
 
+class FewerSteps(NamedTuple):
+    """A call of one rank with fewer steps.
+
+    Attributes:
+        steps, all_steps: of it, and of the call that was asked for.
+        seconds: of the whole call.
+    """
+
+    steps: int
+    all_steps: int
+    seconds: float
+
+    @property
+    def is_better(self) -> bool:
+        """Whether pictures change less by it than by stale keys, as measured at four steps (docs/pipefusion.md)."""
+        return self.steps >= CLOSE_STEPS * self.all_steps
+
+
 @dataclass(frozen=True, slots=True)
 class SearchResult:
     """The result of a search.
@@ -86,12 +113,14 @@ class SearchResult:
             before enough fitted (all plans, if none fits).
         legal: how many plans were searched: all that the model and the call allow.
         missed: the fastest of `too_large`, if it would be as fast as the first plan that fits.
+        fewer: fewer steps on one rank that are as fast as the first plan, if it is one of few steps and of stale keys.
     """
 
     prices: tuple[Price, ...]
     too_large: tuple[SizedJob, ...]
     legal: int
     missed: NearMiss | None = None
+    fewer: FewerSteps | None = None
 
 
 class _PlanEstimate(NamedTuple):
@@ -154,8 +183,13 @@ def search_plans(
                 too_large.append(candidate)
 
     in_order = iterate_fitting_plans()
-    sifted = list(itertools.islice(in_order, SIFTED))
-    for plan in [plan for candidate in sifted for plan in iterate_other_warmups(candidate.job)]:
+    sifted = list(itertools.islice(in_order, SIFTED if shape.steps > FEW_STEPS else SIFTED_OF_FEW_STEPS))
+    others = [
+        plan
+        for candidate in sifted
+        for plan in iterate_other_warmups(subject, pricer, candidate.job, wanted.warmup, skips)
+    ]
+    for plan in others:
         job, memory = fit_plan_to_memory(subject, shape, pricer, plan, space)
         if memory <= space:
             sifted.append(_PlanEstimate(pricer.estimate_latency(job, skips), legal + len(sifted), job, memory=memory))
@@ -167,6 +201,9 @@ def search_plans(
             f"{_format_gigabytes(smallest.memory)}, {_format_gigabytes(smallest.memory - space)} more; "
             "use more devices, quantize, or a smaller picture"
         )
+    fits = [complete_price(subject, pricer, call, price, shape, space) for price in fits]
+    if shape.steps <= FEW_STEPS:
+        fits.sort(key=lambda price: price.call_s)
     kept = [price for price in fits if limit is None or price.latency_s <= limit]
     if not kept:
         raise PlanError(
@@ -174,7 +211,10 @@ def search_plans(
             "use more devices, fewer steps or a cache"
         )
     missed = _find_near_miss(pricer, too_large[0], kept[0], space, skips) if too_large else None
-    return SearchResult(tuple(kept), tuple(SizedJob(each.job, each.memory) for each in too_large), legal, missed)
+    lesser = find_fewer_steps(subject, pricer, call, shape, space, kept[0])
+    return SearchResult(
+        tuple(kept), tuple(SizedJob(each.job, each.memory) for each in too_large), legal, missed, lesser
+    )
 
 
 def price_single_plan(
@@ -199,6 +239,7 @@ def price_single_plan(
         needs, there = _format_gigabytes(memory), _format_gigabytes(space)
         raise PlanError(f"'{plan}' needs {needs} a device, and there are {there}")
     price, limit = pricer.price_call(job, skips, memory), wanted.max_latency_s
+    price = complete_price(subject, pricer, call, price, job.shape, space, may_divide=False)
     if limit is not None and price.latency_s > limit:
         raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
     return price
@@ -274,7 +315,7 @@ def iterate_plans(subject: PlanSubject, shape: Shape, wanted: SearchRequest) -> 
     facts = shape.collect_facts(type(subject.transformer).__name__, len(subject.block_hooks.chain))
     for world in [wanted.devices] if wanted.all_devices else list_divisors(wanted.devices):
         for degrees in _iterate_degrees(world, shape):
-            for more in _iterate_patch_counts(degrees, wanted.warmup):
+            for more in _iterate_patch_counts(degrees, 1 if wanted.warmup is None else wanted.warmup):
                 plan = Plan(**degrees, **more)
                 if subject.can_run_plan(plan) and not plan.illegal(facts):
                     yield plan
@@ -311,15 +352,77 @@ def _iterate_patch_counts(degrees: Mapping[str, int], warmup: int) -> Iterator[d
             yield {"patches": stages * factor, "warmup": warmup}
 
 
-def iterate_other_warmups(job: PlannedCall) -> Iterator[Plan]:
-    """The plan with the other ways to run its synchronous steps that could make them shorter."""
+def iterate_other_warmups(
+    subject: PlanSubject, pricer: Pricer, job: PlannedCall, warmup: int | None, skips: CacheSkips | None
+) -> Iterator[Plan]:
+    """The plan with the other ways to run its synchronous steps that could make them shorter.
+
+    `warmup` is how many there must be; None lets the stages that share them take another one where it costs little.
+    """
     plan = job.plan
     if plan.pipefusion == 1 or plan.warmup == 0:
         return
     if job.shape.divide_batch(plan).batch > 1:
         yield replace(plan, warmup_mode="pipelined")
-    if plan.token_ranks * plan.tensor == 1:
-        yield replace(plan, warmup_mode="sequence")
+    if plan.token_ranks * plan.tensor > 1 or not subject.streams_weights:
+        return
+    asked, chosen = replace(plan, warmup_mode="sequence"), replace(plan, warmup_mode=AUTO)
+    if chosen.resolve_warmup() == asked:
+        yield chosen
+        return
+    seconds = [
+        pricer.estimate_latency(subject.make_plan_job(each, job.shape), skips) if warmup is None else math.inf
+        for each in (asked, chosen)
+    ]
+    yield chosen if seconds[1] <= WORTH * seconds[0] < math.inf else asked
+
+
+def complete_price(
+    subject: PlanSubject,
+    pricer: Pricer,
+    call: Mapping[str, Any],
+    price: Price,
+    shape: Shape,
+    space: int,
+    *,
+    may_divide: bool = True,
+) -> Price:
+    """The price with text and decode; in a call of few steps the decode may be divided where that pays."""
+    plan, profile = price.plan, pricer.profile
+    images = math.ceil(shape.images / plan.data)
+    pixels = images * shape.height * shape.width // subject.vae_scale**2
+    text = compute_text_seconds(subject.text, subject.count_prompt_tokens(call), profile)
+
+    def compute_seconds(ranks: int) -> float:
+        return compute_decode_seconds(subject.count_decode_work(shape.frames), pixels, ranks, profile)
+
+    ranks = plan.world // plan.data
+    whole, divided = compute_seconds(1), compute_seconds(ranks)
+    done = replace(price, text_s=text, decode_s=divided if plan.vae == "rows" else whole)
+    if not may_divide or shape.steps > FEW_STEPS or not subject.divides_decode:
+        return done
+    if plan.vae == "rows" or whole - divided < ROWS_GAIN * done.call_s:
+        return done
+    by_rows = replace(plan, vae="rows")
+    memory = count_peak_bytes(subject, subject.make_plan_job(by_rows, shape), profile, pricer.text_tokens)
+    return replace(done, plan=by_rows, decode_s=divided, memory_bytes=memory) if memory <= space else done
+
+
+def find_fewer_steps(
+    subject: PlanSubject, pricer: Pricer, call: Mapping[str, Any], shape: Shape, space: int, best: Price
+) -> FewerSteps | None:
+    """The most steps that one rank makes in the time of a plan with stale keys; None if that is none."""
+    plan = best.plan
+    if shape.steps > FEW_STEPS or plan.world == 1 or not plan.attends_to_stale_keys:
+        return None
+    for steps in range(shape.steps - 1, 0, -1):
+        job = subject.make_plan_job(Plan(), replace(shape, steps=steps))
+        if count_peak_bytes(subject, job, pricer.profile, pricer.text_tokens) > space:
+            return None
+        price = complete_price(subject, pricer, call, pricer.price_call(job), job.shape, space)
+        if price.call_s <= best.call_s:
+            return FewerSteps(steps, shape.steps, price.call_s)
+    return None
 
 
 def list_divisors(number: int) -> list[int]:

@@ -12,8 +12,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ditile.plan.plan import AXES, Plan
+from ditile.planner.footprint import DecodeWork
 from ditile.planner.kernel_times import RooflineKernel, Stream, Work, select_stream_length
 from ditile.planner.profile import FUSED, Link, Profile
+
+WIDE = 2048.0
+"""The width of the matrices as which encoders and decoders are priced."""
 
 
 class RankTokens(NamedTuple):
@@ -158,6 +162,29 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
 def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> float:
     """Seconds of a message that do not overlap with computing."""
     return sending * (1 - overlap) + max(0.0, sending * overlap - compute)
+
+
+def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> float:
+    """Seconds of text encoders on one rank, each of whose weights is read once, and multiplied with every token.
+
+    Ranks that share out the layers (text=split) compute one after the other, and take as long.
+    """
+    if not parameters * tokens:
+        return 0.0
+    size = parameters * profile.element_size
+    reading = size / profile.pointwise["pointwise"].interpolate(size)
+    return max(reading, 2 * parameters * tokens / profile.matmul.interpolate(tokens, WIDE))
+
+
+def compute_decode_seconds(work: DecodeWork, pixels: int, ranks: int, profile: Profile) -> float:
+    """Seconds of a decode of so many latent pixels, whose rows some ranks divide.
+
+    Convolutions are priced as products of as many operations; what only reads and writes is not counted.
+    """
+    whole = work.operations * pixels / profile.matmul.interpolate(pixels, WIDE)
+    if ranks == 1:
+        return whole
+    return whole / ranks + work.exchanges * (profile.link.latency_s + profile.link.call_s)
 
 
 class WarmupBlock(NamedTuple):

@@ -38,8 +38,10 @@ from ditile.plan.plan import AXES, Plan
 from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
 from ditile.plan.spec import ModelSpec
 from ditile.planner.footprint import (
+    DecodeWork,
     Footprint,
     VaeScale,
+    count_decode_work,
     count_decoder_numbers,
     make_frame_decode_counter,
     measure_vae_scale,
@@ -62,6 +64,8 @@ PROBED = Grid(22, 32)
 """Token rows and columns of the picture with which a model without a `ModelSpec` is counted."""
 PROBED_TEXT = 384
 """Tokens of its text. Both are multiples of 32, to which some families pad, and neither is a width of a large model."""
+PROMPT_TOKENS = 512
+"""Tokens of a prompt where a call does not say how many."""
 SIDES = (32, 64)
 """Latent pixels of the sides of the squares whose tokens say how many pixels a token has."""
 COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale")}
@@ -106,6 +110,7 @@ class PlanSubject:
     _footprints: dict[int, Footprint] = field(default_factory=dict, repr=False)
     _kept: dict[tuple[range, int, int, int], float] = field(default_factory=dict, repr=False)
     _parameters: dict[tuple[range, int], int] = field(default_factory=dict, repr=False)
+    _decodes: dict[int, DecodeWork] = field(default_factory=dict, repr=False)
     _steps: dict[Any, RecordedStep] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -331,6 +336,22 @@ class PlanSubject:
         """Numbers that are alive at once while a latent pixel of so many latent frames is decoded."""
         return self._decode_counter(frames)
 
+    def count_decode_work(self, frames: int = 1) -> DecodeWork:
+        """The work of a decode of so many latent frames."""
+        if frames not in self._decodes:
+            has_frames, work = bool(self.scale.frames), DecodeWork(0.0, 0)
+            if self.decoder is not None:
+                channels = self.scale.channels if has_frames else "latent_channels"
+                work = count_decode_work(self.coder, self.decoder, channels, frames if has_frames else 0)
+            self._decodes[frames] = work
+        return self._decodes[frames]
+
+    @staticmethod
+    def count_prompt_tokens(call: Mapping[str, Any]) -> int:
+        """Tokens that text encoders read for a picture: those of its prompt, and of what guides away from it."""
+        scale = call.get("true_cfg_scale", call.get("guidance_scale", 1.0))
+        return int(call.get("max_sequence_length") or PROMPT_TOKENS) * (1 + (scale is not None and scale > 1))
+
     def count_text_tokens(self, call: Mapping[str, Any]) -> int:
         """Tokens of text that cross attention sees, which are not in the sequence."""
         if self.model_spec.joint != "none":
@@ -338,6 +359,16 @@ class PlanSubject:
         if self.recorder is not None:
             return self.recorder.count_text_tokens(call)
         return int(call.get("max_sequence_length") or 300)
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether stages can share synchronous steps by sending each other the weights of blocks."""
+        return self.models == 1 and not self.block_hooks.anatomy.modes
+
+    @property
+    def divides_decode(self) -> bool:
+        """Whether the decode can be divided by rows."""
+        return self.coder.__name__ in PROVEN
 
     @property
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:

@@ -9,12 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+from rich.table import Table
 
 from ditile.cli.bench import runs, sweeps, turns
 from ditile.cli.bench.across import RANKS, measure_across_link
 from ditile.cli.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
+from ditile.cli.bench.few_steps import make_few_steps_table, measure_few_steps
 from ditile.cli.bench.links import check_namespace_rights
-from ditile.cli.bench.options import Comparison, Workload
+from ditile.cli.bench.options import QUALITY_SWEEP, Comparison, Workload
 from ditile.cli.bench.runs import Prediction, Row
 from ditile.cli.bench.session import BenchTask, run_session
 from ditile.cli.bench.subjects import BenchSubject, create_bench_subject
@@ -46,10 +48,18 @@ class BenchResult:
     Attributes:
         rows: a row for each cell, in their order; the plain pipeline's row is the first.
         remarks: what a reader of the rows must know.
+        tables: of rows that are not of seconds.
     """
 
     rows: list[Row]
     remarks: list[str] = field(default_factory=list)
+    tables: list[Table | str] = field(default_factory=list)
+
+    def render_tables(self) -> list[Table | str]:
+        """The rows for a terminal."""
+        from ditile.cli.bench.tables import make_bench_tables
+
+        return self.tables or make_bench_tables(self.rows)
 
 
 def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
@@ -59,6 +69,9 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
         DitileError: if a plan, a size or a cache does not fit; nothing was measured or written then.
     """
     silence_libraries()
+    if compared.sweep_names == [QUALITY_SWEEP]:
+        rows = measure_few_steps(compared, work)
+        return BenchResult(rows=rows, remarks=[f"written: {compared.out}"], tables=[make_few_steps_table(rows)])
     if not compared.no_figures and find_spec("matplotlib") is None:
         raise ModelError("figures need matplotlib: pip install 'ditile[plots]', or give --no-figures")
     subject, place, profile = create_bench_subject(work), env.read_torchrun_place(), load_prediction_profile(compared)

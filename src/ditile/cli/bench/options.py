@@ -13,7 +13,9 @@ from ditile.plan.checks import check_counts, check_whole_number
 from ditile.plan.flags import define_option
 from ditile.runner.requests.options import DeviceOptions, ModelOptions
 
-SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache")
+QUALITY_SWEEP = "few-steps"
+"""The sweep that compares pictures, and not seconds."""
+SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache", QUALITY_SWEEP)
 RANDOM = "random-"
 """The prefix of the names of models with random weights."""
 RATES = ("100mbit", "1gbit", "10gbit")
@@ -69,6 +71,8 @@ class Comparison:
         check_whole_number(self.remeasure, "remeasure", 0)
         if unknown := [name for name in self.sweep_names if name not in SWEEPS]:
             raise PlanError(f"sweep {unknown[0]!r} is not known; there are {', '.join(SWEEPS)}")
+        if QUALITY_SWEEP in self.sweep_names and len(self.sweep_names) > 1:
+            raise PlanError(f"sweep {QUALITY_SWEEP} compares pictures, and the others seconds; run it by itself")
         if self.ranks is not None and self.sweep is None:
             raise PlanError(f"ranks={self.ranks} is for --sweep; plans say themselves how many they need")
         if self.ranks is not None and self.ranks < 2:

@@ -7,6 +7,8 @@ warmup       PipeFusion over W and the ways of warming up (table 2)
 resolution   the methods over sizes (figures 5 to 7, across)
 links        the methods over the bandwidth between two hosts
 cache        one rank and two methods, with some caches
+
+few-steps, which compares pictures, is in `few_steps.py`.
 """
 
 from __future__ import annotations

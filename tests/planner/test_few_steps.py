@@ -1,0 +1,101 @@
+"""Calls of few steps: the ways of warming up, the whole call, and fewer steps on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ditile.plan.plan import Plan
+from ditile.planner.answer import describe_fewer_steps
+from ditile.planner.footprint import DecodeWork
+from ditile.planner.profile import Link, Profile
+from ditile.planner.search import (
+    FewerSteps,
+    SearchRequest,
+    SearchResult,
+    iterate_other_warmups,
+    make_pricer,
+    price_single_plan,
+    search_plans,
+)
+from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
+from tests.planner.test_planner import EVEN, RATE, call, subject
+
+TURBO = "shapes-flux-turbo"
+
+
+def search(profile: Profile) -> SearchResult:
+    arguments = call(TURBO, height=512, width=512)
+    return search_plans(subject(TURBO), arguments, profile, SearchRequest(devices=4))
+
+
+def slow_down(bandwidth: float) -> Profile:
+    return dataclasses.replace(EVEN, link=Link(latency_s=0.0, bandwidth=bandwidth))
+
+
+@pytest.mark.parametrize(
+    ("profile", "warmup", "mode"),
+    [(EVEN, None, "auto"), (slow_down(1e6), None, "sequence"), (EVEN, 1, "sequence"), (EVEN, 3, "auto")],
+)
+def test_how_stages_share_synchronous_steps(profile: Profile, warmup: int | None, mode: str) -> None:
+    """A second one is taken where it is nearly free, and where nobody asked for another number."""
+    one, arguments = subject(TURBO), call(TURBO, height=512, width=512)
+    shape, plan = one.make_call_shape(arguments, 4), Plan(pipefusion=4, patches=4, warmup=warmup or 1)
+    pricer = make_pricer(one, arguments, profile)
+    others = list(iterate_other_warmups(one, pricer, one.make_plan_job(plan, shape), warmup, None))
+    assert others == [dataclasses.replace(plan, warmup_mode=mode)]
+
+
+def test_every_plan_of_a_short_call_is_tried_with_shared_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With free messages PipeFusion reaches the bound of `sequence`. A failure means that plans that are slow in
+    `serial` are sifted out before they are tried."""
+    monkeypatch.setattr("ditile.planner.search.SHOWN", 60)
+    prices = search(EVEN).prices
+    alone = next(price for price in prices if price.plan.world == 1)
+    shared = [each for each in prices if each.plan.warmup_mode == "auto" and each.plan.pipefusion == 4]
+    assert alone.latency_s / min(price.latency_s for price in shared) > 3.2
+
+
+def test_the_price_of_auto_is_that_of_what_it_takes() -> None:
+    one, arguments = subject(TURBO), call(TURBO)
+    pricer, shape = make_pricer(one, arguments, slow_down(1e9)), one.make_call_shape(arguments, 4)
+    auto, taken = (
+        pricer.price_call(one.make_plan_job(Plan.parse(f"pipefusion=4 patches=4 {rest}"), shape))
+        for rest in ("warmup_mode=auto", "warmup=2 warmup_mode=sequence")
+    )
+    assert dataclasses.replace(auto, plan=taken.plan) == taken
+
+
+def test_text_and_decode_are_in_the_call() -> None:
+    """A decode of twice the pixels takes twice as long, and rows share it out; a short call under a plan of several
+    ranks is decoded by rows, and a plan that is to be priced stays as it is."""
+    assert compute_text_seconds(1000, 50, EVEN) == pytest.approx(2 * 1000 * 50 / 1e9)
+    work = DecodeWork(operations=1e6, exchanges=10)
+    waits = dataclasses.replace(EVEN, link=Link(latency_s=0.01, bandwidth=1e18, call_s=0.02))
+    assert compute_decode_seconds(work, 1000, 1, EVEN) == pytest.approx(1.0)
+    assert compute_decode_seconds(work, 2000, 4, waits) == pytest.approx(2 / 4 + 10 * 0.03)
+    assert subject(TURBO).count_decode_work().operations > 1e5
+    for price in search(EVEN).prices:
+        assert price.call_s == price.text_s + price.latency_s + price.decode_s > price.latency_s > 0
+        assert price.plan.vae == ("rows" if price.plan.world > 1 else "whole")
+    priced = price_single_plan(subject(TURBO), call(TURBO), EVEN, SearchRequest(devices=4), Plan(pipefusion=4))
+    assert priced.plan == Plan(pipefusion=4) and priced.decode_s > 0
+    late = dataclasses.replace(EVEN, link=Link(latency_s=10.0, bandwidth=1e18))
+    assert {price.plan.vae for price in search(late).prices} == {"whole"}
+
+
+def test_fewer_steps_on_one_rank_are_named_where_they_are_as_fast() -> None:
+    """A failure means that a user starts four devices for what one does in three steps."""
+    one, arguments = subject(TURBO), call(TURBO, height=512, width=512)
+    profile, wanted = dataclasses.replace(slow_down(3e7), matmul=RATE), SearchRequest(devices=2, all_devices=True)
+    result = search_plans(one, arguments, profile, wanted)
+    stale = dataclasses.replace(result.prices[0], plan=Plan(pipefusion=2, patches=4))
+    for fewer, better in ((FewerSteps(3, 4, 0.5), True), (FewerSteps(2, 4, 0.5), False)):
+        said = describe_fewer_steps(SearchResult((stale,), (), 1, None, fewer))
+        assert said.startswith(f"{fewer.steps} of 4 steps on one rank take 0.5 s") and "on 2 ranks" in said
+        assert fewer.is_better == better == ("the better bargain" in said)
+    free = search(EVEN)
+    assert free.fewer is None or free.fewer.seconds <= free.prices[0].call_s
+    if result.prices[0].plan.attends_to_stale_keys:
+        assert result.fewer is not None and result.fewer.seconds <= result.prices[0].call_s
