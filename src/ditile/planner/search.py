@@ -38,6 +38,8 @@ SIFTED = 2 * SHOWN
 """The number of plans for which other kinds of warmup are tried."""
 SIFTED_OF_FEW_STEPS = 8 * SIFTED
 """The same of a call of few steps, of which synchronous ones are a large part."""
+LAST = 10**9
+"""In the order of a search, behind all plans."""
 ABOVE = 1.01
 """The formula's latency is at most this times that of the simulation."""
 WORTH = 1.05
@@ -184,23 +186,10 @@ def search_plans(
 
     in_order = iterate_fitting_plans()
     sifted = list(itertools.islice(in_order, SIFTED if shape.steps > FEW_STEPS else SIFTED_OF_FEW_STEPS))
-    others = [
-        plan
-        for candidate in sifted
-        for plan in iterate_other_warmups(subject, pricer, candidate.job, wanted.warmup, skips)
-    ]
-    for plan in others:
-        job, memory = fit_plan_to_memory(subject, shape, pricer, plan, space)
-        if memory <= space:
-            sifted.append(_PlanEstimate(pricer.estimate_latency(job, skips), legal + len(sifted), job, memory=memory))
+    sifted += _try_other_warmups(subject, pricer, sifted, wanted.warmup, space, skips)
     fits = _select_fastest(pricer, heapq.merge(sorted(sifted), in_order), skips)
     if not fits:
-        smallest = min(too_large, key=lambda rough: (rough.memory, rough.order))
-        raise PlanError(
-            f"no plan fits {_format_gigabytes(space)} a device: '{smallest.job.plan}' needs least, "
-            f"{_format_gigabytes(smallest.memory)}, {_format_gigabytes(smallest.memory - space)} more; "
-            "use more devices, quantize, or a smaller picture"
-        )
+        raise _make_memory_error(min(too_large, key=lambda rough: (rough.memory, rough.order)), space)
     fits = [complete_price(subject, pricer, call, price, shape, space) for price in fits]
     if shape.steps <= FEW_STEPS:
         fits.sort(key=lambda price: price.call_s)
@@ -214,6 +203,33 @@ def search_plans(
     lesser = find_fewer_steps(subject, pricer, call, shape, space, kept[0])
     return SearchResult(
         tuple(kept), tuple(SizedJob(each.job, each.memory) for each in too_large), legal, missed, lesser
+    )
+
+
+def _try_other_warmups(
+    subject: PlanSubject,
+    pricer: Pricer,
+    sifted: list[_PlanEstimate],
+    warmup: int | None,
+    space: int,
+    skips: CacheSkips | None,
+) -> list[_PlanEstimate]:
+    """The estimates of plans that fit, with their synchronous steps run otherwise; behind all others in the order."""
+    tried = list[_PlanEstimate]()
+    for candidate in sifted:
+        for plan in iterate_other_warmups(subject, pricer, candidate.job, warmup, skips):
+            job, memory = fit_plan_to_memory(subject, candidate.job.shape, pricer, plan, space)
+            if memory <= space:
+                order = LAST + len(tried)
+                tried.append(_PlanEstimate(pricer.estimate_latency(job, skips), order, job, memory=memory))
+    return tried
+
+
+def _make_memory_error(smallest: _PlanEstimate, space: int) -> PlanError:
+    return PlanError(
+        f"no plan fits {_format_gigabytes(space)} a device: '{smallest.job.plan}' needs least, "
+        f"{_format_gigabytes(smallest.memory)}, {_format_gigabytes(smallest.memory - space)} more; "
+        "use more devices, quantize, or a smaller picture"
     )
 
 
