@@ -40,7 +40,8 @@ class Price:
         bubble_s: seconds that the busiest stage waits for others even if messages take no time.
         bytes_per_step: bytes that all ranks send in a step, the mean over the steps.
         memory_bytes: peak memory of the rank that needs most.
-        text_s, decode_s: seconds of the text encoders before the loop, and of the decode behind it.
+        text_s, decode_s: seconds of the text encoders before the loop, and of the decode behind it; 0 where there are
+            more than `FEW_STEPS` steps, of which they are a small part.
     """
 
     plan: Plan

@@ -403,7 +403,9 @@ def complete_price(
     *,
     may_divide: bool = True,
 ) -> Price:
-    """The price with text and decode; in a call of few steps the decode may be divided where that pays."""
+    """The price of a call of few steps with text and decode, which may be divided where that pays."""
+    if shape.steps > FEW_STEPS:
+        return price
     plan, profile = price.plan, pricer.profile
     images = math.ceil(shape.images / plan.data)
     pixels = images * shape.height * shape.width // subject.vae_scale**2
@@ -415,7 +417,7 @@ def complete_price(
     ranks = plan.world // plan.data
     whole, divided = compute_seconds(1), compute_seconds(ranks)
     done = replace(price, text_s=text, decode_s=divided if plan.vae == "rows" else whole)
-    if not may_divide or shape.steps > FEW_STEPS or not subject.divides_decode:
+    if not may_divide or not subject.divides_decode:
         return done
     if plan.vae == "rows" or whole - divided < ROWS_GAIN * done.call_s:
         return done
