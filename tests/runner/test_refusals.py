@@ -14,7 +14,7 @@ from diffusers import (
     PixArtSigmaPipeline,
 )
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, JointAttnProcessor2_0
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
@@ -62,10 +62,6 @@ def _with_processor(make: Callable[[], Any], path: str, processor: Callable[[], 
     return made
 
 
-def _ip_adapter() -> Any:
-    return FluxIPAdapterAttnProcessor(32, 32)
-
-
 def _perturbed() -> Any:
     parts = {name: part for name, part in tiny.pixart().components.items() if part is not None}
     return PixArtSigmaPAGPipeline(**parts, pag_applied_layers=["blocks.1"])
@@ -79,7 +75,6 @@ PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
     "peft": (_instead(tiny.pixart, _peft), r"PeftModel wraps a PixArtTransformer2DModel.*get_base_model\(\)"),
     "own": (_with_processor(tiny.flux, "transformer_blocks.0.attn", OwnProcessor),
             r"transformer_blocks.0.attn has .* OwnProcessor, and known.*: FluxAttnProcessor; set it back"),
-    "IP-adapter": (_with_processor(tiny.flux, "transformer_blocks.1.attn", _ip_adapter), "unload the IP-adapter"),
     "PixArt's": (_with_processor(tiny.pixart, "transformer_blocks.3.attn1", JointAttnProcessor2_0),
                  "transformer_blocks.3.attn1 has .*: AttnProcessor2_0; set it back"),
     "SD3 fused": (_with_processor(tiny.sd3, "transformer_blocks.0.attn2", FusedJointAttnProcessor2_0),

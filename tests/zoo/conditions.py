@@ -6,10 +6,12 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
 from tests.more_families import EVERY
-from tests.tiny import arguments, randomise, sd3, vae
-from tests.zoo.entry import entry, picture
+from tests.tiny import arguments, flux, randomise, sd3, vae
+from tests.zoo.entry import embeds, entry, picture
 from tests.zoo.pictures import (
     MANY_WORDS,
     OTHER_EMBEDS,
@@ -65,7 +67,27 @@ def z_image_controlnet() -> Any:
     return diffusers.ZImageControlNetPipeline(**components, controlnet=randomise(model, seed=2, gain=1.0))
 
 
+def flux_ip_adapter() -> Any:
+    pipe = flux()
+    width = pipe.transformer.inner_dim
+    for block in pipe.transformer.transformer_blocks:
+        block.attn.set_processor(
+            randomise(FluxIPAdapterAttnProcessor(width, CONTEXT, num_tokens=(4,)), seed=3, gain=1.0)
+        )
+    projection = ImageProjection(cross_attention_dim=CONTEXT, image_embed_dim=8, num_image_text_embeds=4)
+    pipe.transformer.encoder_hid_proj = MultiIPAdapterImageProjection([projection])
+    return pipe
+
+
+CONTEXT = 24
+
 ENTRIES = [
+    entry(
+        "flux-ip-adapter", 12, flux_ip_adapter, lambda: {
+            **arguments("flux"), **TINY, "negative_prompt": "a blue square", "true_cfg_scale": 3.0,
+            "ip_adapter_image_embeds": [embeds(1, 8)], "negative_ip_adapter_image_embeds": [embeds(1, 8, seed=5)],
+        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
     entry(
         "qwen-image-controlnet", 7, qwen_image_controlnet, lambda: qwen_image_call() | {
             "control_image": picture(24, 40),

@@ -129,6 +129,11 @@ TABLE = (
         "any-flow-far",
     ),
     Hole(
+        "has weights in its attention processors, which tensor parallelism does not cut",
+        ("tensor",),
+        "flux-ip-adapter",
+    ),
+    Hole(
         "gives its transformer what a ControlNet adds by the number of the block, of unknown rows",
         ("cfg", "data"),
         "z-image-controlnet",

@@ -28,7 +28,7 @@ from ditile.hooks.attention_processors import (
 )
 from ditile.hooks.batch_rows import BatchDimFinder
 from ditile.hooks.block_calls import BlockCalls, SurveyedBlocks
-from ditile.hooks.block_policy import BlockHook, BlockPolicy, LayerAttention
+from ditile.hooks.block_policy import ADAPTER_PROCESSORS, BlockHook, BlockPolicy, LayerAttention
 from ditile.hooks.compile import (
     CompileFunction,
     ForwardCall,
@@ -119,6 +119,12 @@ class TransformerHooks:
         self.replacement_blocks: Mapping[int, ReplacementBlock] = {}
         self._stored_contents: dict[int, ModuleContents] = {}
         self._guard: RemovableHandle | None = None
+        self._adapters = {hook.name: hook.count_adapters() for hook in self.chain}
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether there is an IP-adapter."""
+        return any(self._adapters.values())
 
     @property
     def models(self) -> list[TransformerHooks]:
@@ -201,11 +207,16 @@ class TransformerHooks:
     def explain_refusal(self, blocks: range) -> str | None:
         """Why the attention of some of these blocks cannot be divided, or None: it has an unknown processor."""
         for hook in (hook for model in self.models for hook in model.chain[blocks.start : blocks.stop]):
+            if hook.name in self._adapters and hook.count_adapters() != self._adapters[hook.name]:
+                return (
+                    f"the IP-adapters of {hook.name} are others than when the pipeline was divided; restore() the "
+                    "runner, and call parallelize with them"
+                )
             for path, attention in hook.list_attentions():
                 processor = getattr(attention, "processor", None)
                 if self.spec.stock and type(processor) not in self.spec.stock:
                     known = ", ".join(cls.__name__ for cls in self.spec.stock)
-                elif isinstance(processor, nn.Module):
+                elif isinstance(processor, nn.Module) and not isinstance(processor, ADAPTER_PROCESSORS):
                     known = "those without weights of their own"
                 else:
                     continue

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
 from ditile.plan.anatomy import LOCAL, REAL_PAIRS, ListAnatomy, drop_further_keys, sees_text
 from ditile.plan.layout import Grid
+
+ADAPTER_PROCESSORS = (FluxIPAdapterAttnProcessor,)
+"""Processors that do what their class's own does, and attend to the pictures of IP-adapters besides."""
 
 
 class LayerAttention(Protocol):
@@ -61,9 +65,18 @@ class BlockHook:
         return [(path, modules[path]) for path in self.anatomy.attention if path in modules and self.is_shared(path)]
 
     def list_calls(self, path: str) -> list[tuple[str, str]]:
-        """The attention calls of a module, in order: the name of each in the model, and its kind."""
-        layer, kinds = f"{self.name}.{path}".rstrip("."), self.anatomy.attention[path]
+        """The attention calls of a module, in order: the name of each in the model, and its kind.
+
+        An IP-adapter attends once more to each of its pictures, which every rank has.
+        """
+        processor = getattr(self.block.get_submodule(path), "processor", None)
+        layer = f"{self.name}.{path}".rstrip(".")
+        kinds = (*self.anatomy.attention[path], *(LOCAL,) * count_adapters(processor))
         return [(layer if len(kinds) == 1 else f"{layer}.{turn}", kind) for turn, kind in enumerate(kinds)]
+
+    def count_adapters(self) -> int:
+        """The IP-adapters of the block's attention."""
+        return sum(count_adapters(getattr(module, "processor", None)) for _, module in self.list_attentions())
 
     def is_shared(self, path: str) -> bool:
         """Whether a module attends to tokens that ranks share out."""
@@ -76,6 +89,11 @@ class BlockHook:
     def sees_text(self, path: str) -> bool:
         """Whether a module attends to image and text in one sequence."""
         return any(sees_text(kind) for kind in self.anatomy.attention[path])
+
+
+def count_adapters(processor: Any) -> int:
+    """The IP-adapters of an attention processor, each of which attends once more."""
+    return len(processor.to_k_ip) if isinstance(processor, ADAPTER_PROCESSORS) else 0
 
 
 class BlockPolicy(Protocol):

@@ -19,6 +19,7 @@ from torch import nn
 
 from ditile.errors import ModelError
 from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.models.block_lists import get_module_list
 from ditile.plan.anatomy import Anatomy, Kinds, ListAnatomy
 from ditile.plan.spec import ModelSpec
@@ -99,6 +100,8 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
         for module in block.modules()
         if type(getattr(module, "processor", None)) is not getattr(module, "_default_processor_cls", None)
         and hasattr(module, "_default_processor_cls")
+        # It does what the class's own does, and attends to its pictures besides.
+        and type(module.processor) not in ADAPTER_PROCESSORS
     }
     try:
         text = "".join(inspect.getsource(inspect.unwrap(cls.forward)) for cls in classes)

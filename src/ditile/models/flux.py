@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.models.embeddings import apply_rotary_emb
-from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
 from ditile.errors import ModelError
@@ -24,7 +24,6 @@ from ditile.models.tokens import (
     JOINT_TENSOR_TOKENS,
     TEXT_STREAM,
     defer_joint_projections,
-    explain_ip_adapter_refusal,
 )
 from ditile.plan.layout import Grid
 from ditile.plan.spec import Conditioning, ModelSpec
@@ -125,9 +124,8 @@ FLUX = ModelSpec(
         "norm_out.linear",
     ),
     overlapped=FluxOverlappedProcessor,
-    stock=(FluxAttnProcessor,),
+    stock=(FluxAttnProcessor, FluxIPAdapterAttnProcessor),
     tensor=FluxTransformer2DModel._tp_plan,
     tensor_tokens=TENSOR_TOKENS,
     batch=("img_ids", "txt_ids"),
-    refuse=lambda pipe, call: explain_ip_adapter_refusal(call),
 )

@@ -503,6 +503,11 @@ def _build_warmup_group(
         raise ModelError(
             f"warmup_mode={plan.warmup_mode}: {type(pipe).__name__} calls two models in turns; use serial or pipelined"
         )
+    if block_hooks.has_adapters:
+        raise ModelError(
+            f"warmup_mode={plan.warmup_mode}: weights of IP-adapters are not sent to other stages; use serial or "
+            "pipelined"
+        )
     if plan.warmup_mode == "separate":
         return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
     weight_stream = WeightStream(block_hooks, stages, mesh)

@@ -1,4 +1,4 @@
-"""Models beside the transformer, such as a ControlNet, which read the latents on every stage.
+"""Models beside the transformer, such as a ControlNet, which read the latents on every stage, and IP-adapters.
 
 Nothing stale: bit for bit the pipeline. Stale keys: bit for bit the same on one, two and three ranks.
 """
@@ -48,11 +48,15 @@ def z_image_controlnet() -> Made:
     return ZOO["z-image-controlnet"].make(), ZOO["z-image-controlnet"].call()
 
 
+def flux_ip_adapter() -> Made:
+    return ZOO["flux-ip-adapter"].make(), ZOO["flux-ip-adapter"].call()
+
+
 def wan_vace() -> Made:
     return ZOO["wan-vace"].make(), ZOO["wan-vace"].call()
 
 
-MAKES = [flux_controlnet, flux_controlnet_inpaint, qwen_controlnet, sd3_controlnet, z_image_controlnet, wan_vace]
+MAKES = [flux_controlnet, flux_controlnet_inpaint, qwen_controlnet, sd3_controlnet, z_image_controlnet, wan_vace, flux_ip_adapter]
 
 
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
