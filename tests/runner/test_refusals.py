@@ -74,7 +74,7 @@ PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
                 "NucleusMoEImageTransformer2DModel .*PixArtSigmaPipeline could not be called.*a plan of data or cfg"),
     "peft": (_instead(tiny.pixart, _peft), r"PeftModel wraps a PixArtTransformer2DModel.*get_base_model\(\)"),
     "own": (_with_processor(tiny.flux, "transformer_blocks.0.attn", OwnProcessor),
-            r"transformer_blocks.0.attn has .* OwnProcessor, and known.*: FluxAttnProcessor; set it back"),
+            r"transformer_blocks.0.attn has .* OwnProcessor, and known.*: FluxAttnProcessor, FluxIP.*; set it back"),
     "PixArt's": (_with_processor(tiny.pixart, "transformer_blocks.3.attn1", JointAttnProcessor2_0),
                  "transformer_blocks.3.attn1 has .*: AttnProcessor2_0; set it back"),
     "SD3 fused": (_with_processor(tiny.sd3, "transformer_blocks.0.attn2", FusedJointAttnProcessor2_0),

@@ -24,6 +24,7 @@ from ditile.models.tokens import (
     JOINT_TENSOR_TOKENS,
     TEXT_STREAM,
     defer_joint_projections,
+    explain_ip_adapter_refusal,
 )
 from ditile.plan.layout import Grid
 from ditile.plan.spec import Conditioning, ModelSpec
@@ -77,6 +78,11 @@ def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     return Grid(ids.shape[0] // columns, columns)
 
 
+def has_ip_adapter(pipe: Any) -> bool:
+    """Whether a pipeline makes something of pictures that are given to an IP-adapter."""
+    return getattr(pipe.transformer, "encoder_hid_proj", None) is not None
+
+
 def read_flux_conditioning(call: Mapping[str, Any]) -> Conditioning:
     """True CFG, where it is on, is a second call."""
     embedded = all(call.get(f"negative_{name}embeds") is not None for name in ("prompt_", "pooled_prompt_"))
@@ -128,4 +134,5 @@ FLUX = ModelSpec(
     tensor=FluxTransformer2DModel._tp_plan,
     tensor_tokens=TENSOR_TOKENS,
     batch=("img_ids", "txt_ids"),
+    refuse=lambda pipe, call: None if has_ip_adapter(pipe) else explain_ip_adapter_refusal(call),
 )

@@ -103,5 +103,5 @@ def explain_ip_adapter_refusal(call: Mapping[str, Any]) -> str | None:
     for name in ("ip_adapter_image", "ip_adapter_image_embeds"):
         for argument in (name, f"negative_{name}"):
             if call.get(argument) is not None:
-                return f"IP-adapter images are not supported by PipeFusion; leave {argument} out"
+                return f"there is no IP-adapter here that can be divided; leave {argument} out"
     return None

@@ -56,7 +56,15 @@ def wan_vace() -> Made:
     return ZOO["wan-vace"].make(), ZOO["wan-vace"].call()
 
 
-MAKES = [flux_controlnet, flux_controlnet_inpaint, qwen_controlnet, sd3_controlnet, z_image_controlnet, wan_vace, flux_ip_adapter]
+MAKES = [
+    flux_controlnet,
+    flux_controlnet_inpaint,
+    qwen_controlnet,
+    sd3_controlnet,
+    z_image_controlnet,
+    wan_vace,
+    flux_ip_adapter,
+]
 
 
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
