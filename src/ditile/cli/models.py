@@ -146,6 +146,6 @@ whose blocks are read from its source or named by a `BlockAdapter` ([caching.md]
 Refused by every plan except those of data and cfg alone, because they need the whole fresh prediction, or their own
 attention: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, SD3's IP-adapters and
 skip-layer guidance. IP-adapters of FLUX.1 that are loaded before `parallelize` go with every plan but those with tensor
-or a warmup that stages share out. Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop goes with
-every plan; in a step of patches it is computed once, of the latents as they are when the step begins
+or a warmup that stages share out. Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop
+goes with every plan; in a step of patches it is computed once, of the latents as they are when the step begins
 ([pipefusion.md](pipefusion.md))."""
