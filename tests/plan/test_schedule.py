@@ -196,8 +196,8 @@ def test_a_warmup_group_hands_over() -> None:
 class Impatient(Schedule):
     """Stage 0 wants the patches of the step that it has not begun."""
 
-    def iter_ops_before_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
-        for op in super().iter_ops_before_call(stage, micro):
+    def iter_ops_before_call(self, stage: int, micro: MicroStep, calls: int = 1) -> Iterator[Op]:
+        for op in super().iter_ops_before_call(stage, micro, calls):
             yield op._replace(step=micro.step)
 
 

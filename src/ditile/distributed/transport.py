@@ -102,8 +102,7 @@ class PeerChannel:
     def release_old_sends(self) -> None:
         """Releases tensors that were sent before the last call; they must have arrived, so that it never waits."""
         # Gloo does not report that a message has arrived before somebody waits for it: all of them would be kept.
-        while len(self._sending) > self._sent - self._sent_before:
-            self._sending.popleft()[0].wait()
+        self._wait_for_sends(self._sent - self._sent_before)
         self._sent_before = self._sent
 
     def post_receive(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
@@ -122,8 +121,13 @@ class PeerChannel:
     def flush_sends(self) -> None:
         """Waits until all sends are done."""
         with self._traffic.record_wait(self._kind):
-            while self._sending:
-                self._sending.popleft()[0].wait()
+            self._wait_for_sends(0)
+
+    def _wait_for_sends(self, but: int) -> None:
+        while len(self._sending) > but:
+            work, message = self._sending.popleft()
+            work.wait()
+            del message  # not before
 
     def abandon_messages(self) -> None:
         """Forgets the messages to come, after an error that ends the run; what was sent still arrives."""

@@ -193,6 +193,11 @@ class Generation:
         return self.micro_step.step if self.blended_step is None else self.blended_step - 1
 
     @property
+    def own_calls(self) -> Sequence[int]:
+        """The calls of a step that this rank computes; in the first micro-step, of those so far."""
+        return self.branches(self.micro_step.step, max(self.branch, 1) if self.calls is None else self.calls)
+
+    @property
     def branch_layout(self) -> Layout:
         """The layout of the branch that is being computed."""
         return self.layouts[self.branch, self.is_whole]

@@ -24,9 +24,11 @@ class HeadExchange(Protocol):
 
     Attributes:
         overlaps: whether q, k and v travel one by one, each while the next is computed.
+        takes_dummies: whether queries of dummies may be among those of tokens.
     """
 
     overlaps: bool
+    takes_dummies: bool
 
     def exchange_tokens_for_heads(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 from ditile.plan.layout import split_batch_evenly
@@ -93,6 +94,7 @@ class Schedule:
         num_references: how many of the patches, the first ones, are of reference pictures; no latents belong to them.
         reference_share: of the work of a whole step that is theirs.
         shares_latents: whether every stage gets the stepped patches, and not the first alone.
+        lacks_latents: whether some of the patches have none, as those of reference pictures.
     """
 
     stages: int
@@ -109,6 +111,7 @@ class Schedule:
     num_references: int = 0
     reference_share: float = 0.0
     shares_latents: bool = False
+    lacks_latents: bool = False
 
     @classmethod
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
@@ -125,6 +128,7 @@ class Schedule:
             batch=batch,
             adaptive=plan.warmup == AUTO,
             references=plan.references,
+            lacks_latents=plan.references is not None,
         )
 
     def is_synchronous(self, step: int) -> bool:
@@ -158,7 +162,9 @@ class Schedule:
         """The iterations of the pipeline's loop that make up a step."""
         if self.is_synchronous(step) or self.distrifusion > 1:
             return [MicroStep(step, None)]
-        first = 0 if self.computes_references(step) else self.num_references
+        first = self.num_references
+        if first and self.computes_references(step):
+            first = 0
         return [MicroStep(step, patch) for patch in range(first, self.patches)]
 
     def find_micro_step(self, step: int, patch: int) -> MicroStep:
@@ -215,23 +221,73 @@ class Schedule:
         """How many steps ago references were last computed, and no less than `least`; one before the first if never."""
         return next((age for age in range(least, step + 1) if self.computes_references(step - age)), step + 1)
 
-    def iter_ops_before_call(self, stage: int, micro: MicroStep) -> Iterator[Op]:
-        """What a stage does before the transformer is called: a reader of latents takes the stepped patches.
+    def iter_ops_before_call(self, stage: int, micro: MicroStep, calls: int = 1) -> Iterator[Op]:
+        """What a stage does before the pipeline computes a micro-step: a reader of latents takes the stepped patches.
 
         The other members of a warmup group get the whole latents.
+
+        Args:
+            calls: that this stage makes in a micro-step.
         """
-        if micro.step == 0 or self.stages == 1:
+        if self.stages == 1:
             return
         step, last = micro.step - 1, self.stages - 1
         if stage in self.latent_readers:
-            for patch in self.list_stepped_patches(micro):
-                yield Op(OpKind.RECEIVE_STEPPED_PATCH, step, patch, peer=last)
+            yield from self.iter_takes(micro, -1, calls)
         others = [member for member in self.select_warmup_group(micro) if 0 < member < last]
+        if micro.step == 0 or not others:
+            return
         if stage == last:
             for member in others:
                 yield Op(OpKind.SEND_WHOLE_LATENTS, step, None, peer=member)
         elif stage in others:
             yield Op(OpKind.RECEIVE_WHOLE_LATENTS, step, None, peer=last)
+
+    def iter_takes(self, micro: MicroStep, turn: int, calls: int) -> Iterator[Op]:
+        """The stepped patches that a reader of latents takes before a call, as soon as they may be back.
+
+        A send waits for its receive, and a launch may wait for all messages of a device. Stages never wait for each
+        other in a ring if the first one takes a patch before it is far ahead of it.
+
+        Args:
+            micro: the micro-step.
+            turn: which call of it, of those that this stage makes; -1 before the pipeline computes anything.
+            calls: how many this stage makes in a micro-step.
+        """
+        before = (micro, turn - 1) if turn >= 0 else self._find_call_before(micro, calls)
+        for taken in range(self.count_taken_patches(*before, calls), self.count_taken_patches(micro, turn, calls)):
+            step, patch = divmod(taken, self.patches - self.num_references)
+            yield Op(OpKind.RECEIVE_STEPPED_PATCH, step, self.num_references + patch, peer=self.stages - 1)
+
+    def _find_call_before(self, micro: MicroStep, calls: int) -> tuple[MicroStep, int]:
+        """The last call of the micro-step before; of the first one, what is before its calls."""
+        micros = self.list_micro_steps(micro.step)
+        if micro != micros[0]:
+            return micros[micros.index(micro) - 1], calls - 1
+        return (self.list_micro_steps(micro.step - 1)[-1], calls - 1) if micro.step else (micro, -1)
+
+    def count_taken_patches(self, micro: MicroStep, turn: int, calls: int) -> int:
+        """The patches of all steps that the first stage has taken before a call; see `iter_takes`."""
+        step, patch = micro
+        references = self.num_references
+        with_latents = self.patches - references
+        taken = step * with_latents
+        if patch is not None:
+            left_out = before = 0
+            if references:
+                left_out = 0 if self.computes_references(step) else references
+                before = 0 if not step or self.computes_references(step - 1) else references
+            # Where all stages read latents, they take those that they compute.
+            ahead = self.patches * calls
+            if not self.shares_latents:
+                ahead = _count_calls_ahead(self.stages, self.patches, calls, self.warmup > 0, self.lacks_latents)
+            taken += _count_early_patches(patch, turn, calls, ahead, self.patches, references, left_out, before)
+        return min(max(taken, 0), (self.steps - 1) * with_latents)
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether the first stage may post the receive of one more stepped patch."""
+        return self.patches > self.stages and self.warmup > 0 and not (self.lacks_latents or self.shares_latents)
 
     def iter_call_ops(self, stage: int, micro: MicroStep, branch: int, micro_batch: int = 0) -> Iterator[Op]:
         """What a stage does in one call of the transformer, or in a micro-batch of it."""
@@ -279,8 +335,11 @@ class Schedule:
     ) -> Iterator[Op]:
         """All that a stage does in a step of `calls` transformer calls, or of those of them that `branches` names."""
         for micro in self.list_micro_steps(step):
-            yield from self.iter_ops_before_call(stage, micro)
-            for branch in range(calls) if branches is None else branches:
+            own = range(calls) if branches is None else branches
+            yield from self.iter_ops_before_call(stage, micro, len(own))
+            for turn, branch in enumerate(own):
+                if stage in self.latent_readers:
+                    yield from self.iter_takes(micro, turn, len(own))
                 for micro_batch in range(len(self.split_micro_batches(micro))):
                     yield from self.iter_call_ops(stage, micro, branch, micro_batch)
             yield from self.iter_ops_after_call(stage, micro)
@@ -322,6 +381,41 @@ class Schedule:
             return 1 / self.warmup_group_size
         largest = len(self.split_micro_batches(MicroStep(0, None))[0]) / self.batch / calls
         return (1 + (self.stages - 1) * largest) / self.stages
+
+
+@lru_cache(maxsize=1024)
+def _count_calls_ahead(stages: int, patches: int, calls: int, has_warmup: bool, lacks_latents: bool) -> int:
+    """After how many calls, from the first one for a patch, its stepped patch is taken.
+
+    It is back after N - 1 + calls. The more there are besides, the less a late message delays the first stage. A model
+    of NCCL says how many never hang (`tests/parallel/pipefusion/test_hangs.py`).
+    """
+    ahead = least = stages - 1 + calls
+    if has_warmup and not lacks_latents and patches >= stages:
+        ahead = 2 * stages + (2 * calls if patches > stages else calls) - 3
+    return min(max(ahead, least), patches * calls)
+
+
+@lru_cache(maxsize=4096)
+def _count_early_patches(
+    patch: int, turn: int, calls: int, ahead: int, patches: int, references: int, left_out: int, before: int
+) -> int:
+    """Patches taken before a call of an asynchronous micro-step, of its step; minus those of the step before to come.
+
+    Args:
+        patch, turn, calls: of the micro-step and the call.
+        ahead: after how many calls a patch is taken.
+        patches, references: of all, and the first ones that have no latents.
+        left_out, before: how many of these are not computed in the step, and in the step before.
+    """
+    with_latents = patches - references
+    due = max(patch + 1 - references, 0) - with_latents
+    at = patch - left_out - (ahead - turn + calls - 1) // calls
+    if at >= 0:
+        early = max(left_out + at + 1 - references, 0)
+    else:  # in a whole step patches come back one after the other, too
+        early = max(patches + at + 1 - references, 0) - with_latents if at + patches - before >= 0 else -with_latents
+    return max(early, due)
 
 
 class Span(NamedTuple):

@@ -37,7 +37,7 @@ class AttentionCore:
 
     Attributes:
         attend: `(q, k, v, *, mask, scale)`, `[B, S, N, H]` to the same, where S counts the tokens of the micro-step at
-            hand; dummies become zeros.
+            hand; what dummies become is never read.
         overlaps: whether `attend_overlapped` gains anything.
     """
 
@@ -96,7 +96,8 @@ class AttentionCore:
         heads, keys, further = q.shape[2], tokens if keys is None else keys, None
         if self._further and k.shape[1] > q.shape[1]:
             k, v, mask, further = self._take_further_keys(q, k, v, mask, tokens)
-        if tokens.dummies:
+        # Queries of dummies cost less than to leave them out and to bring the output to its length again.
+        if tokens.dummies and (tokens.are_none or mask is not None or not self._exchange.takes_dummies):
             q = q[:, tokens.real_tokens]
         if keys.dummies:
             k, v = k[:, keys.real_tokens], v[:, keys.real_tokens]
@@ -163,7 +164,7 @@ class AttentionCore:
         if q.shape[2]:  # there may be more ranks than heads
             out = self._keys.attend_to_keys(q, k, v, keys, AttentionOptions(key_padding_mask, scale, further))
         out = self._exchange.exchange_heads_for_tokens(out, tokens, heads)
-        if not tokens.dummies:
+        if out.shape[1] > tokens.rank_lengths[tokens.index] or not tokens.dummies:
             return out
         dummies = out.new_zeros((out.shape[0], tokens.dummies, *out.shape[2:]))
         return torch.cat([dummies, out] if tokens.dummies_first else [out, dummies], dim=1)
@@ -172,7 +173,7 @@ class AttentionCore:
 class NoExchange:
     """Every rank has all heads of its tokens."""
 
-    overlaps = False
+    overlaps, takes_dummies = False, True
 
     def exchange_tokens_for_heads(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens

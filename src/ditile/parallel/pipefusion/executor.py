@@ -29,7 +29,7 @@ from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
 from ditile.plan.layout import DUMMY_TEXT, Joint, Layout, merge_ranges
 from ditile.plan.plan import Facts, Plan
-from ditile.plan.schedule import Op, OpKind, Schedule
+from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule
 
 
 class PipeFusion:
@@ -45,6 +45,7 @@ class PipeFusion:
         warmup_group: computes the synchronous steps, where they are not computed stage after stage.
 
     Attributes:
+        is_last_stage: whether this stage makes the prediction and steps the scheduler.
         broken: whether messages of a generation that failed are still under way.
     """
 
@@ -59,11 +60,10 @@ class PipeFusion:
         warmup_group: WarmupGroup | None = None,
     ) -> None:
         self.stage, self.stages, self.owned = mesh.stage_index, mesh.num_stages, owned
+        self.is_last_stage = self.stage == self.stages - 1
         self._active_blocks = frozenset((0, *owned, owned.stop))
         self._plan, self._joint, self._trace, self.warmup_group = plan, joint, trace, warmup_group
         self._patches, self._streams = plan.num_patches, streams
-        # Where references are left out, they are one patch.
-        self._least_patches = self._patches - (plan.references not in (None, 1))
         self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
         self._widths: dict[int, tuple[int, int]] = {}  # of image and text tokens, by branch
         self._start_of_image = 0
@@ -85,8 +85,10 @@ class PipeFusion:
                 PeerChannel(group, self.stage - 1, "activations", mesh.traffic),
                 self._compute_activation_shape,
                 self._can_post_activation,
-                looks_ahead=self._least_patches >= self.stages,
             )
+            # Where references are left out, they are one patch.
+            fewest = self._patches - (self._plan.references not in (None, 1))
+            self._activations_in.looks_ahead = fewest >= self.stages
         if self.stage < last:
             group = mesh.select_downstream_group(self.stage)
             self._activations_out = PeerChannel(group, self.stage + 1, "activations", mesh.traffic)
@@ -100,7 +102,6 @@ class PipeFusion:
             PeerChannel(group, self.stages - 1, "latents", self._traffic),
             self._compute_latent_shape,
             self._can_post_latents,
-            looks_ahead=self._least_patches > self.stages,
         )
 
     def share_latents(self, device: torch.device) -> None:
@@ -127,11 +128,6 @@ class PipeFusion:
             self.warmup_group.connect_channels(device)
 
     @property
-    def is_last_stage(self) -> bool:
-        """Whether this stage makes the prediction and steps the scheduler."""
-        return self.stage == self.stages - 1
-
-    @property
     def reads_latents(self) -> bool:
         """Whether this stage embeds the latents, in some steps at least."""
         is_member = self.warmup_group is not None and self.warmup_group.is_member
@@ -141,11 +137,13 @@ class PipeFusion:
         """A generation begins."""
         self.schedule, self.generation = schedule, generation
         self._has_begun = False
-        self._cleared, self._returned = 0, -1
+        self._cleared, self._returned, self._num_taken = 0, -1, 0
         self._widths.clear()
         self._ops: Iterator[Op] = iter(())
         self._start: Any = None
         self._latents: Sequence[Tensor] = ()
+        self._own_calls: Sequence[int] = ()
+        self._taken: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # with the number of the scheduler
 
     def end_generation(self, *, clean: bool) -> None:
         """Ends a generation: waits for what was sent or, after an error, abandons it in the channels for good.
@@ -168,6 +166,7 @@ class PipeFusion:
         self._dummies.clear()
         # This object outlives the picture: without this its keys and latents would stay in memory.
         self._latents = ()
+        self._taken.clear()
         del self.generation
 
     # The loop
@@ -189,28 +188,41 @@ class PipeFusion:
                 self._activations_in.expect_messages(self._list_message_keys(sure))
             self._cleared = sure
         if self._latents_in is not None and self.stage in schedule.latent_readers:
+            self._latents_in.looks_ahead = schedule.takes_ahead
             for sure in range(self._returned + 1, min(step + 1, schedule.steps - 1)):
                 self._latents_in.expect_messages(
                     key for patch in range(self._patches) for key in self._list_latent_keys(sure, patch)
                 )
                 self._returned = sure
 
-    def receive_stepped_patches(self, latents: Sequence[Tensor], ops: list[Op], *, write: bool) -> None:
-        """Writes the stepped patches that `ops` receive into the latents of this stage, or only drains them.
+    def bring_latents(self, latents: Sequence[Tensor], micro: MicroStep, *, is_news: bool) -> None:
+        """Brings a stage's latents up to date for a micro-step, with the stepped patches that it computes.
 
         Args:
             latents: of each scheduler that the pipeline steps.
-            ops: receive a patch each.
-            write: whether they are news.
+            micro: the micro-step.
+            is_news: whether patches are written into them, or only received.
         """
-        self._latents = latents
-        for op in ops:
-            assert self._latents_in is not None and op.patch is not None
-            for key in self._list_latent_keys(op.step, op.patch):
-                with self._trace.record_span("take", op.step, op.patch):
-                    patch = self._latents_in.receive_message(key, latents[key.branch])
-                if write:
-                    self.generation.pieces[key.branch][op.patch].put(latents[key.branch], patch)
+        self._latents, self._own_calls = latents, self.generation.own_calls
+        self._take_stepped_patches(micro, -1)
+        for patch in self.schedule.list_patches(micro) if micro.step else ():
+            for index, taken in self._taken.pop((micro.step - 1, patch), ()):
+                if is_news:
+                    self.generation.pieces[index][patch].put(latents[index], taken)
+
+    def _take_stepped_patches(self, micro: MicroStep, turn: int) -> None:
+        """Receives the stepped patches that may be back before a call; they are written when it is their turn."""
+        assert self._latents_in is not None
+        due = self.schedule.count_taken_patches(micro, turn, len(self._own_calls))
+        for number in range(self._num_taken, due):
+            step, patch = divmod(number, self._patches - self.schedule.num_references)
+            patch += self.schedule.num_references
+            self._taken[step, patch] = taken = []
+            for key in self._list_latent_keys(step, patch):
+                with self._trace.record_span("take", step, patch):
+                    message = self._latents_in.receive_message(key, self._latents[key.branch])
+                taken.append((key.branch, message))
+        self._num_taken = max(due, self._num_taken)
 
     def _list_latent_keys(self, step: int, patch: int) -> list[MessageKey]:
         """The messages of a stepped patch: one for each scheduler that steps some of it, in place of the branch."""
@@ -323,6 +335,8 @@ class PipeFusion:
                 f"the batch changed from {now.batch} to {batch_size} rows in mid-run, and what stages send each other "
                 "has those of the first step; keep guidance on for the whole run, or use pipefusion=1"
             )
+        if self._own_calls and now.calls is not None:
+            self._take_stepped_patches(now.micro_step, self._own_calls.index(now.branch))
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
         return micro_batches
 

@@ -288,6 +288,8 @@ class Loop:
             for each in self._streams:
                 each.end_rehearsal(self._plan.num_patches, now.num_references, adaptive=self._schedule.adaptive)
             now.pieces = [each.pieces for each in self._streams]
+            lacks_latents = any(all(piece.is_empty for piece in each) for each in zip(*now.pieces, strict=True))
+            self._schedule = replace(self._schedule, lacks_latents=lacks_latents)
         if now.reads_latents_everywhere:
             self._schedule = replace(self._schedule, shares_latents=True)
             self._pipefusion.share_latents(self._batch.view_own_images(self._streams[0].sample).device)
@@ -349,14 +351,13 @@ class Loop:
         """
         for each in self._streams:
             each.release_patches(self._schedule.list_patches(micro))
-        ops = list(self._schedule.iter_ops_before_call(self._pipefusion.stage, micro))
-        if not ops:
-            return
-        own = [self._batch.view_own_images(each.latents) for each in self._streams if each.latents is not None]
-        warmup_group, write = self._pipefusion.warmup_group, self._synced != micro.step - 1
-        takes = [op for op in ops if op.kind is OpKind.RECEIVE_STEPPED_PATCH]
-        if takes:
-            self._pipefusion.receive_stepped_patches(own, takes, write=write)
+        fusion, write = self._pipefusion, self._synced != micro.step - 1
+        if fusion.stage in self._schedule.latent_readers:
+            fusion.bring_latents(self._list_own_latents(), micro, is_news=write)
+            if fusion.stage == 0:
+                return
+        ops, warmup_group = list(self._schedule.iter_ops_before_call(fusion.stage, micro)), fusion.warmup_group
+        own = self._list_own_latents() if ops else []
         for op in ops:
             for latents in own:
                 if op.kind is OpKind.SEND_WHOLE_LATENTS and warmup_group is not None:
@@ -365,6 +366,9 @@ class Loop:
                     whole = warmup_group.receive_whole_latents(latents)
                     if write:
                         latents.copy_(whole)
+
+    def _list_own_latents(self) -> list[Tensor]:
+        return [self._batch.view_own_images(each.latents) for each in self._streams if each.latents is not None]
 
     def _note_interrupt(self) -> bool:
         """Holds back `pipe._interrupt` until all ranks agree on the step."""

@@ -4,7 +4,7 @@ Gloo's receives wait for nothing but their message. NCCL's are kernels that spin
 for the first time, or to free memory, may wait for all that runs there. So a receive is posted only if its message does
 not depend, directly or by way of other ranks, on work that this rank has not launched yet. With M patches on their way
 round N stages, each stage but the first may post one more activation if M >= N, and the first stage one more patch of
-latents if M > N.
+latents if M > N (`Schedule.takes_ahead`).
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ class ReceivePrefetcher:
         channel: carries the messages.
         shape: of a message; None if it is not known yet.
         can_post: whether all work of this rank that a message depends on was launched.
+
+    Attributes:
         looks_ahead: whether any may be posted ahead where receives occupy the device.
     """
 
@@ -44,11 +46,9 @@ class ReceivePrefetcher:
         channel: PeerChannel,
         shape: Callable[[MessageKey], tuple[int, ...] | None],
         can_post: Callable[[MessageKey], bool],
-        *,
-        looks_ahead: bool,
     ) -> None:
         self.channel, self._shape, self._can_post = channel, shape, can_post
-        self._looks_ahead = looks_ahead
+        self.looks_ahead = False
         self._expected: deque[MessageKey] = deque()
 
     def expect_messages(self, keys: Iterable[MessageKey]) -> None:
@@ -57,7 +57,7 @@ class ReceivePrefetcher:
 
     def receive_message(self, key: MessageKey, like: Tensor) -> Tensor:
         """The next message, which must be `key`'s; those behind it are posted meanwhile."""
-        ahead = int(self._looks_ahead) if self.channel.occupies_device(like.device) else RECEIVES_AHEAD
+        ahead = int(self.looks_ahead) if self.channel.occupies_device(like.device) else RECEIVES_AHEAD
         if not self.channel.num_open_receives:
             self._post_receive(like)
         self._prefetch_messages(like, 1 + ahead)

@@ -104,7 +104,8 @@ class WarmupGroup:
     def send_whole_latents(self, latents: Tensor, op: Op) -> None:
         """The last stage sends the whole latents to a member."""
         assert op.peer is not None
-        self._channels[self.stage, op.peer, LATENTS].send_tensor(latents)
+        # A copy: the next stepped patch is written into them, whether or not they have left.
+        self._channels[self.stage, op.peer, LATENTS].send_tensor(latents.clone())
 
     def receive_whole_latents(self, latents: Tensor) -> Tensor:
         """A member receives them; `latents` are its own, of the same shape."""

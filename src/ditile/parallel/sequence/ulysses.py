@@ -85,7 +85,7 @@ class UlyssesExchange:
         uneven: whether one rank may have a head more than another.
     """
 
-    overlaps = False
+    overlaps, takes_dummies = False, False
 
     def __init__(self, axis: Axis, traffic: Traffic, *, uneven: bool = True) -> None:
         assert axis.group is not None

@@ -1,0 +1,125 @@
+"""No plan makes ranks wait for each other for ever under NCCL, whatever its buffers hold and a launch waits for.
+
+`host_programs.py` has what each host does and a model of what NCCL makes of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from ditile.distributed.transport import PeerChannel
+from ditile.parallel.pipefusion.shared_warmup import LATENTS
+from ditile.plan import schedule as schedules
+from ditile.plan.plan import Plan
+from ditile.plan.schedule import Schedule
+from tests.parallel.pipefusion.host_programs import KINDS, RECEIVE, SEND, STEPPED, WAIT, find_hang, write_programs
+from tests.pool import Pool
+from tests.runner.cases import MAKE, divided, run
+
+MODES = ("serial", "pipelined", "sequence", "separate")
+
+
+def list_schedules(mode: str) -> Iterator[Schedule]:
+    """Up to four stages and patches, two to four steps, any warmup and group, and steps that are whole again."""
+    for stages, patches, steps in itertools.product(range(2, 5), range(1, 5), range(2, 5)):
+        groups = {"sequence": [stages], "separate": range(1, stages)}.get(mode, [0])
+        for warmup, group in itertools.product(range(min(steps, 3) + 1), groups):
+            if warmup or mode == "serial":
+                rows = 2 if mode == "pipelined" else 1
+                yield Schedule(stages, patches, steps, warmup, mode=mode, warmup_group_size=group, batch=rows)
+            if warmup and mode == "serial" and steps > 3:
+                for again in (frozenset({3}), frozenset({2, 3})):
+                    yield Schedule(stages, patches, steps, warmup, adaptive=True, again=again)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_schedule_hangs(mode: str) -> None:
+    """Nothing fits a buffer and every launch waits for all messages: then none hangs where fewer do, either."""
+    for schedule, calls, eager in itertools.product(list_schedules(mode), (1, 2), (False, True)):
+        hang = find_hang(write_programs(schedule, calls, eager=eager), KINDS, launches_wait=True)
+        assert hang is None, f"{schedule} with {calls} calls, eager={eager}: {hang}"
+
+
+@pytest.mark.parametrize(("stages", "calls"), [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (5, 2), (8, 1), (8, 2)])
+def test_any_number_of_patches(stages: int, calls: int) -> None:
+    for patches, warmup in itertools.product((2, 3, 4, 6, 8, 12, 16), (0, 1)):
+        schedule = Schedule(stages, patches, 4, warmup)
+        assert find_hang(write_programs(schedule, calls), KINDS, launches_wait=True) is None, schedule
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_patches_without_latents(calls: int) -> None:
+    """Those of reference pictures: somewhere among the others, or first and left out of some steps."""
+    for stages, patches, warmup in itertools.product((2, 3, 4), range(2, 8), (0, 1)):
+        for first, references in itertools.product((1, patches // 2), (0, 1, 2)):
+            schedule = Schedule(stages, patches, 5, warmup, lacks_latents=True)
+            programs = write_programs(schedule, calls, streams=dict.fromkeys(range(first), 0))
+            assert find_hang(programs, KINDS, launches_wait=True) is None, (schedule, first)
+            if first == 1:
+                schedule = replace(schedule, references=references, num_references=first)
+                assert find_hang(write_programs(schedule, calls), KINDS, launches_wait=True) is None, schedule
+
+
+def test_the_model_finds_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where patches are taken late, from M > 2 N - 1 on; but not if latents fit the buffer, or launches wait for none.
+
+    A failure means that the tests above would find none either.
+    """
+    monkeypatch.setattr(schedules, "_count_calls_ahead", lambda stages, patches, calls, *_: patches * calls)
+    for stages, patches in itertools.product((2, 3, 4), (3, 4, 5, 6, 7, 8)):
+        programs = write_programs(Schedule(stages, patches, 3, 1), 1)
+        assert (find_hang(programs, KINDS, launches_wait=True) is not None) == (patches > 2 * stages - 1)
+        assert find_hang(programs, KINDS - {STEPPED}, launches_wait=True) is None
+        assert find_hang(programs, KINDS, launches_wait=False) is None
+
+
+ROWS: list[tuple[str, str, dict[str, Any]]] = [
+    ("flux", "pipefusion=2 patches=5", {"height": 40, "width": 56}),
+    ("flux true cfg", "pipefusion=2 patches=3 warmup=2", {"height": 40, "width": 56}),
+    ("flux true cfg", "pipefusion=3 patches=4", {"height": 40, "width": 56}),
+    ("sd3.5 medium", "pipefusion=3 patches=3 warmup=0", {"height": 40, "width": 56}),
+    ("sd3.5 medium", "pipefusion=2 patches=3 warmup=2 warmup_mode=pipelined", {"height": 40, "width": 56}),
+    ("flux true cfg", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence", {"height": 40, "width": 56}),
+]
+Messages = list[tuple[str, str, int, int]]
+
+
+def record_messages(name: str, plan: str, call: dict[str, Any], steps: int) -> Messages:
+    """On a rank: what is sent, received and waited for, with its kind, sender and receiver, as the host does it."""
+    pipe, seen = MAKE[name](), list[tuple[str, PeerChannel]]()
+    with pytest.MonkeyPatch.context() as patch, divided(pipe, **asdict(Plan.parse(plan))) as runner:
+        start, receive = PeerChannel._start_transfer, PeerChannel.receive_message
+        patch.setattr(PeerChannel, "occupies_device", lambda self, device: True)
+
+        def start_transfer(self: PeerChannel, message: Any, *, sends: bool) -> Any:
+            seen.append((SEND if sends else RECEIVE, self))
+            return start(self, message, sends=sends)
+
+        def receive_message(self: PeerChannel, key: Any) -> Any:
+            seen.append((WAIT, self))
+            return receive(self, key)
+
+        patch.setattr(PeerChannel, "_start_transfer", start_transfer)
+        patch.setattr(PeerChannel, "receive_message", receive_message)
+        run(runner, name, num_inference_steps=steps, **call)
+        own = runner.mesh.stage_index
+    sent = {id(each) for what, each in seen if what == SEND}
+    ways = {True: lambda peer: (own, peer), False: lambda peer: (peer, own)}
+    return [(what, each._kind, *ways[id(each) in sent](each._peer)) for what, each in seen]
+
+
+@pytest.mark.parametrize(("name", "plan", "call"), ROWS, ids=[f"{name} {plan}" for name, plan, _ in ROWS])
+def test_programs_are_those_of_ranks(pool: Pool, name: str, plan: str, call: dict[str, Any]) -> None:
+    """A failure means that what is proven above is not what ranks do."""
+    parsed = Plan.parse(plan)
+    schedule = Schedule.from_plan(parsed, 4, batch=2 if parsed.warmup_mode == "pipelined" else 1)
+    wanted = write_programs(schedule, 2 if name == "flux true cfg" else 1)
+    for stage, seen in enumerate(pool.run(record_messages, parsed.world, name, plan, call, 4)):
+        messages = [(action.what, action.message) for action in wanted[stage] if action.message]
+        named = [(what, *m[:3]) for what, m in messages if (what, m.sender) != (WAIT, stage)]  # sends end by themselves
+        assert seen == [(what, LATENTS if kind == STEPPED else kind, *way) for what, kind, *way in named]
