@@ -238,6 +238,9 @@ class Loop:
     def _begin_generation(self, timesteps: tuple[Tensor, ...]) -> Generation:
         plan = self._serial_plan if self._serial_plan is not None and self.lets_group_rest else self._plan
         schedule = Schedule.from_plan(plan if not self._batch.is_idle else Plan(), len(timesteps))
+        # Whether latents are stepped patch by patch, or on another stage; and here, where others only count steps.
+        self._has_partial_latents = schedule.patches > 1 or schedule.stages > 1
+        self._is_stepping_rank = self._pipefusion.is_last_stage and not self._batch.is_idle
         self._batch.begin_generation()
         self._relative_change = RelativeChange(self._mesh["cfg"].index) if schedule.adaptive else None
         generation = self.generation
@@ -535,19 +538,9 @@ class Loop:
         return stream.pieces[patch] if self._has_partial_latents else Piece.of_all(stream.latents)
 
     @property
-    def _is_stepping_rank(self) -> bool:
-        """Whether this rank steps the latents, and does not only count steps."""
-        return self._pipefusion.is_last_stage and not self._batch.is_idle
-
-    @property
     def _rehearses_changes(self) -> bool:
         """Whether no latents are cut, and keys are stale where nothing changed all the same."""
         return (self._may_change or self._plan.references is not None) and self._plan.distrifusion > 1
-
-    @property
-    def _has_partial_latents(self) -> bool:
-        """Whether latents are stepped patch by patch, or on another stage."""
-        return self._schedule.patches > 1 or self._schedule.stages > 1
 
     def _step_on_corner(self, stream: SteppedLatents, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
         assert stream.latents is not None
