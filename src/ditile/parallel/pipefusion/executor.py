@@ -143,6 +143,7 @@ class PipeFusion:
         self._start: Any = None
         self._latents: Sequence[Tensor] = ()
         self._own_calls: Sequence[int] = ()
+        self.takes_latents = False
         self._taken: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # with the number of the scheduler
 
     def end_generation(self, *, clean: bool) -> None:
@@ -187,7 +188,8 @@ class PipeFusion:
             if self._activations_in is not None:
                 self._activations_in.expect_messages(self._list_message_keys(sure))
             self._cleared = sure
-        if self._latents_in is not None and self.stage in schedule.latent_readers:
+        self.takes_latents = self.stage in schedule.latent_readers
+        if self._latents_in is not None and self.takes_latents:
             self._latents_in.looks_ahead = schedule.takes_ahead
             for sure in range(self._returned + 1, min(step + 1, schedule.steps - 1)):
                 self._latents_in.expect_messages(

@@ -355,7 +355,7 @@ class Loop:
         for each in self._streams:
             each.release_patches(self._schedule.list_patches(micro))
         fusion, write = self._pipefusion, self._synced != micro.step - 1
-        if fusion.stage in self._schedule.latent_readers:
+        if fusion.takes_latents:
             fusion.bring_latents(self._list_own_latents(), micro, is_news=write)
             if fusion.stage == 0:
                 return

@@ -40,6 +40,8 @@ class PatchSchedulers:
         kept = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
         kept["timesteps"] = timesteps
         self._copies = [_clone_scheduler(scheduler, kept) for _ in range(patches)]
+        has_lookup = hasattr(scheduler, "_init_step_index")
+        self._lacks_index = has_lookup and getattr(self._copies[0], "_step_index", 0) is None
         # Schedulers of order 2 draw random numbers in their second stage only.
         self._probes = min(getattr(scheduler, "order", 1), steps)
         self._stochastic: bool | None = None
@@ -71,7 +73,8 @@ class PatchSchedulers:
 
     def scale_sample(self, x: Tensor, timestep: Any, patches: Sequence[int], *, read: bool) -> Tensor:
         """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
-        self._find_first_index(timestep)
+        if self._lacks_index:
+            self._find_first_index(timestep)
         tiny = x.new_zeros(1)
         scaled = self._copies[patches[0]].scale_model_input(x if read else tiny, timestep)
         for patch in patches[1:]:
@@ -89,7 +92,8 @@ class PatchSchedulers:
         Returns:
             The scheduler's result; its dtype is that of a real step.
         """
-        self._find_first_index(timestep)
+        if self._lacks_index:
+            self._find_first_index(timestep)
         if closes or self._shadowed is None:
             generators = rng.list_generators(call.get("generator"), sample.device)
             saved = rng.read_generator_states(generators)
@@ -120,7 +124,8 @@ class PatchSchedulers:
         Raises:
             StateError: if the scheduler draws random numbers now and drew none in the first step.
         """
-        self._find_first_index(timestep)
+        if self._lacks_index:
+            self._find_first_index(timestep)
         generators = rng.list_generators(call.get("generator"), sample.device)
         before = rng.read_generator_states(generators)
         is_first, self._latest = patch <= self._latest, patch
@@ -156,11 +161,10 @@ class PatchSchedulers:
 
     def _find_first_index(self, timestep: Any) -> None:
         """Where the first timestep is, which a host waits for its device to know: once, and not for each copy."""
-        first = self._copies[0]
-        if getattr(first, "_step_index", 0) is None and hasattr(first, "_init_step_index"):
-            first._init_step_index(timestep)
-            for each in self._copies[1:]:
-                each._step_index = first._step_index
+        self._lacks_index = False
+        self._copies[0]._init_step_index(timestep)
+        for each in self._copies[1:]:
+            each._step_index = self._copies[0]._step_index
 
     def _step_copy(
         self, scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any], patch: int

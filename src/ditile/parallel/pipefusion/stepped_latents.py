@@ -224,7 +224,7 @@ class SteppedLatents:
             StateError: if the pipeline replaced latents that are stepped in part.
         """
         micro = now.micro_step
-        after_callback = micro == now.schedule.list_micro_steps(micro.step)[0] and synced == micro.step - 1
+        after_callback = synced == micro.step - 1 and micro == now.schedule.list_micro_steps(micro.step)[0]
         if self.is_blended and not (after_callback and micro.step):
             self._blended = sample
             return
