@@ -45,13 +45,18 @@ TABLE = (
         """
         qwen-image-2.1-edit flux-2 flux-2-klein-edit flux-2-klein-kv flux-img2img flux-kontext flux-fill
         flux-inpaint flux-control flux-controlnet ideogram-4 kandinsky-6-super-resolution sana-sprint
-        ace-step-turbo prx-distilled flux-modular
+        ace-step-turbo prx-distilled flux-modular minimax-h3 minimax-h3-keyframes minimax-h3-references
     """,
     ),
     Hole(
         "has pictures of a batch at places of their own in the sequence, unlike in each branch of guidance",
         ("proof",),
         "z-image-omni",
+    ),
+    Hole(
+        "predicts at the places of its keyframes or references, which are never stepped, so the proof finds them uncut",
+        ("proof",),
+        "minimax-h3-keyframes minimax-h3-references",
     ),
     Hole(
         "mixes tokens of patches behind the blocks, in its guidance",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import diffusers
 import torch
 from diffusers import ClassifierFreeGuidance
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 
 from tests.tiny import flux
 from tests.zoo.entry import NEGATIVE_TEXT, OTHER_TEXT, REMOVED, Call, embeds, entry, transformer
@@ -74,6 +76,51 @@ def krea_2() -> Any:
     )
 
 
+H3_CONFIG = {"attention_head_dim": 16, "in_channels": 24, "audio_in_channels": 32}
+
+
+def minimax_h3(workflow: str = "t2va", name: str = "transformer") -> Any:
+    """The part that denoises a video and its sound, in one sequence with the text, by a scheduler each."""
+    part = MiniMaxH3Blocks().sub_blocks["denoise"].sub_blocks[workflow]
+    return modular(
+        part, scheduler=diffusers.MiniMaxH3Scheduler(12.0), audio_scheduler=diffusers.MiniMaxH3Scheduler(3.0),
+        **{name: transformer("MiniMaxH3Transformer3DModel", **H3_CONFIG)},
+    )  # fmt: skip
+
+
+def minimax_h3_call(length: int = 7, height: int = 64, width: int = 32) -> dict[str, Any]:
+    return {
+        "prompt_embeds": embeds(length), "text_token_tags": torch.ones(length, dtype=torch.long),
+        "height": height, "width": width, "num_frames": 124,
+    }  # fmt: skip
+
+
+def keyframes(*anchors: str, height: int = 64) -> dict[str, Any]:
+    """Of the size of the video's frames, in the autoencoder's latents."""
+    frame = randn(1, 24, 1, height // 16, 2)
+    return minimax_h3_call(height=height) | {"keyframe_anchors": anchors, "condition_latents": [frame] * len(anchors)}
+
+
+def references(length: int = 7, height: int = 64) -> dict[str, Any]:
+    """A picture, which has a size of its own, and a voice."""
+    kinds = [types.SimpleNamespace(kind="image", has_audio=False), types.SimpleNamespace(kind="audio", has_audio=True)]
+    return minimax_h3_call(length, height) | {
+        "normalized_references": kinds, "condition_latents": [randn(1, 24, 1, 2, 4)],
+        "audio_condition_latents": [randn(10, 32)],
+    }  # fmt: skip
+
+
+def flux_3(workflow: str = "text2image") -> Any:
+    return core(
+        diffusers.Flux3AutoBlocks, workflow, scheduler=flow(), guider=guider(),
+        transformer=transformer("Flux3Transformer2DModel"),
+    )  # fmt: skip
+
+
+def randn(*shape: int) -> Any:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(4))
+
+
 def guided(length: int = 11, width: int = 16, rows: int = 1) -> dict[str, Any]:
     return {
         "prompt_embeds": embeds(length, width, rows), "negative_prompt_embeds": embeds(length, width, rows, seed=2),
@@ -88,6 +135,7 @@ def layered(length: int, seed: int = 1) -> Any:
     return embeds(length, 32, seed=seed).view(1, length, 2, 16)
 
 
+ONE_VIDEO = "the pipeline makes one video a call"
 ONE_LENGTH = "the pipeline is given embeddings, and has no mask for them"
 QWEN_CALL = latents(lambda: {**masked(11), **masked(NEGATIVE_TEXT, negative=True), **size(3, 5)})
 
@@ -130,5 +178,30 @@ ENTRIES = [
             "negative_prompt_embeds": layered(13, 5), "negative_prompt_embeds_mask": torch.ones(1, 13).bool(),
         },
         two_images=TWO, padded_prompt="the pipeline is tried with one prompt",
+    ),
+    entry(
+        "minimax-h3", 106, minimax_h3, latents(minimax_h3_call, ["latents", "audio_latents"]),
+        larger={"height": 96}, other_prompt=lambda: minimax_h3_call(9), two_images=ONE_VIDEO, padded_prompt=ONE_VIDEO,
+    ),
+    entry(
+        "minimax-h3-keyframes", 106, lambda: minimax_h3("fl2va"),
+        latents(lambda: keyframes("first", "last"), ["latents", "audio_latents"]),
+        larger=lambda: keyframes("first", "last", height=96), other_prompt=lambda: minimax_h3_call(9),
+        two_images=ONE_VIDEO, padded_prompt=ONE_VIDEO,
+    ),
+    entry(
+        "minimax-h3-references", 106, lambda: minimax_h3("ref2va", "transformer_ref"),
+        latents(references, ["latents", "audio_latents"]), larger=lambda: references(height=96),
+        other_prompt=lambda: references(9), two_images=ONE_VIDEO, padded_prompt=ONE_VIDEO,
+        transformers=("transformer_ref",),
+    ),
+    entry(
+        "flux-3-edit", 107, lambda: flux_3("image_conditioned"),
+        latents(lambda: {**guided(width=32), **size(3, 5), "image_cond_latents": [randn(1, 16, 2, 3)]}),
+        larger=size(5, 7), other_prompt=lambda: guided(OTHER_TEXT, 32), two_images=TWO, padded_prompt=ONE_LENGTH,
+    ),
+    entry(
+        "flux-3", 107, flux_3, latents(lambda: {**guided(width=32), **size(3, 5)}), larger=size(5, 7),
+        other_prompt=lambda: guided(OTHER_TEXT, 32), two_images=TWO, padded_prompt=ONE_LENGTH,
     ),
 ]  # fmt: skip

@@ -167,7 +167,9 @@ def replace_call_globals(
     """
     for block in iterate_blocks(pipe):
         kind = type(block)
-        functions = {name: getattr(kind, name) for name in dir(kind) if _uses_globals(getattr(kind, name), values)}
+        # Not static methods, which would become methods of the instance.
+        methods = {name: inspect.getattr_static(kind, name) for name in dir(kind)}
+        functions = {name: method for name, method in methods.items() if _uses_globals(method, values)}
         hidden = any(_uses_globals(vars(cls).get("__call__"), values) for cls in kind.__mro__)
         if hidden and "__call__" not in functions and _uses_globals(kind.__call__, {"super": None}):
             raise ModelError(
