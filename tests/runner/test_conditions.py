@@ -209,3 +209,12 @@ def test_the_file_of_conditions_has_no_class_that_draws_from_words_alone() -> No
     classes = json.loads((ASSETS / "matrix.json").read_text("utf-8"))["conditions"]
     assert classes["FluxInpaintPipeline"]["words"] == "picture*, mask*"
     assert classes["QwenImageEditPlusPipeline"]["words"] == "pictures" and "FluxPipeline" not in classes
+
+
+def test_the_table_of_models_has_each_class_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """In 80 columns: a name that is broken cannot be copied."""
+    assert main.main(["models"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    classes = json.loads((ASSETS / "matrix.json").read_text("utf-8"))["conditions"]
+    assert classes.keys() <= {word for line in lines for word in line.split()}

@@ -55,10 +55,23 @@ def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
     for remark, of_remark in remarks.items():
         notes.add_row(remark, ", ".join(of_remark))
     yield notes
+    started = Table("starts from (* needed)")
+    started.add_column("pipelines", no_wrap=True)
+    for words, classes in _group_conditions(matrix).items():
+        started.add_row(words, "\n".join(classes))
+    yield started
     models = Table("models known by name", show_header=False)
     models.add_row("bundled", ", ".join(list_bundled_models()))
     models.add_row("published", ", ".join(list_published_models()))
     yield models
+
+
+def _group_conditions(matrix: Mapping[str, Any]) -> dict[str, list[str]]:
+    """What calls start from, in words -> the classes of pipelines that do."""
+    groups: dict[str, list[str]] = {}
+    for name, each in matrix["conditions"].items():
+        groups.setdefault(each["words"], []).append(name)
+    return groups
 
 
 def format_matrix_markdown(matrix: Mapping[str, Any], proven: Mapping[str, Any]) -> str:
@@ -77,7 +90,15 @@ def format_matrix_markdown(matrix: Mapping[str, Any], proven: Mapping[str, Any])
         [f["name"], f["transformer"], ", ".join(f["pipelines"]), f["rung"], f["note"]] for f in matrix["families"]
     ]
     return "\n".join(
-        [_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(table), _END, *_format_families(proven)]
+        [
+            _HEAD,
+            *_format_markdown_rows(known),
+            _MIDDLE,
+            *_format_markdown_rows(table),
+            _END,
+            *_format_families(proven),
+            *_format_conditions(matrix),
+        ]
     )
 
 
@@ -106,6 +127,12 @@ def _format_families(proven: Mapping[str, Any]) -> list[str]:
     return [heading, *_format_markdown_rows(table), "\nA number stands for the reason: such a pipeline\n", *notes]
 
 
+def _format_conditions(matrix: Mapping[str, Any]) -> list[str]:
+    rows = [["starts from", "pipelines"], ["---", "---"]]
+    rows += [[words.replace("*", "\\*"), ", ".join(names)] for words, names in _group_conditions(matrix).items()]
+    return [_CONDITIONS, *_format_markdown_rows(rows)]
+
+
 def _format_markdown_rows(table: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in table]
 
@@ -127,6 +154,12 @@ the call with guidance.
 - stale: two stages with stale keys are bit-identical to one, and differ from the pipeline
 - ulysses, ring, distrifusion (nothing stale), tensor, cfg, data: two ranks are the pipeline up to rounding
 - cache: with a threshold of 0 bit-identical on two stages, and on two ranks the steps are skipped that one skips
+"""
+_CONDITIONS = """
+## What calls start from
+
+Read off the signatures of the calls. A star marks what a class cannot draw without; a class of several pictures
+composes them. `ditile generate` takes the class of the model's family that takes what is given, and says so.
 """
 _HEAD = """# Families and methods
 
