@@ -1,0 +1,108 @@
+"""What `Plan(references=K)` costs and gains on one rank: FLUX Kontext's pipeline with the weights of shapes-flux.
+
+    python -m benchmarks.references --pictures 4 --size 256
+
+The model draws captions and was not trained for edits: a reference, which is a picture of another caption that it drew,
+changes its pictures in an untrained way. So PSNR against the plain pipeline says how near frozen references come to
+fresh ones here, and nothing of edits. All plans draw each picture in turn, and ratios are of these turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import diffusers
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ditile.cli.evaluate.metrics import compute_psnr
+from ditile.distributed import files
+from ditile.plan.flags import add_arguments, collect_arguments, define_option
+from ditile.plan.plan import Plan
+from ditile.runner.load import defaults, load
+from ditile.runner.runner import parallelize
+from training.evaluate import list_captions
+
+MODEL = "shapes-flux"
+PLANS = ("plain", "references=1", "references=4", "references=2", "references=0", "references=0 warmup=2")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReferenceJob:
+    """What is measured."""
+
+    pictures: int = define_option(4, "pictures, each of a held-out caption with the picture of another one")
+    size: int = define_option(256, "pixels of the side of picture and reference")
+    steps: int = define_option(20, "denoising steps")
+    out: str | None = define_option(None, "write the rows as JSON", metavar="FILE")
+
+
+def draw_under_plans(wanted: ReferenceJob, plans: Sequence[str]) -> list[dict[str, Any]]:
+    """The seconds of the loop and the PSNR against the first plan, which is plain, of each plan; medians."""
+    base = load(MODEL)
+    base.set_progress_bar_config(disable=True)
+    pipe = diffusers.FluxKontextPipeline(**base.components)
+    pipe.set_progress_bar_config(disable=True)
+    options = {**defaults(MODEL), "height": wanted.size, "width": wanted.size, "num_inference_steps": wanted.steps}
+    captions = list_captions(MODEL, wanted.pictures + 1)
+    seconds: dict[str, list[float]] = {plan: [] for plan in plans}
+    psnr: dict[str, list[float]] = {plan: [] for plan in plans}
+    for index in range(wanted.pictures):
+        seed = {"generator": torch.Generator().manual_seed(1000 + index)}
+        reference = base(captions[index + 1], **(options | seed)).images[0]
+        more = {"image": reference, "max_area": wanted.size**2, "_auto_resize": False}
+        plain: Any = None
+        for plan in plans:
+            drawn, taken = draw_with_reference(pipe, plan, captions[index], options | more, seed=index)
+            plain = drawn if plain is None else plain
+            seconds[plan].append(taken)
+            psnr[plan].append(float(compute_psnr(plain[None], drawn[None])[0]))
+    return [
+        {
+            "plan": plan,
+            "seconds": median(seconds[plan]),
+            "speedup": median(a / b for a, b in zip(seconds[plans[0]], seconds[plan], strict=True)),
+            "psnr": median(psnr[plan]) if index else None,
+        }
+        for index, plan in enumerate(plans)
+    ]
+
+
+def draw_with_reference(pipe: Any, plan: str, caption: str, options: Mapping[str, Any], seed: int) -> tuple[Any, float]:
+    """A picture `[H, W, 3]` of bytes, and the seconds of its denoising loop."""
+    runner = parallelize(pipe, Plan() if plan == "plain" else Plan.parse(plan))
+    drawn = runner(prompt=caption, **options, generator=torch.Generator().manual_seed(seed)).images[0]
+    taken = runner.report.seconds["denoise"]
+    runner.restore()
+    return np.asarray(drawn), taken
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the rows as a table."""
+    table = Table("plan", "seconds of the loop", "speed-up", "PSNR, dB")
+    for row in rows:
+        near = "" if row["psnr"] is None else f"{row['psnr']:.1f}"
+        table.add_row(row["plan"], f"{row['seconds']:.2f}", f"{row['speedup']:.2f}x", near)
+    Console().print(table)
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser, ReferenceJob, title="options")
+    wanted = ReferenceJob(**collect_arguments(ReferenceJob, parser.parse_args()))
+    rows = draw_under_plans(wanted, PLANS)
+    show_rows(rows)
+    if wanted.out is not None:
+        files.write_json_file(Path(wanted.out), rows)
+
+
+if __name__ == "__main__":
+    main()
