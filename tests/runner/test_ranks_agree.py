@@ -120,7 +120,7 @@ UNLIKE: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "none on rank 0": (lambda rank: {"generator": _with_generators("one", rank)}, "generator=generator on cpu and"),
     "a list on one": (lambda rank: {"generator": _with_generators("list" if rank else "one", 1)}, r"=\[generator on"),
     "lists": (lambda rank: {"prompt": ["a", "a"], "generator": _with_generators("list", 2 - rank)}, "generator="),
-    "output": (lambda rank: {"output": "first" if rank else "all"}, "output='first' and rank 0 with 'all'"),
+    "output": (lambda rank: {"output": "first" if rank else "all"}, "output_on='first' and rank 0 with 'all'"),
     "no such argument": (lambda rank: {"hieght": 8} if rank else {}, "unexpected keyword argument .hieght"),
 }  # fmt: skip
 """What a rank is called with, and what all say."""

@@ -75,7 +75,7 @@ def test_seconds_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch, traced
         watch.record_step_end(5, None)
     machine.launch(1.0)
     assert machine.waits == 0
-    report = watch.build_report([0], cache_bytes=3)
+    report = watch.build_report([0], "serial", cache_bytes=3)
     assert report.seconds == pytest.approx({"total": 15.0, "text": 2.0, "denoise": 12.0, "decode": 1.0})
     assert report.step_seconds == pytest.approx([4.0] * 3 if traced else [])
     assert (report.steps, report.key_bytes, report.cache_bytes, report.peak_memory_bytes) == (3, 5, 3, 7)
@@ -90,6 +90,6 @@ def test_seconds_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.host += 3.0
     watch.record_step_end(0, None)
     machine.host += 1.0
-    report = watch.build_report([], cache_bytes=0)
+    report = watch.build_report([], "serial", cache_bytes=0)
     assert report.seconds == pytest.approx({"total": 6.0, "text": 2.0, "denoise": 3.0, "decode": 1.0})
     assert machine.waits == 0

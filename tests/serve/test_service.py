@@ -48,8 +48,8 @@ from ditile.serve.service import Service
 
 PLAIN = dict.fromkeys(["prompt", "num_inference_steps", "height", "width"])
 CALL = CallFacts(pipeline="ShapesPipeline", defaults=PLAIN)
-EDIT = CallFacts(pipeline="ShapesEditPipeline", defaults=PLAIN | {"image": None, "strength": 0.6})
-FACTS = ModelFacts(name="shapes", plan="cfg=2", is_video=False, call=CALL, edit=EDIT, max_pictures=1, size_multiple=16)
+EDIT = CallFacts(pipeline="ShapesEditPipeline", defaults=PLAIN | {"image": None, "strength": 0.6}, max_pictures=1)
+FACTS = ModelFacts(name="shapes", plan="cfg=2", is_video=False, call=CALL, edit=EDIT, size_multiple=16)
 DRAWN = Drawn(files=["0.png"], seeds=[0], size=(16, 16), seconds={"total": 1.0}, num_steps=4)
 
 
@@ -113,7 +113,7 @@ class Served:
         self, kind: Kind = "image", owner: str = "", *, timeout: float | None = None, **options: Any
     ) -> Job:
         wanted = GenerateOptions(**{"prompt": "a fox", "seed": 0} | options)
-        inputs = {wanted.image: b"pixels"} if wanted.image else {}
+        inputs = dict.fromkeys(wanted.image or (), b"pixels")
         return await self.service.submit(kind, owner, Request(options=wanted, timeout=timeout), inputs)
 
     async def run_until(self, condition: Callable[[], Any]) -> None:

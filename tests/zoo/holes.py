@@ -59,6 +59,11 @@ TABLE = (
         "minimax-h3-keyframes minimax-h3-references",
     ),
     Hole(
+        "has guidance that takes a statistic of the whole prediction, which is partly stale",
+        (*PATCHES, "distrifusion"),
+        "hunyuan-image",
+    ),
+    Hole(
         "mixes tokens of patches behind the blocks, in its guidance",
         PATCHES,
         "ace-step",

@@ -265,7 +265,7 @@ ENTRIES = [
     ),
     entry(
         "flux-kontext", 12, lambda: diffusers.FluxKontextPipeline(**flux().components),
-        lambda: arguments("flux") | TINY | {"image": picture(16, 16), "_auto_resize": False, "max_area": 12 * 20},
+        lambda: arguments("flux") | TINY | {"image": picture(16, 20), "_auto_resize": False, "max_area": 12 * 20},
         larger=TINY_LARGER | {"max_area": 20 * 28}, other_prompt={"max_sequence_length": 13}, two_images=TWO,
         padded_prompt=SAME_LENGTH,
     ),

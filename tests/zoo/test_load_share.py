@@ -28,7 +28,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def list_names() -> list[Any]:
-    return [pytest.param(name, marks=() if name in FAST else pytest.mark.families) for name in ZOO]
+    # What diffusers adds for an IP-adapter is saved with a transformer, and cannot be read from there.
+    names = [name for name in ZOO if name != "flux-ip-adapter"]
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.families) for name in names]
 
 
 def save_transformers(one: Entry, folder: Path) -> dict[str, nn.Module]:

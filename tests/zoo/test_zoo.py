@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +30,10 @@ def stopped(pipe: Any, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     """The arguments of the first call of a transformer, by name, once the pipeline ran; the call itself is not done."""
     arguments: dict[str, Any] = {}
 
-    def stop(signature: inspect.Signature) -> Callable[..., None]:
+    def stop(stock: Callable[..., Any]) -> Callable[..., None]:
+        signature = inspect.signature(stock)
+
+        @functools.wraps(stock)  # a pipeline of blocks gives what it names
         def forward(*args: Any, **kwargs: Any) -> None:
             arguments.update(signature.bind(*args, **kwargs).arguments)
             raise FirstCallError
@@ -38,7 +42,7 @@ def stopped(pipe: Any, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
 
     for name in names:
         model = getattr(pipe, name)
-        model.forward = stop(inspect.signature(model.forward))
+        model.forward = stop(model.forward)
     try:
         yield arguments
     finally:

@@ -163,8 +163,8 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     wanted, run = _build_options(GenerateOptions, arguments), _build_options(RunOptions, arguments)
     if run.plan is not None:
         plan = _resolve_plan_option(run.plan, wanted, run, plan)
-    elif not _collect_values(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
-        plan = _share_short_warmup(plan, wanted)
+    else:
+        plan = _share_short_warmup(plan, arguments, wanted.model)
     if budget.has_bound:
         plan, cache = _choose_within_budget(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
@@ -189,11 +189,16 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _share_short_warmup(plan: Plan, wanted: GenerateOptions) -> Plan:
-    """The plan with warmup_mode=auto, where the picture has few steps and stages could share synchronous ones."""
-    steps = wanted.steps or defaults(wanted.model).get("num_inference_steps", FEW_STEPS + 1)
-    alone = plan.pipefusion > 1 and plan.token_ranks * plan.tensor == 1
-    return dataclasses.replace(plan, warmup_mode=AUTO) if alone and steps <= FEW_STEPS else plan
+def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -> Plan:
+    """The plan with warmup_mode=auto, for a model of few steps, where stages could share synchronous ones.
+
+    A server draws what the command draws, whatever steps a request asks for: those of the model's defaults count.
+    """
+    if _collect_values(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
+        return plan
+    can_share = plan.pipefusion > 1 and plan.token_ranks * plan.tensor == 1
+    is_short = can_share and defaults(model).get("num_inference_steps", FEW_STEPS + 1) <= FEW_STEPS
+    return dataclasses.replace(plan, warmup_mode=AUTO) if is_short else plan
 
 
 def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:
@@ -442,6 +447,8 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     wanted, plan = GenerateOptions(model=options.model), _build_plan(arguments, cache)
     if options.plan is not None:
         plan = _resolve_plan_option(options.plan, wanted, RunOptions(), plan)
+    else:
+        plan = _share_short_warmup(plan, arguments, wanted.model)
     _check_known_model(wanted, [plan])
     return serve_model(options, plan, cache)
 

@@ -159,8 +159,8 @@ class Answer:
         best = prices[0]
         if self.call["steps"] <= FEW_STEPS:
             parts.append(
-                f"the whole call under plan 1: {format_number(best.call_s)} s, of which text encoders "
-                f"{format_number(best.text_s, 2)} and decode {format_number(best.decode_s, 2)}"
+                f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "
+                f"{format_number(best.text_s, 2)} of it and decode {format_number(best.decode_s, 2)}"
             )
         if self.result.fewer:
             parts.append("\n".join(wrap(describe_fewer_steps(self.result), 80)))

@@ -23,7 +23,6 @@ from ditile.plan.flags import format_flag
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture
 from ditile.runner.requests.pipelines import returns_videos
-from ditile.runner.requests.videos import read_video
 
 ARGUMENTS = {
     "image": ("image", "images", "input_images", "reference_images"),
@@ -169,6 +168,8 @@ def read_condition_files(wanted: GenerateOptions) -> dict[str, Any]:
     Raises:
         ModelError: if a file is no picture or video, or the mask has another size than its picture.
     """
+    from ditile.runner.requests.videos import read_video  # needs numpy, which a server's process does without
+
     read: dict[str, Any] = {}
     for name, value in wanted.conditions.items():
         if name == "image":
