@@ -190,15 +190,12 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
 
 
 def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -> Plan:
-    """The plan with warmup_mode=auto, for a model of few steps, where stages could share synchronous ones.
-
-    A server draws what the command draws, whatever steps a request asks for: those of the model's defaults count.
-    """
+    """The plan with warmup_mode=auto for a model of few steps: a server does not know those of a request."""
     if _collect_values(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
         return plan
     can_share = plan.pipefusion > 1 and plan.token_ranks * plan.tensor == 1
-    is_short = can_share and defaults(model).get("num_inference_steps", FEW_STEPS + 1) <= FEW_STEPS
-    return dataclasses.replace(plan, warmup_mode=AUTO) if is_short else plan
+    short = can_share and defaults(model).get("num_inference_steps", FEW_STEPS + 1) <= FEW_STEPS
+    return dataclasses.replace(plan, warmup_mode=AUTO) if short else plan
 
 
 def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:
