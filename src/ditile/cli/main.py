@@ -193,7 +193,7 @@ def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -
     """The plan with warmup_mode=auto for a model of few steps: a server does not know those of a request."""
     if _collect_values(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
         return plan
-    can_share = plan.pipefusion > 1 and plan.token_ranks * plan.tensor == 1
+    can_share = min(plan.pipefusion, plan.num_patches) > 1 and plan.token_ranks * plan.tensor == 1
     short = can_share and defaults(model).get("num_inference_steps", FEW_STEPS + 1) <= FEW_STEPS
     return dataclasses.replace(plan, warmup_mode=AUTO) if short else plan
 
