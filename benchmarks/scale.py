@@ -122,7 +122,7 @@ def find_best_plans(task: ScalingTask, cluster: Cluster, devices: int) -> dict[s
         estimate_and_add(plan)
     first = {rough.name: rough for roughs in best_plans.values() for rough in sorted(roughs)[:SIFTED]}
     for rough in first.values():
-        for plan in iterate_other_warmups(rough.placed.job):
+        for plan in iterate_other_warmups(task.subject, pricer, rough.placed.job, 1, None):
             estimate_and_add(plan)
     return {name: _simulated(pricer, min(roughs).placed) for name, roughs in best_plans.items() if roughs}
 

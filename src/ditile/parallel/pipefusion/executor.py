@@ -304,12 +304,10 @@ class PipeFusion:
         now.latent_rows = range(form.grid.rows) if form.latents is None else form.latents
         if form.latents is not None and form.grid.rows != form.grid.num_tokens:
             now.latent_rows = range(0)  # counted in tokens, and not in rows
+        if not now.reference_rows:
+            return Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         # Ranks of DistriFusion share out the references, as one patch, and the image.
         cut = form.grid, self._patches + (self._plan.distrifusion > 1), form.text, self._joint
-        if not now.reference_rows:
-            cut = form.grid, self._patches, form.text, self._joint
-        if not now.reference_rows:
-            return Layout.cut_into_patches(*cut)
         return Layout.cut_around_references(*cut, now.reference_rows, even=self._plan.references == 1)
 
     def begin_survey(self) -> None:
