@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import ditile
 from ditile import ModelError, Plan
 from ditile.errors import PlanError, StateError
+from ditile.models.anatomies import load_table
 from ditile.runner.partial import load_partial_components
 from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, counted_steps, list_tensors
 
@@ -64,12 +65,25 @@ def draw_stale_in_mode(name: str, mode: str, variant: str = "call") -> list[str]
 
 
 def refuse_unknown_rows(name: str) -> str:
-    """What a pipeline says to micro-batches of two prompts of unlike length."""
+    """What a pipeline says to micro-batches of two prompts of unlike length, where one prompt alone was recorded."""
     entry = EVERY[name]
-    with counted_steps() as steps, pytest.raises(ModelError) as refused:
-        draw(entry.make(), {**STAGES, "warmup": 1, "warmup_mode": "pipelined"}, entry.padded_prompt())
+    pipe, plan = entry.make(), {**STAGES, "warmup": 1, "warmup_mode": "pipelined"}
+    with pytest.MonkeyPatch.context() as patch, counted_steps() as steps, pytest.raises(ModelError) as refused:
+        for row in load_table()[type(pipe.transformer).__name__]:
+            patch.setitem(row["inputs"], "encoder_hidden_states_mask", [".T"])
+        draw(pipe, plan, entry.padded_prompt())
     assert not steps
     return str(refused.value)
+
+
+def draw_padded_micro_batches(name: str) -> list[str]:
+    """What is wrong with micro-batches of two prompts of unlike length."""
+    warnings.simplefilter("ignore")
+    entry = EVERY[name]
+    want = list_tensors(entry.make()(**entry.padded_prompt()))
+    got, _ = draw(entry.make(), {**STAGES, "warmup_mode": "pipelined"}, entry.padded_prompt())
+    problem = compare_drawings(got, want, MODES["pipelined"])
+    return [problem] if problem else []
 
 
 def draw_loaded_in_part(name: str, folder: str) -> list[str]:

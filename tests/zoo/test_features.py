@@ -18,6 +18,7 @@ from tests.zoo.features import (
     draw_by_rows,
     draw_in_every_mode,
     draw_loaded_in_part,
+    draw_padded_micro_batches,
     draw_stale_in_mode,
     draw_with_a_longer_prompt,
     draw_with_lora,
@@ -52,6 +53,11 @@ def test_stale_keys_of_warmup_modes(pool: Pool, name: str, mode: str, variant: s
     """A failure means that a stage keeps keys or masks of another form than those that its layers make."""
     for problems in pool.run(draw_stale_in_mode, 2, name, mode, variant):
         assert not problems, "\n".join(problems)
+
+
+def test_rows_of_masks(pool: Pool) -> None:
+    """A failure means that a micro-batch is given the mask of another's prompts."""
+    assert not any(pool.run(draw_padded_micro_batches, 2, "qwen-image"))
 
 
 def test_rows_that_are_not_known(pool: Pool) -> None:
