@@ -18,7 +18,7 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import render_gantt_chart
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import defaults, find_model_source
-from ditile.runner.partial import find_pipeline_class
+from ditile.runner.partial import find_pipeline_kind
 from ditile.runner.requests.arguments import build_dry_run_call, merge_call_arguments
 from ditile.runner.requests.conditions import choose_pipeline_class, describe_choice
 from ditile.runner.requests.options import GenerateOptions
@@ -56,7 +56,7 @@ def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str,
     return build_subject_job(subject, plan, build_dry_run_call(wanted, base), configs)
 
 
-def _choose_class(own: type, source: Path | str, wanted: GenerateOptions) -> type:
+def _choose_class(own: Any, source: Path | str, wanted: GenerateOptions) -> Any:
     """The class that draws from the conditions of a request."""
     config = diffusers.DiffusionPipeline.load_config(source)
     return choose_pipeline_class(own, [*wanted.conditions], config, has_controlnet=wanted.controlnet is not None)
@@ -65,7 +65,7 @@ def _choose_class(own: type, source: Path | str, wanted: GenerateOptions) -> typ
 def _describe_class(wanted: GenerateOptions) -> str:
     """A line on the class that draws from the conditions of a request; nothing without."""
     source = find_model_source(wanted.model, weights=False)
-    own = find_pipeline_class(source)
+    own = find_pipeline_kind(source)
     if own is None or not wanted.conditions:
         return ""
     return f"pipeline: {describe_choice(_choose_class(own, source, wanted), own, [*wanted.conditions])}\n"

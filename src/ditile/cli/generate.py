@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -169,11 +168,12 @@ def _prepare_runner(
 
 def _say_chosen_class(wanted: GenerateOptions, pipe: Any, runner: Runner) -> None:
     """Says on rank 0 which class draws from what is given, and why."""
-    from ditile.runner.partial import find_pipeline_class
+    from ditile.models.pipeline_calls import find_call_owner
+    from ditile.runner.partial import find_pipeline_kind
 
     if wanted.conditions and runner.mesh.rank == 0:
-        own = find_pipeline_class(find_model_source(wanted.model)) or type(pipe)
-        print(f"pipeline: {describe_choice(type(pipe), own, [*wanted.conditions])}", file=sys.stderr)
+        own = find_pipeline_kind(find_model_source(wanted.model)) or type(pipe)
+        print(f"pipeline: {describe_choice(find_call_owner(pipe), own, [*wanted.conditions])}", file=sys.stderr)
 
 
 class RunnerCallResult(NamedTuple):
@@ -190,7 +190,7 @@ def _call_and_report(runner: Runner, make: Callable[[], dict[str, Any]], cache: 
     reports = []
     for _ in range(1 + NUM_PERF_CALLS if cache.perf else 1):
         with convert_value_errors(runner.pipe):
-            result = runner(**make(), output="first")
+            result = runner(**make(), output_on="first")
         reports.append(runner.reports())
     saved = ditile.summary(runner, logging=False) if cache.build_cache_arguments()["cache_config"] is not None else []
     if not cache.perf:
@@ -219,8 +219,10 @@ def _build_lines_call(
 @contextlib.contextmanager
 def _show_decoded_frames(pipe: Any, call: Mapping[str, Any], count: int, *, shown: bool) -> Iterator[None]:
     """Shows how many frames of a call's videos the decoder has made, behind the progress of the steps."""
-    name, decoder = find_argument(type(pipe), FRAME_COUNTS), getattr(getattr(pipe, "vae", None), "decoder", None)
-    frames = None if name is None else call.get(name, inspect.signature(type(pipe).__call__).parameters[name].default)
+    from ditile.models.pipeline_calls import list_call_parameters
+
+    name, decoder = find_argument(pipe, FRAME_COUNTS), getattr(getattr(pipe, "vae", None), "decoder", None)
+    frames = None if name is None else call.get(name, list_call_parameters(pipe)[name].default)
     if decoder is None or not isinstance(frames, int):
         yield
         return

@@ -21,7 +21,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +39,7 @@ from ditile.distributed.mesh import join_torchrun, pick_device
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError
 from ditile.hooks.kv_store import AgeChecks
+from ditile.models.pipeline_calls import is_modular
 from ditile.models.registry import find_loop_model
 from ditile.plan import cost
 from ditile.plan.plan import AUTO, Plan
@@ -78,7 +79,8 @@ def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
 
         def make_verify_arguments(pipe: Any) -> dict[str, Any]:
             own = defaults(proof.model)
-            base = build_call_arguments(pipe, proof.to_generate_options(), own) | {"output_type": "latent"}
+            base = build_call_arguments(pipe, proof.to_generate_options(), own)
+            base |= {"output": ["latents"]} if is_modular(pipe) else {"output_type": "latent"}
             seeds = [torch.Generator("cpu").manual_seed(k) for k in range(plan.data)]
             if plan.data == 1:
                 return base | {"generator": seeds[0]}
@@ -124,10 +126,9 @@ def run_plan_checks(
         del whole
     exact = replace(plan, warmup=steps) if plan.attends_to_stale_keys else plan
     runner = parallelize(make(exact), exact, device)
-    checks = [
-        _check_exactness(runner, runner(**call(runner.pipe))[0], reference_latents), _read_proof(runner, proof),
-    ]  # fmt: skip
-    del runner
+    latents = _draw_first_result(runner, call(runner.pipe))
+    checks = [_check_exactness(runner, latents, reference_latents), _read_proof(runner, proof)]
+    del runner, latents
     _release_memory()
     ages = AgeChecks()
     runner = parallelize(make(plan), plan, device, checks=ages)
@@ -187,7 +188,7 @@ def _find_allowed_rounding(runner: Runner, latents: Tensor) -> float:
 
 def _digest_call_result(runner: Runner, call: ArgumentsFactory, reference_latents: Tensor | None) -> tuple[str, float]:
     """The digest of a call's result, and on rank 0 its difference from the reference. It keeps no tensor alive."""
-    latents = runner(**call(runner.pipe))[0]
+    latents = _draw_first_result(runner, call(runner.pipe))
     return _hash_latents(latents), _compute_difference(
         latents, reference_latents
     ) if reference_latents is not None else 0.0
@@ -308,10 +309,17 @@ def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.
     find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
     pipe.to(device)
     with convert_value_errors(pipe):
-        latents: Tensor = pipe(**call(pipe))[0].cpu()
+        latents: Tensor = _draw_first_result(pipe, call(pipe)).cpu()
     del pipe
     _release_memory()
     return latents
+
+
+def _draw_first_result(pipe: Any, call: Mapping[str, Any]) -> Tensor:
+    """The first of the results of a pipeline or a runner."""
+    results = pipe(**call)
+    first: Tensor = next(iter(results.values())) if isinstance(results, dict) else results[0]
+    return first
 
 
 @contextlib.contextmanager

@@ -26,7 +26,8 @@ from ditile.errors import ModelError
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.overrides import replace_globals
 
-_DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
+DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
+"""Of a component that a pipeline calls in its loop."""
 
 
 def is_modular(pipe: Any) -> bool:
@@ -34,10 +35,32 @@ def is_modular(pipe: Any) -> bool:
     return isinstance(pipe, ModularPipeline)
 
 
+def find_call_owner(pipe: Any) -> Any:
+    """What says which call a pipeline has: its class, or the modular pipeline itself."""
+    return pipe if is_modular(pipe) else type(pipe)
+
+
+def list_output_names(pipe: Any) -> list[str]:
+    """What a modular pipeline's call may return."""
+    return [each.name for each in pipe._blocks.outputs]
+
+
+def list_required_inputs(pipe: Any) -> set[str]:
+    """The arguments without which no call of a pipeline, or of a class of pipelines, can draw."""
+    if is_modular(pipe):
+        return {each.name for each in pipe._blocks.inputs if each.required}
+    return {name for name, each in list_call_parameters(pipe).items() if each.default is Parameter.empty}
+
+
 def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
-    """The parameters of a pipeline's call by name; of a modular one, the inputs of its blocks."""
+    """The parameters of a pipeline's call by name; of a modular one, the inputs of its blocks.
+
+    Args:
+        pipe: a pipeline, or a class of pipelines.
+    """
     if not is_modular(pipe):
-        return dict(inspect.signature(pipe.__call__).parameters)
+        parameters = inspect.signature(pipe.__call__).parameters
+        return {name: each for name, each in parameters.items() if name != "self"}
     # Which of them are needed depends on the others, and on what earlier blocks make.
     inputs = [each for each in pipe._blocks.inputs if each.name is not None]
     return {each.name: Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default) for each in inputs}
@@ -67,7 +90,7 @@ def list_denoiser_names(pipe: Any) -> list[str]:
     """
     names = ["transformer", "transformer_2", "unet", "unet_2"]
     if is_modular(pipe):
-        names = sorted(filter(_DENOISER_NAME.fullmatch, pipe.component_names))
+        names = sorted(filter(DENOISER_NAME.fullmatch, pipe.component_names))
     held = [name for name in names if isinstance(getattr(pipe, name, None), nn.Module)]
     return [name for name in held if name[0] == held[0][0]]
 

@@ -55,7 +55,13 @@ from ditile.planner.recorded import (
     build_recorded_pipeline,
     load_component_config,
 )
-from ditile.runner.load import check_config_counts, convert_build_errors, read_json_object
+from ditile.runner.load import (
+    MODULAR_INDEX,
+    check_config_counts,
+    convert_build_errors,
+    find_index_file,
+    read_json_object,
+)
 
 FACTS = "facts.json"
 """What cannot be read off the configs of a published model."""
@@ -126,6 +132,8 @@ class PlanSubject:
 
     @classmethod
     def _build_from_configs(cls, name: str, source: Path | str) -> PlanSubject:
+        if isinstance(source, Path) and (path := find_index_file(source)) is not None and path.name == MODULAR_INDEX:
+            raise ModelError(f"model {name!r} is a modular pipeline, whose calls are not planned for; give the degrees")
         try:
             index = diffusers.DiffusionPipeline.load_config(source)
             pipeline = getattr(diffusers, index["_class_name"])

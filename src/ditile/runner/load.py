@@ -37,7 +37,7 @@ from ditile.plan.plan import Plan, require_plan
 
 if TYPE_CHECKING:
     import torch
-    from diffusers import DiffusionPipeline
+    from diffusers import DiffusionPipeline, ModularPipeline
 
 
 PERIOD = 1.0
@@ -50,6 +50,10 @@ _BUILD_ERRORS = (
     *(ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError),
     *(RuntimeError, ImportError),
 )
+MODEL_INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
+"""Files, one of which makes a folder a pipeline; where both are, it is the first one's."""
+MODULAR_MARK = "_blocks_class_name"
+"""The key that the index of a modular pipeline alone has."""
 FRAME_RATE = "fps"
 """The key of `generation.json` for the frames a second of a file."""
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -106,7 +110,7 @@ def _locate_model(name: str, *, weights: bool) -> Path | str:
     """The folder or the hub id of a model, of which nothing else was checked."""
     if name and isinstance(name, str | Path):
         known, folder = find_known_model(str(name)), Path(name)
-        if known is not None and (known.hub_id is None or not (folder / "model_index.json").exists()):
+        if known is not None and (known.hub_id is None or find_index_file(folder) is None):
             if weights and known.hub_id is not None:
                 return known.hub_id
             folder = known.folder
@@ -123,8 +127,11 @@ def _locate_model(name: str, *, weights: bool) -> Path | str:
 
 def load(
     name: str, *, dtype: torch.dtype | str | None = None, plan: Plan | None = None, variant: str | None = None
-) -> DiffusionPipeline:
+) -> DiffusionPipeline | ModularPipeline:
     """The pipeline of a bundled model, a folder or a hub id, on the CPU.
+
+    A folder with a `modular_model_index.json` and no `model_index.json` is a modular pipeline of diffusers. Its own
+    components are read as those of any other, and those that its index places elsewhere are read there.
 
     Args:
         name: of a bundled model, such as shapes-flux; or a folder, or a hub id.
@@ -146,10 +153,12 @@ def load(
     from ditile.distributed.mesh import find_process_rank
     from ditile.distributed.watch import START_SECONDS, begin_watch
     from ditile.runner.partial import (
-        find_pipeline_class,
+        find_pipeline_kind,
+        load_modular_pipeline,
         load_partial_components,
         load_shared_components,
         load_whole_models,
+        read_model_index,
     )
 
     source = find_model_source(name, variant)
@@ -161,10 +170,14 @@ def load(
         own = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
         own |= load_whole_models(source, wanted, variant, apart=own)
         own |= load_shared_components(source, apart=own)
-        # Not of DiffusionPipeline, which reads anew what a signature has a default for, such as Wan's transformers.
-        pipe: DiffusionPipeline = (find_pipeline_class(source) or diffusers.DiffusionPipeline).from_pretrained(
-            source, dtype=wanted, use_safetensors=True, variant=variant, **own
-        )
+        pipe: DiffusionPipeline | ModularPipeline
+        if MODULAR_MARK in read_model_index(source):
+            pipe = load_modular_pipeline(source, wanted, variant, own)
+        else:
+            # Not of DiffusionPipeline, which reads anew what a signature has a default for, such as Wan's transformers.
+            pipe = (find_pipeline_kind(source) or diffusers.DiffusionPipeline).from_pretrained(
+                source, dtype=wanted, use_safetensors=True, variant=variant, **own
+            )
     return pipe
 
 
@@ -206,10 +219,40 @@ def check_pipeline_folder(folder: Path, variant: str | None = None) -> Path:
     Raises:
         LoadError: if something is missing, as far as the headers of the weights say.
     """
-    for part, entry in read_json_object(folder / "model_index.json").items():
-        if isinstance(entry, list) and len(entry) == 2 and entry[0] is not None:
+    for part, (library, _) in list_own_components(folder, read_json_object(find_index_file(folder) or folder)):
+        if library is not None:
             _check_component(find_component_folder(folder, part), variant)
     return folder
+
+
+def list_own_components(source: Path | str, index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The components that a pipeline has beside its index: name, (library, class).
+
+    Args:
+        source: the folder, or the hub id.
+        index: what its `model_index.json` or `modular_model_index.json` says. A modular pipeline may have components
+            in other places, or have left some out.
+    """
+    for name, entry in index.items():
+        if not isinstance(entry, list):
+            continue
+        if len(entry) == 2:
+            yield name, (entry[0], entry[1])
+        elif len(entry) == 3 and isinstance(entry[2], dict) and entry[2].get("subfolder", name) == name:
+            where, hint = entry[2].get("pretrained_model_name_or_path"), entry[2].get("type_hint")
+            is_here = isinstance(source, Path) and ((source / name).is_dir() or _is_same_folder(where, source))
+            library, kind = hint if isinstance(hint, list) and len(hint) == 2 else entry[:2]
+            if (is_here or where == source) and kind is not None:
+                yield name, (library, kind)
+
+
+def _is_same_folder(name: Any, folder: Path) -> bool:
+    return isinstance(name, str) and Path(name).resolve() == folder.resolve()
+
+
+def find_index_file(folder: Path) -> Path | None:
+    """The file that says what a pipeline's folder has; None if it is no pipeline."""
+    return next((path for name in (MODEL_INDEX, MODULAR_INDEX) if (path := folder / name).exists()), None)
 
 
 def check_model_folder(folder: Path) -> None:
@@ -220,7 +263,7 @@ def check_model_folder(folder: Path) -> None:
 
 
 def _require_model_index(folder: Path) -> Path:
-    if not (folder / "model_index.json").exists():
+    if find_index_file(folder) is None:
         raise LoadError(f"{folder} has no model_index.json; give a folder that save_pretrained of a pipeline wrote")
     return folder
 
@@ -228,7 +271,7 @@ def _require_model_index(folder: Path) -> Path:
 def _check_component(part: Path, variant: str | None) -> None:
     """Raises `LoadError` for a component that is missing, or that has a config.json and no whole weights beside it."""
     if not part.is_dir():
-        raise LoadError(f"{part} is missing, and the model_index.json beside it names it; copy the whole model")
+        raise LoadError(f"{part} is missing, and the index beside it names it; copy the whole model")
     for path in (part / "config.json", part / "scheduler_config.json"):
         if path.exists():
             check_config_counts(read_json_object(path), path)
@@ -329,14 +372,18 @@ def _join_error_lines(error: Exception) -> str:
 
 
 @lru_cache(maxsize=64)  # once it is there it stays there
-def check_hub_access(repository: str) -> None:
+def check_hub_access(repository: str, file: str = "*model_index.json") -> None:
     """Raises `LoadError` at once for a model that is not in the hub's cache and cannot be fetched.
 
     Without this, huggingface_hub would try again for half a minute, for each of several files.
+
+    Args:
+        repository: its hub id.
+        file: a pattern of a file that it has.
     """
     from huggingface_hub import constants
 
-    if any(find_blob_folder(repository).parent.glob("snapshots/*/model_index.json")):
+    if any(find_blob_folder(repository).parent.glob(f"snapshots/*/{file}")):
         return
     lacks = f"model {repository!r} is not in the hub's cache {constants.HF_HUB_CACHE}"
     if constants.HF_HUB_OFFLINE:

@@ -8,7 +8,7 @@ transformers would fill it with random numbers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models import registry
 from ditile.models.anatomies import build_block_hooks
 from ditile.models.known import find_component_folder, name_component_source
+from ditile.models.pipeline_calls import DENOISER_NAME
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_call_guard, read_partial_encoder
@@ -35,11 +36,19 @@ from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.plan.stages import select_local_blocks
 from ditile.runner.checkpoint import Checkpoint, LocateFile, locate_in_folder
 from ditile.runner.compose import divide_into_stages
-from ditile.runner.load import check_config_counts, read_json_object
+from ditile.runner.load import (
+    HUB_ID,
+    MODEL_INDEX,
+    MODULAR_INDEX,
+    MODULAR_MARK,
+    check_config_counts,
+    check_hub_access,
+    convert_build_errors,
+    list_own_components,
+    read_json_object,
+)
 
 STEM = "diffusion_pytorch_model"
-_TRANSFORMERS = ("transformer", "transformer_2")
-"""What a pipeline calls in its loop: one, or two in turns."""
 log = logging.getLogger(__name__)
 
 
@@ -57,21 +66,20 @@ def load_partial_components(
         ModelError, PlanError: if the transformer cannot be divided so.
         LoadError: if files or weights are missing or corrupt.
     """
-    index = _read_model_index(source)
     image = next(ranks for ranks in list_subgroups(plan, IMAGE) if rank in ranks)
     place = EncoderPlacement.choose_placement(plan.text, image.index(rank), len(image))
     partial_components: dict[str, Any] = {}
-    for name, entry in index.items():
-        library, kind = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (None, None)
-        in_part = plan.pipefusion * plan.tensor > 1 if name in _TRANSFORMERS else place != WHOLE
-        if not in_part or not kind or not (name in _TRANSFORMERS or name.startswith("text_encoder")):
+    for name, (library, kind) in _read_components(source).items():
+        is_denoiser = DENOISER_NAME.fullmatch(name) is not None
+        in_part = plan.pipefusion * plan.tensor > 1 if is_denoiser else place != WHOLE
+        if not in_part or not kind or not (is_denoiser or name.startswith("text_encoder")):
             continue
         cls, locate = _find_component_class(library, kind), _locate_component_files(source, name)
         config = _find_config(locate, name)
         reason = _find_partial_load_refusal(cls, kind, config)
         if cls is None or reason is not None:
             log.warning("%s is loaded whole on every rank and then divided: %s", name, reason)
-        elif name in _TRANSFORMERS:
+        elif is_denoiser:
             partial_components[name] = load_partial_transformer(cls, locate, config, plan, rank, dtype, variant=variant)
         else:
             where, options = _collect_source_options(source, name, locate, variant)
@@ -80,15 +88,61 @@ def load_partial_components(
     return partial_components
 
 
-def find_pipeline_class(source: Path | str) -> type[Any] | None:
-    """The class that a pipeline's model_index.json names; None if diffusers has none of that name.
+def find_pipeline_kind(source: Path | str) -> Any:
+    """What says which call a pipeline has: its class; of a modular one, the pipeline itself without its components.
+
+    Returns:
+        None if its model_index.json names no pipeline of diffusers.
 
     Raises:
         LoadError: if the file cannot be read.
+        ModelError: if a modular pipeline has blocks that diffusers has not, or code of its own.
     """
-    named = _find_component_class("diffusers", _read_model_index(source).get("_class_name"))
-    is_pipeline = named is not None and issubclass(named, diffusers.DiffusionPipeline)
-    return named if is_pipeline else None
+    index = read_model_index(source)
+    if MODULAR_MARK in index:
+        with convert_build_errors(str(source)):
+            return diffusers.ModularPipeline.from_pretrained(str(source), trust_remote_code=False)
+    named = _find_component_class("diffusers", index.get("_class_name"))
+    return named if named is not None and issubclass(named, diffusers.DiffusionPipeline) else None
+
+
+def load_modular_pipeline(
+    source: Path | str, dtype: torch.dtype, variant: str | None, loaded: Mapping[str, Any]
+) -> Any:
+    """A modular pipeline with all of the components that its blocks use and its index says where to find.
+
+    Args:
+        source, dtype, variant: as in `load_partial_components`.
+        loaded: components that were read before.
+
+    Raises:
+        LoadError, ModelError: if a component cannot be loaded.
+    """
+    pipe = find_pipeline_kind(source)
+    pipe.register_components(**{name: part for name, part in loaded.items() if name in pipe.component_names})
+    for name in pipe.pretrained_component_names:
+        spec = pipe.get_component_spec(name)
+        if getattr(pipe, name, None) is not None or spec.pretrained_model_name_or_path is None:
+            continue
+        place = str(spec.pretrained_model_name_or_path)
+        if not Path(place).exists():
+            if HUB_ID.fullmatch(place) is None:
+                raise LoadError(f"{place}/{name} is missing, and the index of {source} names it; copy the whole model")
+            check_hub_access(place, "*")
+        try:
+            # Not load_components, which logs what a component raises and goes on without it.
+            part = spec.load(dtype=dtype, **_collect_load_options(spec.type_hint, variant))
+        except ValueError as error:
+            raise LoadError(f"{name} of {place} cannot be loaded: {' '.join(str(error).split())}") from error
+        pipe.register_components(**{name: part})
+    return pipe
+
+
+def _collect_load_options(kind: Any, variant: str | None) -> dict[str, Any]:
+    """Keyword arguments of `from_pretrained` of a component that has weights; none of others."""
+    if isinstance(kind, type) and not issubclass(kind, nn.Module):
+        return {}
+    return {"use_safetensors": True} | ({} if variant is None else {"variant": variant})
 
 
 def load_whole_models(
@@ -107,8 +161,7 @@ def load_whole_models(
         LoadError: if files or weights are missing or corrupt.
     """
     models: dict[str, nn.Module] = {}
-    for name, entry in _read_model_index(source).items():
-        library, kind = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (None, None)
+    for name, (library, kind) in _read_components(source).items():
         cls, locate = _find_component_class(library, kind), _locate_component_files(source, name)
         if name in apart or cls is None or not issubclass(cls, (diffusers.ModelMixin, transformers.PreTrainedModel)):
             continue
@@ -136,8 +189,7 @@ def load_shared_components(source: Path | str, *, apart: Collection[str] = ()) -
     shared: dict[str, Any] = {}
     if not isinstance(source, Path):
         return shared
-    for name, entry in _read_model_index(source).items():
-        library, kind = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (None, None)
+    for name, (library, kind) in _read_components(source).items():
         cls: Any = _find_component_class(library, kind)
         folder = find_component_folder(source, name)
         if name not in apart and cls is not None and folder.parent != source:
@@ -237,12 +289,22 @@ def _locate_component_files(source: Path | str, name: str) -> LocateFile:
     return locate_hub_file
 
 
-def _read_model_index(source: Path | str) -> dict[str, Any]:
-    """The components of a pipeline: name -> (library, class)."""
-    path = _locate_component_files(source, "")("model_index.json")
+def read_model_index(source: Path | str) -> dict[str, Any]:
+    """What the index of a pipeline says: name -> [library, class], and of a modular pipeline a dict of where it is.
+
+    Raises:
+        LoadError: if there is none.
+    """
+    locate = _locate_component_files(source, "")
+    path = next(filter(None, map(locate, (MODEL_INDEX, MODULAR_INDEX))), None)
     if path is None:
         raise LoadError(f"{source} has no model_index.json, or the hub cannot be reached")
     return read_json_object(path)
+
+
+def _read_components(source: Path | str) -> dict[str, tuple[Any, Any]]:
+    """The components of a pipeline that are beside its index: name -> (library, class)."""
+    return dict(list_own_components(source, read_model_index(source)))
 
 
 def _find_config(locate: LocateFile, name: str) -> Path:

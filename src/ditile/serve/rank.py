@@ -26,6 +26,7 @@ from ditile.cache.report import summarize_cache_reports
 from ditile.distributed import env
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError, StoppedError
+from ditile.models.pipeline_calls import find_call_owner
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import defaults
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
@@ -75,7 +76,7 @@ class RankServer:
         self._setup, self._link = setup, link
         self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
         self._pipe.set_progress_bar_config(disable=True)
-        self._kind, self._config = type(self._pipe), dict(getattr(self._pipe, "config", {}))
+        self._kind, self._config = find_call_owner(self._pipe), dict(getattr(self._pipe, "config", {}))
         self._loras = LoraShelf(self._runner, setup.lora_dir, setup.max_loras)
         self._facts = collect_facts(self._pipe, setup.model, setup.plan)
         self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
@@ -141,7 +142,8 @@ class RankServer:
         self._answer({"failed": {"code": "refused", "message": message}, "job": job.id})
 
     def _draw_jobs(self, jobs: Sequence[BatchJob]) -> None:
-        self._pipe = self._runner.switch_pipeline(self._choose_class(jobs[0].request.options))
+        kind = self._choose_class(jobs[0].request.options)
+        self._pipe = self._runner.switch_pipeline(kind) if isinstance(kind, type) else self._pipe
         self._loras.use_loras(jobs[0].request.loras)
         wanted = [job.request.options for job in jobs]
         bases = [build_call_arguments(self._pipe, each, defaults(self._setup.model)) for each in wanted]
@@ -154,7 +156,7 @@ class RankServer:
         on_latents, latents_at = (previews.take_latents, previews.latents_at) if previews else (None, frozenset[int]())
         watch = StepWatch(on_step=self._note_step, on_latents=on_latents, latents_at=latents_at)
         with convert_value_errors(self._pipe):
-            result = self._runner(**self._build_call(jobs, bases), output="first", watch=watch)
+            result = self._runner(**self._build_call(jobs, bases), output_on="first", watch=watch)
         reports, left_out = self._runner.reports(), self._summarize_cache()
         trace = self._collect_trace() if traced else {}
         if not self._answers:
@@ -171,14 +173,14 @@ class RankServer:
                 continue
             self._answer({"drawn": asdict(replace(one, facts=facts)), "job": job.id}, files | trace)
 
-    def _choose_class(self, wanted: GenerateOptions) -> type:
+    def _choose_class(self, wanted: GenerateOptions) -> Any:
         """The class of pipelines that draws from these conditions. Raises `ModelError` if there is none."""
         return choose_pipeline_class(self._kind, [*wanted.conditions], self._config)
 
     def _plan_previews(self, jobs: Sequence[BatchJob], base: Mapping[str, Any]) -> CallPreviews | None:
         """The previews of a call of one job, or what it teaches of latents; the same steps on every rank."""
         count, size = jobs[0].request.num_previews, find_call_size(self._facts, base)
-        steps = count_steps(collect_call_facts(type(self._pipe)), self._facts, base)
+        steps = count_steps(collect_call_facts(find_call_owner(self._pipe)), self._facts, base)
         if len(jobs) > 1 or size is None or steps == 0 or not (count or jobs[0].id == WARM):
             return None
         shown = [round((k + 1) * steps / (count + 1)) - 1 for k in range(count)]

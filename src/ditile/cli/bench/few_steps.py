@@ -111,7 +111,7 @@ def _draw_captions(runner: Callable[..., Any], work: Workload, steps: int, capti
     size = {name: getattr(work, name) for name in ("height", "width") if getattr(work, name) is not None}
     call, pictures = defaults(work.model) | size | {"num_inference_steps": steps, "output_type": "np"}, []
     for seed, caption in enumerate(captions):
-        result = runner(caption, output="first", generator=torch.Generator().manual_seed(seed), **call)
+        result = runner(caption, output_on="first", generator=torch.Generator().manual_seed(seed), **call)
         if result is not None:
             pictures.append((result.images[0] * 255).round().astype(np.uint8))
     return np.stack(pictures) if pictures else np.empty((0,), np.uint8)

@@ -248,7 +248,7 @@ class _WorldBenchmark:
                 return
             arguments = self.subject.make_call_arguments(self.whole if plain else target.pipe, cell)
             arguments |= {"output_type": "latent"} if latent else {}
-            arguments |= {} if plain else {"output": "first"}
+            arguments |= {} if plain else {"output_on": "first"}
 
             def call_target() -> None:
                 target(**arguments)

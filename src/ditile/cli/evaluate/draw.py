@@ -164,7 +164,7 @@ class EvaluationPipeline:
             ModelError: if the cache could never leave anything out.
         """
         call = self.base | {"prompt": turn.prompt, "generator": torch.Generator("cpu").manual_seed(turn.seed)}
-        call |= {"output_type": "np"} | ({} if self._is_original else {"output": "first"})
+        call |= {"output_type": "np"} | ({} if self._is_original else {"output_on": "first"})
         if steps is not None:
             call["num_inference_steps"] = steps
         with use_cache_within(self._target, configs):

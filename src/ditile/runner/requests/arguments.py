@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ditile.errors import ModelError
+from ditile.models.pipeline_calls import find_call_owner
 from ditile.models.probe import COUNTS
 from ditile.plan.checks import is_whole_number
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
@@ -27,18 +28,18 @@ def build_call_arguments(pipe: DiffusionPipeline, wanted: GenerateOptions, base:
     Raises:
         ModelError: if this pipeline does not take an argument that is given, or cannot make the size or the frames.
     """
-    rate = find_argument(type(pipe), FRAME_RATES)
+    rate = find_argument(pipe, FRAME_RATES)
     if rate is not None and rate not in base and wanted.fps is None:
         # The rate of the model's files is that of its videos, which the call may be told.
         wanted = dataclasses.replace(wanted, fps=read_generation_defaults(wanted.model).get(FRAME_RATE))
-    call = merge_call_arguments(type(pipe), wanted, base)
+    call = merge_call_arguments(find_call_owner(pipe), wanted, base)
     _check_picture_size(pipe, call)
     check_num_frames(pipe, call)
     _check_rotary_table(pipe, call)
     return call
 
 
-def merge_call_arguments(pipeline: type, wanted: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:
+def merge_call_arguments(pipeline: Any, wanted: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:
     """The same for a class of pipelines, without a check of the size."""
     return collect_call_facts(pipeline).merge_arguments(wanted, base)
 
@@ -75,11 +76,11 @@ def build_object_arguments(
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
     call: dict[str, Any] = {"generator": generators[0] if len(seeds) == 1 and alone is not False else generators}
     if wanted.num_images > 1:
-        call[find_argument(type(pipe), COUNTS) or COUNTS[0]] = wanted.num_images
+        call[find_argument(pipe, COUNTS) or COUNTS[0]] = wanted.num_images
     if not conditions:
         return call
     copies = len(seeds) if isinstance(call["generator"], list) else None
-    return call | bind_conditions(read_call_conditions(type(pipe)), conditions, copies)
+    return call | bind_conditions(read_call_conditions(find_call_owner(pipe)), conditions, copies)
 
 
 def build_batch_call(
@@ -124,7 +125,7 @@ def _check_rotary_table(pipe: Any, call: Mapping[str, Any]) -> None:
         return
     side, frames = most * find_size_multiple(pipe), most * patch[0]
     limits = {"height": side, "width": side}
-    if (count := find_argument(type(pipe), FRAME_COUNTS)) is not None:
+    if (count := find_argument(pipe, FRAME_COUNTS)) is not None:
         limits[count] = 1 + (frames - 1) * find_frames_ratio(pipe)
     for name, limit in limits.items():
         if is_whole_number(value := call.get(name)) and value > limit:

@@ -22,7 +22,7 @@ from ditile.models.known import ASSETS
 from ditile.plan.flags import format_flag
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture
-from ditile.runner.requests.pipelines import returns_videos
+from ditile.runner.requests.pipelines import name_pipeline, returns_videos
 
 ARGUMENTS = {
     "image": ("image", "images", "input_images", "reference_images"),
@@ -54,9 +54,31 @@ class CallConditions:
     max_pictures: int = 0
 
 
+def read_call_conditions(pipeline: Any) -> CallConditions:
+    """What the call of a class of pipelines, or of a modular pipeline, starts from."""
+    return _read_class_call(pipeline) if isinstance(pipeline, type) else _read_modular_call(pipeline)
+
+
+def _read_modular_call(pipe: Any) -> CallConditions:
+    """What a modular pipeline starts from: its blocks choose by what is given, so most of it is not needed."""
+    from ditile.models.pipeline_calls import list_call_parameters, list_required_inputs
+
+    parameters = list_call_parameters(pipe)
+    arguments = {
+        name: found for name, known in ARGUMENTS.items() if (found := next(filter(parameters.get, known), None))
+    }
+    needed, image = list_required_inputs(pipe), parameters.get(arguments.get("image", ""))
+    # What noise is added to, and the first frame of a video, is one picture.
+    is_reference = "strength" not in parameters and "list" in str(image and image.annotation)
+    return CallConditions(
+        arguments=arguments,
+        needed=tuple(name for name, argument in arguments.items() if argument in needed),
+        max_pictures=0 if image is None else MOST_PICTURES if is_reference and not returns_videos(pipe) else 1,
+    )
+
+
 @lru_cache(maxsize=256)
-def read_call_conditions(pipeline: type) -> CallConditions:
-    """What the call of a class of pipelines starts from."""
+def _read_class_call(pipeline: type) -> CallConditions:
     parameters = inspect.signature(pipeline.__call__).parameters
     arguments = {
         name: found for name, known in ARGUMENTS.items() if (found := next(filter(parameters.get, known), None))
@@ -105,12 +127,12 @@ def _makes_a_list_of(pipeline: type, argument: str) -> bool:
 
 
 def choose_pipeline_class(
-    pipeline: type, given: Collection[str], config: Mapping[str, Any], *, has_controlnet: bool = False
-) -> type:
+    pipeline: Any, given: Collection[str], config: Mapping[str, Any], *, has_controlnet: bool = False
+) -> Any:
     """The class that draws from what is given: this one if it takes it, else one of its family on the same models.
 
     Args:
-        pipeline: the model's own class.
+        pipeline: the model's own class; or a modular pipeline, which has no relatives.
         given: the conditions.
         config: of its pipeline, as in model_index.json.
         has_controlnet: whether there is a ControlNet beside the model's own parts.
@@ -130,10 +152,10 @@ def choose_pipeline_class(
     if not fitting:
         raise ModelError(_explain_refusal(pipeline, given, has_controlnet))
 
-    def rank_class(kind: type) -> tuple[bool, bool, int, str]:
+    def rank_class(kind: Any) -> tuple[bool, bool, int, str]:
         taken = read_call_conditions(kind)
         lacks = not set(taken.needed) <= set(given)
-        return lacks, kind is not pipeline, len(taken.arguments), kind.__name__
+        return lacks, kind is not pipeline, len(taken.arguments), name_pipeline(kind)
 
     best = min(fitting, key=rank_class)
     # The model's own class says itself what it lacks.
@@ -144,8 +166,8 @@ def choose_pipeline_class(
 
 
 def find_pipeline_class_for(
-    pipeline: type, given: Collection[str], config: Mapping[str, Any], *, has_controlnet: bool = False
-) -> type | None:
+    pipeline: Any, given: Collection[str], config: Mapping[str, Any], *, has_controlnet: bool = False
+) -> Any:
     """The same; None if diffusers has none."""
     try:
         return choose_pipeline_class(pipeline, given, config, has_controlnet=has_controlnet)
@@ -153,10 +175,10 @@ def find_pipeline_class_for(
         return None
 
 
-def describe_choice(chosen: type, own: type, given: Collection[str]) -> str:
+def describe_choice(chosen: Any, own: Any, given: Collection[str]) -> str:
     """Why a class draws what is given, on one line."""
-    if chosen is own:
-        return f"{chosen.__name__}, the model's own, takes {_join_flags(given)}"
+    if name_pipeline(chosen) == name_pipeline(own):
+        return f"{name_pipeline(chosen)}, the model's own, takes {_join_flags(given)}"
     lacking = [name for name in given if name not in read_call_conditions(own).arguments]
     why = f"takes {_join_flags(lacking)}" if lacking else f"needs no more than {_join_flags(given)}"
     return f"{chosen.__name__} {why}, unlike the model's own {own.__name__}"
@@ -221,10 +243,12 @@ def find_transformer_class(pipeline: Any) -> type | None:
     return next((kind for kind in kinds if isinstance(kind, type)), None)
 
 
-def _list_relatives(pipeline: type) -> Iterator[type]:
-    """The classes of diffusers whose name is this one's but for the words of the task."""
+def _list_relatives(pipeline: Any) -> Iterator[type]:
+    """The classes of diffusers whose name is this one's but for the words of the task; none of a modular pipeline."""
     import diffusers
 
+    if not isinstance(pipeline, type):
+        return
     stem = _TASK.sub("", pipeline.__name__)
     for name in dir(diffusers):
         if name.endswith("Pipeline") and name != pipeline.__name__ and _TASK.sub("", name) == stem:
@@ -233,6 +257,8 @@ def _list_relatives(pipeline: type) -> Iterator[type]:
 
 def _has_parts(kind: Any, pipeline: Any, has_controlnet: bool) -> bool:
     """Whether a class can be made of what another one has, and uses a ControlNet if there is one."""
+    if hasattr(kind, "component_names"):  # a modular pipeline
+        return not has_controlnet or "controlnet" in kind.component_names
     own, needed = (inspect.signature(each.__init__).parameters for each in (pipeline, kind))
     if has_controlnet and "controlnet" not in needed:
         return False
@@ -297,21 +323,21 @@ def read_class_conditions() -> Mapping[str, Mapping[str, Any]]:
     return classes
 
 
-def _explain_refusal(pipeline: type, given: Collection[str], has_controlnet: bool) -> str:
+def _explain_refusal(pipeline: Any, given: Collection[str], has_controlnet: bool) -> str:
     """What a family does not take, and which classes with the same transformer do."""
     flags = _join_flags(given)
     if not has_controlnet and "control_image" in given:
         kinds = [kind for kind in _list_relatives(pipeline) if "control_image" in read_call_conditions(kind).arguments]
         if kinds and find_pipeline_class_for(pipeline, given, {}, has_controlnet=True):
-            return f"{pipeline.__name__} takes {flags} with a ControlNet alone; add --controlnet FOLDER"
+            return f"{name_pipeline(pipeline)} takes {flags} with a ControlNet alone; add --controlnet FOLDER"
     transformer = find_transformer_class(pipeline)
     others = [
         name
         for name, each in read_class_conditions().items()
         if transformer is not None and each["transformer"] == transformer.__name__
-        if set(given) <= set(each["options"]) and name != pipeline.__name__
+        if set(given) <= set(each["options"]) and name != name_pipeline(pipeline)
     ]
-    what = f"{pipeline.__name__} takes no {flags}, nor does a class that draws with its weights"
+    what = f"{name_pipeline(pipeline)} takes no {flags}, nor does a class that draws with its weights"
     if not others:
         return f"{what}; leave it out"
     return f"{what}; take a model of {' or '.join(others[:6])}"

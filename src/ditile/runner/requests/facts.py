@@ -19,7 +19,13 @@ from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.requests.conditions import find_pipeline_class_for, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pipelines import FRAME_RATES, check_frame_count, find_frames_ratio, returns_videos
+from ditile.runner.requests.pipelines import (
+    FRAME_RATES,
+    check_frame_count,
+    find_frames_ratio,
+    name_pipeline,
+    returns_videos,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,14 +227,16 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
         plan: the plan, or its text.
     """
     from ditile.models.known import find_known_model
+    from ditile.models.pipeline_calls import find_call_owner
     from ditile.runner.load import defaults
     from ditile.runner.requests.results import choose_fps
 
-    base, call, known = defaults(model), collect_call_facts(type(pipe)), find_known_model(model)
+    own = find_call_owner(pipe)
+    base, call, known = defaults(model), collect_call_facts(own), find_known_model(model)
     config = dict(getattr(pipe, "config", {}))  # a modular pipeline may have none
-    edit = find_pipeline_class_for(type(pipe), ["image"], config)
-    inpaint = find_pipeline_class_for(type(pipe), ["image", "mask"], config)
-    is_video = returns_videos(type(pipe))
+    edit = find_pipeline_class_for(own, ["image"], config)
+    inpaint = find_pipeline_class_for(own, ["image", "mask"], config)
+    is_video = returns_videos(own)
     return ModelFacts(
         name=model,
         plan=str(plan),
@@ -245,12 +253,14 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     )
 
 
-def collect_call_facts(pipeline: type) -> CallFacts:
-    """The arguments of the call of a class of pipelines."""
-    known = [p for p in inspect.signature(pipeline.__call__).parameters.values() if p.name != "self"]
+def collect_call_facts(pipeline: Any) -> CallFacts:
+    """The arguments of the call of a class of pipelines, or of a modular pipeline."""
+    from ditile.models.pipeline_calls import list_call_parameters
+
+    known = list_call_parameters(pipeline).values()
     plain, taken = (bool, int, float, str), read_call_conditions(pipeline)
     return CallFacts(
-        pipeline=pipeline.__name__,
+        pipeline=name_pipeline(pipeline),
         defaults={p.name: p.default if isinstance(p.default, plain) else None for p in known},
         required=[p.name for p in known if p.default is inspect.Parameter.empty],
         needed=[*taken.needed],

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
-import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from ditile.models.known import find_known_model
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.load import find_model_source
 
-VIDEO_FIELDS = ("frames", "video")
+VIDEO_FIELDS = ("frames", "video", "videos")
 """Names of a result's field."""
 FRAME_RATES = ("frame_rate", "fps")
 """Names of a call's argument, of which a class has one at most."""
@@ -38,13 +37,16 @@ def draws_videos(model: str) -> bool:
     known = find_known_model(model)
     if known is not None and known.hub_id is None:
         return known.is_video
-    from ditile.runner.partial import find_pipeline_class
+    from ditile.runner.partial import find_pipeline_kind
 
-    return returns_videos(find_pipeline_class(find_model_source(model, weights=False)))
+    return returns_videos(find_pipeline_kind(find_model_source(model, weights=False)))
 
 
-def returns_videos(pipeline: type | None) -> bool:
+def returns_videos(pipeline: Any) -> bool:
     """Whether a class of pipelines returns videos instead of pictures; a class that is not known returns pictures.
+
+    Args:
+        pipeline: the class, or a modular pipeline; None if it is not known.
 
     Raises:
         ModelError: if it is known to return neither.
@@ -55,14 +57,19 @@ def returns_videos(pipeline: type | None) -> bool:
     if not {*names}.isdisjoint(VIDEO_FIELDS):
         return True
     raise ModelError(
-        f"{pipeline.__name__} returns {names[0]}, and only pictures and videos are written here; in Python, "
+        f"{name_pipeline(pipeline)} returns {names[0]}, and only pictures and videos are written here; in Python, "
         "ditile.parallelize(pipe, plan)(...) returns the pipeline's own result"
     )
 
 
+def name_pipeline(pipeline: Any) -> str:
+    """The name of a class of pipelines, or of that of a modular pipeline."""
+    return str(getattr(pipeline, "__name__", type(pipeline).__name__))
+
+
 def check_prompt_cleaner(pipeline: type | None) -> None:
     """Raises `ModelError` if a class cleans prompts by ftfy, which is not installed: its call would fail."""
-    clean = None if pipeline is None else getattr(sys.modules[pipeline.__module__], "basic_clean", None)
+    clean = getattr(sys.modules.get(getattr(pipeline, "__module__", "")), "basic_clean", None)
     names: tuple[str, ...] = getattr(getattr(clean, "__code__", None), "co_names", ())
     if pipeline is None or "ftfy" not in names or "is_ftfy_available" in names:
         return
@@ -79,16 +86,20 @@ def enable_required_tiling(pipe: Any) -> None:
         vae.enable_tiling()
 
 
-def find_argument(pipeline: type, names: tuple[str, ...]) -> str | None:
+def find_argument(pipe: Any, names: tuple[str, ...]) -> str | None:
     """The first of these names that a pipeline's call takes."""
-    known = inspect.signature(pipeline.__call__).parameters
+    from ditile.models.pipeline_calls import list_call_parameters
+
+    known = list_call_parameters(pipe)
     return next((name for name in names if name in known), None)
 
 
-def find_frame_rate(pipeline: type, call: Mapping[str, Any]) -> float | None:
+def find_frame_rate(pipe: Any, call: Mapping[str, Any]) -> float | None:
     """The frames a second that a call is told, or that its class says; None if the class knows of none."""
-    name = find_argument(pipeline, FRAME_RATES)
-    rate = None if name is None else call.get(name, inspect.signature(pipeline.__call__).parameters[name].default)
+    from ditile.models.pipeline_calls import list_call_parameters
+
+    name = find_argument(pipe, FRAME_RATES)
+    rate = None if name is None else call.get(name, list_call_parameters(pipe)[name].default)
     return float(rate) if isinstance(rate, int | float) else None
 
 
@@ -101,9 +112,11 @@ def find_frames_ratio(pipe: Any) -> int:
 
 def check_num_frames(pipe: Any, call: Mapping[str, Any]) -> None:
     """Raises `ModelError` for a number of frames that the pipeline's VAE cannot make."""
-    name = find_argument(type(pipe), FRAME_COUNTS)
+    from ditile.models.pipeline_calls import list_call_parameters
+
+    name = find_argument(pipe, FRAME_COUNTS)
     if name is not None and isinstance(frames := call.get(name), int):
-        own = inspect.signature(type(pipe).__call__).parameters[name].default
+        own = list_call_parameters(pipe)[name].default
         check_frame_count(type(pipe).__name__, frames, find_frames_ratio(pipe), own)
 
 
@@ -129,20 +142,27 @@ def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
 @contextlib.contextmanager
 def convert_value_errors(pipe: Any) -> Iterator[None]:
     """Turns a `ValueError` of the pipeline's own code, as of a size, into a `ModelError`; others are bugs."""
+    from ditile.models.pipeline_calls import iterate_blocks
+
     try:
         yield
     except DitileError:
         raise
     except ValueError as error:
-        if _find_raising_module(error) not in {cls.__module__ for cls in type(pipe).__mro__}:
+        own = {cls.__module__ for each in (pipe, *iterate_blocks(pipe)) for cls in type(each).__mro__}
+        if _find_raising_module(error) not in own:
             raise
         raise ModelError(f"{type(pipe).__name__} refuses this call: {' '.join(str(error).split())}") from error
 
 
-def _list_output_fields(pipeline: type) -> list[str]:
-    """The fields of all output classes in the module of a pipeline."""
+def _list_output_fields(pipeline: Any) -> list[str]:
+    """The fields of all output classes in the module of a class; of a modular pipeline, what its blocks make."""
     from diffusers.utils.outputs import BaseOutput
 
+    from ditile.models.pipeline_calls import is_modular, list_output_names
+
+    if is_modular(pipeline):
+        return list_output_names(pipeline)
     beside = vars(sys.modules[pipeline.__module__]).values()
     kinds: list[Any] = [kind for kind in beside if isinstance(kind, type) and issubclass(kind, BaseOutput)]
     return [field.name for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)]

@@ -43,13 +43,13 @@ def prepare_runner(
         DitileError: if the model, the plan or an option does not fit.
     """
     from ditile.hooks.compile import set_compile_configs
-    from ditile.runner.partial import find_pipeline_class
+    from ditile.runner.partial import find_pipeline_kind
     from ditile.runner.runner import parallelize
 
     silence_libraries()
     if engine.threads is not None:
         _set_num_threads(engine.threads)
-    pipeline = find_pipeline_class(find_model_source(model))
+    pipeline = find_pipeline_kind(find_model_source(model))
     returns_videos(pipeline)  # or refuses it
     check_prompt_cleaner(pipeline)
     # A LoRA needs whole weights; tensor parallelism then cuts its factors with them.
@@ -88,12 +88,17 @@ def switch_to_conditions(
     Raises:
         LoadError, ModelError: if diffusers has none, or the ControlNet cannot be loaded or is of another family.
     """
+    from ditile.models.pipeline_calls import find_call_owner
     from ditile.runner.siblings import build_sibling_pipeline
 
-    kind = choose_pipeline_class(type(pipe), conditions, pipe.config, has_controlnet=controlnet is not None)
-    if controlnet is None and kind is type(pipe):
+    own = find_call_owner(pipe)
+    kind = choose_pipeline_class(own, conditions, pipe.config, has_controlnet=controlnet is not None)
+    if controlnet is None and kind is own:
         return pipe
     parts = {} if controlnet is None else {"controlnet": load_controlnet(controlnet, dtype or pipe.dtype)}
+    if kind is pipe:
+        pipe.update_components(**parts)
+        return pipe
     return build_sibling_pipeline(kind, pipe, {**pipe.components, **parts})
 
 

@@ -63,7 +63,7 @@ def list_drawn(result: Any) -> Sequence[Image.Image | Video]:
 
 def choose_fps(pipe: DiffusionPipeline, wanted: GenerateOptions, call: Mapping[str, Any]) -> float:
     """Frames a second of a video: as given, else as the model or its class has it."""
-    own = read_generation_defaults(wanted.model).get(FRAME_RATE) or find_frame_rate(type(pipe), call)
+    own = read_generation_defaults(wanted.model).get(FRAME_RATE) or find_frame_rate(pipe, call)
     return float(wanted.fps or own or videos.DEFAULT_FPS)
 
 

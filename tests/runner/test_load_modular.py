@@ -1,0 +1,172 @@
+"""Folders of modular pipelines: loaded whole or by share, drawn from the command line, or refused in a line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import ditile
+from ditile import LoadError, ModelError, Plan
+from ditile.cli import main
+from ditile.errors import DitileError
+from ditile.hooks.placeholders import is_placeholder
+from tests.pool import Pool
+from tests.tiny import flux
+from tests.zoo import ZOO
+from tests.zoo.modular import minimax_h3, modular
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+INDEX = "modular_model_index.json"
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+DRAW = ("generate", "a red ring", "--height", "48", "--width", "80", "--steps", "3", "--seed", "7", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("modular") / "flux"
+    modular(diffusers.FluxAutoBlocks(), **flux().components).save_pretrained(str(folder), overwrite_modular_index=True)
+    return folder
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """In another place than its index says."""
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(saved, tmp_path / "copied"))
+
+
+def draw(pipe: Any) -> torch.Tensor:
+    latents: torch.Tensor = pipe(**ZOO["flux-modular"].call() | {"output": "latents"})
+    return latents
+
+
+def edit_index(**values: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        index = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps({**index, **values}))
+
+    return edit
+
+
+def test_a_folder_is_the_pipeline_that_was_saved(copied: Path, saved: Path) -> None:
+    """Components that are there are read there, wherever the index says that they were; others where it says."""
+    wanted = draw(modular(diffusers.FluxAutoBlocks(), **flux().components))
+    shutil.rmtree(copied / "vae")
+    pipe = ditile.load(str(copied))
+    assert isinstance(pipe, diffusers.FluxModularPipeline) and torch.equal(draw(pipe), wanted)
+    assert pipe.get_component_spec("vae").pretrained_model_name_or_path == str(saved)
+    assert ditile.load(str(copied), dtype="bfloat16").transformer.dtype == torch.bfloat16
+
+
+def draw_share(folder: str) -> tuple[torch.Tensor, int]:
+    """On a rank: latents, and how many blocks it has not read."""
+    plan = Plan(pipefusion=2, warmup=9, text="first")
+    pipe = ditile.load(folder, plan=plan)
+    emptied = sum(map(is_placeholder, pipe.transformer.transformer_blocks))
+    emptied += sum(map(is_placeholder, pipe.transformer.single_transformer_blocks))
+    return draw(ditile.parallelize(pipe, plan)), emptied
+
+
+def test_a_rank_reads_its_share(pool: Pool, saved: Path) -> None:
+    """Bit for bit what one rank draws, and no rank has all blocks."""
+    wanted = draw(ditile.load(str(saved)))
+    for latents, emptied in pool.run(draw_share, 2, str(saved)):
+        assert torch.equal(latents, wanted) and emptied > 0
+
+
+def test_every_denoiser_is_read_in_part(pool: Pool, tmp_path: Path) -> None:
+    """A family's own name for a second checkpoint, `transformer_ref`, is one."""
+    pipe = minimax_h3("ref2va", "transformer_ref")
+    pipe.save_pretrained(str(tmp_path), overwrite_modular_index=True)
+    for emptied in pool.run(count_placeholders, 2, str(tmp_path)):
+        assert emptied > 0
+
+
+def count_placeholders(folder: str) -> int:
+    pipe: Any = ditile.load(folder, plan=Plan(pipefusion=2))
+    return sum(map(is_placeholder, pipe.transformer_ref.transformer_blocks))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], Any], type[DitileError], str]] = {
+    "cut short": (lambda folder: (folder / WEIGHTS).write_bytes(b"1234"), LoadError, "no whole safetensors file"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), LoadError, "has no weights"),
+    "a pickle": (lambda folder: (folder / WEIGHTS).rename((folder / WEIGHTS).with_suffix(".bin")), LoadError, "pickle"),
+    "no JSON": (lambda folder: (folder / INDEX).write_text("{"), LoadError, "no readable JSON"),
+    "unknown class": (edit_index(_class_name="NoModularPipeline"), ModelError, "NoModularPipeline"),
+    "code": (
+        lambda folder: (folder / "modular_config.json").write_text(
+            json.dumps({"auto_map": {"ModularPipelineBlocks": "blocks.Blocks"}})
+        ),
+        ModelError,
+        "trust_remote_code",
+    ),
+    "elsewhere, and not there": (
+        edit_index(vae=["diffusers", "AutoencoderKL", {
+            "pretrained_model_name_or_path": "/nowhere/at/all", "subfolder": "ae",
+            "type_hint": ["diffusers", "AutoencoderKL"],
+        }]),
+        LoadError,
+        "/nowhere/at/all",
+    ),
+    "on the hub": (
+        edit_index(vae=["diffusers", "AutoencoderKL", {
+            "pretrained_model_name_or_path": "nobody/nothing", "subfolder": "ae",
+            "type_hint": ["diffusers", "AutoencoderKL"],
+        }]),
+        LoadError,
+        "nobody/nothing",
+    ),
+}  # fmt: skip
+"""What is done to a folder, the error and what it says."""
+
+
+@pytest.mark.parametrize("damage", REFUSED)
+def test_a_folder_that_will_not_do_is_one_line(
+    copied: Path, damage: str, capsys: pytest.CaptureFixture[str], forked_ranks: None
+) -> None:
+    """Where diffusers would log a traceback and go on without the component."""
+    spoil, error, says = REFUSED[damage]
+    spoil(copied)
+    with pytest.raises(error, match=says):
+        ditile.load(str(copied))
+    capsys.readouterr()
+    assert main.main([*DRAW, "--model", str(copied), "--out", "a.png"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert sum(line.startswith("ditile: ") for line in lines) == 1 and "Traceback" not in "\n".join(lines)
+    assert not Path("a.png").exists()
+
+
+def test_the_command_draws_what_python_draws(
+    copied: Path, capfd: pytest.CaptureFixture[str], forked_ranks: None
+) -> None:
+    """On two ranks and one, from text and from a picture; a plan is not searched for it."""
+    Image.new("RGB", (80, 48), "red").save("red.png")
+    model = ("--model", str(copied))
+    assert main.main([*DRAW, *model, "--out", "one.png"]) == 0
+    assert main.main([*DRAW, *model, "--pipefusion", "2", "--warmup", "3", "--out", "two.png"]) == 0
+    runner = ditile.parallelize(ditile.load(str(copied)))
+    call = {"height": 48, "width": 80, "num_inference_steps": 3}
+    drawn = runner(prompt="a red ring", generator=torch.Generator().manual_seed(7), output="images", **call)[0]
+    for name in ("one.png", "two.png"):
+        assert np.array_equal(np.asarray(Image.open(name)), np.asarray(drawn))
+    capfd.readouterr()
+    assert main.main([*DRAW, *model, "--image", "red.png", "--strength", "0.7", "--out", "edit.png"]) == 0
+    assert "FluxModularPipeline, the model's own, takes --image" in capfd.readouterr().err
+    assert main.main([*DRAW, *model, "--mask", "red.png", "--image", "red.png", "--out", "no.png"]) == 2
+    assert main.main(["generate", "a", *model, "--dry-run", "--pipefusion", "2"]) == 2
+    assert "is a modular pipeline, whose calls are not planned for" in capfd.readouterr().err
+
+
+def test_a_plan_is_verified(saved: Path, capfd: pytest.CaptureFixture[str], forked_ranks: None) -> None:
+    words = ("--pipefusion", "2", "--steps", "3", "--height", "48", "--width", "80")
+    assert main.main(["verify", "--model", str(saved), *words]) == 0
+    assert "bit for bit" in capfd.readouterr().out
