@@ -62,14 +62,16 @@ def measured(family: str, text: str, side: int) -> tuple[int, int]:
         runner(**subject.make_call_arguments(runner.pipe, cell))
     words = make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), PROFILE).text_tokens
     foretold = count_rank_memory(subject.planner_subject, subject.make_cost_job(cell), PROFILE, dist.get_rank(), words)
-    return count_weight_bytes(runner.pipe) + live.peak, foretold.denoising_peak
+    offload = runner._parts.offload
+    on_host = 0 if offload is None else sum(block.flat.numel() for block in offload._blocks.values())
+    return count_weight_bytes(runner.pipe) - on_host + live.peak, foretold.denoising_peak
 
 
 PLANS = [
     "cfg=2", "ulysses=2", "ring=2", "distrifusion=2", "tensor=2", "tensor=2 split_scheme=sequence",
     "pipefusion=2 patches=4", "pipefusion=2 patches=2 warmup_mode=pipelined", "pipefusion=2 patches=4 warmup=0",
     "pipefusion=2 ulysses=2 patches=2", "pipefusion=4 patches=4", "cfg=2 pipefusion=2 patches=4",
-    "pipefusion=2 tensor=2 patches=2",
+    "pipefusion=2 tensor=2 patches=2", "pipefusion=2 patches=2 offload=blocks", "tensor=2 offload=blocks",
 ]  # fmt: skip
 OF_TWO_STREAMS = (
     "ulysses=2", "tensor=2 split_scheme=sequence", "pipefusion=2 patches=4", "pipefusion=2 tensor=2 patches=2",

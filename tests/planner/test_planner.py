@@ -23,6 +23,7 @@ from ditile.models.known import CONFIGS
 from ditile.plan import cost
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
+from ditile.plan.schedule import Op, OpKind
 from ditile.planner import hardware
 from ditile.planner.answer import plan_for
 from ditile.planner.kernel_times import Work
@@ -174,6 +175,35 @@ def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
         search_plans(one, arguments, profile, SearchRequest(devices=8, memory_bytes=2 * 10**9))
     with pytest.raises(PlanError, match=r"no plan takes at most 0\.001 s: the fastest"):
         search_plans(one, arguments, profile, SearchRequest(devices=8, max_latency_s=0.001))
+
+
+def test_blocks_are_offloaded_where_nothing_else_fits() -> None:
+    """Two blocks are on the device in place of a stage's, and their way there is paid for where it takes longest."""
+    flux, shape, given = subject("flux.1-dev"), {"num_inference_steps": 4}, SearchRequest(devices=2)
+    asked = call("flux.1-dev", **shape)
+    profile = hardware.load_profile("rtx-4090")
+    whole = search_plans(flux, asked, profile, given)
+    assert all(price.plan.offload == "none" for price in whole.prices)
+    least = min(price.memory_bytes for price in whole.prices)
+    tight = search_plans(flux, asked, profile, dataclasses.replace(given, memory_bytes=least - 4 * 10**9))
+    assert all(price.plan.offload == "blocks" for price in tight.prices)
+    for text in ("pipefusion=2 patches=2", "tensor=2"):
+        plan = Plan.parse(text)
+        kept, away = (
+            flux.make_plan_job(dataclasses.replace(plan, offload=offload), flux.make_call_shape(asked, 2))
+            for offload in ("none", "blocks")
+        )
+        pricer = make_pricer(flux, asked, profile)
+        blocks, largest = kept.stages[0], flux.count_parameters(range(1), plan.tensor)
+        saved = flux.count_parameters(blocks, plan.tensor) - 2 * largest
+        memories = [count_rank_memory(flux, job, profile).weights for job in (kept, away)]
+        assert memories[0] - memories[1] == 2 * saved
+        computed, streamed = (OpPricer(pricer, job, CacheSkips()) for job in (kept, away))
+        op = Op(OpKind.COMPUTE, 2, 0 if plan.pipefusion > 1 else None)
+        way = 2 * sum(kept.weights.blocks[block] for block in blocks) / plan.tensor / profile.host_bandwidth
+        alone = computed.get_op_seconds(0, op, free=False)
+        assert streamed.get_op_seconds(0, op, free=False) == pytest.approx(max(alone, way))
+        assert (way > alone) == (plan.pipefusion > 1), "one of both is bound by its weights"
 
 
 EVERY_OTHER = CacheSkips(steps=frozenset(range(0, 8, 2)), first=0)

@@ -79,8 +79,8 @@ class LoadedBlocks:
     shard: tuple[int, int] = (0, 1)
 
 
-RecordForward = Callable[[Generation, BlockHook, bool, ForwardCall], ForwardCall]
-"""(generation, block, whether others than the next block read what it returns, forward) -> the forward, recorded."""
+WrapForward = Callable[[Generation, BlockHook, bool, ForwardCall], ForwardCall]
+"""(generation, block, whether others than the next block read what it returns, forward) -> the forward, with more."""
 
 FuseBlock = Callable[[ExitStack, BlockHook], None]
 """Makes fewer and larger kernels of what a block computes, until the stack is closed."""
@@ -272,7 +272,7 @@ class TransformerHooks:
         fuse: FuseBlock,
         pipe: Any = None,
         compile_: CompileFunction | None = None,
-        record: RecordForward | None = None,
+        around: WrapForward | None = None,
     ) -> Iterator[None]:
         """Installs the hooks of a policy for the length of a call.
 
@@ -285,7 +285,7 @@ class TransformerHooks:
             fuse: is called on the blocks that run here uncompiled.
             pipe: the pipeline of the model, which may have compiled it.
             compile_: compiles the forward of each block, where the user did not.
-            record: makes a block's forward one that is recorded, if given.
+            around: makes of the forward of a block that runs here another one, if given.
         """
         first = 0 in owned or bool(self.replacement_blocks)
         memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first)
@@ -297,7 +297,7 @@ class TransformerHooks:
             override_attribute(stack, self.transformer, IN_CALL, True)
             if self.other is not None:
                 others = self.other.install_hooks(
-                    policy, owned, now, core, dispatch, fuse=fuse, pipe=pipe, compile_=compile_, record=record
+                    policy, owned, now, core, dispatch, fuse=fuse, pipe=pipe, compile_=compile_, around=around
                 )
                 stack.enter_context(others)
             bypass_compiled_model(stack, pipe, self.transformer)
@@ -306,8 +306,8 @@ class TransformerHooks:
             for hook in self.chain:
                 varying = functools.partial(_list_varying_arguments, hook.anatomy, now)
                 is_own = hook.index in owned
-                own_record = functools.partial(record, now, hook) if record and is_own else None
-                wrap = functools.partial(self._wrap_block, calls, hook, owned, own_record)
+                own_around = functools.partial(around, now, hook) if around and is_own else None
+                wrap = functools.partial(self._wrap_block, calls, hook, owned, own_around)
                 alike = (other.block for other in self.chain if other.index in owned)
                 whole = next((block for block in alike if type(block) is type(hook.block)), None)
                 if not is_own and whole is not None and is_placeholder(hook.block):
@@ -330,11 +330,11 @@ class TransformerHooks:
         calls: BlockCalls,
         hook: BlockHook,
         owned: range,
-        record: Callable[[bool, ForwardCall], ForwardCall] | None,
+        around: Callable[[bool, ForwardCall], ForwardCall] | None,
         forward: ForwardCall,
     ) -> ForwardCall:
         forward = self.replacement_blocks.get(hook.index) or forward
-        return calls.wrap_block(hook, forward if record is None else record(hook.index + 1 not in owned, forward))
+        return calls.wrap_block(hook, forward if around is None else around(hook.index + 1 not in owned, forward))
 
 
 class CallCountHooks(TransformerHooks):
@@ -356,7 +356,7 @@ class CallCountHooks(TransformerHooks):
         fuse: FuseBlock,
         pipe: Any = None,
         compile_: CompileFunction | None = None,
-        record: RecordForward | None = None,
+        around: WrapForward | None = None,
     ) -> Iterator[None]:
         """Installs only the count of calls, and a memory of what the family declares constant."""
         with ExitStack() as stack:

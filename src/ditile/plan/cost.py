@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -385,10 +385,14 @@ def _select_ulysses_shards(job: PlannedCall, place: RankCoordinates, micro: Micr
 
 @lru_cache
 def _count_flat_buffer_bytes(tensors: tuple[int, ...], size: int) -> int:
-    """Bytes of one buffer for tensors of these lengths, each of which begins at a multiple of `ALIGNMENT`."""
+    return count_flat_bytes(numbers * size for numbers in tensors)
+
+
+def count_flat_bytes(sizes: Iterable[int]) -> int:
+    """Bytes of one buffer for tensors of these bytes, each of which begins at a multiple of `ALIGNMENT`."""
     stop = 0
-    for numbers in tensors:
-        stop = -(-stop // ALIGNMENT) * ALIGNMENT + numbers * size
+    for size in sizes:
+        stop = -(-stop // ALIGNMENT) * ALIGNMENT + size
     return stop
 
 

@@ -37,6 +37,7 @@ SPLIT_SCHEMES = ("row", "sequence")
 TEXT_PLACES = ("each", "first", "split")
 TEXT_AFTER = ("keep", "offload", "free")
 VAE_PLACES = ("whole", "rows")
+OFFLOADS = ("none", "blocks")
 AUTO: Literal["auto"] = "auto"
 FEW_STEPS = 16
 """Steps up to which the command line takes warmup_mode=auto where none is given: each counts then."""
@@ -130,6 +131,9 @@ class Plan:
     vae_block_size: int | None = define_option(
         None, "vae=rows: rows that a convolution makes at a time, for less memory; all by default", metavar="N"
     )
+    offload: Literal["none", "blocks"] = define_option(
+        "none", "blocks: weights stay in the host's memory, two blocks at a time on the device", choices=OFFLOADS
+    )
 
     __doc__, __signature__ = build_docstring(__doc__, vars()), build_signature(vars())
 
@@ -153,6 +157,7 @@ class Plan:
             ("split_scheme", SPLIT_SCHEMES),
             ("text", TEXT_PLACES),
             ("vae", VAE_PLACES),
+            ("offload", OFFLOADS),
             ("uaa", (None, True, False)),
             ("async_ulysses", (True, False)),
         ):
@@ -232,7 +237,7 @@ class Plan:
     @property
     def divides_the_batch_alone(self) -> bool:
         """Whether each rank runs whole models on whole images, which models of any kind can do."""
-        return self.world == self.data * self.cfg and self.num_patches == 1
+        return self.world == self.data * self.cfg and self.num_patches == 1 and self.offload == "none"
 
     @property
     def divides_weights(self) -> bool:

@@ -157,6 +157,8 @@ class Answer:
         if self.result.missed:
             parts.append("\n".join(wrap(f"too large: {describe_near_miss(self.result.missed, prices[0])}", 80)))
         best = prices[0]
+        if best.plan.offload == "blocks":
+            parts.append("weights of blocks come from the host's memory, under what is computed (docs/loading.md)")
         if self.call["steps"] <= FEW_STEPS:
             parts.append(
                 f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "

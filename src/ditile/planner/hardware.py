@@ -36,6 +36,7 @@ class Datasheet:
         p2p: bytes a second from one device to another.
         source: where the numbers are from.
         block_s: see `Profile`; 0 where it was not measured.
+        host_bandwidth: see `Profile`: nine tenths of PCIe's in one direction, rounded, as its protocol leaves them.
     """
 
     flops: float
@@ -45,6 +46,7 @@ class Datasheet:
     p2p: float
     source: str
     block_s: float = 0.0
+    host_bandwidth: float = 25e9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,8 +118,17 @@ SHEETS = {
         p2p=402e9,
         source=_NVIDIA,
         block_s=_H100_BLOCK,
+        host_bandwidth=50e9,
     ),
-    "h200-nvlink": Datasheet(flops=989e12, bandwidth=4800e9, memory_gb=141, link="nvlink", p2p=402e9, source=_NVIDIA),
+    "h200-nvlink": Datasheet(
+        flops=989e12,
+        bandwidth=4800e9,
+        memory_gb=141,
+        link="nvlink",
+        p2p=402e9,
+        source=_NVIDIA,
+        host_bandwidth=50e9,
+    ),
     "rtx-4090": Datasheet(flops=165e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_NVIDIA),
 }
 """P2P bandwidths of A100 PCIe, A100 NVLink and L20 are those that the PipeFusion article measured (2024-09: 23, 268 and
@@ -171,6 +182,7 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
         pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
         kernel_s=gets.kernel_s,
         block_s=sheet.block_s,
+        host_bandwidth=sheet.host_bandwidth,
         runs_ahead=True,
         micro_s=gets.micro_s,
         link=Link(

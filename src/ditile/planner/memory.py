@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
@@ -55,14 +56,20 @@ def count_rank_memory(
     """The memory of a rank in a call; `text_tokens` is what its cross attention sees."""
     place, plan, size = job.locate_rank(rank), job.plan, job.shape.element_size
     owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
-    # Transformers that are called in turns are both there, and stages are cut alike in both.
-    weights = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
+    weights = job.weights.shared + subject.replicated_numbers
+    buffers = 0
+    if plan.offload == "blocks":
+        buffers = min(NUM_BUFFERS, len(owned)) * _count_largest_block(subject, owned, plan.tensor)
+    else:
+        weights += subject.count_parameters(owned, plan.tensor)
     if job.step_schedule.mode == "sequence":
-        blocks = (range(block, block + 1) for block in range(len(job.weights.blocks)))
-        weights += (BLOCKS_AHEAD + 1) * max(subject.count_parameters(block, plan.tensor) for block in blocks)
+        every = range(len(job.weights.blocks))
+        buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, every, plan.tensor)
+    # Transformers that are called in turns are both there, and stages are cut alike in both; buffers serve either.
+    weights = weights * subject.models + buffers
     text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
     return RankMemory(
-        weights=weights * size * subject.models,
+        weights=weights * size,
         text=text[plan.text] * size,
         vae=subject.vae * size,
         # Keys of a transformer that is not called any more stay until the end.
@@ -71,6 +78,11 @@ def count_rank_memory(
         decode=_count_decode_bytes(subject, job, place, rank),
         idle=profile.idle_bytes,
     )
+
+
+def _count_largest_block(subject: PlanSubject, blocks: range, ranks: int) -> int:
+    """Parameters of the largest of some blocks on each of so many ranks of tensor parallelism."""
+    return max(subject.count_parameters(range(block, block + 1), ranks) for block in blocks)
 
 
 def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0) -> int:

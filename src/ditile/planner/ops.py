@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
@@ -168,6 +169,7 @@ class OpPricer:
             load = DeviceLoad(0.0, 0.0).combine_loads(self._compute_stage_load(place, micro, op), self._slowdown)
             if not free:
                 load = (self._add_warmup_exchanges if is_group else self._add_exchanges)(place, micro, load)
+                load = load._replace(device=max(load.device, self._get_offload_seconds(place.stage)))
             return load.get_busy_seconds(self._profile)
         if op.kind is OpKind.STEP:
             patches = self.job.plan.num_patches if micro.patch is None else 1
@@ -177,6 +179,14 @@ class OpPricer:
             return 0.0
         link = self.get_axis_link("pipefusion")
         return (1 - link.overlap) * self._compute_message_seconds(stage, op)
+
+    def _get_offload_seconds(self, stage: int) -> float:
+        """Seconds in which the weights of a stage's blocks come from the host's memory, under what is computed."""
+        job, blocks = self.job, self.job.stages[stage]
+        if job.plan.offload == "none" or len(blocks) <= NUM_BUFFERS:
+            return 0.0
+        numbers = sum(job.weights.blocks[block] for block in blocks) / job.plan.tensor
+        return numbers * job.shape.element_size / self._profile.host_bandwidth
 
     def get_travel_seconds(self, stage: int, op: Op) -> float:
         """Seconds of a message on its way, after those for which it occupies its sender."""

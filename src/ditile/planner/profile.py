@@ -101,6 +101,7 @@ class Profile:
         runs_ahead: whether the host runs ahead of the device (a GPU), or is the device itself (a CPU).
         micro_s: seconds of the pipeline and its scheduler for each iteration of the loop.
         idle_bytes: memory of a process that has loaded no model yet.
+        host_bandwidth: bytes a second from the host's pinned memory to a device, each over a link of its own.
         link: the link between ranks of a host.
         interlink: the link between hosts; None if there was one host.
         devices: ranks that compute at once on a host.
@@ -123,6 +124,7 @@ class Profile:
     link: Link
     block_s: float = 0.0
     idle_bytes: int = 0
+    host_bandwidth: float = 25e9  # PCIe 4.0 x16
     interlink: Link | None = None
     devices: int = 8
     together: float = 1.0
@@ -174,7 +176,17 @@ class Profile:
 _CURVES = ("matmul", "attention", "head")
 _RANGE = 1e-30, 1e30
 """Of sizes and rates: far wider than any machine's, and products of two stay finite."""
-_DIVISORS = {"bandwidth", "collective", "neighbours", "gather", "reduce", "crossing", "devices", "together"}
+_DIVISORS = {
+    "bandwidth",
+    "collective",
+    "neighbours",
+    "gather",
+    "reduce",
+    "crossing",
+    "devices",
+    "together",
+    "host_bandwidth",
+}
 """Fields that must be above 0."""
 _POINTWISE = ("pointwise", "norm", "gelu")
 """The kinds of pointwise work that every profile has a curve for."""

@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ditile.cache.build import build_skip_rules
 from ditile.cache.config import DBCacheConfig
@@ -63,6 +63,7 @@ class SearchRequest:
         max_latency_s: plans that take longer are left out.
         warmup: synchronous steps of plans with stale keys; None is one, or as many as cost hardly more.
         all_devices: only plans that use every device.
+        offload: of all plans; "blocks" where nothing else fits.
     """
 
     devices: int
@@ -71,6 +72,7 @@ class SearchRequest:
     max_latency_s: float | None = None
     warmup: int | None = None
     all_devices: bool = False
+    offload: Literal["none", "blocks"] = "none"
 
 
 class SizedJob(NamedTuple):
@@ -188,6 +190,8 @@ def search_plans(
     sifted = list(itertools.islice(in_order, SIFTED if shape.steps > FEW_STEPS else SIFTED_OF_FEW_STEPS))
     sifted += _try_other_warmups(subject, pricer, sifted, wanted.warmup, space, skips)
     fits = _select_fastest(pricer, heapq.merge(sorted(sifted), in_order), skips)
+    if not fits and wanted.offload == "none":
+        return search_plans(subject, call, profile, replace(wanted, offload="blocks"), skips)
     if not fits:
         raise _make_memory_error(min(too_large, key=lambda rough: (rough.memory, rough.order)), space)
     fits = [complete_price(subject, pricer, call, price, shape, space) for price in fits]
@@ -332,7 +336,7 @@ def iterate_plans(subject: PlanSubject, shape: Shape, wanted: SearchRequest) -> 
     for world in [wanted.devices] if wanted.all_devices else list_divisors(wanted.devices):
         for degrees in _iterate_degrees(world, shape):
             for more in _iterate_patch_counts(degrees, 1 if wanted.warmup is None else wanted.warmup):
-                plan = Plan(**degrees, **more)
+                plan = Plan(**degrees, **more, offload=wanted.offload)
                 if subject.can_run_plan(plan) and not plan.illegal(facts):
                     yield plan
 

@@ -6,7 +6,7 @@ No other module knows two strategies at once. A comment gives the reason of each
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from ditile.parallel.attention.core import (
 from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel, register_backend
 from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.block_costs import divide_blocks
+from ditile.parallel.pipefusion.block_offload import BlockOffload, HostCopies, explain_offload_refusal
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.graphs import BlockGraphs
 from ditile.parallel.pipefusion.loop import Loop
@@ -77,6 +78,7 @@ class Composition:
         attention: builds what attends in each layer.
         compile: whether the blocks are compiled, where the user has not.
         graphs: records blocks as CUDA graphs, where that is asked for.
+        offload: streams the weights of blocks from the host's memory, where the plan wants it.
         serial_plan: with warmup_mode=auto that of calls in which the weights of blocks cannot be sent.
     """
 
@@ -95,6 +97,7 @@ class Composition:
     attention: LayerAttentionBuilder
     compile: bool
     graphs: BlockGraphs | None
+    offload: BlockOffload | None
     serial_plan: Plan | None = None
 
     @property
@@ -135,6 +138,8 @@ class Composition:
     def find_refusal_reason(self) -> str | None:
         """Why the model cannot run as it is now on this rank, or None."""
         reason = self.block_hooks.explain_refusal(self.resident_blocks)
+        if reason is None and self.offload is not None:
+            reason = explain_offload_refusal(self.block_hooks.models)
         return reason or (self.explain_streaming_refusal() if self.serial_plan is None else None)
 
     def explain_streaming_refusal(self) -> str | None:
@@ -167,6 +172,8 @@ class Composition:
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.install_forwards())
+            if self.offload is not None:
+                stack.enter_context(self.offload.install_for_call())
             stack.enter_context(self._install_block_hooks())
             # Behind the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
             batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first)
@@ -177,6 +184,10 @@ class Composition:
             yield self.loop
 
     def _install_block_hooks(self) -> AbstractContextManager[None]:
+        around = None if self.offload is None else self.offload.wrap_forward
+        # A cache decides on the CPU within a block.
+        if self.graphs is not None and not self.model_caches:
+            around = self.graphs.wrap_forward
         return self.block_hooks.install_hooks(
             self.pipefusion,
             self.resident_blocks,
@@ -185,8 +196,7 @@ class Composition:
             self.attention.choose_dispatch_backend,
             pipe=self.pipe,
             compile_=torch.compile if self.compile else None,
-            # A cache decides on the CPU within a block.
-            record=None if self.graphs is None or self.model_caches else self.graphs.wrap_forward,
+            around=around,
             fuse=self._fuse_small_products,
         )
 
@@ -227,8 +237,8 @@ class Composition:
 
     def _fuse_small_products(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merges several products into one, because the products of a patch are small, and small ones are slow."""
-        # async_ulysses sends q while k is computed, so it needs them apart.
-        if not self.plan.async_ulysses:
+        # async_ulysses sends q while k is computed, so it needs them apart. Weights that come and go stay apart too.
+        if not self.plan.async_ulysses and self.offload is None:
             own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
             fuse_projections(stack, own, self.device)
         if self.plan.rounds_otherwise or self.plan.attends_to_stale_keys:
@@ -355,8 +365,13 @@ def compose_strategies(
     # With split_scheme=row the model sums over the ranks by itself, also if the pipeline is called on all of them.
     if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
         block_hooks.guard_calls()
+    offload = BlockOffload(block_hooks.models, own, HostCopies(device)) if plan.offload == "blocks" else None
     # Behind all that takes weights out, so that the device never gets weights that this rank does not keep.
-    move_pipeline(pipe, device)
+    with nullcontext() if offload is None else offload.hold_blocks_back():
+        move_pipeline(pipe, device)
+    # Pinned memory is allocated now, as that may wait for the device.
+    if offload is not None:
+        offload.pack_weights()
     # The loop drives the stage, and attention asks the loop for the generation under way.
     trace, stage = mesh.traffic.trace, stages[mesh.stage_index]
     pipefusion = PipeFusion(mesh, stage, plan, block_hooks.anatomy.joint, trace, sharded.streams, warmup_group)
@@ -368,7 +383,7 @@ def compose_strategies(
     )
     attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
-    return Composition(pipe, plan, mesh, device, *built, options.compile, options.graphs, serial_plan)
+    return Composition(pipe, plan, mesh, device, *built, options.compile, options.graphs, offload, serial_plan)
 
 
 def _may_change(block_hooks: TransformerHooks) -> bool:
@@ -445,21 +460,19 @@ def _build_block_hooks(pipe: Any, plan: Plan, options: CompositionOptions) -> Tr
         else:
             block_hooks = build_block_hooks(model, spec, block_hooks, label)
     assert block_hooks is not None
-    _check_model_divisible(pipe, plan, block_hooks, options.attention, options.compile)
+    _check_model_divisible(pipe, plan, block_hooks, options)
     return block_hooks
 
 
-def _check_model_divisible(
-    pipe: Any, plan: Plan, block_hooks: TransformerHooks, attention: str | None, compile: bool
-) -> None:
+def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks, options: CompositionOptions) -> None:
     """Refuses a model that cannot be divided so, before anything is touched."""
-    model = block_hooks.transformer
+    model, attention = block_hooks.transformer, options.attention
     if attention is not None and not block_hooks.chain:
         raise ModelError(
             f"attention={attention!r}: nothing is known of the attention of {type(model).__name__}; leave it out, or "
             "choose the kernel with set_attention_backend"
         )
-    if compile and not block_hooks.chain:
+    if options.compile and not block_hooks.chain:
         raise ModelError(
             f"compile=True: nothing is known of the blocks of {type(model).__name__}; leave it out, and compile the "
             "whole: pipe.transformer = torch.compile(pipe.transformer)"
@@ -472,6 +485,8 @@ def _check_model_divisible(
     if block_hooks.has_placeholders() and block_hooks.loaded_blocks is None:
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
     reason = block_hooks.explain_refusal(range(len(block_hooks.chain)))
+    if plan.offload == "blocks":
+        reason = reason or explain_offload_refusal(block_hooks.models)
     if reason:
         raise ModelError(reason)
     if plan.tensor > 1 and block_hooks.loaded_blocks is None and (names := list_quantized_parameters(model)):

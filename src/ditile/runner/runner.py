@@ -535,6 +535,8 @@ def build_block_graphs(plan: Plan, device: torch.device, checks: AgeChecks | Non
                 f"cuda_graphs=True: {axis}={getattr(plan, axis)} sends messages within blocks, and these are not "
                 "recorded; use pipefusion, cfg and data"
             )
+    if plan.offload == "blocks":
+        raise PlanError("cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place")
     if plan.warmup == "auto":
         raise PlanError("cuda_graphs=True: warmup=auto measures keys within blocks; give a number of steps")
     if checks is not None:

@@ -110,7 +110,7 @@ class WeightStream:
                     f"{name} has LoRA layers, and warmup_mode=sequence sends plain weights to the others; fuse them "
                     "and unload them (pipe.fuse_lora(), pipe.unload_lora_weights()), or use another warmup_mode"
                 )
-            if any(_has_weight_hooks(module) for module in block.modules()):
+            if any(has_weight_hooks(module) for module in block.modules()):
                 return (
                     f"{name} has hooks around forwards, such as those of enable_layerwise_casting, and "
                     "warmup_mode=sequence sends plain weights to the others; remove them, or use another warmup_mode"
@@ -159,7 +159,7 @@ class WeightStream:
         self._pending_broadcasts[index] = start_broadcast(flat, owner, self._group, self._traffic, "weights")
 
 
-def _has_weight_hooks(module: nn.Module) -> bool:
+def has_weight_hooks(module: nn.Module) -> bool:
     """Whether diffusers or accelerate changes weights around a forward, as they do to cast and to offload them."""
     registry = vars(module).get("_diffusers_hook")
     return ACCELERATE_FORWARD in vars(module) or (registry is not None and bool(registry.hooks))
