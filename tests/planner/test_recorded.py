@@ -63,6 +63,7 @@ def video(frames: int, height: int, width: int, *, ratio: int = 4, pixels: int =
         ("ltx-video", video(161, 512, 704, ratio=8, pixels=32), 0, 1),
         ("cogvideox-5b", video(49, 480, 720), 226, 1),
         ("qwen-image", 64 * 64, 512, 2),
+        ("qwen-image-2.1", 64 * 64 + 512, 0, 1),
         ("qwen-image-edit-2509", 2 * 64 * 64, 512, 2),
         ("qwen-image-edit-2511", 2 * 64 * 64, 512, 2),
         ("z-image-turbo", 64 * 64 + 512, 0, 1),

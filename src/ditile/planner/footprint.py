@@ -269,7 +269,9 @@ def measure_vae_scale(kind: Any, config: Mapping[str, Any]) -> VaeScale:
             return shape
 
         if not _has_frames(vae):
-            return VaeScale(decode()[-1] // _SIDE, channels=channels)
+            # Some that were made of a VAE of frames take one frame.
+            one = (1,) if "temperal_downsample" in vae.config else ()
+            return VaeScale(decode(*one)[-1] // _SIDE, len(one), channels=channels)
         # Some decode runs of two frames, or of three at the beginning.
         three, five = decode(3), decode(5)
     frames = (five[2] - three[2]) // 2

@@ -274,7 +274,7 @@ def build_recorded_pipeline(source: Path | str, index: Mapping[str, Any], parts:
     """
     pipeline = getattr(diffusers, index["_class_name"])
     known = inspect.signature(pipeline.__init__).parameters
-    made = {name: parts.get(name) for name in list(known)[1:]}
+    made = {name: parts.get(name, _Unread() if name == "processor" else None) for name in list(known)[1:]}
     for name, given in index.items():
         if name not in known or parts.get(name) is not None:
             continue
@@ -285,6 +285,22 @@ def build_recorded_pipeline(source: Path | str, index: Mapping[str, Any], parts:
     needed = [name for name in made if made[name] is not None or known[name].default is inspect.Parameter.empty]
     with silence_libraries():
         return pipeline(**{name: made[name] for name in needed})
+
+
+class _Unread:
+    """Stands for a processor, which some pipelines ask about their template when they are made."""
+
+    def __getattr__(self, name: str) -> _Unread:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Unread:
+        return self
+
+    def __getitem__(self, key: Any) -> _Unread:
+        return self
+
+    def __len__(self) -> int:
+        return 0
 
 
 def load_component_config(cls: Any, source: Path | str, name: str) -> dict[str, Any]:

@@ -22,6 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 LARGE = 2**24
 """Numbers above which an unknown tensor has no memory of its own."""
+CONSTANTS = {
+    getattr(torch.ops.aten, name).default
+    for name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+}
+"""Operators that read no number of a tensor: what they make is known."""
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 
@@ -53,6 +58,8 @@ class SizesOnly(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(map(self._is_unknown, given)):
             return func(*args, **kwargs)
+        if func in CONSTANTS and not kwargs.get("dtype", given[0].dtype).is_floating_point:
+            return func(*args, **kwargs | {"device": _CPU})
         if func.is_view and not any(tensor.is_meta for tensor in given):
             return func(*args, **kwargs)
         for argument, value in zip(func._schema.arguments, args, strict=False):
