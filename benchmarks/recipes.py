@@ -1,4 +1,4 @@
-"""Makes docs/recipes.md: for each of the most used families, the commands for 1 to 8 GPUs that the planner would choose.
+"""Makes docs/recipes.md: the commands that the planner would choose for the most used families, on 1 to 8 GPUs.
 
     python -m benchmarks.recipes                       # about a minute
     python -m benchmarks.recipes --only z-image-turbo  # the sections of some models; others stay

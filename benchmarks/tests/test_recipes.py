@@ -10,6 +10,7 @@ import pytest
 from benchmarks import recipes
 from benchmarks.page import fill_page_blocks
 from ditile.cli.main import build_parser
+from ditile.cli.options import RunOptions
 from ditile.models.known import find_known_model
 from ditile.plan.flags import collect_arguments
 from ditile.plan.plan import Plan
@@ -34,5 +35,6 @@ def test_every_command_is_one_that_the_command_line_takes() -> None:
         wanted = GenerateOptions(**collect_arguments(GenerateOptions, arguments))
         known = find_known_model(wanted.model)
         assert known is not None, command
-        plan = Plan() if arguments.plan is None else Plan.parse(arguments.plan)
+        text = RunOptions(**collect_arguments(RunOptions, arguments)).plan
+        plan = Plan() if text is None else Plan.parse(text)
         known.check_call(plan, defaults(wanted.model) | wanted.to_call_arguments())
