@@ -14,8 +14,7 @@ assert len(ZOO) == len(ENTRIES)
 
 REASONS = {
     "calls the transformer as the pipeline without a mask or a picture to begin with does, which is here": """
-        ChromaImg2ImgPipeline ChromaInpaintPipeline CogVideoXVideoToVideoPipeline EasyAnimateInpaintPipeline
-        Flux2KleinInpaintPipeline FluxKontextInpaintPipeline QwenImageEditInpaintPipeline
+        CogVideoXVideoToVideoPipeline EasyAnimateInpaintPipeline
         SanaSprintImg2ImgPipeline SkyReelsV2DiffusionForcingVideoToVideoPipeline StableAudio3AudioToAudioPipeline
         StableAudio3InpaintPipeline
         SkyReelsV2DiffusionForcingImageToVideoPipeline LTXI2VLongMultiPromptPipeline LucyEditPipeline
@@ -27,9 +26,8 @@ REASONS = {
         FluxControlInpaintPipeline
     """,
     "adds what another model says behind blocks, as flux-controlnet, which is here, does": """
-        FluxControlNetImg2ImgPipeline FluxControlNetInpaintPipeline HunyuanDiTControlNetPipeline
-        QwenImageControlNetInpaintPipeline SanaControlNetPipeline StableDiffusion3ControlNetInpaintingPipeline
-        ZImageControlNetInpaintPipeline Cosmos2_5_TransferPipeline
+        FluxControlNetImg2ImgPipeline HunyuanDiTControlNetPipeline SanaControlNetPipeline Cosmos2_5_TransferPipeline
+        ZImageControlNetInpaintPipeline
     """,
     "replaces attention by that of perturbed guidance in some blocks": """
         HunyuanDiTPAGPipeline PixArtSigmaPAGPipeline SanaPAGPipeline StableDiffusion3PAGImg2ImgPipeline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import diffusers
@@ -11,9 +12,11 @@ from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProc
 
 from tests.more_families import EVERY
 from tests.tiny import arguments, flux, randomise, sd3, vae
-from tests.zoo.entry import embeds, entry, picture
+from tests.zoo.entry import NEGATIVE_TEXT, embeds, entry, picture
+from tests.zoo.more_pictures import MASKED, chroma_call, like_flux
 from tests.zoo.pictures import (
     MANY_WORDS,
+    ONE_PROMPT,
     OTHER_EMBEDS,
     PROMPT,
     PROMPTS,
@@ -21,6 +24,9 @@ from tests.zoo.pictures import (
     TINY,
     TINY_LARGER,
     TWO,
+    flux_2,
+    flux_controlnet,
+    masked,
     padded,
     qwen_image,
     qwen_image_call,
@@ -57,14 +63,18 @@ def sd3_inpaint() -> Any:
     return diffusers.StableDiffusion3InpaintPipeline(**parts | {"vae": vae(16), "transformer": randomise(model)})
 
 
-def z_image_controlnet() -> Any:
-    """It has embeddings and refiners of the transformer."""
+def z_image_controlnet(channels: int = 4) -> Any:
     model = diffusers.ZImageControlNetModel(
-        control_layers_places=[0, 1], control_refiner_layers_places=[0], control_in_dim=4, dim=40, n_heads=4,
+        control_layers_places=[0, 1], control_refiner_layers_places=[0], control_in_dim=channels, dim=40, n_heads=4,
         n_kv_heads=4, n_refiner_layers=1, add_control_noise_refiner="control_noise_refiner",
     )  # fmt: skip
+    return randomise(model, seed=2, gain=1.0)
+
+
+def z_image_with_controlnet() -> Any:
+    """The ControlNet has embeddings and refiners of the transformer."""
     components = z_image(diffusers.ZImagePipeline).components
-    return diffusers.ZImageControlNetPipeline(**components, controlnet=randomise(model, seed=2, gain=1.0))
+    return diffusers.ZImageControlNetPipeline(**components, controlnet=z_image_controlnet())
 
 
 def flux_ip_adapter() -> Any:
@@ -79,9 +89,90 @@ def flux_ip_adapter() -> Any:
     return pipe
 
 
+def chroma_inpaint() -> Any:
+    pipe = like_flux("ChromaTransformer2DModel", diffusers.ChromaInpaintPipeline)
+    # Asked by the pipeline: a value that files of models have, and the class of the transformer does not.
+    pipe.transformer.register_to_config(guidance_embeds=False)
+    return pipe
+
+
+def flux_controlnet_inpaint() -> Any:
+    cls, parts = diffusers.FluxControlNetInpaintPipeline, flux_controlnet().components
+    return cls(**{name: parts[name] for name in inspect.signature(cls).parameters if name in parts})
+
+
+def sd3_controlnet_inpaint() -> Any:
+    """Its ControlNet is shown the picture, without what is drawn anew, and the mask as one channel more."""
+    pipe = sd3()
+    config = {name: value for name, value in pipe.transformer.config.items() if not name.startswith("_")}
+    config |= {"num_layers": 1, "dual_attention_layers": (), "extra_conditioning_channels": 1}
+    model = randomise(diffusers.SD3ControlNetModel(**config), seed=2, gain=1.0)
+    return diffusers.StableDiffusion3ControlNetInpaintingPipeline(**pipe.components, controlnet=model)
+
+
+def qwen_image_controlnet_inpaint() -> Any:
+    config = EVERY["QwenImageTransformer2DModel"].config
+    model = diffusers.QwenImageControlNetModel(**config | {"num_layers": 1, "extra_condition_channels": 4})
+    components = qwen_image(diffusers.QwenImagePipeline).components
+    return diffusers.QwenImageControlNetInpaintPipeline(**components, controlnet=randomise(model, seed=2, gain=1.0))
+
+
 CONTEXT = 24
+ONE_MASK = "the pipeline makes one mask for all pictures"
+
+
+def filled(height: int, width: int, mask: str = "mask_image", image: str = "image") -> dict[str, Any]:
+    """A picture of so many pixels, and the mask of what is drawn anew."""
+    torch.manual_seed(3)  # autoencoders draw pictures from their distribution, some without a generator
+    return {image: picture(height, width), mask: picture(height, width, 1)}
+
 
 ENTRIES = [
+    entry(
+        "flux-kontext-inpaint", 12, lambda: diffusers.FluxKontextInpaintPipeline(**flux().components), lambda: {
+            **arguments("flux"), **TINY, **filled(12, 20), "image_reference": picture(16, 20), "_auto_resize": False,
+            "max_area": 12 * 20, "strength": 0.9, "negative_prompt": "a blue square", "true_cfg_scale": 3.0,
+        }, larger=TINY_LARGER | filled(20, 28) | {"max_area": 20 * 28}, other_prompt={"max_sequence_length": 13},
+        two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "flux-2-klein-inpaint", 9, lambda: flux_2(diffusers.Flux2KleinInpaintPipeline, guidance_embeds=False), lambda: {
+            "prompt_embeds": embeds(11, 32), "negative_prompt_embeds": embeds(9, 32), "guidance_scale": 3.0,
+            **filled(48, 80), "image_reference": picture(32, 48), "strength": 0.9,
+        }, larger=filled(80, 112), other_prompt={"prompt_embeds": embeds(13, 32)}, two_images=TWO,
+        padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "qwen-image-edit-inpaint", 7, lambda: qwen_image(diffusers.QwenImageEditInpaintPipeline), lambda: {
+            **masked(11), **masked(NEGATIVE_TEXT, negative=True), "true_cfg_scale": 3.0, **filled(64, 96),
+            "strength": 0.9,
+        }, larger=filled(64, 64), other_prompt=OTHER_EMBEDS, two_images=TWO, padded_prompt=ONE_PROMPT,
+    ),
+    entry(
+        "chroma-inpaint", 14, chroma_inpaint,
+        lambda: chroma_call() | filled(48, 80) | {"strength": 0.9}, **MASKED,
+    ),
+    entry(
+        "chroma-img2img", 14, lambda: like_flux("ChromaTransformer2DModel", diffusers.ChromaImg2ImgPipeline),
+        lambda: chroma_call() | {"image": picture(48, 80), "strength": 0.9}, **MASKED,
+    ),
+    entry(
+        "flux-controlnet-inpaint", 12, flux_controlnet_inpaint, lambda: {
+            **arguments("flux"), **TINY, **filled(12, 20), "control_image": picture(12, 20), "strength": 0.9,
+        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "stable-diffusion-3-controlnet-inpaint", 14, sd3_controlnet_inpaint, lambda: {
+            **arguments("sd3"), **size(3, 5, 8), **filled(24, 40, "control_mask", "control_image"),
+        }, larger=size(5, 7, 8) | filled(40, 56, "control_mask", "control_image"),
+        other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "qwen-image-controlnet-inpaint", 7, qwen_image_controlnet_inpaint,
+        lambda: qwen_image_call() | filled(24, 40, "control_mask", "control_image"),
+        larger=size(5, 7, 8) | filled(40, 56, "control_mask", "control_image"), other_prompt=OTHER_EMBEDS,
+        two_images=ONE_MASK, padded_prompt=ONE_MASK,
+    ),
     entry(
         "flux-ip-adapter", 12, flux_ip_adapter, lambda: {
             **arguments("flux"), **TINY, "negative_prompt": "a blue square", "true_cfg_scale": 3.0,
@@ -106,7 +197,7 @@ ENTRIES = [
         other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
     ),
     entry(
-        "z-image-controlnet", 4, z_image_controlnet, lambda: {
+        "z-image-controlnet", 4, z_image_with_controlnet, lambda: {
             "prompt": PROMPT, "control_image": picture(28, 44), "guidance_scale": 1.0, **size(7, 11, 4),
         }, larger=size(11, 16, 4) | {"control_image": picture(44, 64)}, other_prompt=MANY_WORDS, two_images=TWO,
         padded_prompt=PROMPTS,

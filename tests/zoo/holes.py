@@ -44,8 +44,9 @@ TABLE = (
         ("cfg",),
         """
         qwen-image-2.1-edit flux-2 flux-2-klein-edit flux-2-klein-kv flux-img2img flux-kontext flux-fill
-        flux-inpaint flux-control flux-controlnet ideogram-4 kandinsky-6-super-resolution sana-sprint
-        ace-step-turbo prx-distilled flux-modular minimax-h3 minimax-h3-keyframes minimax-h3-references
+        flux-inpaint flux-control flux-controlnet flux-controlnet-inpaint ideogram-4
+        kandinsky-6-super-resolution sana-sprint ace-step-turbo prx-distilled flux-modular minimax-h3
+        minimax-h3-keyframes minimax-h3-references
     """,
     ),
     Hole(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +23,7 @@ from ditile.errors import ModelError, StateError
 from ditile.hooks.attention_processors import uses_dispatch
 from ditile.hooks.block_policy import BlockHook, LayerAttention
 from ditile.hooks.compile import exclude_from_compile
+from ditile.hooks.key_padding import make_pairs_error
 from ditile.hooks.overrides import override_attribute
 from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS
 from ditile.plan.spec import ModelSpec
@@ -102,7 +104,13 @@ class MaskOfRealPairs:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """`[B, S, N, H]` to the same."""
+        """`[B, S, N, H]` to the same.
+
+        Raises:
+            ModelError: if the mask is additive, so that padded keys are attended to, and padded queries are read.
+        """
+        if mask is not None and mask.dtype != torch.bool:
+            raise make_pairs_error(mask)
         return self._core.attend(q, k, v, mask=None if mask is None else mask.any(dim=-2, keepdim=True), scale=scale)
 
 

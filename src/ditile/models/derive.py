@@ -496,6 +496,9 @@ def _merge_attention(where: str, one: Kinds, other: Kinds) -> Kinds:
     """The kinds of a module's attention calls, which have further keys in one pipeline and may have none in another."""
     if {*one, *other} == {LOCAL}:  # nothing is done in such calls, however many a config makes
         return min(one, other, key=len)
+    if any(kind.endswith(REAL_PAIRS) for kind in one) != any(kind.endswith(REAL_PAIRS) for kind in other):
+        # A mask of pairs that says more than which keys are real: it is whole in every pipeline then.
+        one, other = (tuple(kind.removesuffix(REAL_PAIRS) for kind in kinds) for kinds in (one, other))
     pairs = list(zip(one, other, strict=False))
     if len(one) != len(other) or any(
         a not in (b, drop_further_keys(b)) and b != drop_further_keys(a) for a, b in pairs
@@ -528,6 +531,8 @@ def _merge_letters(where: str, one: str, other: str) -> str:
     for weak in ("1", ".", "C"):
         if weak in (one, other):
             return other if one == weak else one
+    if "K" in (one, other):  # whole for a mask of pairs, from which attention picks
+        return "K"
     if one != other:
         raise ModelError(f"{where} has kinds that contradict each other")
     return one

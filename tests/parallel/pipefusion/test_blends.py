@@ -7,6 +7,7 @@ whose kept part is that of the pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,9 +27,15 @@ from tests.zoo import ZOO
 STEPS, PATCHES = 5, 3
 
 
-def z_image_inpaint() -> tuple[Any, dict[str, Any]]:
-    entry = ZOO["z-image-inpaint"]
-    return entry.make(), entry.call() | {"strength": 0.8}
+IN_PAINTING = (
+    "z-image-inpaint", "flux-kontext-inpaint", "flux-2-klein-inpaint", "qwen-image-edit-inpaint", "chroma-inpaint",
+)  # fmt: skip
+
+
+def make_entry(name: str) -> tuple[Any, dict[str, Any]]:
+    """The pipeline of an entry of the collection, and a call of it that starts from a noised picture."""
+    call = ZOO[name].call()
+    return ZOO[name].make(), call | ({"strength": 0.8} if "strength" in call else {})
 
 
 def draw(pipe: Any, call: dict[str, Any]) -> Tensor:
@@ -49,7 +56,12 @@ def paint(make: Callable[[], Any], stages: int) -> tuple[Tensor, Tensor]:
         return draw(runner, call), want
 
 
-@pytest.mark.parametrize("make", [flux_inpaint, sd3_inpaint, z_image_inpaint], ids=lambda make: make.__name__)
+MAKES = {"flux-inpaint": flux_inpaint, "sd3-inpaint": sd3_inpaint} | {
+    name: partial(make_entry, name) for name in IN_PAINTING
+}
+
+
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_in_painting_on_one_two_and_three_ranks(pool: Pool, make: Callable[[], Any]) -> None:
     """A failure means that a patch is blended with the noise of another step, or a stage with other latents."""
     drawn = [pair for ranks in (1, 2, 3) for pair in pool.run(paint, ranks, make, ranks)]

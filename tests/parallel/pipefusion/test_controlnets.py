@@ -6,68 +6,36 @@ Nothing stale: bit for bit the pipeline. Stale keys: bit for bit the same on one
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxControlNetInpaintPipeline
+from diffusers import ZImageControlNetInpaintPipeline
 from torch import nn
 
 from tests import tiny
-from tests.parallel.pipefusion.test_blends import PATCHES, STEPS, draw, paint
+from tests.parallel.pipefusion.test_blends import PATCHES, STEPS, draw, make_entry, paint
 from tests.pool import Pool
 from tests.runner.cases import divided
-from tests.zoo import ZOO
-from tests.zoo.entry import picture
-
-Made = tuple[Any, dict[str, Any]]
+from tests.zoo.conditions import filled, z_image_controlnet
 
 
-def flux_controlnet() -> Made:
-    return ZOO["flux-controlnet"].make(), ZOO["flux-controlnet"].call()
+def z_image_controlnet_inpaint() -> tuple[Any, dict[str, Any]]:
+    """Its ControlNet is shown the picture, the mask, and the picture without what is drawn anew."""
+    pipe, call = make_entry("z-image-controlnet")
+    pipe = ZImageControlNetInpaintPipeline(**pipe.components | {"controlnet": z_image_controlnet(channels=9)})
+    return pipe, call | filled(28, 44)
 
 
-def flux_controlnet_inpaint() -> Made:
-    pipe, call = flux_controlnet()
-    images = {"image": picture(12, 20), "mask_image": picture(12, 20, 1), "strength": 0.9}
-    components = {
-        name: part for name, part in pipe.components.items() if name not in ("image_encoder", "feature_extractor")
-    }
-    return FluxControlNetInpaintPipeline(**components), call | images
+NAMES = (
+    "flux-controlnet", "flux-controlnet-inpaint", "qwen-image-controlnet", "qwen-image-controlnet-inpaint",
+    "stable-diffusion-3-controlnet", "z-image-controlnet", "wan-vace", "flux-ip-adapter",
+)  # fmt: skip
+MAKES = {name: partial(make_entry, name) for name in NAMES} | {"z-image-controlnet-inpaint": z_image_controlnet_inpaint}
 
 
-def qwen_controlnet() -> Made:
-    return ZOO["qwen-image-controlnet"].make(), ZOO["qwen-image-controlnet"].call()
-
-
-def sd3_controlnet() -> Made:
-    return ZOO["stable-diffusion-3-controlnet"].make(), ZOO["stable-diffusion-3-controlnet"].call()
-
-
-def z_image_controlnet() -> Made:
-    return ZOO["z-image-controlnet"].make(), ZOO["z-image-controlnet"].call()
-
-
-def flux_ip_adapter() -> Made:
-    return ZOO["flux-ip-adapter"].make(), ZOO["flux-ip-adapter"].call()
-
-
-def wan_vace() -> Made:
-    return ZOO["wan-vace"].make(), ZOO["wan-vace"].call()
-
-
-MAKES = [
-    flux_controlnet,
-    flux_controlnet_inpaint,
-    qwen_controlnet,
-    sd3_controlnet,
-    z_image_controlnet,
-    wan_vace,
-    flux_ip_adapter,
-]
-
-
-@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_models_that_read_the_latents_on_every_stage(pool: Pool, make: Callable[[], Any]) -> None:
     """A failure means that a stage between the first and the last computes with latents of the first step."""
     drawn = [pair for ranks in (1, 2, 3) for pair in pool.run(paint, ranks, make, ranks)]
@@ -78,7 +46,7 @@ def test_models_that_read_the_latents_on_every_stage(pool: Pool, make: Callable[
 
 def count_calls(stages: int) -> tuple[int, float]:
     """How often a ControlNet runs, and how much it changes the stale picture."""
-    pipe, call = flux_controlnet()
+    pipe, call = make_entry("flux-controlnet")
     calls: list[nn.Module] = []
     embedder = tiny.quiet(pipe).controlnet.controlnet_x_embedder
     embedder.register_forward_hook(lambda module, *_: calls.append(module))

@@ -61,6 +61,8 @@ class GatheredKeyMaskSource:
                 f"an attention mask of {flat.shape[-1]} keys came with {own} keys of {tokens.length} on this rank; "
                 "give one of all of them, or of those here, or run this model with ulysses=1 and ring=1"
             )
+        if flat.shape[2] > 1:  # of pairs: made anew by every block, and cut alone
+            return self._assemble_mask(flat, tokens, heads)
         key = (tokens.runs, flat.shape, heads, id(mask))
         if key not in self._cached_masks:
             if len(self._cached_masks) >= MAX_CACHED_MASKS:
