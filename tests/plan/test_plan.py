@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditile import Plan, PlanError
-from ditile.plan.plan import AXES, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES, Facts
+from ditile.plan.plan import AXES, SEQUENCE, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES, WIRE_DTYPES, Facts
 from ditile.plan.schedule import Schedule
 
 PER_STAGE = st.integers(1, 50)
@@ -31,6 +31,7 @@ def plans(draw: Any) -> Plan:
     values = PER_STAGE if of_stages["kind"] == "stage_blocks" else SPEED
     cut = {of_stages["kind"]: draw(st.lists(values, min_size=stages, max_size=stages))} if of_stages["kind"] else {}
     shared_out = max(degrees[name] for name in ("ring", "ulysses", "tensor")) > 1
+    divides_tokens = max(degrees[name] for name in SEQUENCE) > 1
     vae = draw(st.sampled_from(VAE_PLACES))
     mode = draw(st.sampled_from(WARMUP_MODES[:2] if shared_out else WARMUP_MODES)) if stages > 1 else "serial"
     return Plan(
@@ -39,7 +40,9 @@ def plans(draw: Any) -> Plan:
         warmup=draw(st.integers(0, 99) | st.just("auto")), warmup_bound=draw(SPEED),
         warmup_ranks=draw(st.none() | st.integers(1, stages)) if mode == "separate" else None,
         uaa=draw(st.none() | st.booleans()), async_ulysses=degrees["ulysses"] > 1 and draw(st.booleans()),
-        split_scheme=draw(st.sampled_from(SPLIT_SCHEMES)), text=draw(st.sampled_from(TEXT_PLACES)),
+        split_scheme=draw(st.sampled_from(SPLIT_SCHEMES)),
+        wire_dtype=draw(st.sampled_from((None, *WIRE_DTYPES))) if divides_tokens or stages > 1 else None,
+        text=draw(st.sampled_from(TEXT_PLACES)),
         vae=vae, vae_block_size=draw(st.none() | st.integers(1, 512)) if vae == "rows" else None,
     )  # fmt: skip
 
@@ -94,6 +97,8 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"distrifusion": 2, "ring": 2}, "use ulysses beside it"),
     ({"distrifusion": 2, "patches": 2}, "leave patches out"),
     ({"async_ulysses": True}, "ulysses=2 or more"),
+    ({"ulysses": 2, "wire_dtype": "bf16"}, "None, fp8, int8"),
+    ({"tensor": 2, "wire_dtype": "int8"}, "use it with pipefusion, ulysses, ring or distrifusion"),
     ({"warmup_mode": "pipelined"}, "leave it at serial"),
     ({"pipefusion": 2, "warmup_ranks": 1}, "warmup_mode=separate"),
     ({"pipefusion": 2, "warmup_mode": "separate", "warmup_ranks": 3}, "try 1 to 2"),

@@ -124,7 +124,7 @@ def run_plan_checks(
             None if whole is None else _compute_reference_latents(whole, call, pick_device(device, local))
         )
         del whole
-    exact = replace(plan, warmup=steps) if plan.attends_to_stale_keys else plan
+    exact = replace(plan, wire_dtype=None, warmup=steps if plan.attends_to_stale_keys else plan.warmup)
     runner = parallelize(make(exact), exact, device)
     latents = _draw_first_result(runner, call(runner.pipe))
     checks = [_check_exactness(runner, latents, reference_latents), _read_proof(runner, proof)]

@@ -27,6 +27,7 @@ from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.private_network import make_groups
 from ditile.distributed.transport import Traffic, connect_group, gather_json
 from ditile.distributed.watch import START_SECONDS, begin_watch
+from ditile.distributed.wire import select_packings
 from ditile.errors import JoinError, PlanError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 
@@ -223,6 +224,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         latents=_make_subgroup_axis("latents", ("pipefusion",), plan, rank, communicators).group,
         control=_make_subgroup_axis("control", IMAGE, plan, rank, communicators, backend="gloo").group,
         everyone=everyone,
+        traffic=Traffic(packings=select_packings(plan)),
         groups=communicators,
         shared=groups is not None,
     )

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,15 +21,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ditile.distributed.trace import GenerationTrace
+from ditile.distributed.wire import VectorPacking
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and messages that this rank has sent, by kind; and the times of its waits, while `trace` is on."""
+    """Bytes and messages that this rank has sent, by kind; and the times of its waits, while `trace` is on.
+
+    Attributes:
+        packings: of the kinds of messages that are packed into fewer bytes: all ranks have the same.
+    """
 
     bytes: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     trace: GenerationTrace = field(default_factory=GenerationTrace, compare=False)
+    packings: Mapping[str, VectorPacking] = field(default_factory=dict, compare=False)
 
     def record_wait(self, kind: str) -> AbstractContextManager[None]:
         """A context around all code that waits for messages of a kind."""
@@ -52,11 +59,13 @@ class PostedReceive(NamedTuple):
     work: dist.Work
     buffer: Tensor
     device: torch.device
+    unpack: Callable[[Tensor], Tensor] | None
 
     def wait_for_message(self) -> Tensor:
         """The message, on the device of `like`, as it was given to `post_receive`."""
         self.work.wait()
-        return self.buffer.to(self.device)
+        message = self.buffer.to(self.device)
+        return message if self.unpack is None else self.unpack(message)
 
 
 class PeerChannel:
@@ -72,6 +81,7 @@ class PeerChannel:
         self, group: dist.ProcessGroup, peer: int, kind: str, traffic: Traffic, *, shared: bool = False
     ) -> None:
         self._group, self._peer, self._kind, self._traffic, self._shared = group, peer, kind, traffic, shared
+        self._packing = traffic.packings.get(kind)
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: deque[PostedReceive] = deque()
         self._sent = self._sent_before = 0
@@ -94,7 +104,8 @@ class PeerChannel:
         """Starts to send; returns at once."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        message = move_to_transfer_device(message.contiguous(), self._group)
+        message = message.contiguous() if self._packing is None else self._packing.pack_vectors(message)
+        message = move_to_transfer_device(message, self._group)
         self._sending.append((self._start_transfer(message, sends=True), message))
         self._sent += 1
         self._traffic.count_message(self._kind, message.nbytes)
@@ -107,8 +118,12 @@ class PeerChannel:
 
     def post_receive(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
         """Starts to receive the next message, of a shape and `like`'s dtype and device."""
-        buffer = torch.empty(shape, dtype=like.dtype, device=_choose_transfer_device(like.device, self._group))
-        self._posted.append(PostedReceive(key, self._start_transfer(buffer, sends=False), buffer, like.device))
+        dtype, unpack = like.dtype, None
+        if self._packing is not None:
+            unpack = partial(self._packing.unpack_vectors, size=shape[-1], dtype=dtype)
+            shape, dtype = self._packing.pack_shape(shape), torch.uint8
+        buffer = torch.empty(shape, dtype=dtype, device=_choose_transfer_device(like.device, self._group))
+        self._posted.append(PostedReceive(key, self._start_transfer(buffer, sends=False), buffer, like.device, unpack))
 
     def receive_message(self, key: Any) -> Tensor:
         """Waits for the first posted message. Raises `RuntimeError` if it was not posted as `key`'s."""
@@ -187,6 +202,7 @@ class PendingMessages:
         device: where the caller wants them.
         sent: what is sent, kept until it is done.
         traffic, kind: where the wait is recorded, and as what.
+        unpack: makes the tensors of what arrives, where they were packed.
     """
 
     works: Sequence[dist.Work]
@@ -195,33 +211,38 @@ class PendingMessages:
     sent: Any
     traffic: Traffic
     kind: str
+    unpack: Callable[[Tensor], Tensor] | None = None
 
     def wait_for_tensors(self) -> list[Tensor]:
         """Waits; returns the received tensors, in order."""
         with self.traffic.record_wait(self.kind):
             for work in self.works:
                 work.wait()
-            return [x.to(self.device) for x in self.received]
+            received = [x.to(self.device) for x in self.received]
+        return received if self.unpack is None else [self.unpack(x) for x in received]
 
 
 def start_all_to_all(
-    flat: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
+    x: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
 ) -> PendingMessages:
-    """Starts to send consecutive runs of a flat tensor to the ranks of a group, and to receive runs from them.
+    """Starts to send consecutive runs of vectors to the ranks of a group, and to receive runs from them.
 
     Args:
-        flat: the runs to send, in rank order.
-        sends, receives: the lengths of the runs.
+        x: `[vectors, n]`, contiguous: the runs to send, in rank order.
+        sends, receives: the lengths of the runs, in vectors.
         group, traffic, kind: with whom, and where and how bytes are counted.
 
     Returns:
-        One flat tensor with the received runs, in rank order, once it is waited for.
+        One tensor `[vectors, n]` with the received runs, in rank order, once it is waited for.
     """
-    staged = move_to_transfer_device(flat, group)
-    received = staged.new_empty(sum(receives))
+    packing = traffic.packings.get(kind)
+    staged = move_to_transfer_device(x if packing is None else packing.pack_vectors(x), group)
+    received = staged.new_empty((sum(receives), staged.shape[1]))
     work = dist.all_to_all_single(received, staged, list(receives), list(sends), group=group, async_op=True)
-    traffic.count_message(kind, (sum(sends) - sends[dist.get_rank(group)]) * flat.element_size())
-    return PendingMessages([_require_work(work)], [received], flat.device, staged, traffic, kind)
+    vector_bytes = staged.shape[1] * staged.element_size()
+    traffic.count_message(kind, (sum(sends) - sends[dist.get_rank(group)]) * vector_bytes)
+    unpack = None if packing is None else partial(packing.unpack_vectors, size=x.shape[-1], dtype=x.dtype)
+    return PendingMessages([_require_work(work)], [received], x.device, staged, traffic, kind, unpack)
 
 
 def start_exchange(
@@ -235,6 +256,17 @@ def start_exchange(
     """Starts messages to and from several peers at once; `receives` are (peer, shape) of tensors of `like`'s dtype."""
     if group is None:
         return PendingMessages([], [], like.device, None, traffic, kind)
+    if (packing := traffic.packings.get(kind)) is not None and like.dtype != torch.uint8:
+        # One message may go to several peers.
+        once = {id(message): message for _, message in sends}
+        packed = {key: packing.pack_vectors(message) for key, message in once.items()}
+        shapes = [(peer, packing.pack_shape(shape)) for peer, shape in receives]
+        codes = like.new_empty(0, dtype=torch.uint8)
+        pending = start_exchange(
+            [(peer, packed[id(message)]) for peer, message in sends], shapes, codes, group, traffic, kind
+        )
+        pending.unpack = partial(packing.unpack_vectors, size=like.shape[-1], dtype=like.dtype)
+        return pending
     for _, message in sends:
         traffic.count_message(kind, message.nbytes)
     return _start_messages(sends, receives, like, group, traffic, kind)
@@ -249,6 +281,11 @@ def start_gather(
     """
     if group is None:
         return PendingMessages([], [x], x.device, None, traffic, kind)
+    if (packing := traffic.packings.get(kind)) is not None and x.dtype != torch.uint8:
+        packed_shapes = [packing.pack_shape(shape) for shape in shapes]
+        pending = start_gather(packing.pack_vectors(x), packed_shapes, group, traffic, kind)
+        pending.unpack = partial(packing.unpack_vectors, size=x.shape[-1], dtype=x.dtype)
+        return pending
     own_rank = dist.get_rank(group)
     traffic.count_message(kind, (len(shapes) - 1) * x.nbytes)
     if len(set(shapes)) == 1:

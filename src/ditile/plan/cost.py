@@ -15,7 +15,9 @@ p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ra
                    a layer to the stage that owns it, where that is no member; their prediction goes to the last stage
     data           a replica's own latents to the others, once; result: all latents to all stages, once
 
-Shares that do not divide differ by a token or a head, and are counted as they are. Headers are not counted.
+Shares that do not divide differ by a token or a head, and are counted as they are. Headers are not counted. With
+`wire_dtype` a token's activation, or a head of it, is c + 2 c / r bytes in place of c e in the kinds of `PACKED_KINDS`,
+where r numbers share a scale (`find_scaled_run`).
 """
 
 from __future__ import annotations
@@ -41,6 +43,11 @@ KINDS = (
     "data", "result",
 )  # fmt: skip
 """The kinds of traffic that have a formula here."""
+PACKED_KINDS = ("activations", "ulysses", "ring", "distrifusion", "keys")
+"""The kinds whose numbers are sent in eight bits each, where `Plan.wire_dtype` says so."""
+SCALE_BYTES = 2
+MOST_SCALED = 16
+"""Of numbers sent as int8 at most so many share a scale (distributed/wire.py says why)."""
 
 
 class RepeatedExchange(NamedTuple):
@@ -100,6 +107,13 @@ class PlannedCall:
         """Bytes of one number of each row of a rank's batch."""
         return self.compute_replica_shape(place.data).batch * self.shape.element_size
 
+    def count_packed_bytes(self, place: RankCoordinates, channels: int) -> int:
+        """Bytes of a vector of each row of a rank's batch, in a message of one of `PACKED_KINDS`."""
+        if self.plan.wire_dtype is None:
+            return channels * self.count_number_bytes(place)
+        scales = channels // find_scaled_run(self.plan.wire_dtype, channels)
+        return (channels + scales * SCALE_BYTES) * self.compute_replica_shape(place.data).batch
+
     def count_calls_in_step(self, step: int) -> int:
         """Transformer calls that a rank makes in a step: all of them in step 0, in which their number is learnt."""
         return self.shape.calls if step == 0 else self.compute_replica_shape(0).calls
@@ -155,6 +169,14 @@ class PlannedCall:
         return self._counts_of_stage[stage]
 
 
+@lru_cache
+def find_scaled_run(wire_dtype: str, channels: int) -> int:
+    """How many neighbouring numbers of a vector share a scale."""
+    if wire_dtype == "fp8":
+        return channels
+    return max(run for run in range(1, MOST_SCALED + 1) if channels % run == 0)
+
+
 def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
     """Bytes that a rank sends in a whole call, by kind."""
     place, total = job.locate_rank(rank), dict.fromkeys(KINDS, 0)
@@ -199,7 +221,7 @@ def count_activation_bytes(job: PlannedCall, place: RankCoordinates, patch: int)
     length = job.shard_tokens(patch)[place.rank].count_tokens()
     if job.plan.split_scheme == "sequence":
         length = len(pick_even_chunk(range(length), job.plan.tensor, place.tensor))
-    return length * job.shape.token_channels * job.count_number_bytes(place)
+    return length * job.count_packed_bytes(place, job.shape.token_channels)
 
 
 def count_weight_stream_bytes(job: PlannedCall, block: int) -> int:
@@ -209,13 +231,13 @@ def count_weight_stream_bytes(job: PlannedCall, block: int) -> int:
 
 def count_group_key_bytes(job: PlannedCall, place: RankCoordinates, *, joint: bool) -> int:
     """Bytes of a layer's keys and values that a stage of a warmup group sends to each other one, in one call."""
-    return 2 * job.warmup_shards[place.stage].count_tokens(joint=joint) * _count_token_key_bytes(job, place)
+    return 2 * job.warmup_shards[place.stage].count_tokens(joint=joint) * _count_sent_key_bytes(job, place)
 
 
 def count_owner_key_bytes(job: PlannedCall, owner: int, *, joint: bool) -> int:
     """Bytes of a layer's keys and values that a warmup group sends to the stage that owns it, in one call."""
     place = RankCoordinates(0, 0, owner, 0, 0, 0, 0)
-    return 2 * job.image_layout.count_layer_tokens(joint=joint) * _count_token_key_bytes(job, place)
+    return 2 * job.image_layout.count_layer_tokens(joint=joint) * _count_sent_key_bytes(job, place)
 
 
 def count_prediction_bytes(job: PlannedCall, place: RankCoordinates) -> int:
@@ -301,7 +323,7 @@ def _iterate_ulysses_exchanges(
     if job.plan.ulysses == 1:
         return
     parts, heads = _select_ulysses_shards(job, place, micro), job.shape.heads // job.plan.tensor
-    own_heads, head_bytes = job.count_heads(place), job.shape.head_dim * job.count_number_bytes(place)
+    own_heads, head_bytes = job.count_heads(place), job.count_packed_bytes(place, job.shape.head_dim)
     for joint, times in job.count_layers(place).items():
         lengths = [part.count_tokens(joint=joint) for part in parts]
         own_length = lengths[place.ulysses]
@@ -319,7 +341,7 @@ def _iterate_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: Mic
     for joint, times in job.count_layers(place).items():
         lengths = [sum(part.count_tokens(joint=joint) for part in group) for group in groups]
         tokens = (n - 1) * lengths[place.outer] if stores_keys else sum(lengths) - lengths[(place.outer + 1) % n]
-        yield RepeatedExchange("ring", 2 * tokens * _count_token_key_bytes(job, place), times)
+        yield RepeatedExchange("ring", 2 * tokens * _count_sent_key_bytes(job, place), times)
 
 
 def _iterate_distrifusion_exchanges(
@@ -329,7 +351,7 @@ def _iterate_distrifusion_exchanges(
     if n == 1 or (schedule.reads_stale_keys(micro.step) and not schedule.keeps_keys(micro.step)):
         return
     image = sum(part.image_tokens for part in _select_ulysses_shards(job, place, micro))
-    size = 2 * (n - 1) * image * _count_token_key_bytes(job, place)
+    size = 2 * (n - 1) * image * _count_sent_key_bytes(job, place)
     yield RepeatedExchange("distrifusion", size, sum(job.count_layers(place).values()))
 
 
@@ -398,8 +420,16 @@ def count_flat_bytes(sizes: Iterable[int]) -> int:
 
 def _count_token_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
     """Bytes of a token's keys, or values, on a rank."""
-    heads = round(job.count_heads(place) * job.shape.key_heads)
-    return heads * job.shape.head_dim * job.count_number_bytes(place)
+    return _count_key_heads(job, place) * job.shape.head_dim * job.count_number_bytes(place)
+
+
+def _count_sent_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
+    """Bytes of the same in a message."""
+    return _count_key_heads(job, place) * job.count_packed_bytes(place, job.shape.head_dim)
+
+
+def _count_key_heads(job: PlannedCall, place: RankCoordinates) -> int:
+    return round(job.count_heads(place) * job.shape.key_heads)
 
 
 _CALL_FORMULAS = (

@@ -38,6 +38,7 @@ TEXT_PLACES = ("each", "first", "split")
 TEXT_AFTER = ("keep", "offload", "free")
 VAE_PLACES = ("whole", "rows")
 OFFLOADS = ("none", "blocks")
+WIRE_DTYPES = ("fp8", "int8")
 AUTO: Literal["auto"] = "auto"
 FEW_STEPS = 16
 """Steps up to which the command line takes warmup_mode=auto where none is given: each counts then."""
@@ -124,6 +125,11 @@ class Plan:
     split_scheme: Literal["row", "sequence"] = define_option(
         "row", "tensor: all-reduce, or reduce-scatter and all-gather", choices=SPLIT_SCHEMES
     )
+    wire_dtype: Literal["fp8", "int8"] | None = define_option(
+        None,
+        "an approximation: send activations, queries, keys and values in eight bits a number, scaled per token",
+        choices=WIRE_DTYPES,
+    )
     text: Literal["each", "first", "split"] = define_option(
         "each", "text encoders on each rank, on the first one, or their layers shared out", choices=TEXT_PLACES
     )
@@ -160,6 +166,7 @@ class Plan:
             ("offload", OFFLOADS),
             ("uaa", (None, True, False)),
             ("async_ulysses", (True, False)),
+            ("wire_dtype", (None, *WIRE_DTYPES)),
         ):
             check_choice(getattr(self, name), name, known, error=PlanError)
         check_whole_number(self.references, "references", 0, error=PlanError, hint="references=0", optional=True)
@@ -193,6 +200,11 @@ class Plan:
             yield "references=0 computes them in synchronous steps alone, and warmup=0 has none; use warmup=1 or more"
         if self.async_ulysses and self.ulysses == 1:
             yield "async_ulysses needs an exchange to hide; use it with ulysses=2 or more"
+        if self.wire_dtype is not None and stages * self.token_ranks * degree == 1:
+            yield (
+                f"wire_dtype={self.wire_dtype} packs what stages and ranks that share out tokens send, and this plan "
+                "has none; use it with pipefusion, ulysses, ring or distrifusion, or leave it out"
+            )
         mode = f"warmup_mode={self.warmup_mode}"
         if self.warmup_mode not in ("serial", AUTO) and stages == 1:
             yield f"{mode} fills stages that wait, and pipefusion=1 has one; leave it at serial"

@@ -405,6 +405,8 @@ def describe_row_method(row: Row, *, patches: bool = True, size: bool = False) -
         words.append(f"{plan.warmup_mode} warmup")
     if plan.async_ulysses:
         words.append("overlapped")
+    if plan.wire_dtype is not None:
+        words.append(f"{plan.wire_dtype} messages")
     if plan.split_scheme != "row":
         words.append("tokens split")
     if plan.vae != "whole":

@@ -8,6 +8,7 @@ the last stage to the first on a group of their own, and nothing blocks but the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -463,7 +464,7 @@ class PipeFusion:
             assert self._activations_in is not None and op.patch is not None
             with self._trace.record_span("receive", op.step, op.patch, op.branch):
                 key = MessageKey(op.step, op.patch, op.branch, op.micro_batch)
-                parts.append(self._activations_in.receive_message(key, state.image))
+                parts.append(self._activations_in.receive_message(key, state.image).flatten(1))
         self._start = self._trace.mark_point()
         if not parts:
             return state
@@ -511,7 +512,8 @@ class PipeFusion:
                     f"blocks made {message.dtype} of {self._dtype}, which the next stage waits for, as under "
                     "torch.autocast they may; give the pipeline one dtype instead, or use pipefusion=1"
                 )
-            self._activations_out.send_tensor(message)
+            vector = math.gcd(*self._widths[now.branch])
+            self._activations_out.send_tensor(message.view(len(message), message.shape[1] // vector, vector))
 
     def _record_compute(self) -> None:
         micro = self.generation.micro_step
@@ -557,8 +559,9 @@ class PipeFusion:
         rows = self.schedule.split_micro_batches(self.schedule.find_micro_step(key.step, key.patch))[key.micro_batch]
         part = self.generation.get_own_part(key.patch, (key.branch, key.step in self.generation.whole_steps))
         owns = [self._streams.locate_own_share(length) for length in (part.image_tokens, len(part.text))]
-        pairs = zip(owns, self._widths[key.branch], strict=True)
-        return (len(rows), sum((own.stop - own.start) * width for own, width in pairs))
+        pairs, vector = zip(owns, self._widths[key.branch], strict=True), math.gcd(*self._widths[key.branch])
+        # A text may have other channels than the image: a message is vectors that are a part of a token of both.
+        return (len(rows), sum((own.stop - own.start) * width for own, width in pairs) // vector, vector)
 
     def _compute_latent_shape(self, key: MessageKey) -> tuple[int, ...] | None:
         if not self._latents:

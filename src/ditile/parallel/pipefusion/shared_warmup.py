@@ -29,7 +29,7 @@ from ditile.parallel.pipefusion.weight_streaming import WeightStream
 from ditile.plan.anatomy import LOCAL, REAL_PAIRS, drop_further_keys
 from ditile.plan.schedule import Op, OpKind
 
-KEYS, PREDICTION, LATENTS, SHAPES = "keys", "prediction", "latents", "control"
+KEYS, PREDICTION, LATENTS, SHAPES, MASKS = "keys", "prediction", "latents", "control", "masks"
 
 
 class WarmupGroup:
@@ -197,7 +197,7 @@ class WarmupGroup:
             )
         flat = own.to(torch.uint8) if own.dtype == torch.bool else own
         shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
-        parts = start_gather(flat, shapes, self._group, self._traffic, KEYS).wait_for_tensors()
+        parts = start_gather(flat, shapes, self._group, self._traffic, MASKS).wait_for_tensors()
         return torch.cat(parts, dim=3).to(own.dtype)
 
     def store_or_send_keys(
@@ -217,7 +217,7 @@ class WarmupGroup:
             self._channels[0, owner, SHAPES].send_tensor(numbers)
             self._channels[0, owner, KEYS].send_tensor(torch.stack([k, v]))
             if sent_mask is not None:
-                self._channels[0, owner, KEYS].send_tensor(sent_mask.to(k.dtype))
+                self._channels[0, owner, SHAPES].send_tensor(sent_mask.to(k.dtype))
 
     def _find_block(self, layer: str) -> BlockHook:
         """The block of a layer, by its name: a block that was never read here has no modules to look through."""
@@ -227,16 +227,17 @@ class WarmupGroup:
 
     def _receive_keys(self, index: int, state: TokenState, now: Generation) -> None:
         kinds = _find_kinds(self._hooks.chain[index])
-        layers, rows, way = list(kinds), state.image.shape[0], (0, self.stage, KEYS)
+        layers, rows = list(kinds), state.image.shape[0]
+        way, shapes = (0, self.stage, KEYS), (0, self.stage, SHAPES)
         for _ in layers:
-            numbers = self._receive_tensor((0, self.stage, SHAPES), (6,), state.image.new_empty(0, dtype=torch.int64))
+            numbers = self._receive_tensor(shapes, (6,), state.image.new_empty(0, dtype=torch.int64))
             place, heads, head_size, mask_rows, mask_heads, is_boolean = numbers.tolist()
             layer = layers[place]
             tokens = now.get_layer_tokens(drop_further_keys(kinds[layer].removesuffix(REAL_PAIRS))[-1])
             k, v = self._receive_tensor(way, (2, rows, tokens.length, heads, head_size), state.image)
             mask = None
             if mask_rows:
-                mask = self._receive_tensor(way, (mask_rows, mask_heads, 1, tokens.length), state.image)
+                mask = self._receive_tensor(shapes, (mask_rows, mask_heads, 1, tokens.length), state.image)
             _write_keys(layer, k, v, tokens, now, mask.bool() if mask is not None and is_boolean else mask)
 
     def _receive_tensor(self, way: tuple[int, int, str], shape: Sequence[int], like: Tensor) -> Tensor:

@@ -52,11 +52,11 @@ class HeadAndTokenShares:
     index: int
     is_even: bool
 
-    def size_messages(self, numbers: int) -> tuple[list[int], list[int]]:
-        """What is sent to each rank, and received from it, if a head of a token has `numbers` numbers in all rows; on
-        the way back it is the other way round.
+    def size_messages(self, batch: int) -> tuple[list[int], list[int]]:
+        """How many heads of tokens are sent to each rank, and received from it, in all rows of a batch; on the way
+        back it is the other way round.
         """
-        length, count = self.lengths[self.index] * numbers, self.num_heads[self.index] * numbers
+        length, count = self.lengths[self.index] * batch, self.num_heads[self.index] * batch
         return [length * heads for heads in self.num_heads], [count * tokens for tokens in self.lengths]
 
 
@@ -121,14 +121,15 @@ class UlyssesExchange:
         shares, (batch, _, own_heads, size) = self._get_shares(tokens, heads), out_BSMH.shape
         if tokens.are_none:
             return out_BSMH.new_empty((batch, 0, heads, size))
-        receives, sends = shares.size_messages(batch * size)
+        receives, sends = shares.size_messages(batch)
         length = shares.lengths[self._index]
         if shares.is_even:
             out_RBPMH = out_BSMH.unflatten(1, (self._ranks, length)).transpose(0, 1)
-            (received,) = self._start(out_RBPMH.flatten(), sends, receives).wait_for_tensors()
+            heads_of_tokens = out_RBPMH.flatten(0, -2).contiguous()
+            (received,) = self._start(heads_of_tokens, sends, receives).wait_for_tensors()
             return received.view(self._ranks, batch, length, own_heads, size).movedim(0, 2).flatten(2, 3)
-        flat = torch.cat([out_BPMH.flatten() for out_BPMH in out_BSMH.split(shares.lengths, dim=1)])
-        (received,) = self._start(flat, sends, receives).wait_for_tensors()
+        heads_of_tokens = torch.cat([part.flatten(0, -2) for part in out_BSMH.split(shares.lengths, dim=1)])
+        (received,) = self._start(heads_of_tokens, sends, receives).wait_for_tensors()
         messages = zip(received.split(receives), shares.num_heads, strict=True)
         return torch.cat([message.view(batch, length, count, size) for message, count in messages], dim=2)
 
@@ -141,17 +142,17 @@ class UlyssesExchange:
     def _send_heads(self, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
         """Starts to send each rank its heads of some tensors `[B, P, N, H]`, and to receive this rank's."""
         batch, length, _, size = tensors[0].shape
-        sends, receives = shares.size_messages(batch * size)
+        sends, receives = shares.size_messages(batch)
         if shares.is_even:
             # RBPMH of each tensor where it lies: copied once, with the heads of a rank next to each other
             views = [x_BPNH.unflatten(2, (self._ranks, -1)).movedim(2, 0) for x_BPNH in tensors]
-            return self._start(torch.cat(views, dim=3).flatten(), sends, receives)
-        flat = tensors[0].new_empty(sum(sends))
-        for message, runs, count in zip(flat.split(sends), shares.heads, shares.num_heads, strict=True):
+            return self._start(torch.cat(views, dim=3).flatten(0, -2), sends, receives)
+        heads_of_tokens = tensors[0].new_empty((sum(sends), size))
+        for message, runs, count in zip(heads_of_tokens.split(sends), shares.heads, shares.num_heads, strict=True):
             parts = message.view(batch, length, count, size).split([len(run) for run in runs], dim=2)
             for x_BPNH, run, part in zip(tensors, runs, parts, strict=True):
                 part.copy_(x_BPNH[:, :, run.start : run.stop])
-        return self._start(flat, sends, receives)
+        return self._start(heads_of_tokens, sends, receives)
 
     def _receive_heads(self, pending: PendingMessages, shares: HeadAndTokenShares, like: Tensor) -> tuple[Tensor, ...]:
         """This rank's heads of the tensors, `[B, S, M, H]` each."""
@@ -164,13 +165,13 @@ class UlyssesExchange:
         elif shares.is_even:
             x_BSMH = received.view(self._ranks, batch, -1, count, size).transpose(0, 1).flatten(1, 2)
         else:
-            messages = zip(received.split(shares.size_messages(batch * size)[1]), shares.lengths, strict=True)
+            messages = zip(received.split(shares.size_messages(batch)[1]), shares.lengths, strict=True)
             x_BSMH = torch.cat([message.view(batch, length, count, size) for message, length in messages], dim=1)
         parts: tuple[Tensor, ...] = x_BSMH.split([len(run) for run in shares.heads[self._index]], dim=2)
         return parts
 
-    def _start(self, flat: Tensor, sends: list[int], receives: list[int]) -> PendingMessages:
-        return start_all_to_all(flat, sends, receives, self._group, self._traffic, KIND)
+    def _start(self, heads_of_tokens: Tensor, sends: list[int], receives: list[int]) -> PendingMessages:
+        return start_all_to_all(heads_of_tokens, sends, receives, self._group, self._traffic, KIND)
 
     def _get_shares(self, tokens: LayerTokens, *heads: int) -> HeadAndTokenShares:
         return share_heads_and_tokens(tokens, heads, self._index, self._ranks)
