@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import diffusers
@@ -22,6 +23,7 @@ from tests.tiny import flux
 from tests.zoo import ZOO
 from tests.zoo.modular import modular
 from tests.zoo.pictures import size
+from tests.zoo.rows import list_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PATCHES = Plan(patches=3, warmup=1)
@@ -158,6 +160,121 @@ def test_a_cache_that_leaves_nothing_out_changes_nothing(pipe: Any) -> None:
         assert torch.equal(pipe(**flux_call(num_inference_steps=5)), wanted) == same
         ditile.disable_cache(pipe)
     assert torch.equal(pipe(**flux_call(num_inference_steps=5)), wanted)
+
+
+@pytest.mark.parametrize("name", ["flux-modular", "wan-modular", "minimax-h3-references"])
+def test_quantized_weights_draw_nearly_the_same(name: str) -> None:
+    """In patches bit for bit what they draw at once; a model has a name of its own in MiniMax-H3."""
+    entry = ZOO[name]
+    plain = list(list_tensors(entry.make()(**entry.call())))
+    pipe = entry.make()
+    assert ditile.quantize(pipe, "int8_weight_only") is pipe
+    quantized = list(list_tensors(pipe(**entry.call())))
+    divided = list(list_tensors(build_single_runner(pipe, Plan(patches=2, warmup=9))(**entry.call())))
+    for exact, near, again in zip(plain, quantized, divided, strict=True):
+        assert torch.equal(near, again) and 0 < float((near - exact).norm() / exact.norm()) < 0.03
+
+
+def draw_cached_and_quantized() -> torch.Tensor:
+    """On one of two ranks, which share the tokens: the pipeline is called as ever."""
+    pipe, config = ZOO["flux-modular"].make(), ditile.DBCacheConfig(max_warmup_steps=1, residual_diff_threshold=0.0)
+    parallelism = {"ulysses_size": dist.get_world_size()} if dist.is_initialized() else None
+    ditile.enable_cache(
+        pipe, config, parallelism_config=parallelism, quantize_config={"quant_type": "int8_weight_only"}
+    )
+    drawn: torch.Tensor = pipe(**flux_call())
+    return drawn
+
+
+def test_a_cache_divides_and_quantizes(pool: Pool) -> None:
+    """All that `enable_cache` takes: two ranks draw what one draws, but for the last digits."""
+    wanted = draw_cached_and_quantized()
+    for drawn in pool.run(draw_cached_and_quantized, 2):
+        torch.testing.assert_close(drawn, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_components_that_were_loaded_by_the_pipeline(tmp_path: Path, pipe: Any) -> None:
+    """As docs/extending.md says: a part of the tree loads its own components alone, and is divided."""
+    pipe.save_pretrained(str(tmp_path), overwrite_modular_index=True)
+    state = pipe(**flux_call(output=None))
+    core = diffusers.FluxAutoBlocks().sub_blocks["denoise"].init_pipeline(str(tmp_path))
+    core.load_components(dtype=torch.float32)
+    assert {name for name, part in core.components.items() if part is not None} == {"transformer", "scheduler"}
+    given = {name: getattr(state, name) for name in ("prompt_embeds", "pooled_prompt_embeds")}
+    call = {name: value for name, value in flux_call().items() if name not in ("prompt", "max_sequence_length")}
+    runner = build_single_runner(core, Plan(patches=3, warmup=9))
+    assert torch.equal(runner(**call | size(3, 5), **given), state.latents)
+
+
+def make_offloaded(moved: list[str], where: str = "cpu") -> tuple[Any, ComponentsManager]:
+    """FLUX whose components come to their device when they are called, and leave for others."""
+    manager = ComponentsManager()
+    pipe = diffusers.FluxAutoBlocks().init_pipeline(components_manager=manager)
+    pipe.update_components(**{name: part for name, part in flux().components.items() if name in pipe.component_names})
+
+    def offload_all(hooks: list[Any], model_id: str, **_: Any) -> list[Any]:
+        moved.append(model_id.rsplit("_", 1)[0])
+        return hooks
+
+    manager.enable_auto_cpu_offload(device=where, offload_strategy=offload_all)
+    return pipe, manager
+
+
+@pytest.fixture
+def cpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ComponentsManager asks how much of its device is free, which torch does not say of a CPU."""
+    monkeypatch.setattr(torch.cpu, "mem_get_info", lambda _: (0, 1), raising=False)
+
+
+@pytest.mark.parametrize("first", ["offload", "parallelize"])
+def test_a_manager_offloads_what_is_divided(cpu_memory: None, pipe: Any, first: str) -> None:
+    """Its hooks move the model of each call, whichever came first; the picture, modules and weights are the same."""
+    wanted, moved = pipe(**flux_call()), list[str]()
+    offloaded, manager = make_offloaded(moved)
+    if first == "parallelize":
+        manager.disable_auto_cpu_offload()
+    runner = build_single_runner(offloaded, Plan(patches=3, warmup=9))
+    model, weights = offloaded.transformer, list(offloaded.transformer.parameters())
+    if first == "parallelize":
+        manager.enable_auto_cpu_offload(device="cpu", offload_strategy=lambda **call: moved.append("transformer") or [])
+    moved.clear()
+    assert torch.equal(runner(**flux_call()), wanted) and "transformer" in moved
+    assert offloaded.transformer is model
+    assert all(one is other for one, other in zip(model.parameters(), weights, strict=True))
+    runner.restore()
+    assert torch.equal(offloaded(**flux_call()), wanted)
+
+
+def draw_offloaded() -> tuple[torch.Tensor, list[str]]:
+    torch.cpu.mem_get_info = lambda _: (0, 1)  # type: ignore[attr-defined]
+    try:
+        moved: list[str] = []
+        pipe, _ = make_offloaded(moved)
+        with pytest.raises(ModelError, match="warmup_mode=sequence reads weights"):
+            ditile.parallelize(pipe, Plan(pipefusion=2, warmup_mode="sequence"))
+        runner = ditile.parallelize(pipe, Plan(pipefusion=2, patches=3, warmup=9))
+        return runner(**flux_call()), moved
+    finally:
+        del torch.cpu.mem_get_info  # type: ignore[attr-defined]
+
+
+def test_a_manager_on_each_of_two_ranks(pool: Pool, pipe: Any) -> None:
+    """Each rank's own blocks are moved, and stages draw what one process draws."""
+    wanted = pipe(**flux_call())
+    for drawn, moved in pool.run(draw_offloaded, 2):
+        assert torch.equal(drawn, wanted) and "transformer" in moved
+
+
+def test_a_manager_of_another_device_is_refused(cpu_memory: None) -> None:
+    """Before anything is changed, and in a call where it came later."""
+    pipe, manager = make_offloaded([], "cpu:1")
+    with pytest.raises(ModelError, match=r"moves .* to cpu:1, and this rank computes on cpu; call enable_auto_cpu"):
+        build_single_runner(pipe, PATCHES)
+    manager.disable_auto_cpu_offload()
+    runner = build_single_runner(pipe, PATCHES)
+    manager.enable_auto_cpu_offload(device="cpu:1")
+    with pytest.raises(ModelError, match="to cpu:1"):
+        runner(**flux_call())
 
 
 def test_a_part_of_the_tree_is_a_pipeline_too() -> None:

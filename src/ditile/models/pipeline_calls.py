@@ -20,6 +20,7 @@ import torch
 from diffusers import ModularPipeline
 from diffusers.guiders.guider_utils import BaseGuidance
 from diffusers.modular_pipelines import modular_pipeline
+from diffusers.modular_pipelines.components_manager import CustomOffloadHook
 from torch import Tensor, nn
 
 from ditile.errors import ModelError
@@ -110,6 +111,38 @@ def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
             f"{'load_components() loads them' if is_modular(pipe) else 'give a pipeline of diffusers'}"
         )
     return models
+
+
+def find_offload_devices(pipe: Any) -> dict[str, torch.device]:
+    """The components that a ComponentsManager keeps on the CPU until they are called -> where it moves them then."""
+    hooks = {name: vars(part).get("_hf_hook") for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    return {
+        name: torch.device(hook.execution_device or "cpu")
+        for name, hook in hooks.items()
+        if isinstance(hook, CustomOffloadHook)
+    }
+
+
+def explain_manager_refusal(pipe: Any, device: torch.device, reader: str = "") -> str | None:
+    """Why a ComponentsManager that offloads a pipeline's components cannot go with a runner, or None.
+
+    Args:
+        pipe: the pipeline.
+        device: this rank's.
+        reader: what of the plan reads the weights of blocks between the calls of the model; empty if nothing does.
+    """
+    for name, where in find_offload_devices(pipe).items():
+        if (where.type, where.index or 0) != (device.type, device.index or 0):
+            return (
+                f"a ComponentsManager moves {name} to {where}, and this rank computes on {device}; call "
+                f"enable_auto_cpu_offload(device={str(device)!r}) of the manager of this rank"
+            )
+        if reader:
+            return (
+                f"{reader} reads weights where they were when the pipeline was divided, and a ComponentsManager moves "
+                f"those of {name} between the calls; leave it out, or call disable_auto_cpu_offload()"
+            )
+    return None
 
 
 def explain_guider_refusal(pipe: Any, *, partial: bool) -> str | None:

@@ -28,7 +28,13 @@ from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
 from ditile.models.anatomies import build_block_hooks, find_anatomy
-from ditile.models.pipeline_calls import find_denoisers, list_denoiser_names, read_call_values
+from ditile.models.pipeline_calls import (
+    explain_manager_refusal,
+    find_denoisers,
+    find_offload_devices,
+    list_denoiser_names,
+    read_call_values,
+)
 from ditile.models.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
@@ -140,13 +146,20 @@ class Composition:
         reason = self.block_hooks.explain_refusal(self.resident_blocks)
         if reason is None and self.offload is not None:
             reason = explain_offload_refusal(self.block_hooks.models)
+        reason = reason or explain_manager_refusal(
+            self.pipe, self.device, "" if self.graphs is None else "cuda_graphs=True"
+        )
         return reason or (self.explain_streaming_refusal() if self.serial_plan is None else None)
 
     def explain_streaming_refusal(self) -> str | None:
         """Why the weights of this rank's blocks cannot be sent to the other stages as they are now, or None."""
         warmup_group = self.pipefusion.warmup_group
         weight_stream = None if warmup_group is None else warmup_group.weight_stream
-        return None if weight_stream is None else weight_stream.explain_refusal()
+        if weight_stream is None:
+            return None
+        return weight_stream.explain_refusal() or explain_manager_refusal(
+            self.pipe, self.device, "warmup_mode=sequence"
+        )
 
     @contextmanager
     def install_for_call(
@@ -346,6 +359,13 @@ def compose_strategies(
     """
     keep = options.keep_weights
     # All that may raise comes first, so that an error leaves the pipeline as it was.
+    readers = {
+        "cuda_graphs=True": options.graphs is not None,
+        "warmup_mode=sequence": plan.warmup_mode == "sequence",
+        "offload=blocks": plan.offload == "blocks",
+    }
+    if reason := explain_manager_refusal(pipe, device, next(filter(readers.get, readers), "")):
+        raise ModelError(reason)
     block_hooks = _build_block_hooks(pipe, plan, options)
     plan, serial_plan = _choose_warmup_mode(pipe, block_hooks, plan, mesh)
     stages = divide_into_stages(block_hooks, plan)
@@ -416,10 +436,21 @@ def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]
 
 
 def move_pipeline(pipe: Any, device: torch.device) -> None:
-    """Moves a pipeline to a device if some of it is elsewhere: `pipe.to` takes long even if all of it is there."""
-    modules = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
-    if any(x.device != device for part in modules for x in (*part.parameters(), *part.buffers())):
+    """Moves a pipeline to a device if some of it is elsewhere: `pipe.to` takes long even if all of it is there.
+
+    What a ComponentsManager moves is left to it.
+    """
+    offloaded = find_offload_devices(pipe)
+    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    away = [
+        part
+        for name, part in parts.items()
+        if name not in offloaded and any(x.device != device for x in (*part.parameters(), *part.buffers()))
+    ]
+    if away and not offloaded:
         pipe.to(device)
+    for part in away if offloaded else ():
+        part.to(device)
 
 
 def _find_kernel(name: str | None, transformer: Any, device: torch.device, plan: Plan) -> DiffusersKernel | None:
@@ -504,7 +535,11 @@ def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, me
     shared, serial = plan.resolve_warmup(), plan.resolve_warmup(streams=False)
     if shared == serial:
         return shared, None
-    cannot_stream = _may_change(block_hooks) or bool(list_quantized_parameters(block_hooks.transformer))
+    cannot_stream = (
+        _may_change(block_hooks)
+        or bool(find_offload_devices(pipe))
+        or bool(list_quantized_parameters(block_hooks.transformer))
+    )
     return (serial, None) if any(gather_json(cannot_stream, mesh.everyone)) else (shared, serial)
 
 
