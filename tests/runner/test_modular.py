@@ -73,6 +73,27 @@ def test_a_stop_on_one_rank_ends_the_call_on_both(pool: Pool) -> None:
         assert same and name == "FluxCoreDenoiseStep"
 
 
+def count_decodes(plan: Plan, name: str, output: str) -> tuple[int, bool, torch.Tensor]:
+    """On a rank: how often it decodes for rank 0 alone, whether it has a result, and what it draws for all."""
+    pipe, decoded = ZOO[name].make(), list[int]()
+    runner, stock = ditile.parallelize(pipe, plan), pipe.vae.decode
+    pipe.vae.decode = lambda *args, **options: decoded.append(1) or stock(*args, **options)
+    call = ZOO[name].call() | {"output": output, "output_type": "pt"}
+    result = runner(**call, output_on="first")
+    count, kind = len(decoded), type(pipe._blocks.sub_blocks["decode"])
+    both = runner(**ZOO[name].call() | {"output": output, "output_type": "pt"})
+    assert kind.__name__ == type(pipe._blocks.sub_blocks["decode"]).__name__ and len(decoded) == count + 1
+    assert result is None or torch.equal(result, both)
+    return count, result is not None, both
+
+
+@pytest.mark.parametrize("plan", [Plan(pipefusion=2, patches=3, warmup=1), Plan(ulysses=2)], ids=str)
+def test_rank_0_alone_decodes_what_it_alone_needs(pool: Pool, plan: Plan) -> None:
+    """A failure means seconds of a VAE and its memory on ranks whose pictures nobody wants."""
+    (decodes, has, one), (others, other_has, other) = pool.run(count_decodes, 2, plan, "flux-modular", "images")
+    assert (decodes, has, others, other_has) == (1, True, 0, False) and torch.equal(one, other)
+
+
 def test_blocks_are_what_they_were_after_a_call(pipe: Any, runner: Runner) -> None:
     """A class of their own counts steps during a call; `restore` and other pipelines know nothing of it."""
     loop = pipe._blocks.sub_blocks["denoise"].sub_blocks["denoise"]

@@ -19,7 +19,7 @@ from ditile.models.registry import find_model_spec
 from ditile.runner.prove import TOLERANCE, ensure_anatomies
 from ditile.runner.runner import build_single_runner
 from tests.pool import CaseError, Pool
-from tests.zoo import ZOO, matrix
+from tests.zoo import ZOO, matrix, modular
 from tests.zoo.derive_table import OTHERS, TABLE, derive_all, derive_rows, prove_calls, prove_rows, record_calls
 from tests.zoo.holes import FAST, find_hole, has_row
 from tests.zoo.own import OWN
@@ -125,6 +125,21 @@ def test_stages_share_synchronous_steps(pool: Pool, name: str) -> None:
     row = Row({"pipefusion": 2, "warmup": 1, "warmup_mode": "sequence"}, "stale alone")
     found = run_rows(pool, name, choose_patches(*_record_first_call(name)), {"sequence": row})
     assert found == {"sequence": ""}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(one.name, marks=() if one.name == "qwen-image-modular" else pytest.mark.families)
+        for one in modular.ENTRIES
+    ],
+)
+def test_three_stages_of_modular_blocks(pool: Pool, name: str) -> None:
+    """The stage in the middle has neither fresh latents nor the prediction. A failure means that blocks of the tree
+    compute something of them that is used, or that the order of the patches is another one there."""
+    rows = {key: ROWS[key]._replace(plan=ROWS[key].plan | {"pipefusion": 3}) for key in ("pipefusion", "stale")}
+    found = run_rows(pool, name, choose_patches(*_record_first_call(name)), rows, ranks=3)
+    assert not (wrong := find_wrong(name, found)), "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", ["qwen-image", "pixart-sigma"])

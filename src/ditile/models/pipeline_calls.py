@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from diffusers import ModularPipeline
 from diffusers.guiders.guider_utils import BaseGuidance
-from diffusers.modular_pipelines import modular_pipeline
+from diffusers.modular_pipelines import SequentialPipelineBlocks, modular_pipeline
 from diffusers.modular_pipelines.components_manager import CustomOffloadHook
 from torch import Tensor, nn
 
@@ -237,6 +237,26 @@ def replace_call_globals(
             block.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **copies})
             stack.callback(setattr, block, "__class__", kind)
     return replace_globals(pipeline_call, values)
+
+
+def skip_decode_blocks(stack: ExitStack, pipe: Any) -> None:
+    """Until the stack is closed, a modular pipeline's call ends behind the last block that uses a model of its loop.
+
+    What comes behind it, such as the decoder, leaves the state as it is. A tree whose blocks do not follow each other
+    is run as it is.
+    """
+    if not isinstance(pipe._blocks, SequentialPipelineBlocks):
+        return
+    blocks, denoisers = list(pipe._blocks.sub_blocks.values()), {*list_denoiser_names(pipe)}
+    used = [k for k, each in enumerate(blocks) if denoisers & {spec.name for spec in each.expected_components}]
+    for block in blocks[used[-1] + 1 :] if used else ():
+        kind = type(block)
+        block.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _return_state})
+        stack.callback(setattr, block, "__class__", kind)
+
+
+def _return_state(_: Any, components: Any, state: Any) -> Any:
+    return components, state
 
 
 def hide_block_tracebacks(stack: ExitStack, errors: type[Exception]) -> None:

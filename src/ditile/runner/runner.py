@@ -39,6 +39,7 @@ from ditile.models.pipeline_calls import (
     is_modular,
     list_call_parameters,
     read_call_values,
+    skip_decode_blocks,
 )
 from ditile.models.source import find_latent_cuts
 from ditile.models.step_memory import explain_hook_refusal
@@ -314,8 +315,11 @@ class Runner:
             hide_block_tracebacks(stack, DitileError)
             loop = ends.loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first))
             # The first rank of each replica decodes its images, or every rank decodes its rows.
-            if first and self.mesh.image.index != 0 and self.plan.vae == "whole" and not is_modular(self.pipe):
-                call["output_type"] = "latent"
+            if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
+                if is_modular(self.pipe):
+                    skip_decode_blocks(stack, self.pipe)
+                else:
+                    call["output_type"] = "latent"
             result = loop.make_count_steps(stack, self._kind.__call__)(self.pipe, **call)
         # Other ranks may have drawn fewer numbers; the last stage of the first replica drew as the pipeline alone does.
         last_stage = self.mesh.image.num_ranks - 1
