@@ -167,6 +167,9 @@ def test_origins_that_are_none_are_refused() -> None:
     for cors in ("foo", "https://a.example/page", "https://a.example,b", "https://"):
         with pytest.raises(ModelError, match="is no origin; try cors=https://"):
             ServeOptions(cors=cors)
+    with pytest.raises(ModelError, match="name origins, or give --api-key FILE"):
+        ServeOptions(cors="https://a.example, *")
+    assert ServeOptions(cors="*", api_key="keys").list_origins() == ["*"]
     origins = "https://a.example, http://[::1]:8080,moz-extension://ab-c"
     assert ServeOptions(cors=origins).list_origins() == origins.replace(" ", "").split(",")
 

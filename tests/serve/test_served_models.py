@@ -7,7 +7,6 @@ import base64
 import contextlib
 import io
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +128,4 @@ def test_an_edit_of_real_ranks(tmp_path: Path) -> None:
             image=("start.png", start.read_bytes(), "image/png"), prompt=PROMPT, extra_body=SETTINGS | {"strength": 0.5}
         )
         assert answer.data is not None
-        # The files that it was made from have names of the server's own.
-        drawn = [Image.open(BytesIO(each)) for each in (base64.b64decode(answer.data[0].b64_json or ""), expected)]
-        assert drawn[0].tobytes() == drawn[1].tobytes()
-        one, other = ({key: text for key, text in each.info.items() if key != "conditions"} for each in drawn)
-        assert one == other
+        assert base64.b64decode(answer.data[0].b64_json or "") == expected

@@ -1,14 +1,26 @@
 """Videos over HTTP: jobs by OpenAI's client, their progress, files, list, remix and end."""
 
 import base64
+import dataclasses
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-from tests.serve.servers import PROMPT, Served, paint_picture, read_error, serve_painted
+from ditile.serve.options import ServeOptions
+from tests.serve.servers import (
+    PROMPT,
+    PaintedGroup,
+    Served,
+    collect_known_facts,
+    paint_picture,
+    read_error,
+    serve_groups,
+    serve_painted,
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,3 +134,19 @@ def test_refusals(served: Served) -> None:
         assert served.client.get(path).status_code == 404
     assert served.client.get("/v1/videos?limit=0").status_code == 400
     assert served.client.get("/v1/videos?order=up").status_code == 400
+
+
+def test_a_remix_of_another_models_video_is_refused(tmp_path: Path) -> None:
+    """Jobs outlive a server. A failure means a job that fails, or another video than the same with other words."""
+    with serve_painted(tmp_path, "shapes-wan") as served:
+        job_id = served.post("/v1/videos", {"prompt": PROMPT}).json()["id"]
+        while served.client.get(f"/v1/videos/{job_id}").json()["status"] != "completed":
+            time.sleep(0.01)
+    for model, code, name in (
+        ("shapes-flux", "wrong_kind_of_model", "shapes-flux"), ("shapes-wan", "other_model", "another"),
+    ):  # fmt: skip
+        facts = dataclasses.replace(collect_known_facts(model), name=name)
+        options = ServeOptions(model=model, port=0, state=str(tmp_path))
+        with serve_groups(options, lambda _, tell, facts=facts: PaintedGroup(tell, facts)) as served:
+            answer = served.post(f"/v1/videos/{job_id}/remix", {"prompt": "a ring"})
+            assert (answer.status_code, read_error(answer)["code"]) == (422, code)

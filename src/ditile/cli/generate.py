@@ -68,7 +68,7 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
             call_result = _call_and_report(runner, make_call, cache)
         drawn = list_drawn(call_result.result)
         files = [str(path) for path in run.list_image_paths(len(drawn))] if drawn else []
-        texts, fps = build_png_texts(wanted, plan, cache, call), choose_fps(pipe, wanted, call)
+        texts, fps = build_png_texts(wanted, plan, cache, call, started_from), choose_fps(pipe, wanted, call)
         for k, (one, path) in enumerate(zip(drawn, files, strict=True)):
             write_drawn(one, path, fps, texts | {"prompt": wanted.prompt or "", "seed": str(seed + k)})
         # Behind the pictures, which a trace that cannot be written must not cost.
@@ -105,7 +105,7 @@ def draw_prompt_lines(
         check_cache_steps(cache, base)
         _say_chosen_class(wanted, pipe, runner)
         request_text = describe_request(wanted, run, plan, cache, defaults(wanted.model))
-        texts, fps = build_png_texts(wanted, plan, cache, base), choose_fps(pipe, wanted, base)
+        texts, fps = build_png_texts(wanted, plan, cache, base, started_from), choose_fps(pipe, wanted, base)
         texts |= {"request": request_text}
         call_results: list[RunnerCallResult] = []
         with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=first) as advance:

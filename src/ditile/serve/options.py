@@ -81,7 +81,12 @@ class ServeOptions(EngineOptions):
         for origin in self.list_origins():
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ModelError(f"cors={origin!r} is no origin; try cors=https://www.example.org, or with a port")
-        if not self.is_loopback and self.api_key is None and env.read_api_key() is None and not self.insecure:
+        has_key = self.api_key is not None or env.read_api_key() is not None
+        if "*" in self.list_origins() and not has_key:
+            raise ModelError(
+                "cors='*' lets any page of the web draw here and read results; name origins, or give --api-key FILE"
+            )
+        if not self.is_loopback and not has_key and not self.insecure:
             raise ModelError(
                 f"host={self.host!r} is reached by others; give --api-key FILE or DITILE_API_KEY, or --insecure"
             )

@@ -222,14 +222,8 @@ class RankServer:
     def _build_call(self, jobs: Sequence[BatchJob], bases: Sequence[dict[str, Any]]) -> dict[str, Any]:
         wanted = jobs[0].request.options
         if len(jobs) == 1:
-            pictures = {name: _decode_input(content) for name, content in jobs[0].inputs.items()}
-            conditions: dict[str, Any] = {}
-            if wanted.image is not None:
-                conditions["image"] = [pictures[name] for name in wanted.image]
-            if wanted.mask is not None:
-                conditions["mask"] = pictures[wanted.mask]
-            seeds = list_seeds(wanted)
-            return bases[0] | build_object_arguments(self._pipe, wanted, seeds, conditions=conditions)
+            conditions = _decode_conditions(jobs[0])
+            return bases[0] | build_object_arguments(self._pipe, wanted, list_seeds(wanted), conditions=conditions)
         options = [job.request.options for job in jobs]
         each = [base for base, one in zip(bases, options, strict=True) for _ in list_seeds(one)]
         return build_batch_call(self._pipe, each, wanted, [seed for one in options for seed in list_seeds(one)])
@@ -253,7 +247,7 @@ class RankServer:
         request, report = job.request, self._runner.report
         assert report is not None
         wanted = replace(request.options, model=self._setup.model)
-        texts = build_png_texts(wanted, self._setup.plan, self._setup.cache, base)
+        texts = build_png_texts(wanted, self._setup.plan, self._setup.cache, base, _decode_conditions(job))
         if request.loras:
             texts["loras"] = json.dumps(request.loras)
         fps, files, seeds = choose_fps(self._pipe, wanted, base), {}, list_seeds(wanted)
@@ -373,6 +367,17 @@ def _read_jobs(jobs: Sequence[Mapping[str, Any]], files: Mapping[str, bytes]) ->
         inputs = {name.removeprefix(prefix): content for name, content in files.items() if name.startswith(prefix)}
         read.append(BatchJob(job["id"], Request.from_json(job["request"]), inputs))
     return read
+
+
+def _decode_conditions(job: BatchJob) -> dict[str, Any]:
+    """What a job starts from: condition -> a picture, of `image` all pictures."""
+    wanted, conditions = job.request.options, dict[str, Any]()
+    pictures = {name: _decode_input(content) for name, content in job.inputs.items()}
+    if wanted.image is not None:
+        conditions["image"] = [pictures[name] for name in wanted.image]
+    if wanted.mask is not None:
+        conditions["mask"] = pictures[wanted.mask]
+    return conditions
 
 
 def _decode_input(content: bytes) -> Image.Image:

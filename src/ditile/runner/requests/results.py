@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
@@ -26,8 +27,20 @@ if TYPE_CHECKING:
     from ditile.runner.requests.videos import Video
 
 
-def build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, call: dict[str, Any]) -> dict[str, str]:
-    """The texts in a picture's file that say how it was made, without its prompt and seed."""
+def build_png_texts(
+    wanted: GenerateOptions,
+    plan: Plan,
+    cache: CacheOptions,
+    call: dict[str, Any],
+    conditions: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """The texts in a picture's file that say how it was made, without its prompt and seed.
+
+    Args:
+        wanted, plan, cache: what was asked for.
+        call: the arguments of the call.
+        conditions: what it starts from, as of `bind_conditions`.
+    """
     settings = cache.describe_settings()
     if "lora" in settings:
         settings["lora"] = pictures.hide_local_path(settings["lora"])
@@ -36,19 +49,29 @@ def build_png_texts(wanted: GenerateOptions, plan: Plan, cache: CacheOptions, ca
         "model": pictures.hide_local_path(wanted.model),
         "plan": str(plan),
         "settings": json.dumps(call),
-        **_describe_conditions(wanted),
+        **_describe_conditions(wanted, conditions or {}),
     } | ({"cache": json.dumps(settings)} if settings else {})
 
 
-def _describe_conditions(wanted: GenerateOptions) -> dict[str, str]:
-    """What it was made from, by the names of the files without their folders."""
-    named = {
-        name: [Path(path).name for path in value] if isinstance(value, tuple) else Path(value).name
-        for name, value in wanted.conditions.items()
+def _describe_conditions(wanted: GenerateOptions, conditions: Mapping[str, Any]) -> dict[str, str]:
+    """What it was made from, by size and content: a served picture is made from files that have other names."""
+    described: dict[str, Any] = {
+        name: [_describe_content(one) for one in value] if name == "image" else _describe_content(value)
+        for name, value in conditions.items()
     }
     if wanted.controlnet is not None:
-        named["controlnet"] = pictures.hide_local_path(wanted.controlnet)
-    return {"conditions": json.dumps(named)} if named else {}
+        described["controlnet"] = pictures.hide_local_path(wanted.controlnet)
+    return {"conditions": json.dumps(described)} if described else {}
+
+
+def _describe_content(content: Image.Image | Sequence[Image.Image]) -> str:
+    """The size of a picture or of a video's frames, how many these are, and a digest of the pixels."""
+    frames = content if isinstance(content, Sequence) else [content]
+    digest = hashlib.sha256()
+    for frame in frames:
+        digest.update(frame.convert("RGB").tobytes())
+    size = "x".join(map(str, (*frames[0].size, *([len(frames)] if isinstance(content, Sequence) else ()))))
+    return f"{size} {digest.hexdigest()[:16]}"
 
 
 def list_drawn(result: Any) -> Sequence[Image.Image | Video]:

@@ -15,6 +15,7 @@ from ditile.serve.api.answers import (
     describe_failure,
     find_facts,
     find_owner,
+    find_served_name,
     find_service,
 )
 from ditile.serve.api.fields import (
@@ -111,9 +112,16 @@ async def read_video_content(
 async def remix_video(http: HttpRequest, job_id: str) -> Response:
     """The same video, with its seed and settings, of another prompt."""
     job, body = _find_video(http, job_id), await read_body(http)
-    service = find_service(http)
+    service, facts = find_service(http), find_facts(http, "video")
     fields = validate_fields(RemixFields, body.values)
     check_prompt(fields.prompt, service.options)
+    if (model := job.request.options.model) != facts.name:  # of a server before this one, whose jobs are in its folder
+        raise RequestError(
+            f"{job.id} was drawn by {find_served_name(model)}, and {find_served_name(facts.name)} is served; ask for a "
+            "new video",
+            status=422,
+            code="other_model",
+        )
     names = job.request.client["inputs"]
     inputs = {name: await asyncio.to_thread(service.read_output, job, name) for name in names}
     request = dataclasses.replace(
