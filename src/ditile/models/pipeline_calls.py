@@ -245,10 +245,10 @@ def skip_decode_blocks(stack: ExitStack, pipe: Any) -> None:
     What comes behind it, such as the decoder, leaves the state as it is. A tree whose blocks do not follow each other
     is run as it is.
     """
-    tree: Any = pipe._blocks
-    if not isinstance(tree, SequentialPipelineBlocks):
-        return
-    blocks, denoisers = list(tree.sub_blocks.values()), {*list_denoiser_names(pipe)}
+    blocks: list[Any] = []
+    if isinstance(pipe._blocks, SequentialPipelineBlocks):
+        blocks = [*vars(pipe)["_blocks"].sub_blocks.values()]
+    denoisers = {*list_denoiser_names(pipe)}
     used = [k for k, each in enumerate(blocks) if denoisers & {spec.name for spec in each.expected_components}]
     for block in blocks[used[-1] + 1 :] if used else ():
         kind = type(block)
