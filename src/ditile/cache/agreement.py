@@ -157,6 +157,7 @@ class StageAgreement:
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """The sums of all ranks that decide together. Every rank adds the same numbers in the same order."""
         group = self._groups.by_calls if self._by_calls() else self._groups.by_batch
+        sums = self._mesh.host_rows.start_copy(sums).wait_for_numbers()
         return gather_numbers(sums.double(), group, self._mesh.traffic, TRAFFIC_KIND).sum(dim=0)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:

@@ -58,8 +58,8 @@ class SingleRankAgreement:
     owned: Collection[nn.Module] | None = None
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """The sums as they are: this rank has all tokens."""
-        return sums
+        """The sums as they are, on the CPU: this rank has all tokens."""
+        return sums.cpu()
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """Does nothing: there is no other rank."""

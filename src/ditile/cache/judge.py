@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ditile.cache.rules import DecisionRecord, RuleVerdict, SkipRules
-from ditile.distributed.transport import HostCopy
 from ditile.hooks.protocols import CallPosition, SkipAgreement
 
 
@@ -233,7 +232,7 @@ class SkipJudge:
             sums = sums.double().view(len(verdicts), -1, 2).sum(dim=1)
         if call.control is not None:
             sums = torch.cat([sums, self._sum_control(call, call.control, states_by_unit).to(sums)], dim=1)
-        numbers = agreement.sum_over_ranks(HostCopy(sums).wait_for_numbers()).tolist()
+        numbers = agreement.sum_over_ranks(sums).tolist()
         return [
             _find_largest_difference(*n) if verdict is RuleVerdict.MEASURE else None
             for verdict, n in zip(verdicts, numbers, strict=True)

@@ -25,7 +25,7 @@ from ditile.distributed import backend as backends
 from ditile.distributed import env
 from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.private_network import make_groups
-from ditile.distributed.transport import Traffic, connect_group, gather_json
+from ditile.distributed.transport import HostRows, Traffic, connect_group, gather_json
 from ditile.distributed.watch import START_SECONDS, begin_watch
 from ditile.distributed.wire import select_packings
 from ditile.errors import JoinError, PlanError
@@ -76,6 +76,7 @@ class Mesh:
         control: a CPU group of the ranks of one image, for headers and decisions.
         everyone: a CPU group of all ranks, for reports.
         traffic: bytes sent.
+        host_rows: for numbers that a GPU sends to the host.
         groups: makes and keeps its groups.
         shared: whether other meshes have the same groups.
     """
@@ -90,6 +91,7 @@ class Mesh:
     control: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
+    host_rows: HostRows = field(default_factory=HostRows)
     groups: Communicators = field(default_factory=lambda: Communicators())
     shared: bool = False
 
@@ -103,6 +105,7 @@ class Mesh:
         pairs = self._list_message_groups(plan)
         for group in self._list_axis_groups():
             connect_group(group, device, pairs=group in pairs)
+        self.host_rows.allocate_rows(device)
 
     def close_groups(self) -> None:
         """Destroys the groups, and with them their threads, unless other meshes share them. All ranks must be done."""

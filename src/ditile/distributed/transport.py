@@ -2,7 +2,7 @@
 
 A `PeerChannel` is a one-way, ordered channel between two ranks: messages need no tags, shapes follow from the layout
 and are never exchanged. CUDA tensors over gloo (several ranks on one GPU) go through the CPU. A sent tensor is kept
-until its work is done; each receive has a buffer of its own. A `HostCopy` brings a few numbers from a GPU to the host
+until its work is done; each receive has a buffer of its own. `HostRows` bring a few numbers from a GPU to the host
 without a wait for later work.
 """
 
@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
@@ -446,25 +447,69 @@ class HostCopy:
     Reading them waits for the copy alone, and not for work that was launched later.
 
     Args:
-        numbers: on any device.
+        numbers: on a GPU.
+        row: page-locked memory of their size and type.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
-        self._numbers = numbers
-        self._done: torch.cuda.Event | None = None
-        if numbers.device.type == "cuda":
-            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record(torch.cuda.current_stream(numbers.device))
-
-    @property
-    def needs_no_wait(self) -> bool:
-        """Whether the numbers can be read at once."""
-        return self._done is None
+    def __init__(self, numbers: Tensor, row: Tensor) -> None:
+        self._numbers = row.copy_(numbers, non_blocking=True)
+        self.is_read = False
+        self._done = torch.cuda.Event()
+        self._done.record(torch.cuda.current_stream(numbers.device))
 
     def wait_for_numbers(self) -> Tensor:
         """The numbers, on the CPU."""
-        if self._done is not None:
+        if not self.is_read:
             self._done.synchronize()
+            self._numbers, self.is_read = self._numbers.clone(), True
         return self._numbers
+
+
+@dataclass(frozen=True, slots=True)
+class HostNumbers:
+    """Numbers that are on the host already.
+
+    Attributes:
+        numbers: on the CPU.
+        is_read: always true: nothing is on its way.
+    """
+
+    numbers: Tensor
+    is_read: bool = True
+
+    def wait_for_numbers(self) -> Tensor:
+        """The numbers."""
+        return self.numbers
+
+
+class HostRows:
+    """Page-locked rows for copies to the host, allocated before messages are under way.
+
+    To allocate such memory may wait for all that the GPU does, and so for a message that is posted. There is a row
+    for each copy that is not read yet; only more copies at once, or larger ones, than there are rows for allocate.
+    """
+
+    COUNT, BYTES = 8, 1 << 16
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+        self._copies: dict[int, ReferenceType[HostCopy]] = {}
+
+    def allocate_rows(self, device: torch.device) -> None:
+        """Allocates the rows, once, if the device is a GPU."""
+        if device.type == "cuda" and not self._rows:
+            self._rows = list(torch.empty(self.COUNT, self.BYTES, dtype=torch.uint8, pin_memory=True))
+
+    def start_copy(self, numbers: Tensor) -> HostCopy | HostNumbers:
+        """Starts to copy numbers of any device to the host."""
+        if numbers.device.type != "cuda":
+            return HostNumbers(numbers)
+        for place, row in enumerate(self._rows):
+            used_by = self._copies[place]() if place in self._copies else None
+            if numbers.nbytes <= row.numel() and (used_by is None or used_by.is_read):
+                copy = HostCopy(numbers, row[: numbers.nbytes].view(numbers.dtype).view(numbers.shape))
+                self._copies[place] = ref(copy)
+                return copy
+        size = max(numbers.nbytes, self.BYTES)
+        self._rows.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        return self.start_copy(numbers)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ditile.distributed.transport import HostCopy, PendingMessages
+from ditile.distributed.transport import HostCopy, HostNumbers, HostRows, PendingMessages
 from ditile.errors import StateError
 from ditile.hooks.token_arguments import group_runs, view_frames, write_runs
 
@@ -355,13 +355,13 @@ class ChangeCopy:
         counts: how many changes each is the mean of.
     """
 
-    def __init__(self, means: Tensor, counts: Sequence[int]) -> None:
-        self._means, self._counts = HostCopy(means), counts
+    def __init__(self, means: HostCopy | HostNumbers, counts: Sequence[int]) -> None:
+        self._means, self._counts = means, counts
 
     @property
     def has_arrived(self) -> bool:
         """Whether reading needs no wait."""
-        return self._means.needs_no_wait
+        return self._means.is_read
 
     def wait_for_changes(self) -> list[int]:
         """Sum and number of the changes of each row; waits for the copy."""
@@ -370,10 +370,15 @@ class ChangeCopy:
 
 
 class RelativeChange:
-    """The changes of one step on this rank, in a half of the guidance."""
+    """The changes of one step on this rank.
 
-    def __init__(self, half: int = 0) -> None:
-        self._half = half
+    Args:
+        half: of the guidance.
+        rows: by way of which they leave a GPU.
+    """
+
+    def __init__(self, half: int, rows: HostRows) -> None:
+        self._half, self._rows = half, rows
         self._changes: dict[ChangeKey, list[tuple[Tensor, Tensor]]] = {}
 
     def record_change(self, what: tuple[str, int, int], fresh: Tensor, stale: Tensor) -> None:
@@ -397,7 +402,8 @@ class RelativeChange:
                 means[first_key._replace(row=row)], counts[first_key._replace(row=row)] = value, len(pairs)
         self._changes = {}
         zero = torch.zeros(()) if not means else torch.zeros_like(next(iter(means.values())))
-        return ChangeCopy(torch.stack([means.get(row, zero) for row in keys]), [counts.get(row, 0) for row in keys])
+        copy = self._rows.start_copy(torch.stack([means.get(row, zero) for row in keys]))
+        return ChangeCopy(copy, [counts.get(row, 0) for row in keys])
 
 
 def find_largest_change(numbers: Sequence[int]) -> float:
