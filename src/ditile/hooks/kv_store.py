@@ -35,6 +35,21 @@ READ_SHAPE, READ_VERSION = operator.attrgetter("shape"), operator.attrgetter("_v
 MakeZeros = Callable[[str, tuple[int, ...], Tensor], Tensor]
 
 
+class _KeyPlace(NamedTuple):
+    """Where some fresh keys and values belong.
+
+    Attributes:
+        part: of the fresh ones; None is all.
+        shape: runs and their length, where there are several at equal distances.
+        k, v: the stale ones, as views.
+    """
+
+    part: slice | None
+    shape: tuple[int, int] | None
+    k: Tensor
+    v: Tensor
+
+
 class KeyStore:
     """Keys and values of one attention layer of one guidance branch, by segment (patch).
 
@@ -65,6 +80,7 @@ class KeyStore:
         self.incoming: PendingMessages | None = None
         self.incoming_runs: Sequence[tuple[range, ...]] = ()
         self.written = [NEVER] * segments
+        self._places: dict[tuple[tuple[range, ...], range | None], list[_KeyPlace]] = {}
 
     @property
     def buffer_bytes(self) -> int:
@@ -82,26 +98,45 @@ class KeyStore:
             batch_range: their rows among the `batch_size` rows of the batch; None if they are all.
             batch_size: rows in all.
         """
-        at, first, runs = 0, self.buffers is None, tuple(runs)
-        rows, buffers = k.shape[0] if batch_range is None else batch_size, self.buffers
+        first, buffers, runs = self.buffers is None, self.buffers, tuple(runs)
+        rows = k.shape[0] if batch_range is None else batch_size
         if buffers is None or buffers[0].shape[0] != rows:
             buffers = self._make_buffers(k, rows)
-        where = slice(None) if batch_range is None else slice(batch_range.start, batch_range.stop)
-        for frames in group_runs(runs):
-            length = len(frames.first)
-            part = range(at, at + frames.number * length)
-            for buffer, fresh in zip(buffers, (k, v), strict=True):
-                new = fresh[:, part.start : part.stop]
-                if frames.number == 1:
-                    old = buffer[where, frames.first.start : frames.first.stop]
-                else:
-                    new, old = new.unflatten(1, (frames.number, length)), view_frames(buffer[where], frames, 1)
+        places = self._places.get((runs, batch_range))
+        if places is None:
+            places = self._places[runs, batch_range] = self._find_places(buffers, runs, batch_range)
+        for part, shape, *olds in places:
+            for fresh, old in zip((k, v), olds, strict=True):
+                new = fresh if part is None else fresh[:, part]
+                if shape is not None:
+                    new = new.unflatten(1, shape)
                 if self._relative_change is not None and not first:
                     row = batch_range.start if batch_range else 0
                     self._relative_change.record_change(("keys", self._branch, row), new, old)
                 old.copy_(new)
-            at = part.stop
         return buffers
+
+    @staticmethod
+    def _find_places(
+        buffers: tuple[Tensor, Tensor], runs: tuple[range, ...], batch_range: range | None
+    ) -> list[_KeyPlace]:
+        """Where tokens of these runs belong: views of the buffers, found once."""
+        at, places = 0, []
+        if batch_range is not None:
+            k, v = buffers
+            buffers = k[batch_range.start : batch_range.stop], v[batch_range.start : batch_range.stop]
+        for frames in (groups := group_runs(runs)):
+            length = len(frames.first)
+            part = None if len(groups) == 1 else slice(at, at + frames.number * length)
+            shape = None if frames.number == 1 else (frames.number, length)
+            k, v = buffers
+            if shape is None:
+                k, v = k[:, frames.first.start : frames.first.stop], v[:, frames.first.start : frames.first.stop]
+            else:
+                k, v = view_frames(k, frames, 1), view_frames(v, frames, 1)
+            places.append(_KeyPlace(part, shape, k, v))
+            at += frames.number * length
+        return places
 
     def write_mask(
         self, mask: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0

@@ -19,11 +19,13 @@ from ditile.distributed.mesh import Axis, Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError, StoppedError
+from ditile.hooks.attention_processors import find_attention_processors
 from ditile.hooks.block_hooks import CallCountHooks, TransformerHooks
 from ditile.hooks.block_policy import BlockHook, LayerAttention
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.fused import fuse_linear_gelu, fuse_projections
 from ditile.hooks.kv_store import AgeChecks
+from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
@@ -45,6 +47,7 @@ from ditile.parallel.attention.core import (
     skip_ring_gather,
 )
 from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel, register_backend
+from ditile.parallel.attention.rotary import RotaryEmbedding
 from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.block_offload import BlockOffload, HostCopies, explain_offload_refusal
@@ -210,7 +213,7 @@ class Composition:
             pipe=self.pipe,
             compile_=torch.compile if self.compile else None,
             around=around,
-            fuse=self._fuse_small_products,
+            fuse=self._fuse_small_kernels,
         )
 
     @contextmanager
@@ -248,8 +251,11 @@ class Composition:
             finally:
                 agreement.close_channels(clean=clean)
 
-    def _fuse_small_products(self, stack: ExitStack, block_hook: BlockHook) -> None:
-        """Merges several products into one, because the products of a patch are small, and small ones are slow."""
+    def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
+        """Merges several kernels into one, because those of a patch are small, and small ones are slow."""
+        for _, module, processor in find_attention_processors(block_hook.block):
+            if self.attention.rotary.is_applied_by(processor):
+                override_attribute(stack, module, "processor", self.attention.rotary.copy_processor(processor))
         # async_ulysses sends q while k is computed, so it needs them apart. Weights that come and go stay apart too.
         if not self.plan.async_ulysses and self.offload is None:
             own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
@@ -270,6 +276,7 @@ class LayerAttentionBuilder:
 
     Attributes:
         stale_keys: the class that keeps the keys of PipeFusion's patches.
+        rotary: applies rotary embeddings in fewer kernels.
     """
 
     stale_keys: type[StaleKeys] = StaleKeys
@@ -287,6 +294,7 @@ class LayerAttentionBuilder:
         self._pipe, self._plan, self._mesh, self._now = pipe, plan, mesh, loop.generation
         self._kernel, self._warmup_group, self._checks = kernel, warmup_group, checks
         self._exchange = self._build_exchange()
+        self.rotary = RotaryEmbedding()
         # All layers write this one tensor, which keeps their messages in order where blocks are compiled.
         self._turn = torch.tensor(0)
 
