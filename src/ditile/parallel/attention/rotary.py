@@ -61,7 +61,7 @@ class RotaryEmbedding:
             or freqs_cis[1].dtype != torch.float32
             or freqs_cis[1].is_inference()
         ):
-            return apply_rotary_emb(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)  # type: ignore[arg-type]
+            return apply_rotary_emb(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
         cos, sin = freqs_cis
         table, source = self._tables.get(sin), (id(cos), sequence_dim, sin._version)
         if table is None or table.source != source:
