@@ -19,13 +19,11 @@ from ditile.distributed.mesh import Axis, Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError, StoppedError
-from ditile.hooks.attention_processors import find_attention_processors
 from ditile.hooks.block_hooks import CallCountHooks, TransformerHooks
 from ditile.hooks.block_policy import BlockHook, LayerAttention
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.fused import fuse_linear_gelu, fuse_projections
 from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
@@ -253,9 +251,7 @@ class Composition:
 
     def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merges several kernels into one, because those of a patch are small, and small ones are slow."""
-        for _, module, processor in find_attention_processors(block_hook.block):
-            if self.attention.rotary.is_applied_by(processor):
-                override_attribute(stack, module, "processor", self.attention.rotary.copy_processor(processor))
+        self.attention.rotary.replace_processors(stack, block_hook.block)
         # async_ulysses sends q while k is computed, so it needs them apart. Weights that come and go stay apart too.
         if not self.plan.async_ulysses and self.offload is None:
             own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import ExitStack
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ import torch
 from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ditile.hooks.attention_processors import find_attention_processors
+from ditile.hooks.overrides import override_attribute
 
 _NAME = apply_rotary_emb.__name__
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -68,6 +72,12 @@ class RotaryEmbedding:
             table = self._tables[sin] = _prepare_table(source, cos, sin, x.device)
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return torch.add(x * table.cos, swapped * table.sin, out=swapped)
+
+    def replace_processors(self, stack: ExitStack, block: nn.Module) -> None:
+        """Replaces the processors of a block that call `apply_rotary_emb` until the stack is closed."""
+        for _, module, processor in find_attention_processors(block):
+            if self.is_applied_by(processor):
+                override_attribute(stack, module, "processor", self.copy_processor(processor))
 
     def is_applied_by(self, processor: Any) -> bool:
         """Whether an attention processor calls `apply_rotary_emb` itself."""
