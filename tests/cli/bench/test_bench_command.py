@@ -28,6 +28,13 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ((), "give --plans"),
         (("--sweep", "all"), "there are methods"),
+        (("--suite", "gpu", "--plans", "ulysses=2"), "one of them alone"),
+        (("--suite", "cpu"), "gpu"),
+        (("--suite", "gpu", "--devices", "1"), "devices=1 leaves nothing to divide"),
+        (("--suite", "gpu", "--devices", "0"), "devices=0"),
+        (("--suite", "gpu", "--model", "nothing-like-it"), "shapes-flux"),
+        (("--suite", "gpu", "--model", "random-wan"), "random-pixart"),
+        (("--plans", "ulysses=2", "--quick"), "quick=True is for --suite gpu"),
         (("--plans", "ulyses=2"), "ulyses=2"),
         (("--plans", "ulysses=2 | F=x"), "Fn_compute_blocks"),
         (("--plans", "ulysses=2 | Q=1"), "Q"),

@@ -69,6 +69,11 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
         DitileError: if a plan, a size or a cache does not fit; nothing was measured or written then.
     """
     silence_libraries()
+    if compared.suite is not None:
+        from ditile.cli.bench.gpu.suite import run_gpu_suite
+
+        _, tables, remarks = run_gpu_suite(compared, work)
+        return BenchResult(rows=[], remarks=remarks, tables=tables)
     if compared.sweep_names == [QUALITY_SWEEP]:
         rows = measure_few_steps(compared, work)
         return BenchResult(rows=rows, remarks=[f"written: {compared.out}"], tables=[make_few_steps_table(rows)])

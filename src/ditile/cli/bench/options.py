@@ -33,6 +33,14 @@ class Comparison:
     plans: str | None = define_option(
         None, "plans with ; between them, a cache behind |: 'ulysses=2; ulysses=2 | F=1 W=4 R=0.12'", metavar="PLANS"
     )
+    suite: Literal["gpu"] | None = define_option(
+        None, "instead of plans: everything that a machine with GPUs is asked, in 15 minutes", choices=("gpu",)
+    )
+    quick: bool = define_option(False, "the suite in 6 minutes")
+    small: bool = define_option(False, "the suite in tiny sizes, to try it; with --device cpu on any machine")
+    devices: int | None = define_option(
+        None, "ranks of the suite; by default one for each GPU, or two that share one", metavar="N"
+    )
     sweep: str | None = define_option(None, f"instead of plans: {', '.join(SWEEPS)}, or several", metavar="NAMES")
     ranks: int | None = define_option(
         None, "ranks of a sweep; by default all of torchrun's, one for each GPU, or 2", metavar="N"
@@ -65,16 +73,21 @@ class Comparison:
     )
 
     def __post_init__(self) -> None:
-        if (self.plans is None) == (self.sweep is None):
-            raise PlanError("give --plans 'ulysses=2; ring=2', or --sweep methods, and not both")
-        check_counts(self, "ranks", "rounds")
+        if [self.plans, self.sweep, self.suite].count(None) != 2:
+            raise PlanError("give --plans 'ulysses=2; ring=2', --sweep methods or --suite gpu, and one of them alone")
+        check_counts(self, "ranks", "rounds", "devices")
+        for name in ("quick", "small", "devices"):
+            if getattr(self, name) and self.suite is None:
+                raise PlanError(f"{name}={getattr(self, name)} is for --suite gpu")
+        if self.devices == 1:
+            raise PlanError("devices=1 leaves nothing to divide; one GPU is shared by devices=2")
         check_whole_number(self.remeasure, "remeasure", 0)
         if unknown := [name for name in self.sweep_names if name not in SWEEPS]:
             raise PlanError(f"sweep {unknown[0]!r} is not known; there are {', '.join(SWEEPS)}")
         if QUALITY_SWEEP in self.sweep_names and len(self.sweep_names) > 1:
             raise PlanError(f"sweep {QUALITY_SWEEP} compares pictures, and the others seconds; run it by itself")
         if self.ranks is not None and self.sweep is None:
-            raise PlanError(f"ranks={self.ranks} is for --sweep; plans say themselves how many they need")
+            raise PlanError(f"ranks={self.ranks} is for --sweep; plans say how many they need, a suite has --devices")
         if self.ranks is not None and self.ranks < 2:
             raise PlanError(f"ranks={self.ranks} leave nothing to divide; try ranks=2")
         if self.sizes is not None and "resolution" not in self.sweep_names:
@@ -93,7 +106,7 @@ class Comparison:
         folder = Path(self.out)
         if folder.exists() and not folder.is_dir():
             raise ModelError(f"out={self.out!r} is a file; give a folder")
-        names = ("runs.jsonl", "rows.jsonl") if folder.exists() else ("",)
+        names = ("runs.jsonl", "rows.jsonl", "gpu.jsonl") if folder.exists() else ("",)
         check_output_files([("out", folder / name) for name in names], self, *others)
 
     @property

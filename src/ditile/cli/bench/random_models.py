@@ -7,6 +7,8 @@ random-flux blocks=57 heads=24 head_dim=128      embedded guidance, 512 text tok
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,8 +106,14 @@ class RandomModel:
         )
         return flux.eval()
 
-    def create_pipeline(self, size: int, dtype: torch.dtype = torch.float32) -> Any:
-        """The pipeline with random weights, the same on every rank."""
+    def create_pipeline(self, size: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Any:
+        """The pipeline with random weights, the same on every rank.
+
+        Args:
+            size: pixels of a side.
+            dtype: of the weights.
+            device: where the transformer's weights are drawn, in `dtype` at once; by default on the CPU, in float32.
+        """
         torch.manual_seed(0)
         vae = AutoencoderKL(
             down_block_types=["DownEncoderBlock2D"] * 4,
@@ -119,9 +127,13 @@ class RandomModel:
         scheduler = DPMSolverMultistepScheduler() if pixart else FlowMatchEulerDiscreteScheduler(shift=3.0)
         absent = ("tokenizer", "text_encoder") + (() if pixart else ("tokenizer_2", "text_encoder_2"))
         parts: dict[str, Any] = dict.fromkeys(absent) | {"vae": vae, "scheduler": scheduler}
-        pipe = self.pipeline_class(transformer=self.create_transformer(size), **parts)
+        with nullcontext() if device is None else _draw_weights_on(device, dtype):
+            transformer = self.create_transformer(size)
+        pipe = self.pipeline_class(transformer=transformer, **parts)
         pipe.set_progress_bar_config(disable=True)
-        return pipe if dtype == torch.float32 else pipe.to(dtype)
+        if dtype != torch.float32:
+            pipe.to(dtype)
+        return pipe if device is None else pipe.to(device)
 
     def make_call_arguments(
         self, height: int, width: int, steps: int, dtype: torch.dtype = torch.float32
@@ -149,3 +161,15 @@ class RandomModel:
             "use_resolution_binning": False,
             "guidance_scale": 4.5,
         }
+
+
+@contextmanager
+def _draw_weights_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Makes modules on a device, in a type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)

@@ -137,7 +137,7 @@ class RandomSubject:
     def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
         """The arguments of a call, with embeddings in place of a prompt."""
         call = self.random_model.make_call_arguments(
-            *self._choose_height_and_width(cell), self.get_num_steps(), self._torch_dtype
+            *self._choose_height_and_width(cell), self.get_num_steps(), self.torch_dtype
         )
         return call | {"num_images_per_prompt": cell.num_pictures}
 
@@ -149,14 +149,15 @@ class RandomSubject:
 
     def create_pipeline(self, plan: Plan | None) -> Any:
         """The whole pipeline, whatever the plan: `parallelize` divides it."""
-        return self.random_model.create_pipeline(SIZE, self._torch_dtype)
+        return self.random_model.create_pipeline(SIZE, self.torch_dtype)
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
         """The arguments of a call, with the output type that is measured."""
         return self.make_planning_arguments(cell) | {"output_type": _choose_output_type(self.work)}
 
     @property
-    def _torch_dtype(self) -> torch.dtype:
+    def torch_dtype(self) -> torch.dtype:
+        """The type of its weights."""
         wanted = self.work.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
         dtype: torch.dtype = getattr(torch, wanted)
         return dtype
