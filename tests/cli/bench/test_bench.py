@@ -96,7 +96,7 @@ def test_lines_of_plans_and_caches() -> None:
     ("values", "says"),
     [
         ({}, "give --plans"),
-        ({"plans": "ulysses=2", "sweep": "methods"}, "not both"),
+        ({"plans": "ulysses=2", "sweep": "methods"}, "one of them alone"),
         ({"sweep": "all"}, "there are methods, scaling"),
         ({"sweep": "methods", "ranks": 1}, "nothing to divide"),
         ({"plans": "ulysses=2", "ranks": 2}, "is for --sweep"),

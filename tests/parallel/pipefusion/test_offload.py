@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,11 @@ import ditile
 from ditile import disable_cache, enable_cache
 from ditile.cache.config import DBCacheConfig
 from ditile.errors import ModelError, PlanError
-from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS, HostCopies
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.models.anatomies import build_block_hooks
+from ditile.models.registry import UNKNOWN_MODEL
+from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS, HostCopies, explain_offload_refusal
+from ditile.plan.anatomy import Anatomy
 from ditile.plan.cost import count_flat_bytes
 from ditile.plan.plan import Plan
 from ditile.runner import compose
@@ -212,5 +217,10 @@ def test_what_cannot_be_streamed_is_refused_in_one_line() -> None:
     layer.weight = Params4bit(layer.weight.detach())
     with pytest.raises(ModelError, match=r"1.ff.net.2.weight is a Params4bit, which keeps more than its numbers"):
         runners.parallelize(pipe, Plan(offload="blocks"))
+    hooks = TransformerHooks(pipe.transformer, UNKNOWN_MODEL, Anatomy({}, "none"))
+    assert "nothing is known of the blocks" in (explain_offload_refusal([hooks]) or "")
+    known = build_block_hooks(MAKE["flux"]().transformer, UNKNOWN_MODEL)
+    known.anatomy = dataclasses.replace(known.anatomy, outside=("transformer_blocks.0.norm1",))
+    assert "computes with transformer_blocks.0.norm1 outside of its block" in (explain_offload_refusal([known]) or "")
     with pytest.raises(PlanError, match="offload='disk' is not known"):
         Plan(offload="disk")  # type: ignore[arg-type]

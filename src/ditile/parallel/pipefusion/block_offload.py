@@ -266,13 +266,16 @@ class BlockOffload:
 def explain_offload_refusal(models: Sequence[TransformerHooks]) -> str | None:
     """Why the weights of the blocks of some models cannot be streamed as they are now, or None."""
     for model in models:
+        name, outside = type(model.transformer).__name__, model.anatomy.outside
         if not model.chain:
-            return f"offload=blocks: nothing is known of the blocks of {type(model.transformer).__name__}; leave it out"
+            return f"offload=blocks: nothing is known of the blocks of {name}; leave it out"
+        if outside:
+            return f"offload=blocks: {name} computes with {outside[0]} outside of its block as well; leave it out"
         for hook in model.chain:
-            for name, x in hook.block.named_parameters():
+            for path, x in hook.block.named_parameters():
                 if type(x) is not nn.Parameter and issubclass(type(x), nn.Parameter):
                     return (
-                        f"offload=blocks: {hook.name}.{name} is a {type(x).__name__}, which keeps more than its "
+                        f"offload=blocks: {hook.name}.{path} is a {type(x).__name__}, which keeps more than its "
                         "numbers; quantize with float8_weight_only or int8_weight_only, or leave offload out"
                     )
             if any(map(has_weight_hooks, hook.block.modules())):

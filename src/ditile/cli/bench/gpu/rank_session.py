@@ -8,8 +8,10 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -334,12 +336,51 @@ def answer_picture(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
     return _compare_pictures(draw_picture(Plan.parse(item.what)), plain) | {"steps": steps}
 
 
+Peer = Callable[[Any, int], AbstractContextManager[Callable[..., Any]]]
+"""(pipeline of its own, ranks) -> what draws, within a context."""
+PACKAGES = {suite.CACHE_DIT: "cache_dit", suite.XDIT: "xfuser", suite.DIFFUSERS: "diffusers"}
+"""What each of the other libraries is."""
+
+
+@contextmanager
+def use_cache_dit(pipe: Any, ranks: int) -> Iterator[Callable[..., Any]]:
+    """cache-dit's cache with its own defaults."""
+    cache_dit: Any = import_module("cache_dit")
+    cache_dit.enable_cache(pipe)
+    try:
+        yield pipe
+    finally:
+        cache_dit.disable_cache(pipe)
+
+
+@contextmanager
+def use_diffusers_parallelism(pipe: Any, ranks: int) -> Iterator[Callable[..., Any]]:
+    """diffusers' context parallelism, with Ulysses."""
+    from diffusers import ContextParallelConfig
+
+    pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks))
+    yield pipe
+
+
+@contextmanager
+def use_xdit(pipe: Any, ranks: int) -> Iterator[Callable[..., Any]]:
+    """xDiT's wrapper around the pipeline, with Ulysses."""
+    xfuser: Any = import_module("xfuser")
+    engine, call = xfuser.xFuserArgs(model="", ulysses_degree=ranks).create_config()
+    yield xfuser.xDiTParallel(pipe, engine, call)
+
+
+PEERS: Mapping[str, Peer] = {
+    suite.CACHE_DIT: use_cache_dit,
+    suite.DIFFUSERS: use_diffusers_parallelism,
+    suite.XDIT: use_xdit,
+}
+
+
 def answer_other_library(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
     """Seconds of another library on the same pipeline, where it is installed."""
-    from ditile.cli.bench.gpu.peers import PEERS, find_missing_package
-
-    if missing := find_missing_package(item.what):
-        return {"skipped": f"{missing} is not installed"}
+    if find_spec(PACKAGES[item.what]) is None:
+        return {"skipped": f"{PACKAGES[item.what]} is not installed"}
     if session.world > 1 and session.device.type != "cuda":
         return {"skipped": f"{item.what} divides pictures over GPUs alone"}
     session.time_plain(item.size)

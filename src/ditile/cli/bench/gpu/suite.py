@@ -116,6 +116,10 @@ def run_items_on_ranks(task: SuiteTask, ranks: int, path: Path) -> None:
     left = list(task.items)
     while left:
         before = _count_lines(path)
+        if time.time() > task.ends_at:
+            for item in left:
+                _append_line(path, {**_describe_item(item), "ranks": ranks, "skipped": LATE})
+            return
 
         def end_late_ranks() -> None:
             if time.time() > task.ends_at + STALL_SECONDS:
