@@ -104,12 +104,12 @@ class BlockCalls:
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             now = self._now.check_under_way()
             if now.blended_step is not None:
-                result = now.rehearsed_results[now.branch]
-                now.advance_branch()
-                return result
+                return now.take_rehearsed_result()
             inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
             given = (now.branch, self._key, mode, *inputs, *map(_describe_input, inputs.values()))
+            if now.recognises_call is not None and now.recognises_call(given):
+                return now.take_rehearsed_result()
             form = now.forms.get(given)
             if form is None:
                 self._policy.begin_survey()
@@ -246,8 +246,7 @@ class BlockCalls:
         now.prediction_pieces.setdefault(now.branch, {})[now.rehearsed_patch] = pieces
         result = pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
         now.rehearsed_results[now.branch] = result
-        now.advance_branch()
-        return result
+        return now.take_rehearsed_result()
 
     def _run_pass(self, block_pass: BlockPass, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         now, self._pass, self._active = self._now, block_pass, self._every

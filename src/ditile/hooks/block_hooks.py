@@ -119,6 +119,7 @@ class TransformerHooks:
         self.replacement_blocks: Mapping[int, ReplacementBlock] = {}
         self._stored_contents: dict[int, ModuleContents] = {}
         self._guard: RemovableHandle | None = None
+        self._found_constants: dict[str, bool | None] = {}
         self._adapters = {hook.name: hook.count_adapters() for hook in self.chain}
 
     @property
@@ -288,7 +289,8 @@ class TransformerHooks:
             around: makes of the forward of a block that runs here another one, if given.
         """
         first = 0 in owned or bool(self.replacement_blocks)
-        memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first)
+        found = self._found_constants
+        memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first, found=found)
         is_whole = (lambda: now.is_whole) if self.anatomy.modes else None
         calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
@@ -390,14 +392,24 @@ class OutputMemoizer:
         now: the generation under way.
         label: before the names of its modules.
         first: whether this rank has the first stage.
+        found: what surveys of earlier calls found, to which this one's add: the next call may need no survey. By the
+            name of a module whether what it returns counts for the whole generation; None where it is not remembered.
     """
 
     def __init__(
-        self, transformer: nn.Module, spec: ModelSpec, now: Generation, label: str = "", *, first: bool = True
+        self,
+        transformer: nn.Module,
+        spec: ModelSpec,
+        now: Generation,
+        label: str = "",
+        *,
+        first: bool = True,
+        found: dict[str, bool | None] | None = None,
     ) -> None:
         self._transformer, self._spec, self._now, self._label, self._first = transformer, spec, now, label, first
+        self._found = {} if found is None else found
         self._remembered: dict[str, bool] = {}  # by name, whether for the whole generation
-        self._excluded: set[str] = set()
+        self._excluded = {name for name, lasts in self._found.items() if lasts is None}
         self._is_watching = False
         self._unproven: dict[str, Any] = {}  # what modules were given in a survey, until they are called again
 
@@ -414,6 +426,11 @@ class OutputMemoizer:
                 for name, module in match_modules(self._transformer, pattern):
                     if not any(f"{self._label}{name}".startswith(f"{block}.") for block in compiled):
                         self._remember_output(name, module, lasts=lasts)
+        # A LoRA that has come or gone since may have changed the names.
+        modules = dict(self._transformer.named_modules())
+        for name, counts in self._found.items():
+            if counts is not None and name in modules and name not in self._remembered:
+                self._remember_output(name, modules[name], lasts=counts, is_found=True)
 
     def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any:
         """Surveys a call, and remembers from now on what modules in front of the blocks return.
@@ -466,6 +483,9 @@ class OutputMemoizer:
                 self._unproven[name] = given[name]
             if name not in self._remembered and name not in self._excluded:
                 self._remember_output(name, self._transformer.get_submodule(name), lasts=lasts, is_found=True)
+                if lasts:
+                    self._found[name] = lasts
+        self._found.update(dict.fromkeys(self._excluded))
         return result
 
     def _remember_output(self, name: str, module: nn.Module, *, lasts: bool, is_found: bool = False) -> None:
@@ -475,8 +495,11 @@ class OutputMemoizer:
 
         def forward_once(*args: Any, **kwargs: Any) -> Any:
             is_unproven = name in self._unproven and not self._is_watching
-            if is_unproven and not _are_equal(self._unproven.pop(name), (args, kwargs)):
-                excluded.add(name)
+            if is_unproven:
+                is_proven = _are_equal(self._unproven.pop(name), (args, kwargs))
+                self._found[name] = False if is_proven else None
+                if not is_proven:
+                    excluded.add(name)
             if now.is_surveyed or name in excluded:
                 return forward(*args, **kwargs)
             step, patch = now.micro_step

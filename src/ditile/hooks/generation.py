@@ -108,6 +108,8 @@ class Generation:
         reference_rows: of the first call, those of them that come out nowhere, as far as a rehearsal found them.
         called_models: in a rehearsal, and whether they were called to compute a whole.
         rehearsed_results: what the transformer's calls returned in a rehearsal, by branch.
+        recognises_call: (its branch, model, names and shapes, as in `forms`) -> whether a call of a dry iteration has
+            its result in `rehearsed_results` already; None where the model has to be called.
         reads_latents_everywhere: whether more than the first block reads them, so that every stage needs them.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
         prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
@@ -150,6 +152,7 @@ class Generation:
     reference_rows: frozenset[int] = frozenset()
     called_models: set[tuple[object, bool]] = field(default_factory=set)
     rehearsed_results: dict[int, Any] = field(default_factory=dict)
+    recognises_call: Callable[[tuple[object, ...]], bool] | None = None
     reads_latents_everywhere: bool = False
     pieces: list[list[Piece]] = field(default_factory=list)
     prediction_pieces: dict[int, dict[int, list[Piece]]] = field(default_factory=dict)
@@ -301,6 +304,12 @@ class Generation:
     def get_branch_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A value that is constant in the calls of this branch and micro-batch; `make` computes it once."""
         return self.memory.get_constant((key, self.branch, self.micro_batch), make)
+
+    def take_rehearsed_result(self) -> Any:
+        """The result of a call in an iteration in which nothing is computed; the next branch is at hand then."""
+        result = self.rehearsed_results[self.branch]
+        self.advance_branch()
+        return result
 
     def advance_branch(self) -> None:
         """Counts a transformer call that is over."""

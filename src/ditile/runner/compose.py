@@ -52,6 +52,7 @@ from ditile.parallel.pipefusion.block_offload import BlockOffload, HostCopies, e
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.graphs import BlockGraphs
 from ditile.parallel.pipefusion.loop import Loop
+from ditile.parallel.pipefusion.rehearsed_calls import describe_call_shapes
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, WarmupGroupKeys
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
@@ -194,6 +195,7 @@ class Composition:
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
+            self.loop.call_shapes = describe_call_shapes(self.pipe, call)
             self.loop.install_scheduler_hooks(stack, self.pipe, models, batch, callbacks)
             yield self.loop
 

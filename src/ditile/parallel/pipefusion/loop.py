@@ -42,6 +42,7 @@ from ditile.parallel.pipefusion.patch_schedulers import (
     replace_latents,
 )
 from ditile.parallel.pipefusion.rehearsal import BlendIterations, Rehearsal
+from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCalls
 from ditile.parallel.pipefusion.step_agreement import StepAgreement, StepCallbacks
 from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
 from ditile.plan.layout import Split
@@ -65,6 +66,7 @@ class Loop:
     Attributes:
         when_over: called after the last step.
         lets_group_rest: whether the warmup group rests in the next call.
+        call_shapes: of the next call, as `describe_call_shapes` says.
         generation: the one under way, or none.
     """
 
@@ -83,12 +85,13 @@ class Loop:
         self._pipefusion, self._mesh, self._trace = pipefusion, mesh, trace
         self._kept_buffers, self._may_change = kept_buffers, may_change
         self._plan, self._split, self._serial_plan = plan, split, serial_plan
-        self.lets_group_rest = False
+        self.lets_group_rest, self.call_shapes = False, object()
         # Replicas exchange latents at the end, so they must stop at the same step.
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
         self.generation = Generation()
         self._other_models = OtherModels(self.generation)
+        self._rehearsed_calls = RehearsedCalls()
         self._main: SteppedLatents | None = None
         self._streams: list[SteppedLatents] = []  # in the order in which the pipeline steps them
         self._timestep: Tensor | None = None
@@ -262,11 +265,9 @@ class Loop:
             generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
         self._schedule, self._timesteps = schedule, timesteps
         self._agreement = StepAgreement(self._stop_group, self._mesh.traffic, self._callbacks.is_stopped)
-        self._adaptive_warmup = (
-            None
-            if self._relative_change is None
-            else AdaptiveWarmup(self._mesh, self._relative_change, self._plan.warmup_bound)
-        )
+        self._adaptive_warmup, change = None, self._relative_change
+        if change is not None:
+            self._adaptive_warmup = AdaptiveWarmup(self._mesh, change, self._plan.warmup_bound)
         self._synced = -1  # the last step after which every rank had the whole latents
         self._pipefusion.begin_generation(schedule, generation)
         self._callbacks.on_loop_begin(len(timesteps))
@@ -276,21 +277,25 @@ class Loop:
         """Iterations before the first step: see `rehearsal.py`. Without one the pipeline calls no model in its loop."""
         now, saved = self.generation, rng.read_generator_states(self._callbacks.generators)
         self._streams = []  # each is added when it is first stepped
-        rehearsal = Rehearsal(now, self._streams, type(self._pipe).__name__)
+        rehearsal = Rehearsal(now, self._streams, type(self._pipe).__name__, self._other_models)
         steps = self._schedule.steps if self._may_change else 1
         patches = self._plan.num_patches if self._has_partial_latents else 0
-        calls = rehearsal.iterate_calls(timesteps, steps, patches, finds_references=self._plan.references is not None)
+        # Which model is called in a step may depend on its timestep.
+        times = tuple(map(float, timesteps)) if self._may_change else None
+        known = self._rehearsed_calls.list_calls((self.call_shapes, now.warmup_split, times))
+        calls = rehearsal.iterate_calls(timesteps, steps, patches, known, references=self._plan.references is not None)
         yield from self._drive_dry_iterations(calls)
         if not self._streams:
             return
+        self._rehearsed_calls.note_call(rehearsal.describe_findings())
         rng.restore_generators(self._callbacks.generators, saved)
         if self._serial_plan is not None and self._schedule.warmup_group_size and now.warmup_split is None:
             self._schedule = Schedule.from_plan(self._serial_plan, self._schedule.steps)
         again = self._schedule.again | rehearsal.changed_steps
-        self._schedule = replace(self._schedule, again=again, num_references=now.num_references)
+        self._schedule = replace(self._schedule, again=again, num_references=rehearsal.num_references)
         if self._has_partial_latents:
             for each in self._streams:
-                each.end_rehearsal(self._plan.num_patches, now.num_references, adaptive=self._schedule.adaptive)
+                each.end_rehearsal(self._plan.num_patches, rehearsal.num_references, adaptive=self._schedule.adaptive)
             now.pieces = [each.pieces for each in self._streams]
             lacks_latents = any(all(piece.is_empty for piece in each) for each in zip(*now.pieces, strict=True))
             self._schedule = replace(self._schedule, lacks_latents=lacks_latents)
@@ -390,6 +395,8 @@ class Loop:
         if stopped and not gives_up and hasattr(type(self._pipe), "interrupt"):
             self._pipe._interrupt = True
         self._pipefusion.end_generation(clean=True)
+        if not stopped:
+            self._rehearsed_calls.keep_noted_call()
         self.generation.become(Generation())
         self._other_models.forget_results()
         for done in self.when_over:

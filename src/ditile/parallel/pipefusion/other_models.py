@@ -24,11 +24,15 @@ class OtherModels:
 
     Args:
         now: the generation under way.
+
+    Attributes:
+        results: of calls that may be made again, by the name of the model, the branch, and the number of the call.
     """
 
     def __init__(self, now: Generation) -> None:
         self._now = now
-        self._calls, self._results = Counter[tuple[str, int]](), dict[tuple[str, int, int], Any]()
+        self._calls = Counter[tuple[str, int]]()
+        self.results: dict[tuple[str, int, int], Any] = {}
 
     def install_hooks(self, stack: ExitStack, pipe: Any, divided: Collection[nn.Module]) -> None:
         """Puts this around the models of a pipeline but those that are divided, until the stack is closed."""
@@ -42,11 +46,11 @@ class OtherModels:
         self._calls.clear()
         now = self._now
         if not now.is_dry and now.micro_step == now.schedule.list_micro_steps(now.micro_step.step)[0]:
-            self._results.clear()
+            self.results.clear()
 
     def forget_results(self) -> None:
         """The loop is over."""
-        self._results.clear()
+        self.results.clear()
 
     def _wrap_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -57,8 +61,8 @@ class OtherModels:
             now.reads_latents_everywhere = True
             self._calls[name, now.branch] += 1
             key = (name, now.branch, self._calls[name, now.branch])
-            if key in self._results:
-                return self._results[key]
+            if key in self.results:
+                return self.results[key]
             # It may have parts of the transformer, as Z-Image's has: nothing of what these return is remembered.
             surveyed, now.is_surveyed = now.is_surveyed, True
             try:
@@ -66,7 +70,7 @@ class OtherModels:
             finally:
                 now.is_surveyed = surveyed
             if now.is_dry or now.micro_step.patch is not None:
-                self._results[key] = result
+                self.results[key] = result
             return result
 
         return forward_once

@@ -15,13 +15,16 @@ nowhere. Rows are told apart by the bits of their numbers, in an iteration for e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ditile.errors import PlanError, StateError
 from ditile.hooks.generation import Generation
+from ditile.parallel.pipefusion.other_models import OtherModels
+from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCall, forget_numbers
 from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
 from ditile.plan.schedule import MicroStep
 
@@ -33,18 +36,96 @@ class Rehearsal:
         now: the generation.
         streams: what schedulers step, each added by the loop when it is first stepped.
         pipeline: the name of the pipeline's class.
+        other_models: what else the pipeline calls in its loop.
 
     Attributes:
+        found: what was found for another call that is like this one, or None.
+        num_references: patches of reference pictures.
         changed_steps: steps that must be synchronous: they call another model than the one before, or in another mode,
             or compute a whole.
     """
 
-    def __init__(self, now: Generation, streams: Sequence[SteppedLatents], pipeline: str) -> None:
-        self._now, self._streams, self._pipeline = now, streams, pipeline
+    def __init__(
+        self, now: Generation, streams: Sequence[SteppedLatents], pipeline: str, other_models: OtherModels
+    ) -> None:
+        self._now, self._streams, self._pipeline, self._other_models = now, streams, pipeline, other_models
+        self.found: RehearsedCall | None = None
+        self.num_references = 0
         self.changed_steps: frozenset[int] = frozenset()
+        self._known: Sequence[RehearsedCall] = ()
+        self._calls: frozenset[Hashable] = frozenset()
+        self._results: Any = None
+
+    def _recognise_call(self, known: Sequence[RehearsedCall], timestep: Tensor) -> Iterator[Tensor]:
+        """Two iterations in which no model is called, if their calls are those of a call that was rehearsed before.
+
+        If the call is like one of `known`, the generation and its streams have what was found then.
+        """
+        now = self._now
+        for _ in range(2):
+            self._known, self._calls = known, frozenset()
+            self._other_models.results.update(known[-1].make_results()[1])
+            now.recognises_call = self._recognise_model_call
+            yield self._begin_iteration(0, 0, timestep)
+            # Or else the pipeline is about to end its loop, and calls the model elsewhere.
+            now.recognises_call = None
+            if not self._streams:
+                return
+            self._check_iteration()
+            shapes = [each.predicted_shape for each in self._streams]
+            known = [each for each in self._known if each.calls == self._calls and each.shapes == shapes]
+            if not known:
+                break
+        if not known:
+            self._other_models.forget_results()
+            now.forget_layouts()
+            return
+        self.found = found = known[-1]
+        found.restore_findings(now)
+        self.changed_steps, self.num_references = found.changed_steps, found.num_references
+        for each, pieces in zip(self._streams, found.pieces, strict=True):
+            each.pieces = [*pieces]
+        self._end_iterations()
+
+    def _recognise_model_call(self, call: tuple[object, ...]) -> bool:
+        """Whether a call of a model was made in some of the calls that this one may be like."""
+        now = self._now
+        self._calls |= {call}
+        self._known = [each for each in self._known if call in each.calls]
+        if self._known:
+            now.rehearsed_results[now.branch] = self._known[-1].make_results()[0][now.branch]
+        return bool(self._known)
+
+    def describe_findings(self) -> RehearsedCall | None:
+        """What was found, for other calls of the same shapes; None where that cannot be told from numbers."""
+        if self.found is not None:
+            return self.found
+        now, results = self._now, forget_numbers((self._results, self._other_models.results))
+        if results is None:
+            return None
+        return RehearsedCall(
+            calls=self._calls,
+            results=results,
+            shapes=[each.predicted_shape for each in self._streams],
+            pieces=[each.pieces for each in self._streams],
+            forms=now.forms,  # with those that come in later steps
+            prediction_pieces={branch: dict(pieces) for branch, pieces in now.prediction_pieces.items()},
+            whole_steps=now.whole_steps,
+            reference_rows=now.reference_rows,
+            reads_latents_everywhere=now.reads_latents_everywhere,
+            changed_steps=self.changed_steps,
+            num_references=self.num_references,
+            lets_group_rest=now.warmup_split is None,
+        )
 
     def iterate_calls(
-        self, timesteps: Sequence[Tensor], steps: int, patches: int, *, finds_references: bool = False
+        self,
+        timesteps: Sequence[Tensor],
+        steps: int,
+        patches: int,
+        known: Sequence[RehearsedCall] = (),
+        *,
+        references: bool = False,
     ) -> Iterator[Tensor]:
         """The timestep of each iteration; it ends behind the first one if that did not step a scheduler.
 
@@ -52,29 +133,37 @@ class Rehearsal:
             timesteps: of the loop.
             steps: how many of its steps are rehearsed.
             patches: how many pieces of the latents are to be found.
-            finds_references: whether it is to be found which tokens are of reference pictures.
+            known: calls that were rehearsed before. One with the same calls of models is not rehearsed again.
+            references: whether it is to be found which tokens are of reference pictures.
 
         Raises:
             PlanError: if no token is.
             StateError: if a later iteration steps no scheduler.
         """
         now, called = self._now, list[frozenset[tuple[object, bool]]]()
+        if known:
+            yield from self._recognise_call(known, timesteps[0])
+            if self.found is not None or not self._streams:
+                now.rehearsed_patch = None
+                return
         for step in range(steps):
             yield self._begin_iteration(step, 0, timesteps[step])
             if not self._streams:
                 now.rehearsed_patch = None
                 return
             self._check_iteration()
+            if not step:
+                self._calls, self._results = frozenset(now.forms), dict(now.rehearsed_results)
             called.append(frozenset(now.called_models))
         now.whole_steps = frozenset(step for step, models in enumerate(called) if any(whole for _, whole in models))
         unlike = {step for step in range(1, len(called)) if called[step] != called[step - 1]}
         self.changed_steps = now.whole_steps | unlike
         # Pieces are those of a step that is computed in patches.
         divided = next((step for step in range(steps) if step not in now.whole_steps), 0)
-        if finds_references:
+        if references:
             yield from self._find_reference_rows(divided, timesteps[divided])
         for patch in range(patches):
-            if patch or divided or finds_references:
+            if patch or divided or references:
                 yield self._begin_iteration(divided, patch, timesteps[divided])
             self._check_iteration()
             for each in self._streams:
@@ -83,9 +172,13 @@ class Rehearsal:
             # How the pipeline hands on latents is seen in the second iteration.
             yield self._begin_iteration(0, 0, timesteps[0])
             self._check_iteration()
+        self.num_references = now.num_references
+        self._end_iterations()
+
+    def _end_iterations(self) -> None:
         for each in self._streams:
             each.set_step_index(0)
-        now.rehearsed_patch, now.is_whole = None, False
+        self._now.rehearsed_patch, self._now.is_whole = None, False
 
     def _find_reference_rows(self, step: int, timestep: Tensor) -> Iterator[Tensor]:
         """Iterations that find the rows of tokens that are made of latents and come out nowhere."""

@@ -30,6 +30,7 @@ class SteppedLatents:
     Attributes:
         latents: of all images, as steps make them; None before the first step.
         pieces: which of them belong to each patch; none where they are not cut.
+        predicted_shape: of the prediction that was rehearsed last.
         rehearsed_piece: of the patch that is rehearsed, once the scheduler was stepped.
         is_stepped: whether the scheduler was stepped in the micro-step at hand.
         stepped_patches: what was stepped in the micro-step at hand, by patch.
@@ -53,7 +54,7 @@ class SteppedLatents:
         self._samples: list[Tensor] = []
         self._handed_on: Tensor | None = None
         self._blended: Tensor | None = None
-        self._predicted: Sequence[int] = ()
+        self.predicted_shape: tuple[int, ...] = ()
         self._copies: PatchSchedulers | None = None
 
     def bind_step_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any, Tensor, dict[str, Any]]:
@@ -101,7 +102,7 @@ class SteppedLatents:
         is_same = sample is self._handed_on or not self._samples
         # The pipeline may write into the tensor that it has.
         self._samples.append(sample.clone())
-        self._predicted = prediction.shape
+        self.predicted_shape = tuple(prediction.shape)
         self.hands_on_copies = self.hands_on_copies or not is_same
 
     @property
@@ -124,7 +125,7 @@ class SteppedLatents:
 
     def make_element_numbers(self) -> Tensor:
         """A zero for each element of the prediction that was rehearsed last, on the CPU."""
-        return torch.zeros(self._predicted, dtype=torch.int32)
+        return torch.zeros(self.predicted_shape, dtype=torch.int32)
 
     def keep_rehearsed_piece(self) -> None:
         """Keeps what the rehearsal of a patch found."""

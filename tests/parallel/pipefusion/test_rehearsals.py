@@ -1,0 +1,149 @@
+"""Rehearsals: how many there are, and that a call of the same shapes, which makes none, draws the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler
+
+from ditile.hooks.block_calls import BlockCalls
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.parallel.pipefusion.test_blends import draw
+from tests.parallel.pipefusion.test_loops import flux_inpaint
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of, different, divided, run, same
+from tests.zoo import ZOO
+from tests.zoo.rows import list_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+PATCHES = 3
+
+
+@contextmanager
+def counted_passes() -> Iterator[list[str]]:
+    """The calls of models in which blocks are passed by: rehearsals and surveys."""
+    made: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        run_pass = BlockCalls._run_pass
+
+        def run_and_count(self: Any, block_pass: Any, *args: Any) -> Any:
+            made.append(type(block_pass).__name__)
+            return run_pass(self, block_pass, *args)
+
+        patch.setattr(BlockCalls, "_run_pass", run_and_count)
+        yield made
+
+
+def count_passes(made: list[str]) -> tuple[int, int]:
+    """Rehearsals and surveys since the last time."""
+    rehearsals, every = made.count("_RehearsalPass"), len(made)
+    made.clear()
+    return rehearsals, every - rehearsals
+
+
+def test_a_call_is_rehearsed_once_for_its_shapes() -> None:
+    """Once for each patch and branch of guidance; not for other prompts, seeds or steps; again for another size.
+
+    A failure means that each picture pays for it, or that one is drawn by what belongs to another.
+    """
+    again: list[dict[str, Any]] = [
+        {},
+        {"prompt": "a green ring", "negative_prompt": "a circle"},
+        {"generator": torch.Generator().manual_seed(4), "num_inference_steps": 6, "output_type": "pt"},
+    ]
+    anew: list[dict[str, Any]] = [
+        {"height": 48, "width": 64},
+        {"prompt": ["a ring"] * 2},
+        {"true_cfg_scale": 2.0},
+    ]
+    pipe = MAKE["flux true cfg"]()
+    with counted_passes() as made, divided(pipe, patches=PATCHES, warmup=1) as runner:
+        run(runner, "flux true cfg")
+        assert count_passes(made) == (2 * PATCHES, 2)
+        for change in again:
+            run(runner, "flux true cfg", **change)
+            assert count_passes(made) == (0, 0), change
+        for change in anew:
+            run(runner, "flux true cfg", **change)
+            assert count_passes(made) == (2 * PATCHES, 2), change
+        runner(**call_of("flux", **anew[0]))
+        assert count_passes(made) == (PATCHES, 1), "without guidance"
+        for change in again + anew:
+            run(runner, "flux true cfg", **change)
+            assert count_passes(made) == (0, 0), "known still"
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config, shift=2.0)
+        run(runner, "flux true cfg")
+        assert count_passes(made)[0] == 2 * PATCHES, "another scheduler"
+
+
+def test_a_guider_of_other_settings_is_rehearsed_anew() -> None:
+    """Whether they are its own or set beside; a failure means that what a guider does now was never looked at."""
+    entry = ZOO["qwen-image-modular"]
+    pipe = entry.make()
+    with counted_passes() as made, divided(pipe, patches=PATCHES, warmup=1) as runner:
+        for scale, rehearsals in ((3.0, 6), (3.0, 0), (2.0, 6), (3.0, 0)):
+            pipe.update_components(guider=ClassifierFreeGuidance(guidance_scale=scale))
+            runner(**entry.call())
+            assert count_passes(made)[0] == rehearsals, scale
+        pipe.guider.guidance_scale = 4.0
+        runner(**entry.call())
+        assert count_passes(made)[0] == 6
+
+
+def draw_twice(name: str, stages: int) -> None:
+    """On a rank: behind a call of other numbers, which rehearses, each draws what it draws first."""
+    entry, plan = ZOO[name], Plan(pipefusion=stages, patches=PATCHES, warmup=1)
+    pipe = entry.make()
+
+    def other() -> dict[str, Any]:
+        return entry.call() | {"generator": torch.Generator().manual_seed(4)}
+
+    drawn = []
+    for calls in ((other, entry.call), (entry.call, other)):
+        runner = parallelize(pipe, plan, keep_weights=True)
+        with counted_passes() as made:
+            drawn += [list_tensors(runner(**calls[0]()))]
+            count_passes(made)
+            drawn += [list_tensors(runner(**calls[1]()))]
+            assert count_passes(made) == (0, 0), name
+        runner.restore()
+    same(drawn[1], drawn[2], name)
+    same(drawn[3], drawn[0], name)
+    different(drawn[0][0], drawn[1][0], name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen-image-edit", "z-image-inpaint", "wan-2.2", "flux-controlnet", "qwen-image-2.1", "ltx-2", "minimax-h3"],
+)
+def test_what_is_known_of_a_call_draws_the_same(name: str) -> None:
+    """References, blends, two models, a ControlNet, a cache of keys, sound, a modular pipeline of two schedulers."""
+    draw_twice(name, 1)
+
+
+@pytest.mark.parametrize("name", ["flux-controlnet", "stable-diffusion-3-inpaint", "wan-2.2-image-to-video"])
+def test_the_same_on_three_ranks(pool: Pool, name: str) -> None:
+    """Latents on every stage, blends, two models. A failure means that stages disagree on what is known."""
+    pool.run(draw_twice, 3, name, 3)
+
+
+def test_a_mask_that_keeps_nothing_says_nothing_of_another() -> None:
+    """With it the pipeline blends nothing; the next one blends. A failure means that what is kept of a picture is lost,
+    or drawn with the noise of another step."""
+    pipe, call = flux_inpaint()
+    tiny.quiet(pipe)
+    whole = call | {"mask_image": torch.ones_like(call["mask_image"])}
+    with divided(pipe, patches=PATCHES, warmup=1) as runner:
+        wanted = [draw(runner, each) for each in (call, whole)]
+    for first, second, want in ((whole, call, wanted[0]), (call, whole, wanted[1])):
+        with counted_passes() as made, divided(pipe, patches=PATCHES, warmup=1) as runner:
+            draw(runner, first)
+            count_passes(made)
+            same(draw(runner, second), want)
+            assert count_passes(made) == (0, 0)
