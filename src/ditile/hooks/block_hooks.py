@@ -289,8 +289,7 @@ class TransformerHooks:
             around: makes of the forward of a block that runs here another one, if given.
         """
         first = 0 in owned or bool(self.replacement_blocks)
-        found = self._found_constants
-        memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first, found=found)
+        memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first, found=self._found_constants)
         is_whole = (lambda: now.is_whole) if self.anatomy.modes else None
         calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
