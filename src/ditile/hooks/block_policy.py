@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
@@ -165,3 +166,8 @@ class CallForm(NamedTuple):
     rows: int = 1
     visits: int = 0
     latents: range | None = None
+
+    def list_fed_blocks(self) -> list[str]:
+        """The blocks that are given what is made of the latents. Waits for the device once."""
+        flags = torch.stack([*self.fed.values()]).tolist() if self.fed else []
+        return [name for name, flag in zip(self.fed, flags, strict=True) if flag]

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import override_attribute
+from ditile.hooks.placeholders import is_plain_parameter
 
 STREAMS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
 """What diffusers calls the projections of one stream."""
@@ -112,7 +113,7 @@ def is_plain_linear(linear: Any, device: torch.device) -> bool:
     if type(linear) is not nn.Linear or "forward" in vars(linear):
         return False
     parameters = [p for p in (linear.weight, linear.bias) if p is not None]
-    is_plain = all(type(p) is nn.Parameter and type(p.data) is Tensor and not p.is_inference() for p in parameters)
+    is_plain = all(is_plain_parameter(p) and not p.is_inference() for p in parameters)
     is_on_device = {(p.device, p.dtype) for p in parameters} == {(device, linear.weight.dtype)}
     return is_plain and is_on_device and not linear._forward_hooks and not linear._forward_pre_hooks
 

@@ -139,7 +139,8 @@ def list_quantized_parameters(module: nn.Module) -> list[str]:
 
 def is_plain_parameter(parameter: Tensor) -> bool:
     """Whether a parameter is an ordinary tensor of floating point numbers."""
-    return type(parameter) in (nn.Parameter, Tensor) and parameter.is_floating_point()
+    is_plain = type(parameter) in (nn.Parameter, Tensor) or getattr(parameter, "holds_plain_numbers", False)
+    return is_plain and parameter.is_floating_point()
 
 
 def count_parameter_bytes(module: nn.Module) -> int:

@@ -93,7 +93,7 @@ class PipelineRecorder:
     """Records calls of a pipeline.
 
     Args:
-        pipe: the pipeline, whose models are on the meta device, without text encoders.
+        pipe: the pipeline, without text encoders; to record a step, its models must be on the meta device.
         hooks: for the blocks of its transformer, not installed, and of a second one that is called in turns with it.
 
     Raises:
@@ -101,7 +101,7 @@ class PipelineRecorder:
     """
 
     def __init__(self, pipe: Any, *hooks: TransformerHooks) -> None:
-        self._pipe, self._hooks = pipe, hooks
+        self.pipe, self._hooks = pipe, hooks
         pipe.set_progress_bar_config(disable=True)
         name = type(pipe).__name__
         if name not in read_prompt_table():
@@ -121,7 +121,7 @@ class PipelineRecorder:
         """Tokens of the text that a call has."""
         own = self._parameters.get("max_sequence_length")
         tokens = call.get("max_sequence_length") or (own.default if own is not None else None)
-        return int(tokens or getattr(self._pipe, "tokenizer_max_length", None) or 512)
+        return int(tokens or getattr(self.pipe, "tokenizer_max_length", None) or 512)
 
     def record_step(self, call: Mapping[str, Any]) -> RecordedStep:
         """The first step of a call.
@@ -135,7 +135,7 @@ class PipelineRecorder:
         calls, latents = list[RecordedCall](), list[int]()
         sizes = SizesOnly()
 
-        step = inspect.signature(self._pipe.scheduler.step)
+        step = inspect.signature(self.pipe.scheduler.step)
 
         def end_step(*args: Any, **kwargs: Any) -> Any:
             latents.append(step.bind(*args, **kwargs).arguments["sample"].numel())
@@ -144,15 +144,15 @@ class PipelineRecorder:
         with ExitStack() as stack:
             for hooks in self._hooks:
                 self._watch_model(stack, hooks, calls)
-            override_attribute(stack, self._pipe.scheduler, "step", end_step)
+            override_attribute(stack, self.pipe.scheduler, "step", end_step)
             stack.enter_context(silence_libraries())
-            stack.enter_context(convert_build_errors(type(self._pipe).__name__, "cannot be called for its sizes alone"))
+            stack.enter_context(convert_build_errors(type(self.pipe).__name__, "cannot be called for its sizes alone"))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sizes)
             with suppress(_Stepped):
-                self._pipe(**self._make_arguments(call, sizes))
+                self.pipe(**self.make_arguments(call, sizes.make_unknown))
         if not calls or not latents:
-            raise ModelError(f"{type(self._pipe).__name__} ended without a step, so that its calls cannot be counted")
+            raise ModelError(f"{type(self.pipe).__name__} ended without a step, so that its calls cannot be counted")
         return RecordedStep(tuple(calls), latents[0], sizes)
 
     def _watch_model(self, stack: ExitStack, hooks: TransformerHooks, calls: list[RecordedCall]) -> None:
@@ -169,8 +169,13 @@ class PipelineRecorder:
             override_attribute(stack, hook.block, "forward", _make_watcher(hook, passthrough, seen))
         override_attribute(stack, model, "forward", forward_and_record)
 
-    def _make_arguments(self, call: Mapping[str, Any], sizes: SizesOnly) -> dict[str, Any]:
-        """The arguments of the pipeline's call."""
+    def make_arguments(self, call: Mapping[str, Any], make_unknown: Callable[..., Tensor]) -> dict[str, Any]:
+        """The arguments of a pipeline's call of two steps, with what stands for a prompt.
+
+        Args:
+            call: others; a prompt among them is not read.
+            make_unknown: makes a tensor of a shape, whose numbers decide nothing.
+        """
         own = next((name for name in FRAME_COUNTS if name in self._parameters), "num_frames")
         named = {own if name == "num_frames" else name: value for name, value in call.items()}
         given = {name: value for name, value in named.items() if name in self._parameters and value is not None}
@@ -181,10 +186,12 @@ class PipelineRecorder:
                 continue  # the model takes none
             for argument in (name, f"negative_{name}"):
                 if argument in self._parameters:
-                    given[argument] = self._make_prompt(shape, call, sizes, is_mask="mask" in name)
+                    given[argument] = self._make_prompt(shape, call, make_unknown, is_mask="mask" in name)
         return given | {"num_inference_steps": 2, "output_type": "latent"}
 
-    def _make_prompt(self, shape: Any, call: Mapping[str, Any], sizes: SizesOnly, *, is_mask: bool) -> Any:
+    def _make_prompt(
+        self, shape: Any, call: Mapping[str, Any], make_unknown: Callable[..., Tensor], *, is_mask: bool
+    ) -> Any:
         rows = int(call.get("num_images_per_prompt") or call.get("num_videos_per_prompt") or 1)
         if isinstance(shape, int):
             return shape
@@ -194,23 +201,27 @@ class PipelineRecorder:
             picture = Image.new("RGB", (int(call["width"]), int(call["height"])))
             return picture if shape == "picture" else [picture] * int(call["num_frames"])
         if isinstance(shape[0], list):
-            return [sizes.make_unknown(*self._read_shape(shape[0], call)) for _ in range(rows)]
+            return [make_unknown(*self._read_shape(shape[0], call)) for _ in range(rows)]
         lengths = (rows, *self._read_shape(shape, call))
-        return torch.ones(lengths, dtype=torch.bool) if is_mask else sizes.make_unknown(*lengths)
+        return torch.ones(lengths, dtype=torch.bool) if is_mask else make_unknown(*lengths)
 
     def _read_shape(self, shape: Sequence[str], call: Mapping[str, Any]) -> list[int]:
-        """The lengths of names, some of which are products."""
+        """The lengths of names, some of which are products or sums."""
         known = self._sizes | {"text": self.count_text_tokens(call)}
-        return [math.prod(int(known.get(name, name)) for name in names.split("*")) for names in shape]
+
+        def multiply_names(names: str) -> int:
+            return math.prod(int(known.get(name, name)) for name in names.split("*"))
+
+        return [sum(map(multiply_names, names.split("+"))) for names in shape]
 
     @cached_property
     def _sizes(self) -> dict[str, Any]:
         """By name: those of the transformer's config, of the connectors', and of the pipeline."""
         config = dict(self._hooks[0].transformer.config)  # type: ignore[arg-type]
-        connectors = getattr(self._pipe, "connectors", None)
+        connectors = getattr(self.pipe, "connectors", None)
         if connectors is not None:
             config |= {f"connectors.{name}": value for name, value in connectors.config.items()}
-        own = {name: value for name, value in vars(self._pipe).items() if isinstance(value, int)}
+        own = {name: value for name, value in vars(self.pipe).items() if isinstance(value, int)}
         return own | config
 
 

@@ -6,7 +6,7 @@ The family of a model with a `ModelSpec` says what its calls are. Those of any o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -134,33 +134,19 @@ class PlanSubject:
     def _build_from_configs(cls, name: str, source: Path | str) -> PlanSubject:
         if isinstance(source, Path) and (path := find_index_file(source)) is not None and path.name == MODULAR_INDEX:
             raise ModelError(f"model {name!r} is a modular pipeline, whose calls are not planned for; give the degrees")
-        try:
-            index = diffusers.DiffusionPipeline.load_config(source)
-            pipeline = getattr(diffusers, index["_class_name"])
-            kind = index.get("transformer", (None, None))[1]
-            if kind is None:
-                raise ModelError(f"{index['_class_name']} has no transformer, so it cannot be cut into stages")
-            transformer = getattr(diffusers, kind)
-            config = load_component_config(transformer, source, "transformer")
-            vae = load_component_config(diffusers.AutoencoderKL, source, "vae")
-        except (OSError, KeyError, AttributeError, TypeError) as error:
-            raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
-        for part, values in (("transformer", config), ("vae", vae)):
-            check_config_counts(values, f"the config of {part} in {source}")
-        with init_on_meta_device():
-            transformer_model: nn.Module = transformer.from_config(config)
-        kind = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
+        configs = PipelineConfigs.read_source(source)
+        index, vae, kind = configs.index, configs.vae, configs.coder
+        transformer_model = configs.build_transformer()
         spec, recorder = find_model_spec(transformer_model), None
-        second = (index.get("transformer_2") or [None])[0] is not None
         if spec is None or spec.example is None:
-            recorder = _make_recorder(source, index, transformer_model, kind, vae)
+            recorder = configs.make_recorder(*configs.build_parts(transformer_model))
             scale = measure_vae_scale(kind, vae)
         else:
             scale = VaeScale(2 ** (len(vae["block_out_channels"]) - 1))
         other_parts = _count_other_parts(source, index, kind, vae)
         return cls(
             name,
-            pipeline,
+            getattr(diffusers, index["_class_name"]),
             transformer_model,
             scale.side,
             other_parts.text,
@@ -170,7 +156,7 @@ class PlanSubject:
             recorder=recorder,
             scale=scale,
             coder=kind,
-            models=1 + second,
+            models=1 + configs.has_second,
             decodes=other_parts.decodes,
         )
 
@@ -502,15 +488,68 @@ def _has_image_keys(hook: BlockHook, path: str) -> bool:
     return any(drop_further_keys(kind.rstrip(REAL_PAIRS))[-1:] in ("N", "J") for kind in hook.anatomy.attention[path])
 
 
-def _make_recorder(
-    source: Path | str, index: Mapping[str, Any], transformer: nn.Module, coder: Any, vae: Mapping[str, Any]
-) -> PipelineRecorder:
-    with init_on_meta_device():
-        parts = {"transformer": transformer, "vae": coder.from_config(vae)}
-        if (index.get("transformer_2") or [None])[0] is not None:
-            parts["transformer_2"] = build_meta_model(transformer)
-    hooks = [build_block_hooks(each, UNKNOWN_MODEL) for name, each in parts.items() if name != "vae"]
-    return PipelineRecorder(build_recorded_pipeline(source, index, parts), *hooks)
+@dataclass(frozen=True, slots=True)
+class PipelineConfigs:
+    """What a folder or hub id says of a pipeline.
+
+    Attributes:
+        source: the folder or hub id.
+        index: its `model_index.json`.
+        kind, transformer: the class of its transformer, and its config.
+        coder, vae: the class of its VAE, and its config.
+    """
+
+    source: Path | str
+    index: Mapping[str, Any]
+    kind: Any
+    transformer: Mapping[str, Any]
+    coder: Any
+    vae: Mapping[str, Any]
+
+    @classmethod
+    def read_source(cls, source: Path | str) -> PipelineConfigs:
+        """Reads configs alone.
+
+        Raises:
+            LoadError: if they cannot be read.
+            ModelError: if there is no transformer.
+        """
+        try:
+            index = diffusers.DiffusionPipeline.load_config(source)
+            pipeline, name = getattr(diffusers, index["_class_name"]), index.get("transformer", (None, None))[1]
+            if name is None:
+                raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
+            kind = getattr(diffusers, name)
+            transformer = load_component_config(kind, source, "transformer")
+            vae = load_component_config(diffusers.AutoencoderKL, source, "vae")
+        except (OSError, KeyError, AttributeError, TypeError) as error:
+            raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
+        for part, values in (("transformer", transformer), ("vae", vae)):
+            check_config_counts(values, f"the config of {part} in {source}")
+        coder = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
+        return cls(source, index, kind, transformer, coder, vae)
+
+    @property
+    def has_second(self) -> bool:
+        """Whether two transformers are called in turns."""
+        return (self.index.get("transformer_2") or [None])[0] is not None
+
+    def build_transformer(self) -> nn.Module:
+        """The transformer without weights."""
+        with init_on_meta_device():
+            return self.kind.from_config(self.transformer)  # type: ignore[no-any-return]
+
+    def build_parts(self, transformer: nn.Module) -> tuple[dict[str, nn.Module], list[TransformerHooks]]:
+        """The models without weights, text encoders left out; and hooks for those that are called in a step."""
+        with init_on_meta_device():
+            parts = {"transformer": transformer, "vae": self.coder.from_config(self.vae)}
+            if self.has_second:
+                parts["transformer_2"] = build_meta_model(transformer)
+        return parts, [build_block_hooks(each, UNKNOWN_MODEL) for name, each in parts.items() if name != "vae"]
+
+    def make_recorder(self, parts: Mapping[str, nn.Module], hooks: Sequence[TransformerHooks]) -> PipelineRecorder:
+        """Records calls of a pipeline of these models."""
+        return PipelineRecorder(build_recorded_pipeline(self.source, self.index, parts), *hooks)
 
 
 class _OtherParts(NamedTuple):

@@ -284,7 +284,7 @@ class PipeFusion:
             now.memory.forget_branch_keys(now.branch)
         self._plan.check(Facts(rows=form.grid.rows))
         # The last stage steps the latents, so it has what the first one gets.
-        if self.stages > 2 and form.fed and (fed := [name for name, flag in form.fed.items() if flag]):
+        if self.stages > 2 and (fed := form.list_fed_blocks()):
             if now.rehearsed_patch is None and not now.reads_latents_everywhere:
                 raise ModelError(
                     f"pipefusion={self.stages}: {fed[0]} is given what the forward makes of the latents, and was not "

@@ -1,0 +1,546 @@
+"""The operators of a simulated GPU: which device they run on, what they cost, and what they do to messages under way.
+
+Small tensors keep their numbers, so that what a pipeline decides by numbers is decided; or all do, in a machine that is
+asked to. A number that is not there is on the meta device.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ditile.planner.simulation.tensors import GpuMemory, SimulatedTensor, list_leaves, replace_leaves
+
+SETUP, CALL, REHEARSAL, AFTER = "setup", "call", "rehearsal", "after"
+"""Places outside of micro-steps: while ranks connect, before the loop, in its rehearsal, and behind it."""
+WIDE = 1 << 16
+"""Numbers above which a kernel in full precision is noted."""
+_CPU, _META = torch.device("cpu"), torch.device("meta")
+_HERE = str(Path(__file__).parent)
+_ROOTS = {str(Path(_HERE).parents[1]): "ditile", str(Path(diffusers.__file__ or "").parent): "diffusers"}
+
+SYNCHRONISING = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::repeat_interleave.Tensor",
+    "aten::equal", "aten::unique_consecutive", "aten::bincount",
+}  # fmt: skip
+"""Operators of whose results a GPU must tell the host something."""
+EMPTY = {
+    "aten::empty.memory_format", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::detach",
+    "aten::alias", "aten::lift_fresh", "aten::new_empty_strided", "aten::set_.source_Storage",
+}  # fmt: skip
+"""Operators that launch nothing."""
+INDEXED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
+
+
+class SimulationError(RuntimeError):
+    """What a GPU would refuse, or what cannot be simulated: a number that decides something is not known."""
+
+
+class Finding(NamedTuple):
+    """Something that must not happen: its kind, what exactly, and where in ditile or diffusers."""
+
+    kind: str
+    what: str
+    site: str
+
+
+class HostSync(NamedTuple):
+    """A wait of the host for the device: in which place of the call, of what kind, and where in the code."""
+
+    place: str
+    kind: str
+    site: str
+
+
+class SimulatedMessage(NamedTuple):
+    """A message or collective that was started.
+
+    Attributes:
+        place: of the call.
+        kind: what torch.distributed calls it.
+        ranks: of its group.
+        num_bytes: of what this rank gives or takes.
+        on_gpu: whether NCCL would carry it.
+    """
+
+    place: str
+    kind: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+    on_gpu: bool
+
+
+@dataclass(slots=True)
+class PlaceCounts:
+    """What happened in a place of a call, such as a micro-step.
+
+    Attributes:
+        kernels, host_calls: kernels and copies that were launched; operators that the host ran for them.
+        peak_bytes: the most that was alive at once.
+        pinned: allocations of page-locked memory.
+    """
+
+    kernels: int = 0
+    host_calls: int = 0
+    peak_bytes: int = 0
+    pinned: int = 0
+
+
+@dataclass(slots=True)
+class SimulationRecord:
+    """What was seen on a simulated GPU.
+
+    Attributes:
+        place: where the call is now.
+        places: counts of each place, in order.
+        findings, syncs: how often each was seen.
+        wide: kernels on large tensors in full precision: (operator, site) -> how often.
+        messages: in order.
+        live_bytes: alive now.
+    """
+
+    place: str = SETUP
+    places: dict[str, PlaceCounts] = field(default_factory=lambda: defaultdict(PlaceCounts))
+    findings: Counter[Finding] = field(default_factory=Counter)
+    syncs: Counter[HostSync] = field(default_factory=Counter)
+    wide: Counter[tuple[str, str]] = field(default_factory=Counter)
+    messages: list[SimulatedMessage] = field(default_factory=list)
+    live_bytes: int = 0
+
+    @property
+    def here(self) -> PlaceCounts:
+        """The counts of the place at hand."""
+        return self.places[self.place]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once, from the first call on."""
+        return max((counts.peak_bytes for place, counts in self.places.items() if place != SETUP), default=0)
+
+    def enter_place(self, place: str) -> None:
+        """What comes belongs to another place."""
+        self.place = place
+        self.here.peak_bytes = max(self.here.peak_bytes, self.live_bytes)
+
+    def note_sync(self, kind: str) -> None:
+        """The host waits for the device."""
+        self.syncs[HostSync(self.place, kind, find_site())] += 1
+
+    def note_finding(self, kind: str, what: str) -> None:
+        """Something happened that must not."""
+        self.findings[Finding(kind, what, find_site())] += 1
+
+
+def find_site(depth: int = 4) -> str:
+    """The innermost lines of ditile and diffusers that run now."""
+    lines, frame = list[str](), sys._getframe(1)
+    while frame is not None and len(lines) < depth:
+        name = frame.f_code.co_filename
+        if not name.startswith(_HERE):
+            for root, package in _ROOTS.items():
+                if name.startswith(root):
+                    lines.append(f"{package}{name.removeprefix(root)}:{frame.f_lineno}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return " < ".join(lines)
+
+
+class Operator(NamedTuple):
+    """What is known of an operator: its name, whether it makes a view, and (place, name) of what it writes."""
+
+    name: str
+    is_view: bool
+    written: tuple[tuple[int, str], ...]
+    returns_written: bool
+
+
+def _locate_tensor(tensor: Tensor) -> torch.device:
+    """Where a tensor is; one that a model keeps on the meta device is on the CPU, and has no numbers."""
+    return _CPU if tensor.device.type == "meta" else tensor.device
+
+
+@cache
+def describe_operator(func: Any) -> Operator:
+    """What the schema of an operator says."""
+    schema = func._schema
+    name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+    first = schema.returns[0].alias_info if schema.returns else None
+    is_written = [arg.alias_info is not None and arg.alias_info.is_write for arg in schema.arguments]
+    written = tuple((k, arg.name) for k, arg in enumerate(schema.arguments) if is_written[k])
+    is_view = first is not None and not first.is_write
+    return Operator(name, is_view, written, first is not None and first.is_write)
+
+
+class SimulatedGpu(TorchDispatchMode):
+    """Runs the operators of tensors on one GPU. A mode: what is made within it may be on the GPU.
+
+    Args:
+        index: of the GPU.
+        keeps_numbers: whether all tensors keep their numbers, or only those with at most `small` of them.
+    """
+
+    def __init__(self, index: int = 0, *, keeps_numbers: bool = False, small: int = 1 << 18) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = torch.device("cuda", index)
+        self._keeps_numbers, self._small = keeps_numbers, small
+        self.record = SimulationRecord()
+        self._memories: dict[int, weakref.ref[GpuMemory]] = {}  # by the storage of what is inside
+        self._known: dict[Any, Any] = {}
+        self._freed: list[tuple[Any, int]] = []  # messages whose memory was freed, until somebody waits for them
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether all numbers are kept that are known; in a rehearsal they show which places are a patch's."""
+        return self._keeps_numbers or self.record.place in (SETUP, CALL, REHEARSAL)
+
+    # Memory
+
+    def allocate_memory(self, memory: GpuMemory) -> None:
+        """Counts it."""
+        record, here = self.record, self.record.here
+        record.live_bytes += memory.size
+        here.peak_bytes = max(here.peak_bytes, record.live_bytes)
+
+    def free_memory(self, memory: GpuMemory) -> None:
+        """Its last tensor is gone."""
+        self.record.live_bytes -= memory.size
+        for storage in memory.held:
+            self._memories.pop(storage._cdata, None)
+        self._freed += [(work, memory.size) for work in memory.readers | memory.writers if not work.is_over]
+
+    def wrap_tensor(self, inner: Tensor, device: torch.device) -> Tensor:
+        """A tensor on a device, of what it is on the CPU or on the meta device."""
+        if device.type == "cpu" and not inner.is_meta:
+            return inner
+        memory = self._find_memory(inner) if device.type == "cuda" else None
+        return SimulatedTensor(inner, self, device, memory)
+
+    def _find_memory(self, inner: Tensor) -> GpuMemory:
+        storage = inner.untyped_storage()
+        found = self._memories.get(storage._cdata)
+        memory = None if found is None else found()
+        if memory is None:
+            memory = GpuMemory(self, storage.nbytes())
+            self._adopt_storage(memory, inner)
+        return memory
+
+    def _adopt_storage(self, memory: GpuMemory, inner: Tensor) -> None:
+        storage = inner.untyped_storage()
+        memory.held.append(storage)
+        self._memories[storage._cdata] = weakref.ref(memory)
+
+    def forget_numbers(self, tensor: SimulatedTensor) -> None:
+        """The numbers of a tensor are unknown from now on."""
+        tensor.content = tensor.content.to(_META)
+        if tensor.memory is not None:
+            self._adopt_storage(tensor.memory, tensor.content)
+
+    # What is found
+
+    def read_numbers(self, tensor: SimulatedTensor, kind: str) -> Tensor:
+        """The numbers of a tensor, for the host; a check that is not known has passed.
+
+        Raises:
+            SimulationError: if other numbers are not known.
+        """
+        if tensor.device.type == "cuda":
+            self.record.note_sync(kind)
+        if tensor.content.is_meta and tensor.dtype == torch.bool and self.record.place != REHEARSAL:
+            return torch.ones(tensor.shape, dtype=torch.bool)
+        if tensor.content.is_meta:
+            raise SimulationError(f"{kind} of {tensor!r}, whose numbers are not known, at {find_site()}")
+        return tensor.content
+
+    def touch_memory(self, name: str, tensors: Sequence[Any], written: Sequence[Any]) -> None:
+        """The stream reads tensors and writes some of them: a message that is under way must not mind."""
+        if self._freed:
+            for work, size in self._freed:
+                if not work.is_over:
+                    what = f"{size} bytes are freed while {work} is under way"
+                    self.record.note_finding("freed in flight", what)
+            self._freed.clear()
+        for tensor in tensors:
+            memory = tensor.memory if isinstance(tensor, SimulatedTensor) else None
+            if memory is None or not (memory.writers or memory.readers):
+                continue
+            for work in [work for work in memory.writers if not work.is_over]:
+                self.record.note_finding("race", f"{name} uses what {work} still writes")
+            if any(tensor is each for each in written):
+                for work in [work for work in memory.readers if not work.is_over]:
+                    self.record.note_finding("race", f"{name} writes over what {work} still reads")
+
+    def _find_device(self, name: str, tensors: Sequence[Tensor], device: torch.device | None) -> torch.device:
+        """Where an operator runs. Raises `SimulationError` for tensors on several devices."""
+        found = {_locate_tensor(tensor) for tensor in tensors if tensor.ndim}
+        if not found:
+            found = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+        if len(found) > 1 and name.startswith(INDEXED):
+            self.record.note_sync(f"{name} with indices on the CPU")
+            found = {each for each in found if each.type == "cuda"}
+        scalars = {tensor.device for tensor in tensors if not tensor.ndim and tensor.device.type == "cuda"}
+        if len(found | scalars) > 1:
+            what = f"{name} of {sorted(map(str, found | scalars))}"
+            self.record.note_finding("several devices", what)
+            raise SimulationError(f"{what} at {find_site()}")
+        return device or next(iter(found), _CPU)
+
+    def _note_kernel(self, name: str, tensors: Sequence[Any]) -> None:
+        self.record.here.kernels += 1
+        if any(each.dtype in (torch.float32, torch.float64) and each.numel() >= WIDE for each in tensors):
+            self.record.wide[name, find_site(2)] += 1
+
+    # Operators
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.run_operator(func, args, kwargs or {})
+
+    def run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs an operator. Raises `SimulationError` for what a GPU would refuse."""
+        tensors = [each for each in list_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        mine = [each for each in tensors if isinstance(each, SimulatedTensor)]
+        device = self._resolve_device(kwargs.get("device"))
+        if kwargs.get("pin_memory"):
+            kwargs = kwargs | {"pin_memory": None}
+            self.record.here.pinned += 1
+        if not mine and (device is None or device.type != "cuda"):
+            return func(*args, **kwargs)
+        about, here = describe_operator(func), self.record.here
+        here.host_calls += 1
+        if about.name == "aten::_local_scalar_dense":
+            return func(self.read_numbers(args[0], "item"))
+        if about.name == "aten::_to_copy":
+            return self._copy_tensor(args[0], kwargs, device)
+        if about.name == "aten::copy_":
+            non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            return self._write_tensor(args[0], args[1], non_blocking=non_blocking)
+        if about.name in ("aten::is_pinned", "aten::_pin_memory"):
+            return False if about.name == "aten::is_pinned" else args[0]
+        if about.name in _FUSED_ATTENTION:
+            return self._attend_with_lse(func, args, kwargs)
+        where = self._find_device(about.name, tensors, device)
+        on_gpu = where.type == "cuda"
+        if on_gpu:
+            self._check_waits(about.name, args)
+            if not about.is_view and about.name not in EMPTY:
+                self._note_kernel(about.name, tensors)
+        written = _pick_written(about, args, kwargs)
+        if not about.is_view:
+            self.touch_memory(about.name, mine, written)
+        result = self._compute(func, about, args, kwargs, mine, written)
+        if about.returns_written and not isinstance(result, tuple | list):
+            return written[0]
+        owners = {id(each.content): each for each in mine}
+        return replace_leaves(result, lambda x: self._wrap_result(x, where, owners))
+
+    def _resolve_device(self, device: Any) -> torch.device | None:
+        found = None if device is None else torch.device(device)
+        return self.device if found is not None and found.type == "cuda" and found.index is None else found
+
+    def _wrap_result(self, value: Any, device: torch.device, owners: dict[int, SimulatedTensor]) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return owners.get(id(value)) or self.wrap_tensor(value, device)
+
+    def _check_waits(self, name: str, args: Any) -> None:
+        """Notes operators whose results have sizes that the host must be told."""
+        is_masked = name.startswith(INDEXED) and any(
+            isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8) for each in list_leaves(args[1])
+        )
+        if is_masked or name in SYNCHRONISING:
+            self.record.note_sync(name)
+
+    def _compute(
+        self, func: Any, about: Operator, args: Any, kwargs: Any, mine: list[SimulatedTensor], written: list[Any]
+    ) -> Any:
+        """What an operator makes of what is inside of tensors."""
+        unknown = any(each.content.is_meta for each in mine)
+        if unknown:
+            for each in written:
+                if isinstance(each, SimulatedTensor) and not each.content.is_meta:
+                    self.forget_numbers(each)
+
+        def run_inside(to_meta: bool) -> Any:
+            given, named = _unwrap_arguments(args, to_meta), _unwrap_arguments(kwargs, to_meta)
+            if "device" in named:
+                named["device"] = _META if to_meta else _CPU
+            if to_meta and not mine:
+                named.pop("generator", None)
+            return func(*given, **named)
+
+        if about.name in SYNCHRONISING:
+            return self._tell_host(about.name, mine, unknown=unknown) or run_inside(False)
+        if self.keeps_numbers or about.is_view:
+            return run_inside(unknown)
+        is_small = not unknown and max((each.numel() for each in mine), default=0) <= self._small
+        if written and not is_small:
+            for each in written:
+                self.forget_numbers(each)
+            return None
+        # Operators of small tensors may have large results.
+        sizes = None if written else self._find_sizes(func, args, kwargs, run_inside)
+        made = [each for each in list_leaves(sizes) if isinstance(each, Tensor)]
+        if is_small and all(each.numel() <= 16 * self._small for each in made):
+            return run_inside(False)
+        return sizes
+
+    @staticmethod
+    def _tell_host(name: str, mine: Sequence[Tensor], *, unknown: bool) -> Any:
+        """What an operator tells the host that follows from numbers which are not known; None where they are."""
+        if unknown and name == "aten::equal":
+            return True  # as if both were computed alike
+        if unknown:
+            raise SimulationError(f"{name} of {mine}, whose numbers are not known, at {find_site()}")
+        return None
+
+    def _find_sizes(self, func: Any, args: Any, kwargs: Any, run_inside: Callable[[bool], Any]) -> Any:
+        """The result on the meta device, which is known from the last call with tensors of these sizes."""
+        key = func, _describe_arguments(args), _describe_arguments(kwargs)
+        try:
+            known = self._known.get(key)
+        except TypeError:  # an argument that has no hash
+            return run_inside(True)
+        if known is None:
+            result = run_inside(True)
+            self._known[key] = replace_leaves(result, _describe_result)
+            return result
+        return replace_leaves(known, lambda x: x.make_tensor() if isinstance(x, _KnownSizes) else x)
+
+    def _copy_tensor(self, source: Tensor, kwargs: Any, device: torch.device | None) -> Tensor:
+        """A copy, perhaps on another device or in another type."""
+        there = device or _locate_tensor(source)
+        self._note_copy(source, there, non_blocking=kwargs.get("non_blocking", False))
+        self.touch_memory("aten::_to_copy", [source], [])
+        inner = source.content if isinstance(source, SimulatedTensor) else source
+        named = {name: value for name, value in kwargs.items() if name in ("dtype", "memory_format", "layout")}
+        return self.wrap_tensor(torch.ops.aten._to_copy.default(inner, **named), there)
+
+    def _write_tensor(self, target: Tensor, source: Tensor, *, non_blocking: bool) -> Tensor:
+        """Copies numbers into a tensor. Raises `SimulationError` if they are not known and it is a plain one."""
+        # The number of a kernel's argument is no copy.
+        if not (source.device.type == "cpu" and source.ndim == 0):
+            self._note_copy(source, target.device, non_blocking=non_blocking)
+        self.touch_memory("aten::copy_", [target, source], [target])
+        inner = source.content if isinstance(source, SimulatedTensor) else source
+        if not isinstance(target, SimulatedTensor):
+            target.copy_(self.read_numbers(source, "copy_") if inner.is_meta else inner)  # type: ignore[arg-type]
+        elif inner.is_meta and not target.content.is_meta:
+            self.forget_numbers(target)
+        elif not target.content.is_meta:
+            target.content.copy_(inner)
+        return target
+
+    def _note_copy(self, source: Tensor, there: torch.device, *, non_blocking: bool) -> None:
+        here = _locate_tensor(source)
+        if here.type != there.type and not non_blocking:
+            self.record.note_sync(f"copy {here.type} to {there.type}")
+        elif here != there and there.type == here.type == "cuda":
+            self.record.note_finding("several devices", f"a copy from {here} to {there}")
+        if "cuda" in (here.type, there.type):
+            self._note_kernel("aten::_to_copy", [source])
+
+    # Attention
+
+    def attend(
+        self,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **named: Any,
+    ) -> Tensor:
+        """`scaled_dot_product_attention` as one kernel."""
+        inner = self._enter_attention([query, key, value, attn_mask])
+        if any(each is not None and each.is_meta for each in inner):
+            batch, heads, length, _ = query.shape
+            sizes = batch, length, heads, value.shape[-1]
+            out = torch.empty(sizes, dtype=query.dtype, device=_META).transpose(1, 2)
+        else:
+            run: Any = functional.scaled_dot_product_attention
+            out = run(*inner[:3], attn_mask=inner[3], is_causal=is_causal, **named)
+        return self.wrap_tensor(out, query.device)
+
+    def _attend_with_lse(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """A fused kernel that gives the log-sum-exp too."""
+        mask = args[3] if len(args) > 3 and isinstance(args[3], Tensor) else None
+        inner, query = self._enter_attention([*args[:3], mask]), args[0]
+        if any(each is not None and each.is_meta for each in inner):
+            batch, heads, length, size = query.shape
+            out = torch.empty((batch, length, heads, size), dtype=query.dtype, device=_META).transpose(1, 2)
+            lse = torch.empty((batch, heads, length), dtype=torch.float32, device=_META)
+        else:
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            out, lse = kernel(*inner[:3], attn_mask=inner[3], scale=kwargs.get("scale"))
+        rest = [torch.empty(0) if "Tensor" in str(each.type) else 0 for each in func._schema.returns[2:]]
+        return self.wrap_tensor(out, query.device), self.wrap_tensor(lse, query.device), *rest
+
+    def _enter_attention(self, given: Sequence[Any]) -> list[Any]:
+        tensors = [each for each in given if each is not None]
+        self._find_device("attention", tensors, None)
+        if len({each.dtype for each in tensors[:3]}) > 1:
+            raise SimulationError(f"attention of {[str(each.dtype) for each in tensors[:3]]} at {find_site()}")
+        self.touch_memory("attention", tensors, [])
+        self.record.here.host_calls += 1
+        self._note_kernel("attention", tensors)
+        return [each.content if isinstance(each, SimulatedTensor) else each for each in given]
+
+
+_FUSED_ATTENTION = {
+    f"aten::_scaled_dot_product_{name}_attention" for name in ("flash", "efficient", "cudnn")
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownSizes:
+    """A tensor that an operator made on the meta device."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make_tensor(self) -> Tensor:
+        """Another one."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=_META)
+
+
+def _describe_result(value: Any) -> Any:
+    return _KnownSizes(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, Tensor) else value
+
+
+def _describe_arguments(value: Any) -> Any:
+    """What the sizes of a result follow from, as a key."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.stride(), value.storage_offset()
+    if isinstance(value, tuple | list):
+        return tuple(map(_describe_arguments, value))
+    if isinstance(value, dict):
+        return tuple((name, _describe_arguments(each)) for name, each in value.items())
+    return type(value), value
+
+
+def _unwrap_arguments(value: Any, to_meta: bool) -> Any:
+    def unwrap(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        inner = leaf.content if isinstance(leaf, SimulatedTensor) else leaf
+        return inner.to(_META) if to_meta and not inner.is_meta else inner
+
+    return replace_leaves(value, unwrap)
+
+
+def _pick_written(about: Operator, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an operator writes."""
+    given = [args[k] if k < len(args) else kwargs.get(name) for k, name in about.written]
+    return [each for each in list_leaves(given) if isinstance(each, Tensor)]

@@ -1,0 +1,345 @@
+"""What stands for torch.cuda and torch.distributed while a rank is simulated: NCCL's promises, without NCCL.
+
+A message is over when somebody waits for it, and not before. What others send is not known; small messages between
+CPUs, in which ranks agree, are as if all others said what this rank says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ditile.hooks.generation import Generation
+from ditile.parallel.pipefusion.rehearsal import Rehearsal
+from ditile.parallel.tensor import collectives
+from ditile.plan.schedule import MicroStep
+from ditile.planner.simulation.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedMessage
+from ditile.planner.simulation.tensors import SimulatedTensor, install_device_guard
+
+NCCL = "cpu:gloo,cuda:nccl"
+GPUS_PER_HOST = 8
+UNKNOWN = 64
+"""Numbers above which what arrives on a GPU is not known; fewer stay what they were, as if others sent the same."""
+
+
+class SimulatedWork:
+    """A message or collective under way.
+
+    Args:
+        what: for findings.
+        reads, writes: the tensors that it uses until it is over.
+        finish: called by the wait.
+    """
+
+    def __init__(self, what: str, reads: Sequence[Any], writes: Sequence[Any], finish: Callable[[], None]) -> None:
+        self._what, self._finish, self.is_over = what, finish, False
+        for tensors, name in ((reads, "readers"), (writes, "writers")):
+            for tensor in tensors:
+                if isinstance(tensor, SimulatedTensor) and tensor.memory is not None:
+                    getattr(tensor.memory, name).add(self)
+
+    def __str__(self) -> str:
+        return self._what
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Ends it."""
+        if not self.is_over:
+            self.is_over = True
+            self._finish()
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether somebody has waited for it: the worst case is that it takes that long."""
+        return self.is_over
+
+
+class SimulatedGroup(NamedTuple):
+    """A process group of a simulated rank."""
+
+    group_name: str
+    ranks: tuple[int, ...]
+    own_rank: int
+    backend: str
+
+    def size(self) -> int:
+        """How many ranks it has."""
+        return len(self.ranks)
+
+    def rank(self) -> int:
+        """This rank's place in it."""
+        return self.ranks.index(self.own_rank)
+
+
+class _PeerMessage(NamedTuple):
+    """One of a batch, as `P2POp`."""
+
+    op: Callable[..., Any]
+    tensor: Tensor
+    group: Any
+    group_peer: int
+
+
+Carry = Callable[[Callable[[Tensor], Tensor]], Any]
+"""(tensor -> what is sent of it, or received for it) -> torch's work; it starts a real message."""
+
+
+class SimulatedMessages:
+    """The functions of torch.distributed of one simulated rank, under their own names.
+
+    Args:
+        gpu: whose tensors they are.
+        rank, world: this rank among so many.
+    """
+
+    def __init__(self, gpu: SimulatedGpu, rank: int, world: int) -> None:
+        self.gpu, self._rank = gpu, rank
+        self._everyone: Any = SimulatedGroup("everyone", tuple(range(world)), rank, NCCL)
+        self.group = SimpleNamespace(WORLD=self._everyone)
+        self.P2POp, self._num_groups = _PeerMessage, 0
+
+    def list_replacements(self) -> dict[str, Any]:
+        """Each name of torch.distributed that is replaced, and by what."""
+        names = [name for name in dir(type(self)) if not name.startswith("_") and hasattr(dist, name)]
+        return {name: getattr(self, name) for name in (*names, "group", "P2POp")}
+
+    def find_backend(self, group: Any) -> str:
+        """The backends of a group."""
+        return str((group or self._everyone).backend)
+
+    def list_ranks(self, group: Any) -> tuple[int, ...]:
+        """The ranks of a group."""
+        return tuple((group or self._everyone).ranks)
+
+    def start_message(
+        self, kind: str, group: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], carry: Carry
+    ) -> SimulatedWork:
+        """Starts a message that reads and writes some tensors; `carry` is what real ranks would do."""
+        record, everything = self.gpu.record, [*reads, *writes]
+        on_gpu = everything[0].device.type == "cuda"
+        for tensor in everything:
+            backend = self.find_backend(group)
+            if on_gpu and "nccl" not in backend:
+                record.note_finding("wrong backend", f"{kind} of a tensor on a GPU over {backend}")
+            if not on_gpu and backend == "nccl":
+                record.note_finding("wrong backend", f"{kind} of a tensor on the CPU over {backend}")
+            if not tensor.is_contiguous():
+                record.note_finding("not contiguous", f"{kind} of {list(tensor.shape)}")
+        size = sum(each.nbytes for each in (reads or writes))
+        record.messages.append(SimulatedMessage(record.place, kind, self.list_ranks(group), size, on_gpu))
+        self.gpu.touch_memory(kind, everything, writes)
+        what = f"{kind} of {list(everything[0].shape)} of {record.place}"
+        return SimulatedWork(what, reads, writes, self.carry_numbers(reads, writes, carry))
+
+    def carry_numbers(self, reads: Sequence[Any], writes: Sequence[Any], carry: Carry) -> Callable[[], None]:
+        """Starts to carry what is in tensors; returns what brings it when it is waited for."""
+        for tensor in writes:
+            if isinstance(tensor, SimulatedTensor) and not tensor.content.is_meta and tensor.numel() > UNKNOWN:
+                self.gpu.forget_numbers(tensor)
+            elif not isinstance(tensor, SimulatedTensor) and reads and reads[0].shape == tensor.shape:
+                tensor.copy_(reads[0])
+        return lambda: None
+
+    # The functions of torch.distributed
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_world_size(self, group: Any = None) -> int:
+        return int((group or self._everyone).size())
+
+    def get_rank(self, group: Any = None) -> int:
+        return int((group or self._everyone).rank())
+
+    def get_backend_config(self, group: Any = None) -> str:
+        return self.find_backend(group)
+
+    def new_group(self, ranks: Sequence[int], timeout: Any = None, backend: str | None = None, **_: Any) -> Any:
+        self._num_groups += 1
+        kind = "cpu:gloo,cuda:gloo" if backend == "gloo" else NCCL
+        group = SimulatedGroup(f"group {self._num_groups}", tuple(ranks), self._rank, kind)
+        return group if self._rank in ranks else -100
+
+    def destroy_process_group(self, group: Any = None) -> None: ...
+
+    def barrier(self, group: Any = None, **_: Any) -> None: ...
+
+    def isend(self, tensor: Tensor, group: Any = None, group_dst: int = 0) -> Any:
+        def carry(find: Any) -> Any:
+            return _REAL["isend"](find(tensor), group=group, group_dst=group_dst)
+
+        return self.start_message("isend", group, [tensor], [], carry)
+
+    def irecv(self, tensor: Tensor, group: Any = None, group_src: int = 0) -> Any:
+        def carry(find: Any) -> Any:
+            return _REAL["irecv"](find(tensor), group=group, group_src=group_src)
+
+        return self.start_message("irecv", group, [], [tensor], carry)
+
+    def batch_isend_irecv(self, ops: Sequence[_PeerMessage]) -> list[Any]:
+        names = ["isend" if each.op == self.isend else "irecv" for each in ops]
+        reads = [each.tensor for each, name in zip(ops, names, strict=True) if name == "isend"]
+        writes = [each.tensor for each, name in zip(ops, names, strict=True) if name == "irecv"]
+
+        def carry(find: Any) -> Any:
+            started = [
+                _REAL["P2POp"](_REAL[name], find(each.tensor), group=each.group, group_peer=each.group_peer)
+                for each, name in zip(ops, names, strict=True)
+            ]
+            return _REAL["batch_isend_irecv"](started)
+
+        return [self.start_message("batch_isend_irecv", ops[0].group, reads, writes, carry)]
+
+    def all_gather(self, parts: Sequence[Tensor], x: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        def carry(find: Any) -> Any:
+            return _REAL["all_gather"]([find(each) for each in parts], find(x), group=group, async_op=True)
+
+        return self._collect("all_gather", group, [x], parts, carry, async_op)
+
+    def all_gather_into_tensor(self, out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        def carry(find: Any) -> Any:
+            return _REAL["all_gather"](list(find(out).chunk(group.size())), find(x), group=group, async_op=True)
+
+        return self._collect("all_gather_into_tensor", group, [x], [out], carry, async_op)
+
+    def reduce_scatter_tensor(self, out: Tensor, x: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        def carry(find: Any) -> Any:
+            return _REAL["reduce_scatter_tensor"](find(out), find(x), group=group, async_op=True)
+
+        return self._collect("reduce_scatter_tensor", group, [x], [out], carry, async_op)
+
+    def all_reduce(self, x: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        def carry(find: Any) -> Any:
+            return _REAL["all_reduce"](find(x), op, group=group, async_op=True)
+
+        return self._collect("all_reduce", group, [x], [x], carry, async_op)
+
+    def all_to_all_single(self, out: Tensor, x: Tensor, *sizes: Any, group: Any = None, async_op: bool = False) -> Any:
+        def carry(find: Any) -> Any:
+            return _REAL["all_to_all_single"](find(out), find(x), *sizes, group=group, async_op=True)
+
+        return self._collect("all_to_all_single", group, [x], [out], carry, async_op)
+
+    def broadcast(self, x: Tensor, group: Any = None, group_src: int = 0, async_op: bool = False) -> Any:
+        def carry(find: Any) -> Any:
+            return _REAL["broadcast"](find(x), group=group, group_src=group_src, async_op=True)
+
+        return self._collect("broadcast", group, [x], [x], carry, async_op)
+
+    def _collect(
+        self, kind: str, group: Any, reads: Sequence[Tensor], writes: Sequence[Tensor], carry: Carry, later: bool
+    ) -> Any:
+        work = self.start_message(kind, group, reads, writes, carry)
+        return work if later else work.wait() and None
+
+
+_REAL = {
+    name: getattr(dist, name) for name in dir(SimulatedMessages) if not name.startswith("_") and hasattr(dist, name)
+}
+_REAL |= {"P2POp": dist.P2POp}
+
+
+class _SimulatedEvent:
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None:
+        self._gpu.record.note_sync("Event.synchronize")
+
+    def elapsed_time(self, other: Any) -> float:
+        return 0.0
+
+
+def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, Any]:
+    """Each name of torch.cuda that ditile and diffusers use, and what stands for it."""
+
+    def wait_for_device(device: Any = None) -> None:
+        gpu.record.note_sync("cuda.synchronize")
+
+    about = SimpleNamespace(name="a simulated GPU", total_memory=memory_bytes, major=9, minor=0, uuid="simulated")
+    stream = SimpleNamespace(device=gpu.device, synchronize=wait_for_device)
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: GPUS_PER_HOST,
+        "current_device": lambda: gpu.device.index,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device=None: about,
+        "get_device_capability": lambda device=None: (about.major, about.minor),
+        "get_device_name": lambda device=None: about.name,
+        "mem_get_info": lambda device=None: (memory_bytes - gpu.record.live_bytes, memory_bytes),
+        "memory_allocated": lambda device=None: gpu.record.live_bytes,
+        "max_memory_allocated": lambda device=None: gpu.record.peak_bytes,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "is_bf16_supported": lambda *_, **__: True,
+        "is_current_stream_capturing": lambda: False,
+        "synchronize": wait_for_device,
+        "current_stream": lambda device=None: stream,
+        "Event": lambda **_: _SimulatedEvent(gpu),
+        "default_generators": [torch.Generator("cpu") for _ in range(GPUS_PER_HOST)],
+    }
+
+
+@contextmanager
+def simulate_gpu(
+    gpu: SimulatedGpu, messages: SimulatedMessages | None = None, memory_bytes: int = 80 << 30
+) -> Iterator[SimulatedGpu]:
+    """Within it torch has GPUs, and the only one that is used is simulated. One process at a time, in one thread.
+
+    Args:
+        gpu: this rank's.
+        messages: those of its rank; None where it is alone.
+        memory_bytes: of the GPU.
+
+    Raises:
+        PlanError: where torch cannot be made to name a GPU.
+    """
+    install_device_guard()
+    record, enter_micro_step, become = gpu.record, Generation.enter_micro_step, Generation.become
+    rehearse_patch = Rehearsal._begin_iteration
+
+    def enter_and_note(generation: Generation, micro: MicroStep) -> None:
+        enter_micro_step(generation, micro)
+        record.enter_place(name_micro_step(micro))
+
+    def become_and_note(generation: Generation, other: Generation) -> None:
+        become(generation, other)
+        record.enter_place(CALL if other.is_under_way or record.place in (CALL, SETUP) else AFTER)
+
+    def rehearse_and_note(rehearsal: Rehearsal, *iteration: Any) -> Tensor:
+        timestep = rehearse_patch(rehearsal, *iteration)
+        record.enter_place(REHEARSAL)
+        return timestep
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(Rehearsal, _begin_iteration=rehearse_and_note))
+        stack.enter_context(mock.patch.multiple(torch.cuda, **_list_cuda_replacements(gpu, memory_bytes)))
+        hooks: dict[str, Any] = {"enter_micro_step": enter_and_note, "become": become_and_note}
+        stack.enter_context(mock.patch.multiple(Generation, **hooks))
+        if messages is not None:
+            stack.enter_context(mock.patch.multiple(dist, **messages.list_replacements()))
+            bound: dict[str, Any] = {
+                "_all_gather": messages.all_gather_into_tensor,
+                "_reduce_scatter": messages.reduce_scatter_tensor,
+            }
+            stack.enter_context(mock.patch.multiple(collectives, **bound))
+        # A parameter's memory cannot become that of a tensor of another class.
+        torch.__future__.set_overwrite_module_params_on_conversion(True)
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, False)
+        stack.enter_context(gpu)
+        yield gpu
+
+
+def name_micro_step(micro: MicroStep) -> str:
+    """How a record calls a micro-step."""
+    return f"step {micro.step}" if micro.patch is None else f"step {micro.step} patch {micro.patch}"
