@@ -163,6 +163,25 @@ def test_slower_links_favour_fewer_bytes() -> None:
     assert second.latency_s < first.latency_s and second.exposed_s < first.latency_s
 
 
+def test_messages_in_eight_bits_are_priced_and_proposed_but_never_taken() -> None:
+    """A failure means that an approximation is chosen for a user, or that its bytes or its kernels cost nothing."""
+    one, arguments = subject("flux.1-dev"), call("flux.1-dev", num_inference_steps=4)
+    near, far = hardware.load_profile("l40-pcie"), hardware.load_profile("l40-pcie", "1Gbit")
+    on_near = search_plans(one, arguments, near, SearchRequest(devices=4))
+    on_far = search_plans(one, arguments, far, SearchRequest(devices=4, hosts=4))
+    assert on_near.packed is None, "kernels that pack cost more than bytes on a fast link"
+    assert on_far.packed is not None and on_far.packed.plan.wire_dtype == "int8"
+    assert on_far.packed.latency_s < 0.95 * on_far.prices[0].latency_s
+    assert all(price.plan.wire_dtype is None for result in (on_near, on_far) for price in result.prices)
+    shape = one.make_call_shape(arguments, far.element_size)
+    for plan in (Plan(pipefusion=4), Plan(ulysses=4), Plan(ring=4), Plan(distrifusion=4)):
+        exact, packed = (
+            make_pricer(one, arguments, far, 1).price_call(one.make_plan_job(each, shape))
+            for each in (plan, dataclasses.replace(plan, wire_dtype="fp8"))
+        )
+        assert packed.bytes_per_step < exact.bytes_per_step and packed.latency_s < exact.latency_s, plan
+
+
 def test_memory_falls_with_the_stages_and_is_said_when_it_lacks() -> None:
     one, arguments, profile = subject("flux.1-dev"), call("flux.1-dev"), hardware.load_profile("l40-pcie")
     shape = one.make_call_shape(arguments, 2)

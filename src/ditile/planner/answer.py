@@ -92,6 +92,13 @@ class Answer:
             },
             "fewer_steps": self.result.fewer
             and {**self.result.fewer._asdict(), "why": describe_fewer_steps(self.result)},
+            "packed": self.result.packed
+            and {
+                "plan": str(self.result.packed.plan),
+                "latency_s": self.result.packed.latency_s,
+                "bytes_per_step": self.result.packed.bytes_per_step,
+                "why": describe_packed_messages(self.result.packed, self.result.prices[0]),
+            },
             "plans": [
                 {
                     "plan": str(price.plan),
@@ -164,6 +171,8 @@ class Answer:
                 f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "
                 f"{format_number(best.text_s, 2)} of it and decode {format_number(best.decode_s, 2)}"
             )
+        if self.result.packed:
+            parts.append("\n".join(wrap(describe_packed_messages(self.result.packed, best), 80)))
         if self.result.fewer:
             parts.append("\n".join(wrap(describe_fewer_steps(self.result), 80)))
         if self.uncounted:
@@ -349,6 +358,14 @@ def describe_near_miss(missed: NearMiss, best: Price) -> str:
     would = f"{faster:.0%} faster" if faster >= ALIKE else "as fast as the first"
     lacks = f"lacks {format_bytes(missed.lacks)} a device"
     return f"'{price.plan}' would be {would}, {format_number(price.latency_s)} s, and {lacks}"
+
+
+def describe_packed_messages(packed: Price, best: Price) -> str:
+    """What messages in eight bits a number would save."""
+    return (
+        f"an approximation: '{packed.plan}' would take {format_number(packed.latency_s)} s, "
+        f"{1 - packed.latency_s / best.latency_s:.0%} less than plan 1 (docs/traffic.md)"
+    )
 
 
 def describe_fewer_steps(result: SearchResult) -> str:

@@ -26,6 +26,7 @@ from ditile.planner.seconds import (
     RooflineDevice,
     WarmupBlock,
     compute_exposed_seconds,
+    compute_packing_load,
     compute_slowdown,
     compute_warmup_seconds,
     find_crossed_link,
@@ -36,6 +37,8 @@ from ditile.planner.seconds import (
 TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 """Axes that share out tokens, over all of which the prediction is gathered; the outermost first."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION, OpKind.SEND_KEYS}
+PACKED_SENDS = {OpKind.SEND, OpKind.SEND_KEYS}
+"""Messages that are sent in eight bits a number with `Plan.wire_dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,8 +180,9 @@ class OpPricer:
             return taken if free else taken + self._compute_guidance_seconds(micro) / patches
         if free or op.kind not in SENDS:
             return 0.0
-        link = self.get_axis_link("pipefusion")
-        return (1 - link.overlap) * self._compute_message_seconds(stage, op)
+        link, size = self.get_axis_link("pipefusion"), self._count_message_bytes(stage, op)
+        packing = self._compute_packing_load(size if op.kind in PACKED_SENDS else 0.0, 1)
+        return (1 - link.overlap) * size / link.bandwidth + packing.get_busy_seconds(self._profile)
 
     def _get_offload_seconds(self, stage: int) -> float:
         """Seconds in which the weights of a stage's blocks come from the host's memory, under what is computed."""
@@ -193,11 +197,11 @@ class OpPricer:
         key = ("travel", self.first_alike_stages[stage], op.kind, op.patch, op.micro_batch, self.step_kinds[op.step])
         if key not in self._seen:
             link = self.get_axis_link("pipefusion")
-            self._seen[key] = link.latency_s + link.overlap * self._compute_message_seconds(stage, op)
+            self._seen[key] = link.latency_s + link.overlap * self._count_message_bytes(stage, op) / link.bandwidth
         return self._seen[key]
 
-    def _compute_message_seconds(self, stage: int, op: Op) -> float:
-        """Seconds of a message on an idle link."""
+    def _count_message_bytes(self, stage: int, op: Op) -> float:
+        """Bytes of a message from stage to stage."""
         job, place = self.job, self._places[stage]
         if op.kind is OpKind.SEND and op.patch is not None:
             num_micro_batches = len(self.op_schedule.split_micro_batches(self._make_micro_step(op)))
@@ -215,7 +219,7 @@ class OpPricer:
         else:
             rows = 1.0 if op.patch is None else job.image_layout.count_rows(op.patch) / job.image_layout.grid.rows
             size = job.compute_replica_shape(place.data).latent_bytes * rows
-        return size / self.get_axis_link("pipefusion").bandwidth
+        return size
 
     def _make_micro_step(self, op: Op) -> MicroStep:
         stale = self.op_schedule.reads_stale_keys(op.step) and self.job.plan.distrifusion == 1
@@ -293,6 +297,8 @@ class OpPricer:
                 sending = compute_exposed_seconds(sending, link.overlap, own.device)
             elif kind == "ring":
                 sending = compute_exposed_seconds(sending, link.overlap, self._get_ring_attention_seconds(place, micro))
+            if kind in cost.PACKED_KINDS:
+                total = total.combine_loads(self._compute_packing_load(made * sent, calls))
             started = link.call_s if link.sum_s is None or kind != "tensor" else link.sum_s
             total = total.combine_loads(DeviceLoad(sending, calls * started))
         return total
@@ -316,7 +322,14 @@ class OpPricer:
             exchanges += gathers + streams_weights
         alone = sum(block.before + block.after for block in blocks)
         took = compute_warmup_seconds(blocks, BLOCKS_AHEAD, link.overlap)
-        return DeviceLoad(own.device - alone + took, own.host + exchanges * link.call_s)
+        packing = self._compute_packing_load(sum(block.keys for block in blocks) * rate, exchanges)
+        return DeviceLoad(own.device - alone + took, own.host + exchanges * link.call_s).combine_loads(packing)
+
+    def _compute_packing_load(self, sent: float, messages: float) -> DeviceLoad:
+        """The load of packing and unpacking messages of so many bytes; none where they travel as they are."""
+        if self.job.plan.wire_dtype is None or not sent:
+            return DeviceLoad(0.0, 0.0)
+        return compute_packing_load(self._profile, sent, messages)
 
     def _get_ring_attention_seconds(self, place: RankCoordinates, micro: MicroStep) -> float:
         """Seconds of attention in a call, during which a ring's messages travel."""

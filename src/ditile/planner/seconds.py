@@ -16,6 +16,8 @@ from ditile.planner.footprint import DecodeWork
 from ditile.planner.kernel_times import RooflineKernel, Stream, Work, select_stream_length
 from ditile.planner.profile import FUSED, Link, Profile
 
+PACKING_KERNELS = 16
+"""Kernels that pack a message in eight bits a number and unpack one (`distributed.wire`)."""
 WIDE = 2048.0
 """The width of the matrices as which encoders and decoders are priced."""
 
@@ -162,6 +164,16 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
 def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> float:
     """Seconds of a message that do not overlap with computing."""
     return sending * (1 - overlap) + max(0.0, sending * overlap - compute)
+
+
+def compute_packing_load(profile: Profile, sent: float, messages: float) -> DeviceLoad:
+    """The load of packing so many bytes of messages in eight bits a number, and of unpacking as many that come."""
+    if not messages:
+        return DeviceLoad(0.0, 0.0)
+    # A byte is a number, and a kernel reads the numbers of one message.
+    size = sent * profile.element_size
+    device = PACKING_KERNELS * size / profile.pointwise["pointwise"].interpolate(size / messages)
+    return DeviceLoad(device, messages * PACKING_KERNELS * profile.kernel_s)
 
 
 def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> float:
