@@ -145,6 +145,10 @@ class _PlanEstimate(NamedTuple):
     is_whole: bool = True
     memory: int = 0
 
+    def to_sized_job(self) -> SizedJob:
+        """The plan with its bytes."""
+        return SizedJob(self.job, self.memory)
+
 
 @contextlib.contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
@@ -209,14 +213,11 @@ def search_plans(
         )
     missed = _find_near_miss(pricer, too_large[0], kept[0], space, skips) if too_large else None
     lesser = find_fewer_steps(subject, pricer, call, shape, space, kept[0])
-    return SearchResult(
-        tuple(kept),
-        tuple(SizedJob(each.job, each.memory) for each in too_large),
-        legal,
-        missed,
-        lesser,
+    packed, unfit = (
         find_packed_messages(subject, pricer, shape, kept, skips),
+        map(_PlanEstimate.to_sized_job, too_large),
     )
+    return SearchResult(tuple(kept), tuple(unfit), legal, missed, lesser, packed)
 
 
 def _try_other_warmups(
