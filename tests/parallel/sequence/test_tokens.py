@@ -16,12 +16,14 @@ from torch import Tensor
 
 from ditile.distributed.trace import TraceEvent
 from ditile.errors import ModelError, PlanError
+from ditile.parallel.sequence.ulysses import OverlappedUlysses, UlyssesExchange
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, draw_plain, run
 
 TOLERANCE = 1e-5
+ASYNC = {"async_ulysses": True}
 NAMES = [f"{what} {name}" for what in ("project", "exchange") for name in "qkv"]
 
 
@@ -84,15 +86,36 @@ def traced(name: str, plan: dict[str, Any]) -> list[TraceEvent]:
 
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3", "sd3.5 medium"])
 def test_projections_travel_while_the_next_is_made(pool: Pool, name: str) -> None:
-    """A failure means that asynchronous Ulysses waits for an exchange before it computes what could hide it."""
+    """v first, whose exchange begins before the norms and rotary embeddings of k and q.
+
+    A failure means that asynchronous Ulysses waits for an exchange before it computes what could hide it.
+    """
     for events in pool.run(traced, 2, name, {"ulysses": 2, "async_ulysses": True}):
         of_kind = [[event for event in events if event.kind == name] for name in NAMES]
         layers = [dict(zip(NAMES, layer, strict=True)) for layer in zip(*of_kind, strict=True)]
         assert len(layers) >= 8
         for layer in layers:
-            for earlier, later in ("qk", "kv"):
+            for earlier, later in ("vk", "kq", "vq"):
                 assert layer[f"exchange {earlier}"].start <= layer[f"project {later}"].start
                 assert layer[f"exchange {earlier}"].end >= layer[f"project {later}"].end
+
+
+def draw_overlapped_and_together(name: str, plan: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Pictures where q, k and v travel one by one, and where the same q, k and v travel together."""
+    call: dict[str, Any] = {"height": 40, "width": 56}
+    with divided(MAKE[name](), **plan) as runner:
+        one_by_one = run(runner, name, **call)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OverlappedUlysses, "exchange_overlapped", UlyssesExchange.exchange_overlapped)
+            return one_by_one, run(runner, name, **call)
+
+
+@pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
+def test_the_order_in_which_they_travel_changes_no_bit(pool: Pool, name: str) -> None:
+    """A failure means that v arrives as q, or that ranks have other heads of it."""
+    for ranks in (2, 3):  # of four heads
+        for one_by_one, together in pool.run(draw_overlapped_and_together, ranks, name, {"ulysses": ranks} | ASYNC):
+            assert torch.equal(one_by_one, together)
 
 
 def uneven_refused(plan: dict[str, Any], call: dict[str, Any]) -> str:

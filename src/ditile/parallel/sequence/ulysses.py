@@ -7,7 +7,8 @@ Where ranks have equally many tokens and heads, each way is an all-to-all betwee
 
 A rank sends 4 (n - 1) / n^2 of a layer's tokens. Any length and any number of heads will do: shares then differ by at
 most one token and one head, and all sizes follow from the lengths, so nothing is padded and no size is exchanged.
-`OverlappedUlysses` sends q, k and v one by one, each as soon as it is projected: four all-to-alls in place of two.
+`OverlappedUlysses` sends v, k and q one by one, each as soon as it is made: four all-to-alls in place of two. v goes
+first because it has no norm and no rotary embedding: it travels while those of k and q are computed.
 
 Letters: B batch, R ranks of the axis, P tokens of this rank, S tokens of all ranks in their order, N heads of the
 layer, M heads of this rank (of all tensors that travel together, where they are of several), T tensors, H head size.
@@ -212,18 +213,18 @@ class OverlappedUlysses(UlyssesExchange):
         self._trace, self._now = trace, now
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """q, k and v, each made and sent before the next is made: three exchanges."""
+        """q, k and v, of equally many heads: v, k, q, each made and sent before the next, in three exchanges."""
         (step, patch), branch = self._now.micro_step, self._now.branch
         under_way: list[tuple[Tensor, HeadAndTokenShares, PendingMessages, object]] = []
-        for name, make in zip("qkv", makers, strict=True):
+        order = list(zip("vkq", reversed(makers), strict=True))
+        for name, make in order:
             with self._trace.record_span(f"project {name}", step, patch, branch):
                 x_BPNH = make()
-            self._check_heads(under_way[0][0].shape[2] if under_way else x_BPNH.shape[2])
-            x_BPNH = self._repeat_uneven_heads(x_BPNH, (under_way[0][0] if under_way else x_BPNH).shape[2])
+            self._check_heads(x_BPNH.shape[2])
             shares = self._get_shares(tokens, x_BPNH.shape[2])
             under_way.append((x_BPNH, shares, self._send_heads([x_BPNH], shares), self._trace.mark_point()))
         received: list[Tensor] = []
-        for name, (x_BPNH, shares, pending, began) in zip("qkv", under_way, strict=True):
+        for (name, _), (x_BPNH, shares, pending, began) in zip(order, under_way, strict=True):
             received += self._receive_heads(pending, shares, x_BPNH)
             self._trace.record_op(f"exchange {name}", step, patch, branch, began)
-        return tuple(received)
+        return tuple(reversed(received))
