@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from diffusers import ClassifierFreeGuidance, ComponentsManager
+from diffusers.modular_pipelines import PipelineState
 
 import ditile
 from ditile import Plan
@@ -21,9 +22,9 @@ from ditile.runner.runner import Runner, build_single_runner
 from tests.pool import Pool
 from tests.tiny import flux
 from tests.zoo import ZOO
-from tests.zoo.modular import modular
+from tests.zoo.modular import minimax_h3_both, modular, wan_animate_2, wan_animate_2_call
 from tests.zoo.pictures import size
-from tests.zoo.rows import list_tensors
+from tests.zoo.rows import counted_steps, list_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PATCHES = Plan(patches=3, warmup=1)
@@ -194,6 +195,46 @@ def test_quantized_weights_draw_nearly_the_same(name: str) -> None:
     divided = list(list_tensors(build_single_runner(pipe, Plan(patches=2, warmup=9))(**entry.call())))
     for exact, near, again in zip(plain, quantized, divided, strict=True):
         assert torch.equal(near, again) and 0 < float((near - exact).norm() / exact.norm()) < 0.03
+
+
+def test_calls_of_the_model_outside_the_loop(pool: Pool) -> None:
+    """Wan-Animate 2 makes keys of its driving video before each of two loops; a whole model makes them as ever."""
+    pipe = wan_animate_2()
+    wanted = pipe(**wan_animate_2_call())
+    runner = build_single_runner(pipe, Plan())
+    drawn = runner(**wan_animate_2_call())
+    assert len(drawn) == 2 and all(torch.equal(one, other) for one, other in zip(drawn, wanted, strict=True))
+    assert set(pool.run(refuse_wan_animate_2, 2)) == {5}
+
+
+def refuse_wan_animate_2() -> int:
+    """On a rank: how many plans are refused, before a step is done."""
+    refused = 0
+    for degrees in ({"cfg": 2}, {"pipefusion": 2}, {"ulysses": 2}, {"tensor": 2}, {"distrifusion": 2}):
+        with counted_steps() as steps, pytest.raises(ModelError, match="WanAnimate2Transformer3DModel"):
+            ditile.parallelize(wan_animate_2(), Plan(**degrees))(**wan_animate_2_call())
+        refused += not steps
+    return refused
+
+
+def draw_both_workflows() -> list[torch.Tensor]:
+    """On one of three ranks, or alone: a video of each checkpoint, by one runner."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    pipe = minimax_h3_both()
+    runner = ditile.parallelize(pipe, Plan(pipefusion=ranks, patches=2, warmup=9)) if ranks > 1 else pipe
+    drawn: list[torch.Tensor] = []
+    for name in ("minimax-h3", "minimax-h3-references"):
+        state = PipelineState({"references": []} if name.endswith("references") else {})
+        drawn += list_tensors(runner(**ZOO[name].call() | {"state": state}))
+    return drawn
+
+
+def test_both_checkpoints_of_a_family_are_divided(pool: Pool) -> None:
+    """MiniMax-H3 with both of its transformers: what is given says which one a call takes. Bit for bit."""
+    wanted = draw_both_workflows()
+    assert len(wanted) == 4 and wanted[0].shape == wanted[2].shape and not torch.equal(wanted[0], wanted[2])
+    for drawn in pool.run(draw_both_workflows, 3):
+        assert all(torch.equal(one, other) for one, other in zip(drawn, wanted, strict=True))
 
 
 def draw_cached_and_quantized() -> torch.Tensor:

@@ -528,12 +528,15 @@ def _are_equal(values: Any, others: Any) -> bool:
 
 
 def count_model_calls(now: Generation, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward after which the next branch of guidance is at hand."""
+    """A model's forward after which the next branch of guidance is at hand.
+
+    Outside of the loop, as where keys of a reference are made, it is a call of the whole model and nothing else.
+    """
 
     def forward_and_count(*args: Any, **kwargs: Any) -> Any:
-        now.check_under_way()
         result = forward(*args, **kwargs)
-        now.advance_branch()
+        if now.is_under_way:
+            now.advance_branch()
         return result
 
     return functools.update_wrapper(forward_and_count, forward)

@@ -211,9 +211,9 @@ class DataCfgBatch:
     # A call of the model
 
     def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        now = self._now.check_under_way()
-        # Every rank finds out where patches are, by all rows.
-        if now.is_dry:
+        now = self._now
+        # Outside of the loop all rows are every rank's, and every rank finds out by all rows where patches are.
+        if now.is_dry or not now.is_under_way:
             return forward(*args, **kwargs)
         branch, step = now.branch, now.micro_step.step
         name, batch = self._find_noisy_input(args, kwargs)
