@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from ditile.hooks.block_hooks import TransformerHooks
+from ditile.parallel.pipefusion.block_offload import HostCopies
 from ditile.plan.plan import Plan
 from ditile.planner.recorded import silence_libraries
 from ditile.planner.simulation.gpu import CALL, SimulatedGpu, SimulationRecord
@@ -74,8 +76,12 @@ def simulate_rank(
         def make_embeddings(*shape: int) -> Tensor:
             return torch.full(shape, SOME, dtype=dtype)
 
+        def make_host_memory(_: HostCopies, size: int) -> Tensor:
+            return SimulatedTensor(torch.empty(size, dtype=torch.uint8, device="meta"), gpu, torch.device("cpu"), None)
+
         arguments = recorder.make_arguments(call, make_embeddings)
-        runner = parallelize(recorder.pipe, plan, device=gpu.device)
+        with mock.patch.object(HostCopies, "allocate_host_memory", make_host_memory):
+            runner = parallelize(recorder.pipe, plan, device=gpu.device)
         gpu.record.enter_place(CALL)
         weight_bytes = gpu.record.live_bytes
         steps = {"num_inference_steps": call.get("num_inference_steps", 4), "generator": torch.Generator()}

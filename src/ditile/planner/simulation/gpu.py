@@ -197,6 +197,7 @@ class SimulatedGpu(TorchDispatchMode):
         self.record = SimulationRecord()
         self._memories: dict[int, weakref.ref[GpuMemory]] = {}  # by the storage of what is inside
         self._known: dict[Any, Any] = {}
+        self.side_stream: Any = None  # of what is copied now, if not the stream that computes
         self._freed: list[tuple[Any, int]] = []  # messages whose memory was freed, until somebody waits for them
 
     @property
@@ -430,7 +431,10 @@ class SimulatedGpu(TorchDispatchMode):
         # The number of a kernel's argument is no copy.
         if not (source.device.type == "cpu" and source.ndim == 0):
             self._note_copy(source, target.device, non_blocking=non_blocking)
-        self.touch_memory("aten::copy_", [target, source], [target])
+        if self.side_stream is None:
+            self.touch_memory("aten::copy_", [target, source], [target])
+        elif isinstance(target, SimulatedTensor) and target.memory is not None:
+            target.memory.writers.add(self.side_stream.start_copy())
         inner = source.content if isinstance(source, SimulatedTensor) else source
         if not isinstance(target, SimulatedTensor):
             target.copy_(self.read_numbers(source, "copy_") if inner.is_meta else inner)  # type: ignore[arg-type]

@@ -245,6 +245,50 @@ _REAL = {
 _REAL |= {"P2POp": dist.P2POp}
 
 
+class SideCopy:
+    """A copy on a stream beside the one that computes; it is over when that one waits for an event behind it."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def __str__(self) -> str:
+        return "a copy on another stream"
+
+
+class SideStream:
+    """A stream that only copies.
+
+    Args:
+        gpu: of which GPU.
+    """
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+        self._copies: list[SideCopy] = []
+
+    def start_copy(self) -> SideCopy:
+        """A copy begins."""
+        self._copies.append(SideCopy())
+        return self._copies[-1]
+
+    def record_event(self) -> list[SideCopy]:
+        """An event behind all copies so far."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def wait_event(self, event: Any) -> None:
+        """Copies from now on come behind an event of the stream that computes, which runs at once."""
+
+    @contextmanager
+    def use_for_copies(self) -> Iterator[None]:
+        """What is copied within the context is copied on this stream."""
+        self._gpu.side_stream = self
+        try:
+            yield
+        finally:
+            self._gpu.side_stream = None
+
+
 class _SimulatedEvent:
     def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
@@ -265,7 +309,14 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
         gpu.record.note_sync("cuda.synchronize")
 
     about = SimpleNamespace(name="a simulated GPU", total_memory=memory_bytes, major=9, minor=0, uuid="simulated")
-    stream = SimpleNamespace(device=gpu.device, synchronize=wait_for_device)
+
+    def wait_for_event(event: Any) -> None:
+        for copy in event if isinstance(event, list) else ():
+            copy.is_over = True
+
+    stream = SimpleNamespace(
+        device=gpu.device, synchronize=wait_for_device, wait_event=wait_for_event, record_event=lambda: None
+    )
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -286,6 +337,8 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
         "synchronize": wait_for_device,
         "current_stream": lambda device=None: stream,
         "Event": lambda **_: _SimulatedEvent(gpu),
+        "Stream": lambda device=None: SideStream(gpu),
+        "stream": SideStream.use_for_copies,
         "default_generators": [torch.Generator("cpu") for _ in range(GPUS_PER_HOST)],
     }
 
