@@ -94,9 +94,9 @@ class Order:
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
-    def new_group(self, ranks: Sequence[int], timeout: Any, backend: str | None) -> Any:
+    def new_group(self, ranks: Sequence[int], timeout: Any, backend: str | None, *, links: bool = False) -> Any:
         """A group; one that was asked to be gloo's stays so."""
-        group = NEW_GROUP(ranks, timeout, backend)
+        group = NEW_GROUP(ranks, timeout, backend, links=links)
         if backend == "gloo":
             self._plain.add(_name(group))
         return group

@@ -101,9 +101,9 @@ def made(plan: Plan) -> list[tuple[int, ...]]:
     with pytest.MonkeyPatch.context() as patch:
         new = backend.make_group_on_one_loop
 
-        def recorded(ranks: Any, *also: Any) -> Any:
+        def recorded(ranks: Any, *also: Any, **named: Any) -> Any:
             asked.append(tuple(ranks))
-            return new(ranks, *also)
+            return new(ranks, *also, **named)
 
         patch.setattr(backend, "make_group_on_one_loop", recorded)
         mesh = build_mesh(plan, groups)
@@ -229,6 +229,37 @@ def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.
     with pytest.raises(ReachedError):
         runner.parallelize(pipe, Plan(cfg=2, ulysses=2))
     assert happened == ["cuda:1", "group", "cuda:1", "group"]
+
+
+class NCCLOptions:
+    """`ProcessGroupNCCL.Options`, which torch without CUDA lacks."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace()
+
+
+def test_messages_between_stages_take_few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a posted receive keeps many, or that exchanges within a layer get few."""
+    made = list[Any]()
+    groups, limit = Communicators(), datetime.timedelta(seconds=7)
+    for name, value in (
+        ("get_backend_config", lambda group: "cpu:gloo,cuda:nccl"),
+        ("is_nccl_available", lambda: True),
+        ("ProcessGroupNCCL", SimpleNamespace(Options=NCCLOptions)),
+        ("new_group", lambda ranks, timeout, backend, pg_options=None: made.append(pg_options)),
+        ("get_rank", lambda: 9),
+        ("group", SimpleNamespace(WORLD=None)),
+    ):
+        monkeypatch.setattr(dist, name, value, raising=False)
+    monkeypatch.setattr("ditile.distributed.mesh._read_world_timeout", lambda: limit)
+    for purpose in ("latents", "links", "even links", "odd links", "ulysses"):
+        groups.get_or_make_group(purpose, (0, 1), None)
+    *links, ulysses = made
+    assert [(each.config.max_ctas, each._timeout) for each in links] == [(backend.LINK_CTAS, limit)] * 4
+    assert ulysses is None
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # a build without CUDA
+    groups.get_or_make_group("latents", (0, 2), None)
+    assert made[-1] is None
 
 
 @contextmanager

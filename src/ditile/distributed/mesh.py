@@ -34,6 +34,8 @@ from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 LOG = logging.getLogger("ditile")
 STALL_SECONDS = 600.0
 """Seconds after which ranks that nobody watches give up on each other, unless somebody says otherwise."""
+LINKS = ("latents", "links", "even links", "odd links")
+"""The purposes of groups in which stages send messages to each other and nothing else."""
 NOTICE_SECONDS = 10.0
 """Seconds after which a rank says that it waits for others."""
 
@@ -160,7 +162,9 @@ class Communicators:
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
             with make_groups():
-                self._groups[key] = backends.make_group_on_one_loop(ranks, _read_world_timeout(), backend)
+                self._groups[key] = backends.make_group_on_one_loop(
+                    ranks, _read_world_timeout(), backend, links=purpose in LINKS
+                )
         return self._groups[key]
 
     def destroy_groups(self) -> None:
@@ -295,10 +299,12 @@ def _make_pipeline_groups(plan: Plan, rank: int, stages: Axis, groups: Communica
     """The groups for messages down the pipeline: one, or two in turn."""
     if stages.group is None:
         return ()
-    if not has_one_queue():
+    one_queue = has_one_queue()
+    if not one_queue and not backends.has_nccl(None):
         return (stages.group,)
-    # Where a group has one queue, a stage must not send in the group in which it waits to receive.
-    names = ("even links", "odd links")[: stages.num_ranks - 1]
+    # Apart from the axis, whose exchanges want more of a GPU than links do. Where a group has one queue, a stage must
+    # not send in the group in which it waits to receive.
+    names = ("even links", "odd links")[: stages.num_ranks - 1] if one_queue else ("links",)
     pipeline_groups = [_make_subgroup_axis(name, ("pipefusion",), plan, rank, groups).group for name in names]
     return tuple(group for group in pipeline_groups if group is not None)
 

@@ -253,7 +253,8 @@ class Composition:
 
     def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merges several kernels into one, because those of a patch are small, and small ones are slow."""
-        self.attention.rotary.replace_processors(stack, block_hook.block)
+        if self.graphs is None:  # tables that are prepared in a recording would stay as they were
+            self.attention.rotary.replace_processors(stack, block_hook.block)
         # async_ulysses sends v while k is computed, so it needs them apart. Weights that come and go stay apart too.
         if not self.plan.async_ulysses and self.offload is None:
             own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]

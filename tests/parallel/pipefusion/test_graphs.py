@@ -105,6 +105,44 @@ def test_replayed_blocks_draw_the_same_picture_in_every_call(name: str, graphs: 
     runner.restore()
 
 
+@pytest.mark.parametrize("name", ["flux", "qwen-image", "wan-2.2"])
+def test_what_a_run_of_blocks_reads_stays_where_it_is(
+    name: str, graphs: list[BlockGraphs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every input of each block of a patch, its keys and values: addresses and shapes, in all asynchronous steps of two
+    pictures. A failure means that a graph of all blocks of a patch would read what is not there any more."""
+    seen: dict[Any, set[Any]] = {}
+    steps: dict[Any, int] = {}
+    fill, list_stores = BlockGraphs._fill_inputs, GenerationMemory.list_key_stores
+
+    def describe(x: Tensor) -> tuple[Any, ...]:
+        return x.data_ptr(), x.shape, x.stride(), x.dtype
+
+    def note_inputs(self: BlockGraphs, recording: Any, run: Any, *more: Any) -> dict[str, Any]:
+        statics = fill(self, recording, run, *more)
+        leaves, spec = pytree.tree_flatten(statics)
+        key = (run, id(recording))
+        seen.setdefault(key, set()).add(tuple(describe(x) if isinstance(x, Tensor) else None for x in leaves))
+        steps[key] = steps.get(key, 0) + 1
+        return statics
+
+    def note_keys(self: GenerationMemory, branch: int, block: str) -> Any:
+        stores = list_stores(self, branch, block)
+        for index, store in enumerate(stores):
+            seen.setdefault((branch, block, index), set()).add(tuple(map(describe, store.list_tensors())))
+        return stores
+
+    monkeypatch.setattr(BlockGraphs, "_fill_inputs", note_inputs)
+    monkeypatch.setattr(GenerationMemory, "list_key_stores", note_keys)
+    runner = ditile.parallelize(
+        ZOO[name].make(), Plan(pipefusion=1, patches=2, warmup=1), keep_weights=True, cuda_graphs=True
+    )
+    for _ in range(2):
+        draw(runner, name)
+    assert max(steps.values()) >= 3 and all(len(each) == 1 for each in seen.values())
+    runner.restore()
+
+
 def test_other_weights_sizes_and_prompts_are_seen(graphs: list[BlockGraphs]) -> None:
     name, plan = "flux", Plan(pipefusion=1, patches=2, warmup=1)
     entry, pipe, other = ZOO[name], ZOO[name].make(), ZOO[name].make()
