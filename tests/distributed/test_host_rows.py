@@ -56,7 +56,7 @@ def test_no_row_is_allocated_in_mid_picture(allocations: list[tuple[int, ...]]) 
     mesh.connect_groups(Plan(), torch.device("cuda", 0))
     assert len(allocations) == 1
     keys, stale = [ChangeKey("keys", 0, 0, 0)], on_gpu(1.0, 1.0)[None]
-    change = RelativeChange(0, mesh.host_rows)
+    change = RelativeChange(mesh)
     for step in range(50):
         change.record_change(("keys", 0, 0), stale * step, stale)
         copy = change.start_change_copy(keys)

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ditile.distributed.transport import HostCopy, HostNumbers, HostRows, PendingMessages
+from ditile.distributed.mesh import Mesh
+from ditile.distributed.transport import HostCopy, HostNumbers, PendingMessages
 from ditile.errors import StateError
 from ditile.hooks.token_arguments import group_runs, view_frames, write_runs
 
@@ -408,12 +409,11 @@ class RelativeChange:
     """The changes of one step on this rank.
 
     Args:
-        half: of the guidance.
-        rows: by way of which they leave a GPU.
+        mesh: this rank's half of the guidance, and the rows by way of which numbers leave its GPU.
     """
 
-    def __init__(self, half: int, rows: HostRows) -> None:
-        self._half, self._rows = half, rows
+    def __init__(self, mesh: Mesh) -> None:
+        self._half, self._rows = mesh["cfg"].index, mesh.host_rows
         self._changes: dict[ChangeKey, list[tuple[Tensor, Tensor]]] = {}
 
     def record_change(self, what: tuple[str, int, int], fresh: Tensor, stale: Tensor) -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.transport import HostRows
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import NOT_FINITE, ChangeCopy, ChangeKey, RelativeChange, find_largest_change
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup, should_resynchronise
@@ -116,7 +115,7 @@ def test_the_rule() -> None:
 def test_the_row_that_changes_most_counts() -> None:
     """Two rows of two branches; a second rank that saw one of them change. What is no number is a large one."""
     rows = [ChangeKey("keys", 0, branch, row) for branch in (0, 1) for row in (0, 1)]
-    relative_change = RelativeChange(0, HostRows())
+    relative_change = RelativeChange(Mesh(0, 1))
     stale = torch.ones(2, 3, 1, 1)
     relative_change.record_change(("keys", 0, 0), stale * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1), stale)
     relative_change.record_change(("keys", 1, 1), torch.full((1, 3, 1, 1), torch.nan), stale[:1])
@@ -147,7 +146,7 @@ class LateDrift(RelativeChange):
 
 def test_a_late_number_is_waited_for_when_the_device_has_work() -> None:
     """Not as a step begins, but once its first micro-step is under way; and each vote is cast once."""
-    warmup = AdaptiveWarmup(Mesh(0, 1), LateDrift(0, HostRows()), 0.6)
+    warmup = AdaptiveWarmup(Mesh(0, 1), LateDrift(Mesh(0, 1)), 0.6)
     generation = Generation(Schedule(1, 2, 9, 3))
     for step in range(4):
         warmup.decide_synchronous_step(step)

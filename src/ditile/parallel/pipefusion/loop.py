@@ -245,9 +245,7 @@ class Loop:
         self._has_partial_latents = schedule.patches > 1 or schedule.stages > 1
         self._is_stepping_rank = self._pipefusion.is_last_stage and not self._batch.is_idle
         self._batch.begin_generation()
-        self._relative_change = (
-            RelativeChange(self._mesh["cfg"].index, self._mesh.host_rows) if schedule.adaptive else None
-        )
+        self._relative_change = RelativeChange(self._mesh) if schedule.adaptive else None
         generation = self.generation
         generation.become(
             Generation(
