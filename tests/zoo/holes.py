@@ -61,7 +61,7 @@ TABLE = (
     ),
     Hole(
         "has guidance that takes a statistic of the whole prediction, which is partly stale",
-        (*PATCHES, "distrifusion"),
+        ("stale", "cache, pipefusion"),
         "hunyuan-image",
     ),
     Hole(

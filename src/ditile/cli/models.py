@@ -176,9 +176,10 @@ error says so before anything runs, with the degrees that fit. `ditile verify` c
 goes with every plan of a family whose support level is PipeFusion or names caches, and of a transformer of your own
 whose blocks are read from its source or named by a `BlockAdapter` ([caching.md](caching.md)).
 
-Refused by every plan except those of data and cfg alone, because they need the whole fresh prediction, or their own
-attention: `guidance_rescale`, schedulers with `thresholding=True` or a `noise_sampler_seed`, SD3's IP-adapters and
-skip-layer guidance. IP-adapters of FLUX.1 that are loaded before `parallelize` go with every plan but those with tensor
-or a warmup that stages share out. Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop
-goes with every plan; in a step of patches it is computed once, of the latents as they are when the step begins
-([pipefusion.md](pipefusion.md))."""
+Where steps are stale, patches refuse what needs the whole fresh prediction: `guidance_rescale`, and guiders that take a
+statistic or remember earlier predictions; with `warmup` equal to the steps they are exact, as they are with all other
+axes. Schedulers with `thresholding=True` or a `noise_sampler_seed` are refused with patches. SD3's IP-adapters and
+skip-layer guidance go with data and cfg alone. IP-adapters of FLUX.1 that are loaded before `parallelize` go with every
+plan but those with tensor or a warmup that stages share out. Perturbed-attention guidance goes with data and tensor
+only. A ControlNet in the loop goes with every plan; in a step of patches it is computed once, of the latents as they
+are when the step begins ([pipefusion.md](pipefusion.md))."""

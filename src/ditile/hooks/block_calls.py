@@ -108,12 +108,12 @@ class BlockCalls:
             inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
             given = (now.branch, self._key, mode, *inputs, *map(_describe_input, inputs.values()))
-            if now.recognises_call is not None and now.recognises_call(given):
+            if now.recognises_call is not None and now.recognises_call(given, inputs, self._names[0]):
                 return now.take_rehearsed_result()
             form = now.forms.get(given)
-            if form is None:
+            if form is None or now.surveys_again:
                 self._policy.begin_survey()
-                form = now.forms[given] = self._survey_call(forward, inputs, checks=not now.is_whole)
+                form = now.forms[given] = self._survey_call(forward, inputs, form, not now.is_whole)
             now.form = form
             self._policy.begin_branch(form)
             if now.rehearsed_patch is not None:
@@ -201,20 +201,20 @@ class BlockCalls:
             )
         return is_whole
 
-    def _survey_call(self, forward: Forward, inputs: Mapping[str, Any], *, checks: bool) -> CallForm:
+    def _survey_call(self, forward: Forward, inputs: dict[str, Any], known: CallForm | None, checks: bool) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
         grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
         if grid is None and self._policy.row_parts > 1:
             grid = self._find_video_grid(forward, inputs)
         name = type(self._transformer).__name__
         survey = _SurveyPass(name, self._anatomy, self._last, self._advice, checks=checks)
-        poisoned = poison_latents(self._names[0], inputs)
+        poisoned = poison_latents(inputs, self._names[0], *self._now.live_arguments)
         self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
         result = self._memo.survey_call(run, self._anatomy.lists, survey)
-        return survey.describe_call(grid)._replace(
-            returns_text=survey.poisons_text and has_nan(result), visits=self._visits
-        )
+        # With more than the latents NaN, the result says nothing of the text.
+        returns_text = survey.poisons_text and has_nan(result) if known is None else known.returns_text
+        return survey.describe_call(grid)._replace(returns_text=returns_text, visits=self._visits)
 
     def _find_video_grid(self, forward: Forward, inputs: Mapping[str, Any]) -> Grid | None:
         """The frames and rows of tokens that are made of latents `[B, .., H, W]` or `[B, F, H, W, C]` of a video.
@@ -267,10 +267,10 @@ def _describe_input(value: Any) -> Any:
     return tuple(x.shape for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
 
 
-def poison_latents(name: str, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The same call with latents of NaN: the first parameter of a transformer is its latents."""
-    latents = pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), inputs[name])
-    return {**inputs, name: latents}
+def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The same call with NaN for some arguments: the first parameter of a transformer is its latents."""
+    given = {name: inputs[name] for name in names if name in inputs}
+    return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), given)}
 
 
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:
@@ -333,6 +333,7 @@ class _SurveyPass:
                 self._glued.add(hook.index)
         if not hook.index:
             image = torch.nan_to_num(image)
+            text = text if text is None else torch.nan_to_num(text)
         self._before = (image, text, image._version)
         if hook.index == self._last and text is not None and not self._anatomy.is_one_sequence:
             self.poisons_text, text = True, torch.full_like(text, float("nan"))

@@ -7,7 +7,7 @@ dropped when the call ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -108,8 +108,10 @@ class Generation:
         reference_rows: of the first call, those of them that come out nowhere, as far as a rehearsal found them.
         called_models: in a rehearsal, and whether they were called to compute a whole.
         rehearsed_results: what the transformer's calls returned in a rehearsal, by branch.
-        recognises_call: (its branch, model, names and shapes, as in `forms`) -> whether a call of a dry iteration has
-            its result in `rehearsed_results` already; None where the model has to be called.
+        recognises_call: (its branch, model, names and shapes, as in `forms`; its arguments; the name of the first) ->
+            whether a call of a dry iteration has its result in `rehearsed_results`; None where no call has.
+        live_arguments: arguments of the model beside its first one that the pipeline makes of latents in each step.
+        surveys_again: whether calls are surveyed that were before.
         reads_latents_everywhere: whether more than the first block reads them, so that every stage needs them.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
         prediction_pieces: of the transformer's predictions, by branch and patch; a call returns one or several.
@@ -152,7 +154,9 @@ class Generation:
     reference_rows: frozenset[int] = frozenset()
     called_models: set[tuple[object, bool]] = field(default_factory=set)
     rehearsed_results: dict[int, Any] = field(default_factory=dict)
-    recognises_call: Callable[[tuple[object, ...]], bool] | None = None
+    recognises_call: Callable[[tuple[object, ...], Mapping[str, Any], str], bool] | None = None
+    live_arguments: frozenset[str] = frozenset()
+    surveys_again: bool = False
     reads_latents_everywhere: bool = False
     pieces: list[list[Piece]] = field(default_factory=list)
     prediction_pieces: dict[int, dict[int, list[Piece]]] = field(default_factory=dict)

@@ -62,7 +62,12 @@ class RehearsedPrediction(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        at = _DIM_OF_REDUCTIONS.get(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        if name == "normalize":  # torch would compute the norm of NaN within
+            x = args[0].as_subclass(Tensor)
+            result = func(torch.nan_to_num(x), *args[1:], **(kwargs or {}))
+            return result.masked_fill(torch.isnan(x), float("nan")).as_subclass(cls)
+        at = _DIM_OF_REDUCTIONS.get(name)
         if at is None or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         named = kwargs or {}

@@ -63,7 +63,7 @@ def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:
     if apart := find_model_entry(transformer).apart:
         raise ModelError(f"{type(transformer).__name__}: the last blocks of {next(iter(apart))} are not in the chain")
     records = [record_blocks(transformer, chain, call) for call in calls]
-    poisoned = [record_blocks(transformer, chain, poison_latents(first, call), bypass=True) for call in calls]
+    poisoned = [record_blocks(transformer, chain, poison_latents(call, first), bypass=True) for call in calls]
     return _Derivation(transformer, chain, calls, records, poisoned).derive()
 
 

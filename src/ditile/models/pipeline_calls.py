@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ditile.errors import ModelError
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.overrides import replace_globals
+from ditile.hooks.pieces import RehearsedPrediction
 
 DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
 """Of a component that a pipeline calls in its loop."""
@@ -145,12 +146,51 @@ def explain_manager_refusal(pipe: Any, device: torch.device, reader: str = "") -
     return None
 
 
-def explain_guider_refusal(pipe: Any, *, partial: bool) -> str | None:
+def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None) -> int | None:
+    """How many iterations a pipeline's loop has at most: solvers of a higher order make several in a step.
+
+    Args:
+        pipe: the pipeline.
+        call: its arguments, of which timesteps and sigmas may say otherwise than the number of steps.
+        steps: that number; None where it is not known.
+    """
+    lengths = [len(call[name]) for name in ("timesteps", "sigmas") if call.get(name) is not None]
+    return None if steps is None else max([steps, *lengths]) * getattr(pipe.scheduler, "order", 1)
+
+
+def explain_statistics_refusal(pipe: Any, call: Mapping[str, Any], *, fresh: bool, whole: bool) -> str | None:
+    """Why a call needs statistics of what it has in parts; or None.
+
+    Args:
+        pipe: the pipeline.
+        call: its arguments.
+        fresh: whether all of a prediction is of the step at hand.
+        whole: whether all latents are stepped at once.
+    """
+    scales = {name: value for name, value in call.items() if name.endswith("guidance_rescale")}
+    name = next((name for name, value in scales.items() if isinstance(value, int | float) and value), None)
+    if name is not None and not fresh:
+        return (
+            f"{name}={scales[name]} takes the spread of the whole prediction, which is partly "
+            "stale in a patch pipeline; leave it at 0, or use warmup equal to the steps"
+        )
+    if whole:
+        return None
+    scheduler = type(pipe.scheduler).__name__
+    if pipe.scheduler.config.get("thresholding"):
+        return f"{scheduler} with thresholding=True takes a quantile of the whole image; set thresholding=False"
+    if pipe.scheduler.config.get("noise_sampler_seed") is not None:
+        return f"{scheduler} with noise_sampler_seed draws noise by the shape that it steps; leave the seed at None"
+    return None
+
+
+def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | None:
     """Why a modular pipeline's guidance cannot be divided with its model, or None.
 
     Args:
         pipe: the pipeline.
-        partial: whether the predictions that it combines are partly stale.
+        partial: whether tokens are cut, and belong to branches of guidance.
+        fresh: whether all of a prediction is of the step at hand, wherever it counts.
     """
     for name, part in vars(pipe).items():
         if not isinstance(part, BaseGuidance):
@@ -166,10 +206,16 @@ def explain_guider_refusal(pipe: Any, *, partial: bool) -> str | None:
                 f"{kind} guides from {part._start:.0%} to {part._stop:.0%} of the steps, and guidance that changes the "
                 "number of calls in mid-run cannot be divided into patches; use start=0.0 and stop=1.0"
             )
-        if partial and not _guides_each_place_alone(part):
+        if partial and fresh and not _guides_each_place_alone(part) and not _shows_patches(part):
+            return (
+                f"{kind} computes with the whole prediction, and in it the places of a patch cannot be told; use "
+                "another guider, such as ClassifierFreeGuidance, or a plan without pipefusion and patches"
+            )
+        if not fresh and not _guides_each_place_alone(part):
             return (
                 f"{kind} takes a statistic of the whole prediction, or remembers earlier ones, and a prediction is "
-                "partly stale in a patch pipeline; use ClassifierFreeGuidance without guidance_rescale"
+                "partly stale in a patch pipeline; use ClassifierFreeGuidance without guidance_rescale, or warmup "
+                "equal to the steps"
             )
     return None
 
@@ -188,6 +234,20 @@ def _guides_each_place_alone(guider: BaseGuidance) -> bool:
     except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
         return False
     return all(torch.equal(each, results[0]) for each in results)
+
+
+def _shows_patches(guider: BaseGuidance) -> bool:
+    """Whether what is NaN in a prediction, as it is in a rehearsal, is NaN in what a guider makes of it, no more."""
+    twin: Any = copy.deepcopy(guider)
+    twin.set_state(step=0, num_inference_steps=2, timestep=torch.tensor(500.0))
+    predictions = torch.randn(2, 1, 8, 4, generator=torch.Generator().manual_seed(0))
+    predictions[:, :, 4:] = float("nan")
+    one, other = predictions.as_subclass(RehearsedPrediction)
+    try:
+        result = twin(_name_predictions(twin, one, other)).pred
+    except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
+        return False
+    return torch.equal(torch.isnan(result), torch.isnan(predictions[0]))
 
 
 def _name_predictions(guider: Any, conditional: Tensor, unconditional: Tensor) -> list[Any]:

@@ -268,6 +268,15 @@ class Plan:
         """Whether patches attend to keys of the step before, once the warmup is over; one patch has all keys fresh."""
         return self.num_patches * self.distrifusion > 1
 
+    def predicts_whole(self, steps: int | None) -> bool:
+        """Whether all of each prediction is of the step at hand, in a call of so many steps: no patch comes by itself.
+
+        Args:
+            steps: None where the call does not say.
+        """
+        is_known = steps is not None and isinstance(self.warmup, int)
+        return self.num_patches == 1 or (is_known and self.warmup >= steps)  # type: ignore[operator]
+
     @property
     def least_warmup(self) -> int:
         """The number of synchronous steps; with warmup=auto the fewest that there can be."""

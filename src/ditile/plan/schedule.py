@@ -135,6 +135,11 @@ class Schedule:
         """Whether nothing is stale in a step. With one patch nothing can be."""
         return step < self.warmup or step in self.again or self.patches * self.distrifusion == 1
 
+    @property
+    def has_stale_steps(self) -> bool:
+        """Whether keys are stale in some steps, or may be."""
+        return self.adaptive or not all(map(self.is_synchronous, range(self.steps)))
+
     def computes_references(self, step: int) -> bool:
         """Whether the patches of reference pictures are computed in a step; else their keys stay as they are."""
         if not self.references:

@@ -34,7 +34,9 @@ from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.models import registry
 from ditile.models.pipeline_calls import (
+    count_most_iterations,
     explain_guider_refusal,
+    explain_statistics_refusal,
     hide_block_tracebacks,
     is_modular,
     list_call_parameters,
@@ -377,11 +379,13 @@ class Runner:
         if reason := explain_hook_refusal(find_loop_models(self.pipe), self.plan, num_steps):
             return reason
         partial = self.plan.attends_to_stale_keys or self.plan.pipefusion > 1
-        reason = explain_guider_refusal(self.pipe, partial=partial) or self._parts.spec.refuse(self.pipe, call)
+        is_fresh = not partial or self.plan.predicts_whole(count_most_iterations(self.pipe, call, num_steps))
+        reason = explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh)
+        reason = reason or self._parts.spec.refuse(self.pipe, call)
         reason = reason or self._find_latent_cut(call)
         # Without known blocks there are no patches: every rank steps whole images.
         if reason is None and self._parts.block_hooks.chain:
-            reason = _find_statistics_refusal(self.pipe, call)
+            reason = explain_statistics_refusal(self.pipe, call, fresh=is_fresh, whole=self.plan.num_patches == 1)
         return reason or self._parts.find_refusal_reason()
 
     def _find_latent_cut(self, call: Mapping[str, Any]) -> str | None:
@@ -578,18 +582,3 @@ def build_single_runner(pipe: Any, plan: Plan) -> Runner:
     device = torch.device(pipe.device)
     composition = compose_strategies(pipe, plan, Mesh(0, 1), device, CompositionOptions(keep_weights=True))
     return Runner(composition, origin=device, keep_weights=True)
-
-
-def _find_statistics_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why a call needs statistics of the whole prediction, which are not exact if it is partly stale; or None."""
-    if call.get("guidance_rescale"):
-        return (
-            f"guidance_rescale={call['guidance_rescale']} takes the spread of the whole prediction, which is partly "
-            "stale in a patch pipeline; leave it at 0"
-        )
-    scheduler = type(pipe.scheduler).__name__
-    if pipe.scheduler.config.get("thresholding"):
-        return f"{scheduler} with thresholding=True takes a quantile of the whole image; set thresholding=False"
-    if pipe.scheduler.config.get("noise_sampler_seed") is not None:
-        return f"{scheduler} with noise_sampler_seed draws noise by the shape that it steps; leave the seed at None"
-    return None

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ditile.distributed import rng
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import broadcast_tensor
@@ -41,7 +40,7 @@ from ditile.parallel.pipefusion.patch_schedulers import (
     extract_sample,
     replace_latents,
 )
-from ditile.parallel.pipefusion.rehearsal import BlendIterations, Rehearsal
+from ditile.parallel.pipefusion.rehearsal import BlendIterations, Rehearsal, SavedState
 from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCalls
 from ditile.parallel.pipefusion.step_agreement import StepAgreement, StepCallbacks
 from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
@@ -205,7 +204,7 @@ class Loop:
 
         If the pipeline asks for the second one before it has called the model, it gets the other timesteps as they are.
         """
-        generation = self._begin_generation(timesteps)
+        generation, saved = self._begin_generation(timesteps), SavedState(self._pipe, self._callbacks.generators)
         main = self._main = SteppedLatents(self._scheduler, type(self._pipe).__name__)
         self._streams = [main]
         if self._has_partial_latents or self._rehearses_changes:
@@ -219,6 +218,7 @@ class Loop:
             yield from self._drive_dry_iterations(blends.restore_first_latents())
         else:
             generation.rehearsed_results.clear()
+        saved.restore()
         step = 0
         while step < self._schedule.steps:
             self._begin_step(step)
@@ -274,20 +274,19 @@ class Loop:
 
     def _rehearse(self, timesteps: Sequence[Tensor]) -> Iterator[Tensor]:
         """Iterations before the first step: see `rehearsal.py`. Without one the pipeline calls no model in its loop."""
-        now, saved = self.generation, rng.read_generator_states(self._callbacks.generators)
-        self._streams = []  # each is added when it is first stepped
+        now, self._streams = self.generation, []  # each is added when it is first stepped
         rehearsal = Rehearsal(now, self._streams, type(self._pipe).__name__, self._other_models)
         steps = self._schedule.steps if self._may_change else 1
         patches = self._plan.num_patches if self._has_partial_latents else 0
         # Which model is called in a step may depend on its timestep.
         times = tuple(map(float, timesteps)) if self._may_change else None
-        known = self._rehearsed_calls.list_calls((self.call_shapes, now.warmup_split, times))
-        calls = rehearsal.iterate_calls(timesteps, steps, patches, known, references=self._plan.references is not None)
+        shapes = self.call_shapes, now.warmup_split, now.schedule.has_stale_steps, times
+        known, references = self._rehearsed_calls.list_calls(shapes), self._plan.references is not None
+        calls = rehearsal.iterate_calls(timesteps, steps, patches, known, references=references)
         yield from self._drive_dry_iterations(calls)
         if not self._streams:
             return
         self._rehearsed_calls.note_call(rehearsal.describe_findings())
-        rng.restore_generators(self._callbacks.generators, saved)
         if self._serial_plan is not None and self._schedule.warmup_group_size and now.warmup_split is None:
             self._schedule = Schedule.from_plan(self._serial_plan, self._schedule.steps)
         again = self._schedule.again | rehearsal.changed_steps

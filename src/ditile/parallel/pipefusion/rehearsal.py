@@ -15,14 +15,19 @@ nowhere. Rows are told apart by the bits of their numbers, in an iteration for e
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import copy
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from diffusers.guiders.guider_utils import BaseGuidance
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from ditile.distributed import rng
 from ditile.errors import PlanError, StateError
 from ditile.hooks.generation import Generation
+from ditile.hooks.pieces import has_nan
 from ditile.parallel.pipefusion.other_models import OtherModels
 from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCall, forget_numbers
 from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
@@ -87,7 +92,7 @@ class Rehearsal:
             each.pieces = [*pieces]
         self._end_iterations()
 
-    def _recognise_model_call(self, call: tuple[object, ...]) -> bool:
+    def _recognise_model_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
         """Whether a call of a model was made in some of the calls that this one may be like."""
         now = self._now
         self._calls |= {call}
@@ -112,6 +117,7 @@ class Rehearsal:
             prediction_pieces={branch: dict(pieces) for branch, pieces in now.prediction_pieces.items()},
             whole_steps=now.whole_steps,
             reference_rows=now.reference_rows,
+            live_arguments=now.live_arguments,
             reads_latents_everywhere=now.reads_latents_everywhere,
             changed_steps=self.changed_steps,
             num_references=self.num_references,
@@ -146,8 +152,11 @@ class Rehearsal:
             if self.found is not None or not self._streams:
                 now.rehearsed_patch = None
                 return
+        probe = ArgumentProbe(now, self._pipeline)
         for step in range(steps):
+            now.recognises_call = None if step else probe.note_first_call
             yield self._begin_iteration(step, 0, timesteps[step])
+            now.recognises_call = None
             if not self._streams:
                 now.rehearsed_patch = None
                 return
@@ -172,8 +181,35 @@ class Rehearsal:
             # How the pipeline hands on latents is seen in the second iteration.
             yield self._begin_iteration(0, 0, timesteps[0])
             self._check_iteration()
+        if patches:
+            yield from self._find_live_arguments(probe, divided, timesteps[divided])
         self.num_references = now.num_references
         self._end_iterations()
+
+    def _find_live_arguments(self, probe: ArgumentProbe, step: int, timestep: Tensor) -> Iterator[Tensor]:
+        """Iterations without a model whose latents are NaN in a patch, and one that surveys calls again if need be."""
+        now, streams = self._now, self._streams
+        owned = [[patch for patch, piece in enumerate(each.pieces) if not piece.is_empty] for each in streams]
+        marked = sorted({patch for patches in owned for patch in patches[-2:]})
+        # What an iteration is given as latents is seen in the next one. The first one has what was predicted before.
+        for patch in (*marked, None):
+            for each in streams:
+                piece = None if patch is None else each.pieces[patch]
+                each.is_probed, each.marked_piece = True, None if piece is None or piece.is_empty else piece
+            now.recognises_call = probe.look_at_call
+            yield self._begin_iteration(step, 0, timestep)
+            now.recognises_call = None
+            self._check_iteration()
+            probe.end_look()
+        now.live_arguments = probe.find_live_arguments()
+        if now.live_arguments:
+            now.surveys_again = True
+            yield self._begin_iteration(step, 0, timestep)
+            now.surveys_again = False
+            self._check_iteration()
+            now.reads_latents_everywhere |= any(any(form.fed.values()) for form in now.forms.values())
+        for each in streams:
+            each.is_probed = False
 
     def _end_iterations(self) -> None:
         for each in self._streams:
@@ -220,6 +256,100 @@ class Rehearsal:
     def _check_iteration(self) -> None:
         if not self.is_stepped:
             raise StateError(f"{self._pipeline} went on without stepping its scheduler")
+
+
+class SavedState:
+    """What iterations in which nothing is computed must leave as it was: random states, and what guiders remember.
+
+    A guider may keep an average of predictions from step to step, as adaptive projected guidance does, and these are
+    NaN or zero there.
+
+    Args:
+        pipe: the pipeline.
+        generators: which it may draw from.
+    """
+
+    def __init__(self, pipe: Any, generators: Sequence[torch.Generator]) -> None:
+        self._generators, self._random = generators, rng.read_generator_states(generators)
+        guiders = [part for part in vars(pipe).values() if isinstance(part, BaseGuidance)]
+        self._guiders = [(part, copy.deepcopy(vars(part))) for part in guiders]
+
+    def restore(self) -> None:
+        """Puts it back."""
+        rng.restore_generators(self._generators, self._random)
+        for guider, state in self._guiders:
+            vars(guider).clear()
+            vars(guider).update(state)
+
+
+class ArgumentProbe:
+    """Finds what a pipeline makes of its latents, or of its last prediction, for the arguments of its model.
+
+    Stages have other latents at a time: the first one those of the patch at hand, the last one those that it stepped,
+    and the others none that are new unless they are sent them. And a patch's latents are one step newer than those of
+    the patches behind it. So what is made of a patch must be made of its own latents, unless every step is
+    synchronous.
+
+    Args:
+        now: the generation.
+        pipeline: the name of the pipeline's class, for messages.
+    """
+
+    def __init__(self, now: Generation, pipeline: str) -> None:
+        self._now, self._pipeline = now, pipeline
+        self._always: set[tuple[int, str]] = set()
+        self._masks: dict[tuple[int, str], list[Tensor]] = {}
+        self._looks: list[dict[tuple[int, str], list[Tensor]]] = []
+        self._latents: set[str] = set()
+
+    def note_first_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
+        """What is NaN anyway in a call, which is to be made."""
+        self.look_at_call(call, inputs, latents)
+        self._always |= self._masks.keys()
+        self._masks = {}
+        return False
+
+    def look_at_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
+        """What is NaN now in a call that need not be made."""
+        self._latents.add(latents)
+        for name, value in inputs.items():
+            given = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+            if (self._now.branch, name) not in self._always and has_nan(given):
+                self._masks[self._now.branch, name] = [torch.isnan(x) for x in given]
+        return True
+
+    def end_look(self) -> None:
+        """All calls of an iteration were seen."""
+        self._looks.append(self._masks)
+        self._masks = {}
+
+    def find_live_arguments(self) -> frozenset[str]:
+        """The arguments beside the latents that are made of latents in each step.
+
+        Raises:
+            StateError: if one is made of the last prediction, or of other latents than those of its patch, and that is
+                not exact under the schedule.
+        """
+        schedule = self._now.schedule
+        of_prediction, *of_latents = self._looks
+        remedy = "use a plan without pipefusion and patches"
+        for _, name in of_prediction:
+            if schedule.stages > 1 or schedule.has_stale_steps:
+                raise StateError(
+                    f"{self._pipeline} makes {name} for its model from what the model predicted last, which other "
+                    f"stages and patches have not; {remedy}"
+                )
+        # What is made of two patches is no patch's own.
+        seen: dict[tuple[int, str], list[Tensor]] = {}
+        for key, masks in [each for look in of_latents for each in look.items() if schedule.has_stale_steps]:
+            before = seen.setdefault(key, [torch.zeros_like(mask) for mask in masks])
+            if any(x.shape != y.shape or bool((x & y).any()) for x, y in zip(before, masks, strict=False)):
+                raise StateError(
+                    f"{self._pipeline} makes {key[1]} of a patch for its model from latents of other patches too, "
+                    f"which are of other steps; use warmup={schedule.steps}, or {remedy[4:]}"
+                )
+            seen[key] = [x | y for x, y in zip(before, masks, strict=False)]
+        return frozenset(name for look in of_latents for _, name in look) - self._latents
 
 
 class BlendIterations:

@@ -77,7 +77,8 @@ class RehearsedCall:
         results: of these calls by branch, and of other models' calls, as `forget_numbers` describes them.
         shapes: of the predictions that schedulers are stepped with.
         pieces: of the latents, by scheduler and patch.
-        forms, prediction_pieces, whole_steps, reference_rows, reads_latents_everywhere: as in `Generation`.
+        forms, prediction_pieces, whole_steps, reference_rows, live_arguments, reads_latents_everywhere: as in
+            `Generation`.
         changed_steps: as in `Rehearsal`.
         num_references: patches of reference pictures.
         lets_group_rest: whether the warmup group rests all the same.
@@ -91,6 +92,7 @@ class RehearsedCall:
     prediction_pieces: Mapping[int, dict[int, list[Piece]]]
     whole_steps: frozenset[int]
     reference_rows: frozenset[int]
+    live_arguments: frozenset[str]
     reads_latents_everywhere: bool
     changed_steps: frozenset[int]
     num_references: int
@@ -106,7 +108,7 @@ class RehearsedCall:
         now.forms = self.forms
         now.prediction_pieces.update(self.prediction_pieces)
         now.whole_steps, now.reference_rows = self.whole_steps, self.reference_rows
-        now.reads_latents_everywhere = self.reads_latents_everywhere
+        now.live_arguments, now.reads_latents_everywhere = self.live_arguments, self.reads_latents_everywhere
         if self.lets_group_rest:
             now.warmup_split = None
 

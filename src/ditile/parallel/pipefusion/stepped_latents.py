@@ -33,6 +33,8 @@ class SteppedLatents:
         predicted_shape: of the prediction that was rehearsed last.
         rehearsed_piece: of the patch that is rehearsed, once the scheduler was stepped.
         is_stepped: whether the scheduler was stepped in the micro-step at hand.
+        marked_piece: of the latents that are handed on as NaN in a dry iteration, if any.
+        is_probed: whether what is stepped in a dry iteration says nothing of pieces.
         stepped_patches: what was stepped in the micro-step at hand, by patch.
         held_patches: stepped patches that are not in the latents yet.
         hands_on_copies: whether the pipeline makes something of the latents, instead of handing them on.
@@ -48,7 +50,8 @@ class SteppedLatents:
         self.latents: Tensor | None = None
         self.pieces: list[Piece] = []
         self.rehearsed_piece: Piece | None = None
-        self.is_stepped = self.hands_on_copies = self.is_blended = False
+        self.is_stepped = self.hands_on_copies = self.is_blended = self.is_probed = False
+        self.marked_piece: Piece | None = None
         self.stepped_patches: dict[int, Tensor] = {}
         self.held_patches: dict[int, Tensor] = {}
         self._samples: list[Tensor] = []
@@ -85,6 +88,9 @@ class SteppedLatents:
         Raises:
             StateError: if the prediction is of another shape, or the scheduler was stepped already.
         """
+        if self.is_probed:
+            self.is_stepped = True
+            return
         if is_cut and prediction.shape != sample.shape:
             raise StateError(
                 f"{self._name} steps latents of shape {tuple(sample.shape)} with predictions of shape "
@@ -116,6 +122,9 @@ class SteppedLatents:
         """What the pipeline is given as the result of a step; a tensor of its own where it writes into it."""
         assert self.latents is not None
         self._handed_on = self.latents.clone() if is_dry or self.is_blended else self.latents
+        if is_dry and self.marked_piece is not None:
+            marked = self.marked_piece.take(self._handed_on)
+            self.marked_piece.put(self._handed_on, torch.full_like(marked, float("nan")))
         return self._handed_on
 
     def set_step_index(self, steps: int) -> None:

@@ -1,0 +1,141 @@
+"""Guidance that takes a statistic of the whole prediction, remembers earlier ones, or perturbs blocks.
+
+Bit for bit the pipeline on two and three ranks where all of a prediction is of the step at hand; else refused before
+the first step.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.guiders import (
+    AdaptiveProjectedGuidance,
+    ClassifierFreeGuidance,
+    ClassifierFreeZeroStarGuidance,
+    MagnitudeAwareGuidance,
+    TangentialClassifierFreeGuidance,
+)
+
+import ditile
+from ditile.errors import DitileError, ModelError
+from ditile.plan.plan import Plan
+from tests import tiny
+from tests.pool import Pool
+from tests.runner.cases import different, divided, same
+from tests.zoo import ZOO
+from tests.zoo.rows import list_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS, PATCHES = 4, 3
+RESCALED: dict[str, dict[str, Any]] = {
+    "ltx": {"guidance_rescale": 0.7},
+    "ltx-condition": {"guidance_rescale": 0.7},
+    "easy-animate": {"guidance_rescale": 0.7},
+    "ltx-2": {"guidance_rescale": 0.7, "audio_guidance_rescale": 0.5},
+}
+GUIDERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "rescaled": (ClassifierFreeGuidance, {"guidance_scale": 3.0, "guidance_rescale": 0.5}),
+    "momentum": (AdaptiveProjectedGuidance, {"adaptive_projected_guidance_momentum": -0.5}),
+    "zero star": (ClassifierFreeZeroStarGuidance, {"guidance_scale": 3.0}),
+    "magnitude": (MagnitudeAwareGuidance, {"guidance_scale": 3.0}),
+    "tangential": (TangentialClassifierFreeGuidance, {"guidance_scale": 3.0}),
+}
+
+
+def make(name: str) -> tuple[Any, dict[str, Any]]:
+    if name in GUIDERS:
+        kind, settings = GUIDERS[name]
+        pipe = ZOO["qwen-image-modular"].make()
+        pipe.update_components(guider=kind(**settings))
+        return pipe, {}
+    return ZOO[name].make(), RESCALED.get(name, {})
+
+
+def draw(pipe: Any, name: str, changes: dict[str, Any]) -> list[torch.Tensor]:
+    call = ZOO["qwen-image-modular" if name in GUIDERS else name].call()
+    return list_tensors(pipe(**call | {"num_inference_steps": STEPS} | changes))
+
+
+def guide(name: str, stages: int) -> str:
+    """On a rank: twice without anything stale; and what is said where some is, or where nothing can be exact."""
+    pipe, changes = make(name)
+    want = draw(pipe, name, changes)
+    try:
+        with divided(pipe, pipefusion=stages, patches=PATCHES, warmup=STEPS) as runner:
+            for _ in range(2):
+                same(draw(runner, name, changes), want, (name, stages))
+    except DitileError as error:
+        return f"never: {error}"
+    if changes:
+        different(want[0], draw(pipe, name, dict.fromkeys(changes, 0.0))[0], "without")
+    with (
+        divided(pipe, pipefusion=stages, patches=PATCHES, warmup=STEPS - 1) as runner,
+        pytest.raises(ModelError) as refusal,
+    ):
+        draw(runner, name, changes)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", [*RESCALED, *GUIDERS, "hunyuan-image"])
+def test_a_statistic_of_the_whole_prediction(pool: Pool, name: str) -> None:
+    """A failure means a picture of other contrast on some ranks, or a refusal where there is nothing stale."""
+    for ranks in (2, 3):
+        said = pool.run(guide, ranks, name, ranks)
+        # Their first step is zero, or they decompose the prediction.
+        expected = (
+            "never: .*places of a patch cannot be told" if name in ("zero star", "tangential") else "partly stale"
+        )
+        assert len(set(said)) == 1 and re.search(expected, said[0]), said
+
+
+class Recorder(ClassifierFreeGuidance):
+    """Remembers whether predictions were numbers."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.finite: list[bool] = []
+
+    def forward(self, pred_cond: torch.Tensor, pred_uncond: torch.Tensor | None = None) -> Any:
+        self.finite.append(bool(torch.isfinite(pred_cond).all()))
+        return super().forward(pred_cond, pred_uncond)
+
+
+def test_a_guider_keeps_nothing_of_a_rehearsal() -> None:
+    """It is what it was before: a failure means that its first step has NaN in what it remembers."""
+    pipe = ZOO["qwen-image-modular"].make()
+    pipe.update_components(guider=Recorder(guidance_scale=3.0))
+    with divided(pipe, patches=PATCHES, warmup=1) as runner:
+        for _ in range(2):
+            pipe.guider.finite.clear()
+            draw(runner, "momentum", {})
+            assert pipe.guider.finite == [True] * (1 + PATCHES * (STEPS - 1))
+
+
+def test_a_callback_sees_steps_alone() -> None:
+    """Rehearsed or not. A failure means that it is called with the latents of no step, or with NaN."""
+    pipe, seen = tiny.quiet(ZOO["qwen-image-inpaint"].make()), list[tuple[int, bool]]()
+
+    def note(pipe: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        seen.append((step, bool(torch.isfinite(tensors["latents"]).all())))
+        return {}
+
+    call = {"num_inference_steps": STEPS, "strength": 1.0, "callback_on_step_end": note}
+    with divided(pipe, patches=PATCHES, warmup=1) as runner:
+        for _ in range(2):
+            seen.clear()
+            runner(**ZOO["qwen-image-inpaint"].call() | call)
+            assert seen == [(step, True) for step in range(STEPS)]
+
+
+def test_perturbed_attention_and_skipped_layers_are_refused() -> None:
+    """Their attention sees this rank's tokens alone, and their layers are named by iterations."""
+    parts = {name: part for name, part in tiny.sd3().components.items() if "image_encoder" not in name}
+    parts.pop("feature_extractor", None)
+    perturbed = tiny.quiet(diffusers.StableDiffusion3PAGPipeline(**parts, pag_applied_layers=["blocks.1"]))
+    for plan in ({"patches": 2}, {"patches": 2, "warmup": STEPS}):
+        with pytest.raises(ModelError, match="puts an attention of its own.*use data or tensor"):
+            ditile.parallelize(perturbed, Plan(**plan))
