@@ -210,6 +210,8 @@ def test_the_file_of_conditions_has_no_class_that_draws_from_words_alone() -> No
     classes = json.loads((ASSETS / "matrix.json").read_text("utf-8"))["conditions"]
     assert classes["FluxInpaintPipeline"]["words"] == "picture*, mask*"
     assert classes["QwenImageEditPlusPipeline"]["words"] == "pictures" and "FluxPipeline" not in classes
+    assert classes["QwenImageEditPlusModularPipeline"]["words"] == "pictures*"
+    assert classes["MiniMaxH3ModularPipeline"]["words"] == "picture, last frame"
 
 
 def test_the_table_of_models_has_each_class_whole(capsys: pytest.CaptureFixture[str]) -> None:

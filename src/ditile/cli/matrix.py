@@ -114,7 +114,9 @@ def _collect_conditions() -> dict[str, Any]:
     found = {}
     for name in dir(diffusers):
         pipeline: Any = getattr(diffusers, name) if name.endswith("Pipeline") else None
-        kind = find_transformer_class(pipeline) if isinstance(pipeline, type) else None
+        if name.endswith("ModularPipeline"):
+            pipeline = pipeline() if pipeline.default_blocks_name else None
+        kind = None if pipeline is None else find_transformer_class(pipeline)
         if kind is None:
             continue
         with contextlib.suppress(ModelError):  # it draws neither

@@ -65,7 +65,10 @@ def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
         return {name: each for name, each in parameters.items() if name != "self"}
     # Which of them are needed depends on the others, and on what earlier blocks make.
     inputs = [each for each in pipe._blocks.inputs if each.name is not None]
-    return {each.name: Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default) for each in inputs}
+    return {
+        each.name: Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type_hint)
+        for each in inputs
+    }
 
 
 def read_call_values(call: Mapping[str, Any]) -> dict[str, Any]:

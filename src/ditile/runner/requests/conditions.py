@@ -68,12 +68,15 @@ def _read_modular_call(pipe: Any) -> CallConditions:
         name: found for name, known in ARGUMENTS.items() if (found := next(filter(parameters.get, known), None))
     }
     needed, image = list_required_inputs(pipe), parameters.get(arguments.get("image", ""))
+    if "image" not in parameters:  # else a mask lies on other things than a picture
+        arguments.pop("mask", None)
     # What noise is added to, and the first frame of a video, is one picture.
-    is_reference = "strength" not in parameters and "list" in str(image and image.annotation)
+    is_start = "strength" in parameters or (returns_videos(pipe) and image is not None and image.name == "image")
+    is_reference = not is_start and "list" in str(image and image.annotation)
     return CallConditions(
         arguments=arguments,
         needed=tuple(name for name, argument in arguments.items() if argument in needed),
-        max_pictures=0 if image is None else MOST_PICTURES if is_reference and not returns_videos(pipe) else 1,
+        max_pictures=0 if image is None else MOST_PICTURES if is_reference else 1,
     )
 
 
@@ -236,9 +239,10 @@ def describe_condition(taken: CallConditions, name: str) -> str:
 
 
 def find_transformer_class(pipeline: Any) -> type | None:
-    """The class of a pipeline's transformer, as its signature says."""
-    if not hasattr(pipeline, "_get_signature_types"):  # a modular pipeline
-        return None
+    """The class of a pipeline's transformer, as its signature says, or the blocks of a modular pipeline."""
+    if not hasattr(pipeline, "_get_signature_types"):
+        specs = getattr(pipeline, "_component_specs", {})  # of a modular pipeline
+        return getattr(specs.get("transformer"), "type_hint", None)
     kinds = pipeline._get_signature_types().get("transformer", ())
     return next((kind for kind in kinds if isinstance(kind, type)), None)
 
