@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from ditile.hooks.block_calls import _SurveyPass, advise_whole_tokens
-from ditile.hooks.block_policy import BlockHook
+from ditile.hooks.block_calls import _SurveyPass
+from ditile.hooks.block_policy import BlockHook, advise_whole_tokens
 from ditile.hooks.generation import Generation
 from ditile.models.anatomies import find_anatomy
 from ditile.models.flux import read_flux_grid

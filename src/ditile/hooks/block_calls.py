@@ -23,10 +23,19 @@ from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError, StateError
 from ditile.hooks.batch_rows import join_batch_results
-from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, TokenState
+from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, SurveyedBlocks, TokenState, advise_whole_tokens
 from ditile.hooks.generation import Generation
 from ditile.hooks.overrides import list_parameter_names
-from ditile.hooks.pieces import Piece, RehearsedPrediction, find_grid, find_nan_tokens, has_nan, list_predictions
+from ditile.hooks.pieces import (
+    Piece,
+    RehearsedPrediction,
+    UnmixedTokens,
+    find_grid,
+    find_nan_tokens,
+    has_nan,
+    list_predictions,
+    poison_latents,
+)
 from ditile.hooks.token_arguments import cut_argument, find_misfit, find_unknown_rows, is_cut, slice_rows, write_runs
 from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
 from ditile.plan.layout import Grid
@@ -43,19 +52,6 @@ class BlockPass(Protocol):
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
         """What a block that is given `call` returns; `forward` takes the same by name."""
-
-
-class SurveyedBlocks(Protocol):
-    """What blocks are given in a survey.
-
-    Attributes:
-        has_begun: whether the first block was called.
-    """
-
-    has_begun: bool
-
-    def is_fed(self) -> bool:
-        """Whether a block was given something that the forward makes of the latents, beside the tokens."""
 
 
 class SurveyWatch(Protocol):
@@ -208,13 +204,25 @@ class BlockCalls:
             grid = self._find_video_grid(forward, inputs)
         name = type(self._transformer).__name__
         survey = _SurveyPass(name, self._anatomy, self._last, self._advice, checks=checks)
+        padding = frozenset[int]()
+        if self._now.schedule.references is not None and self._anatomy.is_one_sequence:
+            with UnmixedTokens():
+                flags = self._flag_nan_tokens(forward, poison_latents(inputs, self._names[0]))
+            padding = frozenset() if flags is None else frozenset((~flags).nonzero().flatten().tolist())
         poisoned = poison_latents(inputs, self._names[0], *self._now.live_arguments)
         self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
         result = self._memo.survey_call(run, self._anatomy.lists, survey)
         # With more than the latents NaN, the result says nothing of the text.
         returns_text = survey.poisons_text and has_nan(result) if known is None else known.returns_text
-        return survey.describe_call(grid)._replace(returns_text=returns_text, visits=self._visits)
+        form = survey.describe_call(grid)
+        return form._replace(returns_text=returns_text, visits=self._visits, padding=padding)
+
+    def _flag_nan_tokens(self, forward: Forward, inputs: Mapping[str, Any]) -> Tensor | None:
+        """Which tokens in front of the first block are NaN; None if no block was called."""
+        look = _FirstBlockPass(self._anatomy)
+        self._run_pass(look, forward, inputs)
+        return look.flags
 
     def _find_video_grid(self, forward: Forward, inputs: Mapping[str, Any]) -> Grid | None:
         """The frames and rows of tokens that are made of latents `[B, .., H, W]` or `[B, F, H, W, C]` of a video.
@@ -228,9 +236,8 @@ class BlockCalls:
         for dim in (2, 3):
             marked = latents.clone()
             marked.narrow(dim, 0, 1).fill_(float("nan"))
-            look = _FirstBlockPass(self._anatomy)
-            self._run_pass(look, forward, {**inputs, name: marked})
-            grid = None if look.flags is None else find_grid(look.flags)
+            flags = self._flag_nan_tokens(forward, {**inputs, name: marked})
+            grid = None if flags is None else find_grid(flags)
             if grid is not None and grid.frames > 1:
                 grids.append(grid)
         # Columns look like rows of one token, in more frames.
@@ -267,12 +274,6 @@ def _describe_input(value: Any) -> Any:
     return tuple(x.shape for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
 
 
-def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The same call with NaN for some arguments: the first parameter of a transformer is its latents."""
-    given = {name: inputs[name] for name in names if name in inputs}
-    return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), given)}
-
-
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:
     return forward(*(call.pop(name) for name in names), *rest, **call)
 
@@ -288,12 +289,6 @@ def _give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> A
     if len(anatomy.returns) == 1:
         return (image,)
     return (text, image) if anatomy.returns[0] == "text" else (image, text)
-
-
-def advise_whole_tokens(transformer: Any, anatomy: Anatomy) -> str:
-    """The plans of a model that divide no tokens: without cuts that were derived or are its class's, no tensor."""
-    has_tensor = bool(anatomy.tensor or getattr(transformer, "_tp_plan", None))
-    return f"use a plan of {'data, cfg or tensor' if has_tensor else 'data or cfg'}"
 
 
 class _SurveyPass:

@@ -27,8 +27,8 @@ from ditile.hooks.attention_processors import (
     replace_cross_processors,
 )
 from ditile.hooks.batch_rows import BatchDimFinder
-from ditile.hooks.block_calls import BlockCalls, SurveyedBlocks
-from ditile.hooks.block_policy import ADAPTER_PROCESSORS, BlockHook, BlockPolicy, LayerAttention
+from ditile.hooks.block_calls import BlockCalls
+from ditile.hooks.block_policy import ADAPTER_PROCESSORS, BlockHook, BlockPolicy, LayerAttention, SurveyedBlocks
 from ditile.hooks.compile import (
     CompileFunction,
     ForwardCall,

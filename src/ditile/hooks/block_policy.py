@@ -11,7 +11,7 @@ import torch
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
-from ditile.plan.anatomy import LOCAL, REAL_PAIRS, ListAnatomy, drop_further_keys, sees_text
+from ditile.plan.anatomy import LOCAL, REAL_PAIRS, Anatomy, ListAnatomy, drop_further_keys, sees_text
 from ditile.plan.layout import Grid
 
 ADAPTER_PROCESSORS = (FluxIPAdapterAttnProcessor,)
@@ -141,6 +141,19 @@ class BlockPolicy(Protocol):
         """The transformer returns."""
 
 
+class SurveyedBlocks(Protocol):
+    """What blocks are given in a survey.
+
+    Attributes:
+        has_begun: whether the first block was called.
+    """
+
+    has_begun: bool
+
+    def is_fed(self) -> bool:
+        """Whether a block was given something that the forward makes of the latents, beside the tokens."""
+
+
 class CallForm(NamedTuple):
     """What a call of the transformer looks like outside of its blocks.
 
@@ -155,6 +168,8 @@ class CallForm(NamedTuple):
         rows: of the batch.
         visits: how often the forward calls a block.
         latents: where in such a sequence what is made of the latents is, if that is known; None is all of the image.
+        padding: tokens of such a sequence that are not made of the latents, as those that fill it up; known where
+            reference pictures are looked for.
     """
 
     grid: Grid
@@ -166,8 +181,15 @@ class CallForm(NamedTuple):
     rows: int = 1
     visits: int = 0
     latents: range | None = None
+    padding: frozenset[int] = frozenset()
 
     def list_fed_blocks(self) -> list[str]:
         """The blocks that are given what is made of the latents. Waits for the device once."""
         flags = torch.stack([*self.fed.values()]).tolist() if self.fed else []
         return [name for name, flag in zip(self.fed, flags, strict=True) if flag]
+
+
+def advise_whole_tokens(transformer: Any, anatomy: Anatomy) -> str:
+    """The plans of a model that divide no tokens: without cuts that were derived or are its class's, no tensor."""
+    has_tensor = bool(anatomy.tensor or getattr(transformer, "_tp_plan", None))
+    return f"use a plan of {'data, cfg or tensor' if has_tensor else 'data or cfg'}"

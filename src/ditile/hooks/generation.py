@@ -104,7 +104,8 @@ class Generation:
         blended_step: the step for whose latents an iteration is made in which nothing is computed, so that the pipeline
             blends them again; None in one that computes, and in a rehearsal.
         rehearsed_bit: in a rehearsal that finds out which rows of tokens come out: NaN is in those whose number has it.
-        latent_rows: of the first call, what is made of latents.
+        latent_rows: of the first call, what is made of latents, and the tokens between them that fill up a sequence.
+        padding_rows: of the first call, those that fill it up, where reference pictures are looked for.
         reference_rows: of the first call, those of them that come out nowhere, as far as a rehearsal found them.
         called_models: in a rehearsal, and whether they were called to compute a whole.
         rehearsed_results: what the transformer's calls returned in a rehearsal, by branch.
@@ -151,6 +152,7 @@ class Generation:
     blended_step: int | None = None
     rehearsed_bit: int | None = None
     latent_rows: range = range(0)
+    padding_rows: frozenset[int] = frozenset()
     reference_rows: frozenset[int] = frozenset()
     called_models: set[tuple[object, bool]] = field(default_factory=set)
     rehearsed_results: dict[int, Any] = field(default_factory=dict)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
@@ -26,6 +29,24 @@ def has_nan(values: Any) -> bool:
     """Whether some tensor in values has a NaN. Waits for the device."""
     flags = [torch.isnan(x).any() for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
     return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
+
+
+def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The same call with NaN for some arguments: the first parameter of a transformer is its latents."""
+    given = {name: inputs[name] for name in names if name in inputs}
+    return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), given)}
+
+
+class UnmixedTokens(TorchFunctionMode):
+    """Self-attention returns each token's own value, so that NaN of a token does not come to others."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            given = {**dict(zip(("query", "key", "value"), args, strict=False)), **(kwargs or {})}
+            query, value = given["query"], given["value"]
+            if query.shape == value.shape:
+                return value
+        return func(*args, **(kwargs or {}))
 
 
 def find_nan_tokens(x: Tensor, dim: int) -> range | None:

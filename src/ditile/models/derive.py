@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
-from ditile.hooks.block_calls import poison_latents
 from ditile.hooks.overrides import list_parameter_names
-from ditile.hooks.pieces import find_nan_tokens
+from ditile.hooks.pieces import find_nan_tokens, poison_latents
 from ditile.hooks.token_arguments import Runs, cut_argument, is_cut, take_runs
 from ditile.models.block_lists import find_model_entry
 from ditile.models.record import (

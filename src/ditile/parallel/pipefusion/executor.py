@@ -303,6 +303,7 @@ class PipeFusion:
         """Cuts the tokens of the first call: around those of references, once these are known."""
         now, self._start_of_image = self.generation, form.start
         now.latent_rows = range(form.grid.rows) if form.latents is None else form.latents
+        now.padding_rows = form.padding
         if form.latents is not None and form.grid.rows != form.grid.num_tokens:
             now.latent_rows = range(0)  # counted in tokens, and not in rows
         if not now.reference_rows:

@@ -231,11 +231,13 @@ class Rehearsal:
                 each.rehearsed_piece.put(of_elements, each.rehearsed_piece.take(of_elements) + (1 << bit))
         now.rehearsed_bit = None
         found = set(torch.cat([each.flatten() for each in numbers]).tolist()) if numbers else {0}
-        now.reference_rows = frozenset(row for number, row in enumerate(rows) if number not in found)
+        out_nowhere = frozenset(row for number, row in enumerate(rows) if number not in found)
+        now.reference_rows = out_nowhere - now.padding_rows
         if not now.reference_rows:
             raise PlanError(
                 f"references: {self._pipeline} has no tokens of reference pictures here, which go through its blocks "
-                "in each step and come out nowhere; leave references out, or give the call a picture to refer to"
+                "in each step and come out nowhere (some pipelines step them like latents, and put them back); leave "
+                "references out, or give the call a picture to refer to"
             )
         now.forget_layouts()
 
