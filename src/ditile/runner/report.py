@@ -27,6 +27,8 @@ class Report:
         key_bytes: bytes of stale keys and values at the end of the last step.
         cache_bytes: bytes that caches keep at the end of the last step.
         text_tokens: text tokens in the sequence of joint attention; None if no block had hooks.
+        reference_tokens: of reference pictures, where a plan says in which steps they are computed.
+        reference_steps: those steps, from 0.
         step_seconds: of each step on this rank's device; empty unless the call was traced.
         waited: seconds of each step in which this rank waited for messages and computed nothing, by kind of message;
             empty unless the call was traced.
@@ -41,6 +43,8 @@ class Report:
     key_bytes: int
     cache_bytes: int
     text_tokens: int | None
+    reference_tokens: int = 0
+    reference_steps: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     waited: dict[str, list[float]] = field(default_factory=dict)
 
