@@ -6,7 +6,7 @@ Nothing here imports torch, because a process that only starts ranks shows the r
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,7 +56,8 @@ def sum_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]
         whole["seconds"] = {name: sum(r["seconds"][name] for r in of_rank) for name in whole["seconds"]}
         for name in ("steps", "bytes_sent"):
             whole[name] = sum(r[name] for r in of_rank)
-        whole["synchronous"] = [step for r in of_rank for step in r["synchronous"]]
+        for name in ("synchronous", "reference_steps"):
+            whole[name] = [step for r in of_rank for step in r[name]]
         for name in ("peak_memory_bytes", "key_bytes", "cache_bytes"):
             whole[name] = max(r[name] for r in of_rank)
         rank_reports.append(whole)
@@ -117,6 +118,8 @@ def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:
         facts["settings"] = outcome.settings
     if "cache_config" in outcome.settings:
         facts["cache"] = {"blocks_saved": _compute_saved_share(outcome.left_out), "contexts": outcome.left_out}
+    if outcome.reports and (tokens := outcome.reports[0]["reference_tokens"]):
+        facts["references"] = {"tokens": tokens, "computed_steps": len(outcome.reports[0]["reference_steps"])}
     if outcome.tracks_memory:
         for name in ("key_bytes", "cache_bytes"):
             facts[name] = [report[name] for report in outcome.reports]
@@ -147,6 +150,7 @@ def list_outcome_lines(outcome: Outcome) -> Iterator[str]:
         ("seconds", f"{seconds['total']:.2f}  ({parts})"),
         *_list_perf_rows(outcome),
         ("per step", f"{seconds['denoise'] / max(1, steps):.3f} s over {steps} steps{exact}"),
+        *_list_reference_rows(facts),
         *_list_cache_rows(outcome),
         ("peak memory", _format_per_rank(facts["peak_memory_bytes"])),
         *_list_memory_rows(facts),
@@ -160,6 +164,12 @@ def _list_perf_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
         each = ", ".join(f"{total:.2f}" for total in outcome.totals[:MAX_ITEMS_SHOWN])
         more = f" .. ({len(outcome.totals)})" if len(outcome.totals) > MAX_ITEMS_SHOWN else ""
         yield "measured", f"medians of {NUM_PERF_CALLS} runs after one that is not counted: {each}{more}"
+
+
+def _list_reference_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if references := facts.get("references"):
+        steps = f"computed in {references['computed_steps']} of {facts['steps']} steps"
+        yield "references", f"{references['tokens']} tokens, {steps}"
 
 
 def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:

@@ -161,6 +161,10 @@ class Layout:
         """Token rows of a patch."""
         return sum(map(len, self._list_row_runs(patch)))
 
+    def count_reference_tokens(self) -> int:
+        """Tokens of reference pictures that are patches of their own."""
+        return sum(len(run) for patch in range(self.num_references) for run in self.locate_tokens(patch))
+
     def locate_tokens(self, patch: int) -> tuple[range, ...]:
         """The image tokens of a patch, counted among image tokens."""
         return merge_ranges(

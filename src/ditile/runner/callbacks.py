@@ -161,8 +161,10 @@ class StepEndCallbacks:
 
     def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
         now = self.loop.generation
-        text = next((layout.text for layout in now.layouts.values()), None)
-        self._watch.record_step_end(now.memory.key_bytes, text)
+        layout = next(iter(now.layouts.values()), None)
+        text, references = (None, 0) if layout is None else (layout.text, layout.count_reference_tokens())
+        computed = now.schedule.computes_references(step)
+        self._watch.record_step_end(now.memory.key_bytes, text, references, computed=computed)
         if self.decodes_alone and step == self._steps - 1:
             note_work_alone()
         if self._bar is not None and self._is_step_visible(step):

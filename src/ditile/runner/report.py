@@ -70,7 +70,8 @@ class CallMeter:
 
     def __init__(self, device: torch.device, trace: GenerationTrace, traffic: Traffic, *, traced: bool) -> None:
         self._device, self._trace, self._traffic = device, trace, traffic
-        self._steps = self._key_bytes = 0
+        self._steps = self._key_bytes = self._references = 0
+        self._reference_steps = list[int]()
         self._text: int | None = None
         traffic.reset_counts()
         trace.clear_records()
@@ -85,12 +86,19 @@ class CallMeter:
         self._loop_began = self._ended = self._clock.mark_point()
         self._trace.mark_step()
 
-    def record_step_end(self, key_bytes: int, text: int | None) -> None:
-        """Notes the end of a step, with the bytes of stale keys and the text tokens of the sequence."""
+    def record_step_end(self, key_bytes: int, text: int | None, references: int = 0, *, computed: bool = True) -> None:
+        """Notes the end of a step.
+
+        Args:
+            key_bytes: bytes of stale keys.
+            text, references: tokens of the text in the sequence, and of reference pictures that are patches.
+            computed: whether these were computed.
+        """
         self._ended = self._clock.mark_point()
         self._trace.mark_step()
+        self._reference_steps += [self._steps] if references and computed else []
         self._steps += 1
-        self._key_bytes, self._text = key_bytes, text
+        self._key_bytes, self._text, self._references = key_bytes, text, references
 
     def build_report(self, synchronous: list[int], warmup_mode: str, cache_bytes: int) -> Report:
         """Ends the call, and waits for the device.
@@ -118,6 +126,8 @@ class CallMeter:
             key_bytes=self._key_bytes,
             cache_bytes=cache_bytes,
             text_tokens=self._text,
+            reference_tokens=self._references,
+            reference_steps=self._reference_steps,
             step_seconds=step_seconds,
             waited=waited,
         )

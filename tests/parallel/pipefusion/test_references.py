@@ -19,6 +19,7 @@ from torch import Tensor
 import ditile
 from ditile import Plan
 from ditile.cache.config import DBCacheConfig
+from ditile.cli.outcome import Outcome, list_outcome_lines
 from ditile.errors import PlanError
 from ditile.hooks.generation import Generation
 from ditile.hooks.kv_store import AgeChecks
@@ -167,6 +168,7 @@ def test_calls_and_ages_are_those_of_the_schedule(references: int) -> None:
     fresh = [step for step in range(1, LONG) if references and step % references == 0]
     reads = 3 * len(fresh) + 2 * (LONG - 1 - len(fresh))
     assert checks.passed == LAYERS * reads
+    assert runner.report.reference_tokens == REFERENCE and runner.report.reference_steps == [0, *fresh]
     sizes = TEXT + IMAGE + REFERENCE
     dummies = 2
     in_steps = [sizes] + [
@@ -294,3 +296,12 @@ def test_caches_go_with_references(pool: Pool, references: int) -> None:
         for drawn, skipped in pool.run(draw_cached, ranks, [plan | {"pipefusion": ranks}], 0.6):
             assert (drawn[0] - alone).abs().max() <= FLOAT * alone.abs().max()
             assert skipped == [ranks * some[0]], "the decisions of every stage"
+
+
+def test_the_outcome_of_a_command_says_how_many_references_there_were() -> None:
+    runner = build_single_runner(make_pipe(), Plan(references=0, patches=2))
+    runner(**make_call())
+    report = runner.report.to_dict()
+    runner.restore()
+    outcome = Outcome(plan="references=0", model="tiny", seed=0, images=[], reports=[report])
+    assert f"{'references':<15}{REFERENCE} tokens, computed in 1 of {LONG} steps" in list(list_outcome_lines(outcome))
