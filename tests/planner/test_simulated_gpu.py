@@ -1,39 +1,208 @@
-"""What ditile does on GPUs, on a GPU that is simulated: no finding, and no wait of the host behind the first step.
+"""What ditile does on GPUs, on GPUs that are simulated: no finding, and no wait of the host behind the first step.
 
-A failure of a plan names the line of ditile that a GPU would not forgive. A failure of a planted bug means that the
-tests of plans find nothing.
+Real ranks send each other real numbers, over gloo; what a GPU receives is NaN until somebody has waited for it. A
+failure of a plan names the line of ditile that a GPU would not forgive. A failure of a planted bug means that the tests
+of plans find nothing.
 """
 
 from __future__ import annotations
 
-import torch
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+from unittest import mock
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ditile.distributed import transport
+from ditile.distributed.transport import PeerChannel, PostedReceive
 from ditile.parallel.pipefusion.block_offload import HostCopies
 from ditile.plan.plan import Plan
-from ditile.planner.simulation.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulationRecord
-from ditile.planner.simulation.messages import SimulatedMessages, simulate_gpu
-from ditile.planner.simulation.tensors import PAGE
+from ditile.planner.simulation.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulationError, SimulationRecord
+from ditile.planner.simulation.messages import NCCL, SimulatedMessages, simulate_gpu
+from ditile.planner.simulation.tensors import PAGE, SimulatedTensor
 from ditile.runner.runner import parallelize
-from tests.runner.cases import MAKE, call_of
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of, divided, run, unfused
 
-MAY_WAIT = {SETUP, CALL, REHEARSAL, AFTER, "step 0"}
+OUTSIDE = {SETUP, CALL, REHEARSAL, AFTER}
+LARGE = {"height": 40, "width": 56, "max_sequence_length": 7}
+TWO = {"num_images_per_prompt": 2}
+
+ROWS: list[tuple[str, str, dict[str, Any]]] = [
+    ("flux", "pipefusion=2 patches=3", {}),
+    ("flux true cfg", "pipefusion=3 patches=3 warmup=2", {}),
+    ("sd3.5 medium", "pipefusion=2 patches=2 ulysses=2", LARGE),
+    ("sd3.5 medium", "pipefusion=3 patches=2 warmup=2 warmup_mode=pipelined", {}),
+    ("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence", {}),
+    ("flux", "pipefusion=2 patches=3 warmup=auto", LARGE),
+    ("flux", "ring=2 ulysses=2", LARGE),
+    ("flux", "pipefusion=2 patches=2 ring=2", LARGE),
+    ("sd3.5 medium", "ulysses=2 async_ulysses=true", LARGE),
+    ("flux", "tensor=2", {}),
+    ("flux", "pipefusion=2 patches=2 tensor=2 text=first", {}),
+    ("sd3.5 medium", "ulysses=2 text=split", {}),
+    ("pixart sigma", "cfg=2 distrifusion=2", {}),
+    ("pixart sigma", "data=3 vae=rows", TWO | {"output_type": "pt"}),
+    ("sd3.5 medium", "data=2 cfg=2", TWO),
+]
 
 
-def simulate_tiny_rank(name: str, plan: Plan, rank: int) -> SimulationRecord:
-    """What one rank alone does, to which others send what nobody knows."""
-    gpu = SimulatedGpu(rank, small=1 << 13)
-    with simulate_gpu(gpu, SimulatedMessages(gpu, rank, plan.world)), torch.no_grad():
+class GlooMessages(SimulatedMessages):
+    """Messages of real ranks. What arrives is NaN until it is waited for."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        super().__init__(gpu, dist.get_rank(), dist.get_world_size())
+
+    def list_replacements(self) -> dict[str, Any]:
+        kept = {
+            "is_initialized",
+            "get_world_size",
+            "get_rank",
+            "new_group",
+            "destroy_process_group",
+            "barrier",
+            "group",
+        }
+        return {name: each for name, each in super().list_replacements().items() if name not in kept | {"group"}}
+
+    def find_backend(self, group: Any) -> str:
+        return NCCL
+
+    def list_ranks(self, group: Any) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+    def carry_numbers(self, reads: Sequence[Any], writes: Sequence[Any], carry: Any) -> Callable[[], None]:
+        hidden: dict[int, tuple[Tensor, Tensor]] = {}
+        for tensor in writes:
+            if isinstance(tensor, SimulatedTensor):
+                hidden[id(tensor)] = tensor.content, tensor.content.clone()
+                if tensor.is_floating_point():
+                    tensor.content.fill_(float("nan"))
+
+        def find_content(tensor: Any) -> Tensor:
+            if id(tensor) in hidden:
+                return hidden[id(tensor)][1]
+            return tensor.content if isinstance(tensor, SimulatedTensor) else tensor
+
+        works = carry(find_content)
+
+        def finish() -> None:
+            for work in works if isinstance(works, list) else [works]:
+                work.wait()
+            for content, arrived in hidden.values():
+                content.copy_(arrived)
+
+        return finish
+
+
+def draw_on_simulated_gpu(name: str, plan: Plan, call: dict[str, Any]) -> tuple[str, SimulationRecord]:
+    """On a rank: how far its picture is from the CPU's under the same plan, and what was seen."""
+    with unfused(), divided(MAKE[name](), **asdict(plan)) as runner:
+        wanted = run(runner, name, **call)
+    gpu = SimulatedGpu(dist.get_rank() % 8, keeps_numbers=True)
+    with simulate_gpu(gpu, GlooMessages(gpu)), torch.no_grad():
         runner = parallelize(MAKE[name](), plan, device=gpu.device, keep_weights=True)
         gpu.record.enter_place(CALL)
-        runner(**call_of(name, output_type="latent"))
+        picture: Any = runner(**call_of(name, **call)).images
+        picture = picture.content if isinstance(picture, SimulatedTensor) else picture
+    difference = float((picture.double() - torch.as_tensor(wanted).double()).abs().max())
+    gpu.record.places = dict(gpu.record.places)
+    return "equal" if difference == 0 else f"differs by {difference:.1g}", gpu.record
+
+
+def list_late_syncs(record: SimulationRecord) -> Counter[str]:
+    """Waits of the host in steps behind the first one, by the line of ditile or diffusers."""
+    late = [sync for sync in record.syncs if sync.place not in OUTSIDE and not sync.place.startswith("step 0")]
+    return Counter({f"{sync.kind} at {sync.site.split(' < ')[0]}": record.syncs[sync] for sync in late})
+
+
+@pytest.mark.parametrize(("name", "plan", "call"), ROWS, ids=[f"{name}, {plan}" for name, plan, _ in ROWS])
+def test_a_gpu_has_nothing_to_complain_of(pool: Pool, name: str, plan: str, call: dict[str, Any]):
+    wanted = Plan.parse(plan)
+    results = pool.run(draw_on_simulated_gpu, wanted.world, name, wanted, call)
+    for equal, record in results:
+        assert not record.findings
+        # What warmup=auto decides by is read once a step, behind it; to read costs no wait for what comes later.
+        late = list_late_syncs(record)
+        assert not late or wanted.warmup == "auto" and all(each.startswith("Event.synchronize") for each in late)
+        assert not any(counts.pinned for place, counts in record.places.items() if place not in OUTSIDE) or (
+            wanted.warmup == "auto"
+        )
+        assert equal == "equal"
+
+
+def receive_without_wait(receive: PostedReceive) -> Tensor:
+    return receive.buffer.to(receive.device)
+
+
+def send_and_drop(channel: Any, message: Tensor) -> None:
+    message = transport.move_to_transfer_device(message.clone(), channel._group)
+    work = channel._start_transfer(message, sends=True)
+    channel._sending.append((work, None))
+    channel._sent += 1
+
+
+def send_by_one_buffer(channel: Any, message: Tensor) -> None:
+    boxes = vars(channel).setdefault("boxes", {})
+    box = boxes.setdefault(message.shape, torch.empty_like(message))
+    box.copy_(message)
+    SEND(channel, box)
+
+
+def send_with_cpu_tensor(channel: Any, message: Tensor) -> None:
+    SEND(channel, message + torch.ones(message.shape))
+
+
+def send_and_read(channel: Any, message: Tensor) -> None:
+    float(message.float().mean())
+    SEND(channel, message)
+
+
+SEND = PeerChannel.send_tensor
+PLANTED: dict[str, tuple[type, str, Callable[..., Any], str]] = {
+    "a missing wait": (PostedReceive, "wait_for_message", receive_without_wait, "race"),
+    "a send that is not kept": (PeerChannel, "send_tensor", send_and_drop, "freed in flight"),
+    "a buffer used again": (PeerChannel, "send_tensor", send_by_one_buffer, "race"),
+    "a tensor on the CPU": (PeerChannel, "send_tensor", send_with_cpu_tensor, "several devices"),
+    "a number that is read": (PeerChannel, "send_tensor", send_and_read, "item"),
+}
+
+
+def simulate_tiny_rank(rank: int, planted: tuple[type, str, Callable[..., Any], str] | None = None) -> SimulationRecord:
+    """What one stage of two alone does, to which the other sends what nobody knows."""
+    plan, gpu = Plan.parse("pipefusion=2 patches=2"), SimulatedGpu(rank, small=1 << 13)
+    bug = nullcontext() if planted is None else mock.patch.object(*planted[:3])
+    with simulate_gpu(gpu, SimulatedMessages(gpu, rank, plan.world)), torch.no_grad(), bug:
+        runner = parallelize(MAKE["flux"](), plan, device=gpu.device, keep_weights=True)
+        gpu.record.enter_place(CALL)
+        try:
+            runner(**call_of("flux", output_type="latent"))
+        except SimulationError:
+            if planted is None:
+                raise
     return gpu.record
 
 
+@pytest.mark.parametrize("bug", PLANTED)
+def test_planted_bugs_are_found(bug: str):
+    planted = PLANTED[bug]
+    records = [simulate_tiny_rank(rank, planted) for rank in range(2)]
+    found = {finding.kind for record in records for finding in record.findings}
+    waited = {each.partition(" at ")[0] for record in records for each in list_late_syncs(record)}
+    # A number that is not known ends the call.
+    waited |= {sync.kind for record in records for sync in record.syncs if sync.site.startswith("ditile/parallel")}
+    assert planted[3] in found | waited
+
+
 def test_a_stage_alone_shows_what_a_gpu_would_be_given():
-    for rank in range(2):
-        record = simulate_tiny_rank("flux", Plan.parse("pipefusion=2 patches=2"), rank)
-        assert not record.findings
-        assert {sync.place for sync in record.syncs} <= MAY_WAIT
+    for record in map(simulate_tiny_rank, range(2)):
+        assert not record.findings and not list_late_syncs(record)
         micros = [counts for place, counts in record.places.items() if "patch" in place]
         assert len(micros) == 6 and all(counts.kernels and not counts.pinned for counts in micros)
         # Keys and values stay from step to step: what is alive does not grow.

@@ -96,7 +96,8 @@ class RotaryEmbedding:
 
 
 def _prepare_table(source: tuple[int, int, int], cos: Tensor, sin: Tensor, device: torch.device) -> _RotaryTable:
-    signed = (sin.unflatten(-1, (-1, 2)) * torch.tensor([-1.0, 1.0]).to(sin.device)).flatten(-2)
+    evens, odds = sin.unflatten(-1, (-1, 2)).unbind(-1)
+    signed = torch.stack((-evens, odds), -1).flatten(-2)
     index = (None, slice(None), None) if source[1] == 1 else (None, None)
     return _RotaryTable(source, cos[index].to(device), signed[index].to(device))
 
