@@ -186,6 +186,9 @@ def test_a_video_from_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([*words, "--image", "start.png", "--threads", "1"]) == 0
     rate, pictures = decoded("ditile-video.mp4")
     assert rate == videos.DEFAULT_FPS and pictures.shape == (5, 32, 32, 3)
+    Image.new("RGB", (64, 64), (30, 30, 200)).save("end.png")
+    words = (*words, "--image", "start.png", "--last-image", "end.png", "--out", "both.mp4", "--threads", "1")
+    assert main.main([*words]) == 0 and not np.array_equal(decoded("both.mp4")[1], pictures)
 
 
 def test_frames_and_rate_under_the_names_of_every_class() -> None:

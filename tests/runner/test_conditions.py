@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import diffusers
+import huggingface_hub
 import numpy as np
 import pytest
+import transformers
 from PIL import Image, ImageDraw
 
 from ditile.cli import main
 from ditile.errors import ModelError
 from ditile.models.known import ASSETS
+from ditile.runner.requests.arguments import merge_call_arguments
 from ditile.runner.requests.conditions import bind_conditions, choose_pipeline_class, read_call_conditions
+from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture, read_png_texts
 from ditile.runner.requests.videos import read_video
 from tests import tiny
+from tests.zoo import ZOO, encoders
+from tests.zoo.pictures import flux_2
 
 SMALL = ("--steps", "2", "--seed", "7", "--threads", "1")
 CHOICES = [
@@ -37,6 +43,8 @@ CHOICES = [
     ("StableDiffusionXL", ("image", "mask"), False, "StableDiffusionXLInpaint"),
     ("Wan", ("video",), False, "WanVideoToVideo"),
     ("LTX2", ("image",), False, "LTX2ImageToVideo"),
+    ("LTX2", ("image", "last_image"), False, "LTX2Condition"),
+    ("LTX", ("video",), False, "LTXCondition"),
     ("SkyReelsV2DiffusionForcing", ("image", "last_image"), False, "SkyReelsV2DiffusionForcingImageToVideo"),
 ]
 REFUSALS = [
@@ -103,6 +111,25 @@ def test_one_reference_is_not_composed_twice() -> None:
     assert bind_conditions(shown, start | {"mask": mask}) == {"control_image": picture, "control_mask": mask}
 
 
+def test_keyframes_are_first_and_last() -> None:
+    """A failure means that a call that takes keyframes in a list is given none, or has both at the start."""
+    taken = read_call_conditions(diffusers.LTX2ConditionPipeline)
+    first, last = (Image.new("RGB", (8, 8)) for _ in range(2))
+    (conditions,) = bind_conditions(taken, {"image": [first], "last_image": last}).values()
+    assert [(each.frames is frame, each.index) for each, frame in zip(conditions, (first, last), strict=True)] == [
+        (True, 0), (True, -1),
+    ]  # fmt: skip
+    (film,) = bind_conditions(taken, {"video": [first, last]})["conditions"]
+    assert film.frames == [first, last] and film.index == 0
+
+
+def test_a_strength_of_noise_and_one_of_conditions() -> None:
+    """A failure means that a video which shall be left far behind is kept as it is."""
+    wanted = GenerateOptions(prompt="a", video="in.webp", strength=0.6)
+    call = merge_call_arguments(diffusers.LTXConditionPipeline, wanted, {})
+    assert call["denoise_strength"] == 0.6 and "strength" not in call
+
+
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures, a mask of the right half, and a video of five frames, in a folder of the test's own."""
@@ -142,7 +169,7 @@ def test_a_mask_keeps_what_it_does_not_cover(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.usefixtures("files")
-def test_a_controlnet_from_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_controlnet_from_a_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """It changes the picture, and is refused where it is of another family or no ControlNet."""
     pipe = tiny.flux()
     pipe.save_pretrained("model")
@@ -155,7 +182,9 @@ def test_a_controlnet_from_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     texts = json.loads(read_png_texts(Path("a.png"))["conditions"])
     assert texts["control_image"].startswith("128x128 ") and texts["controlnet"] == "net"
     Path("net", "diffusion_pytorch_model.safetensors").rename("net/diffusion_pytorch_model.bin")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     wrong = {"net": "a pickle", "model/vae": "no ControlNet", "model": "config.json", "no": "no file"}
+    wrong["nobody/none"] = "controlnet 'nobody/none' is not in the hub's cache"
     for name, says in wrong.items():
         assert generate(*words, "--controlnet", name, "--out", "b.png", model="model") == 2
         assert says in capsys.readouterr().err.splitlines()[-1]
@@ -172,6 +201,51 @@ def test_a_video_from_a_video(capsys: pytest.CaptureFixture[str]) -> None:
     assert "frames=4: the VAE of WanVideoToVideoPipeline makes 1 + a multiple of 4" in capsys.readouterr().err
     assert generate(*words, "--frames", "9", model="shapes-wan") == 2
     assert "has 5 frames, and frames=9" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("files")
+def test_a_video_from_a_picture_or_another_class(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = ZOO["ltx"].make().components | {"text_encoder": tiny.t5(16), "tokenizer": tiny.tokenizer()}
+    diffusers.LTXPipeline(**parts).save_pretrained("model")
+    size = ("--height", "64", "--width", "64", "--frames", "9")
+    assert generate(*size, "--image", "start.png", "--out", "by-picture.webp", model="model") == 0
+    assert generate(*size, "--image", "clear.png", "--out", "by-other.webp", model="model") == 0
+    words = ("--video", "in.webp", "--frames", "1", "--strength", "0.5", "--height", "64", "--width", "64")
+    assert generate(*words, "--out", "by-video.webp", model="model") == 0
+    said = capsys.readouterr().err
+    assert "LTXImageToVideoPipeline takes --image" in said and "LTXConditionPipeline takes --video" in said
+    assert read_video("by-picture.webp", "video") != read_video("by-other.webp", "video")
+
+
+@pytest.mark.usefixtures("files")
+def test_several_references_and_a_mask(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each reference counts, and one of an in-painting class is beside the picture."""
+    config = transformers.Qwen3Config(**encoders.LANGUAGE | {"num_hidden_layers": 28})  # the class reads the 27th layer
+    text = {"text_encoder": transformers.Qwen3ForCausalLM(config).eval(), "tokenizer": encoders.chat_tokenizer(512)}
+    pipe = flux_2(diffusers.Flux2KleinPipeline, guidance_embeds=False, joint_attention_dim=48)
+    diffusers.Flux2KleinPipeline(**pipe.components | text).save_pretrained("model")
+    size = ("--height", "64", "--width", "64")
+    drawn = {}
+    for k, words in enumerate((("start",), ("start", "mask"), ("mask", "start"))):
+        images = [word for name in words for word in ("--image", f"{name}.png")]
+        assert generate(*size, *images, "--out", f"{k}.png", model="model") == 0
+        drawn[k] = read_picture(f"{k}.png", "image")
+    assert drawn[0] != drawn[1] != drawn[2]
+    words = ("--image", "start.png", "--mask", "mask.png", "--image", "clear.png", "--out", "inpaint.png")
+    assert generate(*words, model="model") == 0
+    assert "Flux2KleinInpaintPipeline takes --mask" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("files")
+def test_a_plan_of_an_edit_is_verified_and_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--model", "shapes-flux", "--image", "start.png", "--pipefusion", "2", "--steps", "3", "--threads", "1")
+    assert main.main(["verify", *words]) == 0
+    assert "proven" in capsys.readouterr().out
+    words = ("--model", "shapes-flux", "--hardware", "l40-pcie", "--devices", "2")
+    assert main.main(["plan", *words, "--image", "start.png"]) == 0
+    assert "not in the seconds: the 1 picture(s) that it starts from" in capsys.readouterr().out
+    assert main.main(["plan", *words, "--image", "none.png"]) == 2
+    assert "image='none.png' cannot be read as a picture" in capsys.readouterr().err
 
 
 WRONG = [

@@ -129,6 +129,9 @@ class VerifyOptions(DeviceOptions, ModelOptions):
     guidance: float | None = define_option(None, GUIDANCE, metavar="X")
     true_cfg: float | None = define_option(None, TRUE_CFG, metavar="X")
     prompt: str = define_option("a red circle on a white background", "what to draw", metavar="TEXT")
+    image: tuple[str, ...] | None = define_option(
+        None, "a picture to start from; once more for each further one", metavar="FILE", reads=True, repeats=True
+    )
 
     def __post_init__(self) -> None:
         self.check_model_options()

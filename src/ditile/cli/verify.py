@@ -47,9 +47,10 @@ from ditile.plan.schedule import Schedule
 from ditile.plan.units import format_bytes
 from ditile.runner.load import defaults, load
 from ditile.runner.prove import TOLERANCE, prove_pipeline
-from ditile.runner.requests.arguments import build_call_arguments
-from ditile.runner.requests.pipelines import convert_value_errors
-from ditile.runner.requests.prepare import silence_libraries
+from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
+from ditile.runner.requests.conditions import read_condition_files
+from ditile.runner.requests.pipelines import convert_value_errors, find_argument
+from ditile.runner.requests.prepare import silence_libraries, switch_to_conditions
 from ditile.runner.runner import LOG, Runner, build_single_runner, parallelize
 
 ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -72,20 +73,28 @@ def verify_plan(proof: VerifyOptions, plan: Plan) -> PlanVerdict:
             torch.set_num_threads(proof.threads)
         join_torchrun(proof.stall_timeout)
 
+        wanted = proof.to_generate_options()
+        started_from = read_condition_files(wanted)
+
         def make_pipeline(plan: Plan | None) -> Any:
             pipe: Any = load(proof.model, dtype=proof.dtype, plan=plan)
+            if started_from:
+                pipe = switch_to_conditions(pipe, [*started_from], dtype=proof.dtype)
             pipe.set_progress_bar_config(disable=True)
             return pipe
 
         def make_verify_arguments(pipe: Any) -> dict[str, Any]:
             own = defaults(proof.model)
-            base = build_call_arguments(pipe, proof.to_generate_options(), own)
+            base = build_call_arguments(pipe, wanted, own)
+            if started_from and find_argument(type(pipe), ("strength",)):
+                base["strength"] = 1.0  # else some steps are left out
             base |= {"output": ["latents"]} if is_modular(pipe) else {"output_type": "latent"}
-            seeds = [torch.Generator("cpu").manual_seed(k) for k in range(plan.data)]
+            base |= build_object_arguments(
+                pipe, wanted, range(plan.data), conditions=started_from, alone=plan.data == 1
+            )
             if plan.data == 1:
-                return base | {"generator": seeds[0]}
-            lists = {name: [base[name]] * plan.data for name in ("prompt", "negative_prompt") if name in base}
-            return base | lists | {"generator": seeds}
+                return base
+            return base | {name: [base[name]] * plan.data for name in ("prompt", "negative_prompt") if name in base}
 
         checks, where = run_plan_checks(make_pipeline, make_verify_arguments, plan, proof.steps, device=proof.device)
     return PlanVerdict(f"{proof.model}, {proof.steps} steps; {plan}; {where}", checks)

@@ -175,6 +175,9 @@ class Answer:
             parts.append("\n".join(wrap(describe_packed_messages(self.result.packed, best), 80)))
         if self.result.fewer:
             parts.append("\n".join(wrap(describe_fewer_steps(self.result), 80)))
+        if count := self.call.get("pictures"):
+            what = "what encodes them, and tokens of references"
+            parts.append("\n".join(wrap(f"not in the seconds: the {count} picture(s) that it starts from: {what}", 80)))
         if self.uncounted:
             parts.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
         return [*parts, *self._list_warnings()]
@@ -226,7 +229,8 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
         profile.name,
         devices,
         result,
-        _describe_priced_call(subject, call, profile.element_size),
+        _describe_priced_call(subject, call, profile.element_size)
+        | ({} if ask.image is None else {"pictures": len(ask.image)}),
         profile.disturbed,
         subject.uncounted,
         tuple(_list_rank_memories(subject, call, profile, price.plan) for price in result.prices),

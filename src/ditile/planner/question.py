@@ -19,6 +19,7 @@ from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.profile import Profile
 from ditile.runner.load import defaults, find_model_source
+from ditile.runner.requests.pictures import read_picture
 
 MAX_STEPS = 1000
 """Upper bound of a search; more steps than schedulers have timesteps take minutes."""
@@ -41,6 +42,9 @@ class PlanQuestion:
     steps: int | None = define_option(None, "denoising steps", metavar="N")
     guidance: float | None = define_option(None, "how strongly the prompt guides", metavar="X")
     num_images: int = define_option(1, "images at once", metavar="N")
+    image: tuple[str, ...] | None = define_option(
+        None, "a picture that the call starts from, which is not priced", metavar="FILE", reads=True, repeats=True
+    )
     hardware: str | None = define_option(
         None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME"
     )
@@ -115,8 +119,10 @@ class PlanQuestion:
 
         Raises:
             PlanError: as `load_machine_profile`, or if the plan to be priced does not fit a model known by name.
-            ModelError, LoadError: if there is no such model or profile.
+            ModelError, LoadError: if there is no such model or profile, or a file is no picture.
         """
+        for path in self.image or ():
+            read_picture(path, "image")
         find_model_source(self.model, weights=False)
         load_machine_profile(self)
         if (known := find_known_model(self.model)) is not None:

@@ -372,20 +372,21 @@ def _join_error_lines(error: Exception) -> str:
 
 
 @lru_cache(maxsize=64)  # once it is there it stays there
-def check_hub_access(repository: str, file: str = "*model_index.json") -> None:
-    """Raises `LoadError` at once for a model that is not in the hub's cache and cannot be fetched.
+def check_hub_access(repository: str, file: str = "*model_index.json", option: str = "model") -> None:
+    """Raises `LoadError` at once for what is not in the hub's cache and cannot be fetched.
 
     Without this, huggingface_hub would try again for half a minute, for each of several files.
 
     Args:
         repository: its hub id.
         file: a pattern of a file that it has.
+        option: that names it.
     """
     from huggingface_hub import constants
 
     if any(find_blob_folder(repository).parent.glob(f"snapshots/*/{file}")):
         return
-    lacks = f"model {repository!r} is not in the hub's cache {constants.HF_HUB_CACHE}"
+    lacks = f"{option} {repository!r} is not in the hub's cache {constants.HF_HUB_CACHE}"
     if constants.HF_HUB_OFFLINE:
         raise LoadError(f"{lacks}, and HF_HUB_OFFLINE is set; unset it, or give a folder")
     if reason := _find_connection_error(constants.ENDPOINT):

@@ -13,9 +13,9 @@ import json
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args
 
 from ditile.errors import ModelError
 from ditile.models.known import ASSETS
@@ -32,10 +32,10 @@ ARGUMENTS = {
     "last_image": ("last_image",),
 }
 """Condition, as the option of a request -> the names that calls of diffusers have for it."""
-_REFERENCE, _CONTROL_MASK = "image_reference", "control_mask"
+_REFERENCE, _CONTROL_MASK, _KEYFRAMES = "image_reference", "control_mask", "conditions"
 MOST_PICTURES = 16
 """Pictures of one edit, where a class composes several."""
-_TASK = re.compile("ControlNet|Img2Img|ImageToVideo|Image2Video|VideoToVideo|Inpaint(ing)?")
+_TASK = re.compile("ControlNet|Condition|Img2Img|ImageToVideo|Image2Video|VideoToVideo|Inpaint(ing)?")
 """The words of a task in the name of a class."""
 
 
@@ -47,11 +47,13 @@ class CallConditions:
         arguments: condition -> the name of its argument.
         needed: the conditions without which it cannot draw.
         max_pictures: how many pictures it takes at most.
+        keyframe: the class in which it takes frames and the place of the first of them, in a list; None if in none.
     """
 
     arguments: Mapping[str, str]
     needed: tuple[str, ...] = ()
     max_pictures: int = 0
+    keyframe: type | None = None
 
 
 def read_call_conditions(pipeline: Any) -> CallConditions:
@@ -83,6 +85,9 @@ def _read_modular_call(pipe: Any) -> CallConditions:
 @lru_cache(maxsize=256)
 def _read_class_call(pipeline: type) -> CallConditions:
     parameters = inspect.signature(pipeline.__call__).parameters
+    if (keyframe := _find_keyframe_class(parameters)) is not None:
+        frames = dict.fromkeys(("image", "video", "last_image"), _KEYFRAMES)
+        return CallConditions(arguments=frames, max_pictures=1, keyframe=keyframe)
     arguments = {
         name: found for name, known in ARGUMENTS.items() if (found := next(filter(parameters.get, known), None))
     }
@@ -103,6 +108,14 @@ def _read_class_call(pipeline: type) -> CallConditions:
         needed=tuple(name for name in arguments if name in needed),
         max_pictures=_count_pictures(pipeline, arguments.get("image")),
     )
+
+
+def _find_keyframe_class(parameters: Mapping[str, inspect.Parameter]) -> type | None:
+    """The class of a call's keyframes, if it has frames and the index, in latent frames, of the first of them."""
+    if _KEYFRAMES not in parameters:
+        return None
+    kinds: Any = (each for each in get_args(parameters[_KEYFRAMES].annotation) if is_dataclass(each))
+    return next((kind for kind in kinds if {"frames", "index"} <= {each.name for each in fields(kind)}), None)
 
 
 def _count_pictures(pipeline: type, argument: str | None) -> int:
@@ -218,6 +231,10 @@ def bind_conditions(taken: CallConditions, given: Mapping[str, Any], copies: int
         copies: how many generators the call has, if it has a list of them: noise is added to as many pictures.
     """
     bound: dict[str, Any] = {}
+    if taken.keyframe is not None:
+        values = {name: value[0] if name == "image" else value for name, value in given.items()}
+        places = {name: -1 if name == "last_image" else 0 for name in given}
+        return {_KEYFRAMES: [taken.keyframe(frames=values[name], index=places[name]) for name in given]}
     for name, value in given.items():
         argument = taken.arguments[name]
         if name == "image" and (len(value) > 1 or argument.endswith("s")):

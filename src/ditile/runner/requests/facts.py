@@ -27,6 +27,8 @@ from ditile.runner.requests.pipelines import (
     returns_videos,
 )
 
+_NOISE_STRENGTH = "denoise_strength"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallFacts:
@@ -84,10 +86,15 @@ class CallFacts:
             raise ModelError(f"{self.pipeline} draws from {what} and a prompt; give a PROMPT, or --prompts-file FILE")
 
     def _rename_video_arguments(self, wanted: GenerateOptions, given: dict[str, Any]) -> dict[str, Any]:
-        """With the frames and the rate under the names of this class, if it is told the rate at all."""
+        """With the frames and the rate under the names of this class, if it is told the rate at all.
+
+        Where a class has two strengths, that of noise is how far a video is left behind, and not that of conditions.
+        """
         count, rate = self.find_argument(FRAME_COUNTS), self.find_argument(FRAME_RATES)
         if wanted.video is not None and count is None:
             given.pop("num_frames", None)  # as many as the video has
+        if "strength" in given and _NOISE_STRENGTH in self.defaults:
+            given[_NOISE_STRENGTH] = given.pop("strength")
         if "num_frames" in given and count is not None:
             given = {count if name == "num_frames" else name: value for name, value in given.items()}
         if wanted.fps is not None and rate is not None:
@@ -122,9 +129,10 @@ class CallFacts:
             )
 
     def _check_strength(self, call: Mapping[str, Any]) -> None:
-        if "strength" not in self.defaults:
+        name = self.find_argument((_NOISE_STRENGTH, "strength"))
+        if name is None:
             return
-        strength, steps = (call.get(name, self.defaults.get(name)) for name in ("strength", "num_inference_steps"))
+        strength, steps = (call.get(name, self.defaults.get(name)) for name in (name, "num_inference_steps"))
         if is_number(strength) and is_whole_number(steps) and int(steps * strength) < 1:
             raise ModelError(f"strength={strength} of {steps} steps is less than one step; raise either")
 

@@ -110,10 +110,18 @@ def load_controlnet(source: str, dtype: Any) -> Any:
     """
     import diffusers
 
-    from ditile.runner.load import check_model_folder, choose_weight_dtype, convert_build_errors
+    from ditile.runner.load import (
+        HUB_ID,
+        check_hub_access,
+        check_model_folder,
+        choose_weight_dtype,
+        convert_build_errors,
+    )
 
     if Path(source).is_dir():
         check_model_folder(Path(source))
+    elif HUB_ID.fullmatch(source):
+        check_hub_access(source, "config.json", "controlnet")
     with convert_build_errors(source):
         named = diffusers.FluxControlNetModel.load_config(source).get("_class_name")
         cls: Any = getattr(diffusers, str(named), None)
