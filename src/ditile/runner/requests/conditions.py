@@ -361,7 +361,8 @@ def _explain_refusal(pipeline: Any, given: Collection[str], has_controlnet: bool
     what = f"{name_pipeline(pipeline)} takes no {flags}, nor does a class that draws with its weights"
     if not others:
         return f"{what}; leave it out"
-    return f"{what}; take a model of {' or '.join(others[:6])}"
+    ordinary = [name for name in others if "Modular" not in name]
+    return f"{what}; take a model of {' or '.join((ordinary or others)[:6])}"
 
 
 def _join_flags(names: Sequence[str] | Collection[str]) -> str:
