@@ -10,7 +10,6 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -239,7 +238,10 @@ def test_frames_that_a_vae_makes() -> None:
     class Cut(Causal):
         vae = type("AutoencoderKLAllegro", (), {})()
 
-    for pipe, frames in ((Causal(), 17), (Causal(), 132), (Cut(), 16), (SimpleNamespace(), 3)):
+    class Plain:
+        def __call__(self, num_frames: int = 1) -> None: ...
+
+    for pipe, frames in ((Causal(), 17), (Causal(), 132), (Cut(), 16), (Plain(), 3)):
         check_num_frames(pipe, {"num_frames": frames})
     with pytest.raises(ModelError, match=r"makes 1 \+ a multiple of 8; try frames=9 or frames=17"):
         check_num_frames(Causal(), {"num_frames": 16})

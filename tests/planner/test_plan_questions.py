@@ -65,7 +65,7 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
         (f"{FLUX} --steps 100000", "steps=100000 is more than 10000"),
         (f"{FLUX} --memory many", "memory='many' is no amount; write 48GB or 40GiB"),
         (f"{FLUX} --memory 1GB --price pipefusion=2", "needs 27.55 GB a device, and there are 1.00 GB"),
-        (f"{FLUX} --memory 2GB", "text=split vae=rows' needs least"),
+        (f"{FLUX} --memory 2GB", "offload=blocks' needs least"),
         (f"{FLUX} --max-latency 0.1 --price pipefusion=8", "s, and max_latency=0.1"),
         (f"{FLUX} --warmup 2 --price pipefusion=2", "warmup=2 is for a search; say it in price='pipefusion=2'"),
         (f"{FLUX} --price ", "price='' says nothing; write name=value"),
