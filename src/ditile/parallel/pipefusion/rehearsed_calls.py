@@ -12,6 +12,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +50,11 @@ def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
     changed = {name: {k: v for k, v in vars(part).items() if k[0] != "_"} for name, part in guiders.items()}
     given = {name: value for name, value in call.items() if not name.startswith(NOT_LEARNT_FROM)}
     of_arguments = tuple((name, _describe_value(name, given[name])) for name in sorted(given))
+    # Where a mask says how long a prompt is (Lumina 2), patches may lie elsewhere for another prompt of the same shape.
+    forward = getattr(type(getattr(pipe, "transformer", None)), "forward", None)
+    takes = signature(forward).parameters if forward is not None else ()
+    if any("mask" in name for name in takes):
+        of_arguments += tuple((name, str(given[name])) for name in sorted(given) if "prompt" in name)
     return type(pipe), str(pipe.config), tuple(settings.items()), _describe_value("", changed), of_arguments
 
 
