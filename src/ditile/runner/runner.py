@@ -362,7 +362,7 @@ class Runner:
         if not any(model is self._parts.model for model in find_loop_models(self.pipe)):
             raise StateError("the pipeline has another model than was divided; put that back, or parallelize it anew")
         if output_on not in ("all", "first"):
-            raise ModelError(f"output={output_on!r} is not known; try 'all' or 'first'")
+            raise ModelError(f"output_on={output_on!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop(self._rest, {})
         if reason := self._find_call_refusal(call):

@@ -28,6 +28,7 @@ from ditile.cli.bench.options import Comparison, Workload
 from ditile.cli.bench.subjects import create_bench_subject
 from ditile.distributed import env
 from ditile.distributed.launch import launch
+from ditile.distributed.mesh import pick_device
 from ditile.errors import DitileError, PlanError, StateError
 from ditile.plan.units import format_number
 
@@ -52,11 +53,13 @@ def run_gpu_suite(compared: Comparison, work: Workload) -> tuple[list[dict[str, 
         The lines, what a terminal shows of them, and remarks.
 
     Raises:
-        PlanError: if it was started under torchrun, or there are too few GPUs.
+        PlanError: if it was started under torchrun, the device is none here, or there are too few GPUs.
         ModelError: if the model is not known.
     """
     if env.read_torchrun_place() is not None:
         raise PlanError("suite gpu starts ranks of several numbers by itself; start it without torchrun")
+    if pick_device(work.device, 0).type == "cpu" and not compared.small:
+        raise PlanError("suite gpu found no GPU; add --small to try every part on a CPU in a minute or two")
     gpus = 0 if (work.device or "cuda").startswith("cpu") else torch.cuda.device_count()
     ranks = compared.devices or max(2, gpus)
     work = fill_workload(work, gpus, ranks, small=compared.small)
