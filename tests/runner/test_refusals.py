@@ -115,7 +115,8 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("flux", {"negative_ip_adapter_image": 1}, ModelError, "leave negative_ip_adapter_image out"),
     ("flux", {"hieght": 32}, TypeError, "hieght"),
     ("flux", {"control_image": 1}, TypeError, "control_image"),
-    ("flux", {"output": "frist"}, ModelError, "output='frist' .*try 'all' or 'first'"),
+    ("flux", {"output": "frist"}, ModelError, "^output='frist' .*try 'all' or 'first'"),
+    ("flux", {"output_on": "frist"}, ModelError, "^output_on='frist' .*try 'all' or 'first'"),
     ("rescaled", {"guidance_rescale": 0.5}, ModelError, "guidance_rescale=0.5 .*leave it at 0"),
 ]
 """A call, and how it is refused."""

@@ -143,12 +143,13 @@ class Runner:
             )
         self._stop_event = threading.Event()
         try:
+            given = ("output_on", output_on)
             if output is not None and is_modular(self.pipe):
                 kwargs["output"] = output
             elif output is not None:
-                output_on = output
+                given = ("output", output_on := output)
             options = {"output_on": output_on, "latents_at": sorted(watch.latents_at) or None}
-            call = self._agree_on_call(args, kwargs, options)
+            call = self._agree_on_call(args, kwargs, given, options)
             self._check_call_fits_plan(call)
             return self._run_pipeline(call, output_on, watch)
         finally:
@@ -331,14 +332,16 @@ class Runner:
         self.report = watch.build_report(*loop.taken_warmup, kept_bytes)
         return None if first and self.mesh.rank != 0 else result
 
-    def _agree_on_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    def _agree_on_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[str, str], options: dict[str, Any]
+    ) -> dict[str, Any]:
         """The arguments by name. Raises on every rank if one rank refuses the call, or ranks were called unlike."""
         if self.mesh.everyone is None:
-            return self._bind_call(args, kwargs, options["output_on"])
+            return self._bind_call(args, kwargs, output)
         refusal: DitileError | TypeError | None = None
         call: dict[str, Any] = {}
         try:
-            call = self._bind_call(args, kwargs, options["output_on"])
+            call = self._bind_call(args, kwargs, output)
         # The other ranks would wait for this one.
         except (DitileError, TypeError) as error:
             refusal = error
@@ -357,12 +360,13 @@ class Runner:
         self._parts.loop.lets_group_rest = any(rests for *_, rests in everyone)
         return call
 
-    def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output_on: str) -> dict[str, Any]:
-        """The arguments by name. Raises what this rank alone finds wrong with them."""
+    def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[str, str]) -> dict[str, Any]:
+        """The arguments by name. Raises what this rank alone finds wrong with them, and with the named output."""
         if not any(model is self._parts.model for model in find_loop_models(self.pipe)):
             raise StateError("the pipeline has another model than was divided; put that back, or parallelize it anew")
+        name, output_on = output
         if output_on not in ("all", "first"):
-            raise ModelError(f"output_on={output_on!r} is not known; try 'all' or 'first'")
+            raise ModelError(f"{name}={output_on!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop(self._rest, {})
         if reason := self._find_call_refusal(call):

@@ -58,14 +58,16 @@ def run_gpu_suite(compared: Comparison, work: Workload) -> tuple[list[dict[str, 
     """
     if env.read_torchrun_place() is not None:
         raise PlanError("suite gpu starts ranks of several numbers by itself; start it without torchrun")
-    if pick_device(work.device, 0).type == "cpu" and not compared.small:
-        raise PlanError("suite gpu found no GPU; add --small to try every part on a CPU in a minute or two")
+    found = pick_device(work.device, 0)
     gpus = 0 if (work.device or "cuda").startswith("cpu") else torch.cuda.device_count()
     ranks = compared.devices or max(2, gpus)
     work = fill_workload(work, gpus, ranks, small=compared.small)
     sizes = SMALL_SIZES if compared.small else QUICK_SIZES if compared.quick else SIZES
     sizes = (work.height,) if work.height else sizes
+    # A model that is not known is not known on any device.
     subject = create_bench_subject(work)
+    if found.type == "cpu" and not compared.small:
+        raise PlanError("suite gpu found no GPU; add --small to try every part on a CPU in a minute or two")
     fits = sweeps.make_fit_check(lambda plan: subject.make_cost_job(BenchCell(str(plan), "", "", sizes[0], sizes[0])))
     folder, began = Path(compared.out), time.time()
     folder.mkdir(parents=True, exist_ok=True)
