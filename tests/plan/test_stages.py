@@ -15,8 +15,10 @@ from ditile import Plan
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.models import registry
 from ditile.models.anatomies import build_block_hooks
+from ditile.models.known import CONFIGS
 from ditile.parallel.pipefusion.block_costs import BlockCosts, CostModel, divide_blocks
 from ditile.plan.stages import compute_stage_loads, cut_stages
+from ditile.planner.subject import PlanSubject
 from tests import tiny
 
 
@@ -103,6 +105,23 @@ def real_flux() -> TransformerHooks:
     with torch.device("meta"):
         transformer = FluxTransformer2DModel(num_layers=19, num_single_layers=38, guidance_embeds=True)
     return build_block_hooks(transformer.to(torch.bfloat16), registry.choose_model_spec(transformer))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_planner_cuts_as_ranks_will(dtype: torch.dtype) -> None:
+    """A stage of FLUX.1-dev is planned with the blocks that its rank will own, in the type in which they are loaded.
+
+    A failure means that seconds and memory are predicted of stages that never run.
+    """
+    plan, call = Plan(pipefusion=4, patches=4), {"height": 1024, "width": 1024, "num_inference_steps": 4, "prompt": ""}
+    subject = PlanSubject.from_configs("flux.1-dev", CONFIGS / "flux.1-dev")
+    with torch.device("meta"):
+        transformer = FluxTransformer2DModel(num_layers=19, num_single_layers=38, guidance_embeds=True).to(dtype)
+    owned = divide_blocks(build_block_hooks(transformer, registry.choose_model_spec(transformer)), plan)
+    # One subject plans for both types, whichever was asked for first.
+    planned = [subject.make_plan_job(plan, subject.make_call_shape(call, size)).stages for size in (4, 2)]
+    assert planned[dtype is torch.bfloat16] == owned
+    assert planned[0] != planned[1]
 
 
 def imbalance(costs: BlockCosts, stages: list[range]) -> float:

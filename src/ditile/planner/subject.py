@@ -453,9 +453,11 @@ class PlanSubject:
         if self.recorder is not None:
             self._check_derived_plan(plan)
         plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
-        key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights)
+        size = shape.element_size
+        key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights, size)
         if key not in self._stages:
-            costs = None if self.recorder is not None else self._cost_model
+            # The numbers of a call are of the type that weights will be loaded in; here they are of torch's default.
+            costs = None if self.recorder is not None else replace(self._cost_model, itemsize=min(size, 4))
             self._stages[key] = divide_blocks(self.block_hooks, plan, costs)
         weights, stages = self.parameter_counts, self._stages[key]
         return PlannedCall(plan=plan, spec=self.model_spec, shape=shape, weights=weights, stages=stages)
