@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ditile.cache.config import DBCacheConfig, TaylorSeerCalibratorConfig
 from ditile.distributed import transport
 from ditile.distributed.transport import PeerChannel, PostedReceive
 from ditile.parallel.pipefusion.block_offload import HostCopies
@@ -26,31 +27,69 @@ from ditile.plan.plan import Plan
 from ditile.planner.simulation.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulationError, SimulationRecord
 from ditile.planner.simulation.messages import NCCL, SimulatedMessages, simulate_gpu
 from ditile.planner.simulation.tensors import PAGE, SimulatedTensor
+from ditile.runner.caching import enable_cache, summary
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.runner.cases import MAKE, call_of, divided, run, unfused
+from tests.runner.cases import MAKE, call_of, divided, unfused
+from tests.zoo import ZOO
 
+CPU = torch.device("cpu")
 OUTSIDE = {SETUP, CALL, REHEARSAL, AFTER}
 LARGE = {"height": 40, "width": 56, "max_sequence_length": 7}
+FIVE = {"num_inference_steps": 5}
+CACHE = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=1, residual_diff_threshold=9.0)
+# A contiguous tensor: of one that is not the CPU's kernels make the mean in another order.
+REFERENCE = {"num_inference_steps": 4, "image": torch.linspace(0, 1, 3 * 16 * 20).view(1, 3, 16, 20)}
 TWO = {"num_images_per_prompt": 2}
 
-ROWS: list[tuple[str, str, dict[str, Any]]] = [
-    ("flux", "pipefusion=2 patches=3", {}),
-    ("flux true cfg", "pipefusion=3 patches=3 warmup=2", {}),
-    ("sd3.5 medium", "pipefusion=2 patches=2 ulysses=2", LARGE),
-    ("sd3.5 medium", "pipefusion=3 patches=2 warmup=2 warmup_mode=pipelined", {}),
-    ("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence", {}),
-    ("flux", "pipefusion=2 patches=3 warmup=auto", LARGE),
-    ("flux", "ring=2 ulysses=2", LARGE),
-    ("flux", "pipefusion=2 patches=2 ring=2", LARGE),
-    ("sd3.5 medium", "ulysses=2 async_ulysses=true", LARGE),
-    ("flux", "tensor=2", {}),
-    ("flux", "pipefusion=2 patches=2 tensor=2 text=first", {}),
-    ("sd3.5 medium", "ulysses=2 text=split", {}),
-    ("pixart sigma", "cfg=2 distrifusion=2", {}),
-    ("pixart sigma", "data=3 vae=rows", TWO | {"output_type": "pt"}),
-    ("sd3.5 medium", "data=2 cfg=2", TWO),
+
+class Row(NamedTuple):
+    """What ranks draw: a pipeline of `MAKE` or of the zoo, a plan, changes of the call, and arguments of a cache."""
+
+    name: str
+    plan: str
+    call: dict[str, Any] = {}
+    cache: dict[str, Any] | None = None
+
+    def make_pipeline(self) -> Any:
+        """The pipeline, with its cache."""
+        pipe = MAKE[self.name]() if self.name in MAKE else ZOO[self.name].make()
+        return pipe if self.cache is None else enable_cache(pipe, **self.cache)
+
+    def draw(self, pipe: Any, device: torch.device = CPU) -> Tensor:
+        """What a pipeline or runner makes in the call. Embeddings are on the device, as text encoders make them."""
+        call = call_of(self.name, **self.call) if self.name in MAKE else ZOO[self.name].call() | self.call
+        call |= {name: value.to(device) for name, value in call.items() if isinstance(value, Tensor)}
+        made: Any = pipe(**call)[0]
+        return made if isinstance(made, Tensor) else torch.as_tensor(made)
+
+
+ROWS: list[Row] = [
+    Row("flux", "pipefusion=2 patches=3"),
+    Row("flux true cfg", "pipefusion=3 patches=3 warmup=2"),
+    Row("sd3.5 medium", "pipefusion=2 patches=2 ulysses=2", LARGE),
+    Row("sd3.5 medium", "pipefusion=3 patches=2 warmup=2 warmup_mode=pipelined"),
+    Row("pixart sigma", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence"),
+    Row("flux", "pipefusion=2 patches=3 warmup=auto", LARGE),
+    Row("flux", "ring=2 ulysses=2", LARGE),
+    Row("flux", "pipefusion=2 patches=2 ring=2", LARGE),
+    Row("sd3.5 medium", "ulysses=2 async_ulysses=true", LARGE),
+    Row("flux", "tensor=2"),
+    Row("flux", "pipefusion=2 patches=2 tensor=2 text=first"),
+    Row("sd3.5 medium", "ulysses=2 text=split"),
+    Row("pixart sigma", "cfg=2 distrifusion=2"),
+    Row("pixart sigma", "data=3 vae=rows", TWO | {"output_type": "pt"}),
+    Row("sd3.5 medium", "data=2 cfg=2", TWO),
+    Row("flux", "data=2 pipefusion=2 patches=2"),
+    Row("sd3.5 medium", "data=2 ring=2", LARGE),
+    Row("pixart sigma", "pipefusion=2 patches=2", FIVE, {"cache_config": CACHE}),
+    Row("flux", "ulysses=2", FIVE, {"cache_config": CACHE, "calibrator_config": TaylorSeerCalibratorConfig()}),
+    Row("flux", "pipefusion=2 patches=2", FIVE, {"cache_config": CACHE.reset(steps_computation_mask=[1, 0, 1, 0, 1])}),
+    Row("ltx-image-to-video", "pipefusion=2 patches=2"),
+    Row("flux-kontext", "pipefusion=2 patches=3 references=2", REFERENCE),
+    Row("flux-controlnet", "pipefusion=3 patches=3"),
 ]
+"""A replica of data=2 has nothing to do where there is one picture."""
 
 
 class GlooMessages(SimulatedMessages):
@@ -101,17 +140,20 @@ class GlooMessages(SimulatedMessages):
         return finish
 
 
-def draw_on_simulated_gpu(name: str, plan: Plan, call: dict[str, Any]) -> tuple[str, SimulationRecord]:
+def draw_on_simulated_gpu(row: Row) -> tuple[str, SimulationRecord]:
     """On a rank: how far its picture is from the CPU's under the same plan, and what was seen."""
-    with unfused(), divided(MAKE[name](), **asdict(plan)) as runner:
-        wanted = run(runner, name, **call)
+    plan = Plan.parse(row.plan)
+    with unfused(), divided(row.make_pipeline(), **asdict(plan)) as runner:
+        wanted = row.draw(runner)
     gpu = SimulatedGpu(dist.get_rank() % 8, keeps_numbers=True)
     with simulate_gpu(gpu, GlooMessages(gpu)), torch.no_grad():
-        runner = parallelize(MAKE[name](), plan, device=gpu.device, keep_weights=True)
+        runner = parallelize(row.make_pipeline(), plan, device=gpu.device, keep_weights=True)
         gpu.record.enter_place(CALL)
-        picture: Any = runner(**call_of(name, **call)).images
+        picture = row.draw(runner, gpu.device)
+        if row.cache is not None:
+            assert any(each.skipped for report in summary(runner, logging=False) for each in report.decisions)
         picture = picture.content if isinstance(picture, SimulatedTensor) else picture
-    difference = float((picture.double() - torch.as_tensor(wanted).double()).abs().max())
+    difference = float((picture.double() - wanted.double()).abs().max())
     gpu.record.places = dict(gpu.record.places)
     return "equal" if difference == 0 else f"differs by {difference:.1g}", gpu.record
 
@@ -122,15 +164,16 @@ def list_late_syncs(record: SimulationRecord) -> Counter[str]:
     return Counter({f"{sync.kind} at {sync.site.split(' < ')[0]}": record.syncs[sync] for sync in late})
 
 
-@pytest.mark.parametrize(("name", "plan", "call"), ROWS, ids=[f"{name}, {plan}" for name, plan, _ in ROWS])
-def test_a_gpu_has_nothing_to_complain_of(pool: Pool, name: str, plan: str, call: dict[str, Any]):
-    wanted = Plan.parse(plan)
-    results = pool.run(draw_on_simulated_gpu, wanted.world, name, wanted, call)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.name}, {row.plan}")
+def test_a_gpu_has_nothing_to_complain_of(pool: Pool, row: Row):
+    wanted = Plan.parse(row.plan)
+    results = pool.run(draw_on_simulated_gpu, wanted.world, row)
     for equal, record in results:
         assert not record.findings
-        # What warmup=auto decides by is read once a step, behind it; to read costs no wait for what comes later.
-        late = list_late_syncs(record)
-        assert not late or wanted.warmup == "auto" and all(each.startswith("Event.synchronize") for each in late)
+        # What warmup=auto decides by is read once a step, behind it, and what a cache decides by for each patch; to read
+        # costs no wait for what comes later.
+        late, decides = list_late_syncs(record), wanted.warmup == "auto" or row.cache is not None
+        assert not late or (decides and all(each.startswith("Event.synchronize") for each in late))
         assert not any(counts.pinned for place, counts in record.places.items() if place not in OUTSIDE) or (
             wanted.warmup == "auto"
         )

@@ -121,8 +121,8 @@ class Piece:
 
     @classmethod
     def from_mask(cls, mask: Tensor) -> Piece:
-        """The elements where a boolean mask is set. Waits for the device of the mask."""
-        mask = mask.cpu()
+        """The elements where a boolean mask is set. Waits for the device of the mask, where an index stays."""
+        device, mask = mask.device, mask.cpu()
         has_rows = mask.ndim > 1 and bool((mask[:1] == mask).all())
         for dim in range(int(has_rows), mask.ndim):
             along = mask.movedim(dim, 0).flatten(1).any(dim=1) if mask.ndim > 1 else mask
@@ -135,7 +135,7 @@ class Piece:
         if bool(mask.all()) and mask.ndim > 1:
             return cls(1, range(mask.shape[1]), has_rows=True)
         flat = mask[0] if has_rows else mask
-        return cls(index=flat.flatten().nonzero().flatten(), has_rows=has_rows)
+        return cls(index=flat.flatten().nonzero().flatten().to(device), has_rows=has_rows)
 
     @classmethod
     def of_all(cls, x: Tensor) -> Piece:

@@ -343,6 +343,15 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
     }
 
 
+_make_cpu_tensor = torch.tensor
+
+
+def _make_tensor(data: Any, *, device: Any = None, **about: Any) -> Tensor:
+    """`torch.tensor`: made on the host, and copied to the device."""
+    made = _make_cpu_tensor(data, **about)
+    return made if device is None else made.to(device)
+
+
 @contextmanager
 def simulate_gpu(
     gpu: SimulatedGpu, messages: SimulatedMessages | None = None, memory_bytes: int = 80 << 30
@@ -376,6 +385,8 @@ def simulate_gpu(
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.multiple(Rehearsal, _begin_iteration=rehearse_and_note))
+        # Within it no mode of dispatch is asked for the tensor's device.
+        stack.enter_context(mock.patch.object(torch, "tensor", _make_tensor))
         stack.enter_context(mock.patch.multiple(torch.cuda, **_list_cuda_replacements(gpu, memory_bytes)))
         hooks: dict[str, Any] = {"enter_micro_step": enter_and_note, "become": become_and_note}
         stack.enter_context(mock.patch.multiple(Generation, **hooks))
