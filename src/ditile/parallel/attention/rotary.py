@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
@@ -26,15 +29,17 @@ _NAME = apply_rotary_emb.__name__
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class _RotaryTable(NamedTuple):
+@dataclass(frozen=True)
+class _RotaryTable:
     """A table as it is multiplied with.
 
     Attributes:
-        source: the cosines that it was made of, the dimension of tokens, and what had been written into the sines.
+        source: the sines and cosines that it was made of, the dimension of tokens, and what had been written into the
+            sines.
         cos, sin: for `[B, S, N, H]` or `[B, N, S, H]`; the first sine of each pair is negated.
     """
 
-    source: tuple[int, int, int]
+    source: tuple[int, int, int, int]
     cos: Tensor
     sin: Tensor
 
@@ -44,6 +49,8 @@ class RotaryEmbedding:
 
     def __init__(self) -> None:
         self._tables: Any = WeakIdKeyDictionary()  # by sines
+        # Layer after layer has the same table, and to look it up by its sines is many Python calls.
+        self._latest: Callable[[], _RotaryTable | None] = lambda: None
         self._classes: dict[type, type] = {}
 
     def rotate_pairs(
@@ -67,11 +74,23 @@ class RotaryEmbedding:
         ):
             return apply_rotary_emb(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
         cos, sin = freqs_cis
-        table, source = self._tables.get(sin), (id(cos), sequence_dim, sin._version)
+        table, source = self._latest(), (id(sin), id(cos), sequence_dim, sin._version)
         if table is None or table.source != source:
-            table = self._tables[sin] = _prepare_table(source, cos, sin, x.device)
+            table = self._find_table(source, cos, sin, x.device)
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
         return torch.add(x * table.cos, swapped * table.sin, out=swapped)
+
+    def _find_table(
+        self, source: tuple[int, int, int, int], cos: Tensor, sin: Tensor, device: torch.device
+    ) -> _RotaryTable:
+        table: _RotaryTable | None = self._tables.get(sin)
+        if table is None or table.source != source:
+            evens, odds = sin.unflatten(-1, (-1, 2)).unbind(-1)
+            signed = torch.stack((-evens, odds), -1).flatten(-2)
+            index = (None, slice(None), None) if source[2] == 1 else (None, None)
+            table = self._tables[sin] = _RotaryTable(source, cos[index].to(device), signed[index].to(device))
+        self._latest = weakref.ref(table)
+        return table
 
     def replace_processors(self, stack: ExitStack, block: nn.Module) -> None:
         """Replaces the processors of a block that call `apply_rotary_emb` until the stack is closed."""
@@ -93,13 +112,6 @@ class RotaryEmbedding:
             self._classes[stock] = _make_processor_class(stock, self.rotate_pairs)
         made.__class__ = self._classes[stock]
         return made
-
-
-def _prepare_table(source: tuple[int, int, int], cos: Tensor, sin: Tensor, device: torch.device) -> _RotaryTable:
-    evens, odds = sin.unflatten(-1, (-1, 2)).unbind(-1)
-    signed = torch.stack((-evens, odds), -1).flatten(-2)
-    index = (None, slice(None), None) if source[1] == 1 else (None, None)
-    return _RotaryTable(source, cos[index].to(device), signed[index].to(device))
 
 
 def _make_processor_class(stock: type, rotate: Any) -> type:
