@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -103,7 +103,7 @@ class BlockCalls:
                 return now.take_rehearsed_result()
             inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
-            given = (now.branch, self._key, mode, *inputs, *map(_describe_input, inputs.values()))
+            given = (now.branch, self._key, mode, *inputs, *_describe_inputs(inputs.values()))
             if now.recognises_call is not None and now.recognises_call(given, inputs, self._names[0]):
                 return now.take_rehearsed_result()
             form = now.forms.get(given)
@@ -265,13 +265,17 @@ class BlockCalls:
             now.is_surveyed, self._pass = False, self._divided
 
 
-def _describe_input(value: Any) -> Any:
-    """The shape of an argument of a call, the shapes of those in a list, or a type."""
-    if isinstance(value, Tensor):
-        return value.shape
-    if not isinstance(value, list | tuple | dict):
-        return type(value)
-    return tuple(x.shape for x in pytree.tree_leaves(value) if isinstance(x, Tensor))
+def _describe_inputs(values: Iterable[Any]) -> list[Any]:
+    """The shape of each argument of a call, the shapes of those in a list, or a type."""
+    described: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            described.append(value.shape)
+        elif isinstance(value, list | tuple | dict):
+            described.append(tuple([x.shape for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]))
+        else:
+            described.append(type(value))
+    return described
 
 
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:

@@ -163,6 +163,7 @@ class Generation:
     pieces: list[list[Piece]] = field(default_factory=list)
     prediction_pieces: dict[int, dict[int, list[Piece]]] = field(default_factory=dict)
     _parts: dict[tuple[LayoutKey, int | None], tuple[TokenShard, ...]] = field(default_factory=dict)
+    _own_parts: dict[tuple[LayoutKey, int | None], TokenShard] = field(default_factory=dict)
     _tokens: dict[tuple[LayoutKey, int | None, str], LayerTokens] = field(default_factory=dict)
     _runs: dict[tuple[LayoutKey, int | None], Runs] = field(default_factory=dict)
 
@@ -224,10 +225,13 @@ class Generation:
     def forget_layout(self) -> None:
         """Forgets how the tokens of the branch at hand are cut: it has others now."""
         self.layouts.pop(self.layout_key)
-        caches: list[dict[Any, Any]] = [self._parts, self._tokens, self._runs]
-        for known in caches:
+        for known in self._list_token_caches():
             for key in [key for key in known if key[0] == self.layout_key]:
                 known.pop(key)
+
+    def _list_token_caches(self) -> list[dict[Any, Any]]:
+        """What is kept of layouts; the first part of each key names one."""
+        return [self._parts, self._own_parts, self._tokens, self._runs]
 
     def list_rank_parts(self, patch: int | None, of: LayoutKey | None = None) -> tuple[TokenShard, ...]:
         """What each rank of the sequence axes has of a patch (None: of the image), in this call or one of a layout."""
@@ -239,13 +243,17 @@ class Generation:
 
     def get_own_part(self, patch: int | None, of: LayoutKey | None = None) -> TokenShard:
         """What this rank has of a patch (None: of the image)."""
-        _, index = self._get_split(patch, self.is_whole if of is None else of[1])
-        return self.list_rank_parts(patch, of)[index]
+        key = (self.branch, self.is_whole) if of is None else of
+        if (key, patch) not in self._own_parts:
+            _, index = self._get_split(patch, key[1])
+            self._own_parts[key, patch] = self.list_rank_parts(patch, key)[index]
+        return self._own_parts[key, patch]
 
     def forget_layouts(self) -> None:
         """Forgets how tokens are cut."""
-        caches: list[dict[Any, Any]] = [self.layouts, self._parts, self._tokens, self._runs, self.prediction_pieces]
-        for known in caches:
+        self.layouts.clear()
+        self.prediction_pieces.clear()
+        for known in self._list_token_caches():
             known.clear()
 
     def locate_rehearsed_tokens(self) -> tuple[range, ...]:

@@ -62,6 +62,8 @@ class KeyStore:
         make_zeros: (what it is for, shape, like) -> zeros.
 
     Attributes:
+        buffers: keys and values of the whole sequence; None before the first are written.
+        buffer_bytes: bytes of both.
         incoming: keys of other ranks that are under way.
         incoming_runs: where in the sequence those of each rank belong.
     """
@@ -77,16 +79,12 @@ class KeyStore:
         self._length, self._branch, self._relative_change = length, branch, relative_change
         self._make_zeros = make_zeros
         self.buffers: tuple[Tensor, Tensor] | None = None
+        self.buffer_bytes = 0
         self.mask: Tensor | None = None
         self.incoming: PendingMessages | None = None
         self.incoming_runs: Sequence[tuple[range, ...]] = ()
         self.written = [NEVER] * segments
         self._places: dict[tuple[tuple[range, ...], range | None], list[_KeyPlace]] = {}
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Bytes of both buffers."""
-        return 0 if self.buffers is None else 2 * self.buffers[0].nbytes
 
     def write_keys(
         self, k: Tensor, v: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
@@ -180,7 +178,7 @@ class KeyStore:
             )
         shape = (batch_size, like.shape[2], self._length, like.shape[3])
         k, v = (self._make_zeros(name, shape, like).transpose(1, 2) for name in ("k", "v"))
-        self.buffers = (k, v)
+        self.buffers, self.buffer_bytes = (k, v), k.nbytes + v.nbytes
         return self.buffers
 
 

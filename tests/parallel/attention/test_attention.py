@@ -71,11 +71,11 @@ def attended(plan: dict[str, int], heads: int, groups: int) -> list[tuple[Tensor
         # One that tells queries apart is given whole.
         mask = whole if whole is None or kind == "pairs" else whole[..., mine]
         own_qkv = (q[:, mine], k[:, mine], v[:, mine])
-        got = core.attend_to_tokens(tokens, *own_qkv, mask=mask, scale=0.3)
+        got = core.attend_to_tokens(*own_qkv, mask, scale=0.3, tokens=tokens)
         wanted = NATIVE(q, k, v, mask=None if whole is None else expand_mask(whole, BATCH), scale=0.3)
         results.append((got, wanted[:, mine]))
         sent = dict(mesh.traffic.calls)
-        assert torch.equal(core.attend_to_tokens(tokens, *own_qkv, mask=whole, scale=0.3), got), (
+        assert torch.equal(core.attend_to_tokens(*own_qkv, whole, scale=0.3, tokens=tokens), got), (
             "one of all keys is cut"
         )
         assert mesh.traffic.calls.get("masks") == sent.get("masks"), "without a message"

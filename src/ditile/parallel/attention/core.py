@@ -53,7 +53,7 @@ class AttentionCore:
     ) -> None:
         self._now, self._exchange, self._keys, self._masks = now, exchange, keys, masks
         self._further, self._kind = kind if FURTHER in kind else "", drop_further_keys(kind)
-        self.attend = CustomOp(self._attend_to_current_tokens, turn)
+        self.attend = CustomOp(self.attend_to_tokens, turn)
         self.overlaps = exchange.overlaps
 
     def attend_overlapped(
@@ -79,21 +79,24 @@ class AttentionCore:
 
     def attend_to_tokens(
         self,
-        tokens: LayerTokens,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        *,
-        keys: LayerTokens | None = None,
         mask: Tensor | None,
+        *,
         scale: float | None,
+        tokens: LayerTokens | None = None,
     ) -> Tensor:
-        """The same over the tokens that are given; `keys` are those of k and v, where they are others than those of q.
+        """The same over the tokens that are given, or over those of the micro-step at hand.
 
         Raises:
             ModelError: if the mask is not one of keys alone.
         """
-        heads, keys, further = q.shape[2], tokens if keys is None else keys, None
+        kind = self._kind
+        keys = tokens = tokens or self._now.get_layer_tokens(kind[0])
+        if len(kind) > 1:
+            keys = self._now.get_layer_tokens(kind[1])
+        heads, further = q.shape[2], None
         if self._further and k.shape[1] > q.shape[1]:
             k, v, mask, further = self._take_further_keys(q, k, v, mask, tokens)
         # Queries of dummies cost less than to leave them out and to bring the output to its length again.
@@ -105,14 +108,6 @@ class AttentionCore:
             raise make_pairs_error(mask)
         q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens, keys)
         return self._attend_to_heads(tokens, keys, q, k, v, heads, mask, scale, further)
-
-    def _attend_to_current_tokens(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None
-    ) -> Tensor:
-        now, kind = self._now, self._kind
-        tokens = now.get_layer_tokens(kind[0])
-        keys = tokens if len(kind) == 1 else now.get_layer_tokens(kind[1])
-        return self.attend_to_tokens(tokens, q, k, v, keys=keys, mask=mask, scale=scale)
 
     def _take_further_keys(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: LayerTokens

@@ -97,7 +97,7 @@ class PatchSchedulers:
         if closes or self._shadowed is None:
             generators = rng.list_generators(call.get("generator"), sample.device)
             saved = rng.read_generator_states(generators)
-            corner = tuple(slice(None) if dim == 0 else slice(0, 1) for dim in range(sample.ndim))
+            corner = (slice(None),) + (slice(0, 1),) * (sample.ndim - 1)
             cut = {
                 name: value[corner[: value.ndim]] if _is_like(value, sample) else value for name, value in call.items()
             }
