@@ -37,7 +37,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
 LIMITS = {"ulysses": 52, "pipefusion": 16}
 """Frames of one attention layer that are allowed."""
 
-MICRO_STEP_LIMIT = 491
+MICRO_STEP_LIMIT = 455
 """Frames of one asynchronous micro-step of the first of two stages that are allowed."""
 
 
