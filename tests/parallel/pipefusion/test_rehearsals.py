@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -147,3 +147,69 @@ def test_a_mask_that_keeps_nothing_says_nothing_of_another() -> None:
             count_passes(made)
             same(draw(runner, second), want)
             assert count_passes(made) == (0, 0)
+
+
+TURNS = ("lumina-2", "z-image", "bria-fibo", "qwen-image", "flux-2-klein", "hunyuan-video", "wan-2.1")
+OF_TWO = ("pixart-sigma",)
+
+
+def list_turns(name: str) -> list[Callable[[], dict[str, Any]]]:
+    """Calls with a short prompt, a long one, and the short one; Lumina 2 pads both to one length and gives a mask.
+
+    Those of `OF_TWO` have two prompts of unlike length, which change places.
+    """
+    entry = ZOO[name]
+    if name in OF_TWO:
+        assert entry.padded_prompt is not None
+        return [entry.padded_prompt, lambda: _swap_prompts(entry.padded_prompt), entry.padded_prompt]
+    assert entry.other_prompt is not None
+    length = {"max_sequence_length": 29} if name == "lumina-2" else {}
+    return [entry.call, lambda other=entry.other_prompt: other() | length, entry.call]
+
+
+def _swap_prompts(make: Any) -> dict[str, Any]:
+    call: dict[str, Any] = make()
+    return call | {"prompt": call["prompt"][::-1]}
+
+
+def draw_in_turns(name: str, plan: dict[str, Any]) -> list[tuple[int, int]]:
+    """On a rank: each call draws what a fresh runner draws, bit for bit; rehearsals and surveys of each."""
+    turns, counts = list_turns(name), list[tuple[int, int]]()
+    wanted = []
+    for make in turns[:2]:
+        with divided(ZOO[name].make(), **plan) as runner:
+            wanted.append(list_tensors(runner(**make())))
+    different(wanted[0][0], wanted[1][0], name)
+    with divided(ZOO[name].make(), **plan) as runner, counted_passes() as made:
+        for make, want in zip(turns, (*wanted, wanted[0]), strict=True):
+            same(list_tensors(runner(**make())), want, name)
+            counts.append(count_passes(made))
+    return counts
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_prompts_of_other_lengths_take_turns(name: str) -> None:
+    """As text, or as embeddings and a mask. A failure: a picture is drawn by the patches of another prompt."""
+    first, other, again = draw_in_turns(name, {"patches": 2, "warmup": 1})
+    assert min(first) and min(other) and again == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "degrees"),
+    [("lumina-2", {"cfg": 2}), ("lumina-2", {"pipefusion": 2}), ("pixart-sigma", {"data": 2})],
+    ids=str,
+)
+def test_ranks_of_prompts_of_other_lengths(pool: Pool, name: str, degrees: dict[str, int]) -> None:
+    """A failure means that ranks wait for each other: one knows its part of a call, the other does not."""
+    first, other, again = pool.run(draw_in_turns, 2, name, degrees | {"patches": 2, "warmup": 1})[0]
+    assert min(first) and min(other) and again == (0, 0)
+
+
+def test_another_prompt_of_the_same_length_is_known() -> None:
+    """Though a mask is given. A failure means that each prompt pays for a rehearsal."""
+    entry = ZOO["lumina-2"]
+    with divided(entry.make(), patches=2, warmup=1) as runner, counted_passes() as made:
+        first = list_tensors(runner(**entry.call()))
+        assert count_passes(made)[0]
+        different(first[0], list_tensors(runner(**entry.call() | {"prompt": "a small blue square"}))[0])
+        assert count_passes(made) == (0, 0)

@@ -29,7 +29,7 @@ from ditile.errors import PlanError, StateError
 from ditile.hooks.generation import Generation
 from ditile.hooks.pieces import has_nan
 from ditile.parallel.pipefusion.other_models import OtherModels
-from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCall, forget_numbers
+from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCall, describe_lengths, forget_numbers
 from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
 from ditile.plan.schedule import MicroStep
 
@@ -94,9 +94,9 @@ class Rehearsal:
 
     def _recognise_model_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
         """Whether a call of a model was made in some of the calls that this one may be like."""
-        now = self._now
-        self._calls |= {call}
-        self._known = [each for each in self._known if call in each.calls]
+        now, described = self._now, (call, describe_lengths(inputs))
+        self._calls |= {described}
+        self._known = [each for each in self._known if described in each.calls]
         if self._known:
             now.rehearsed_results[now.branch] = self._known[-1].make_results()[0][now.branch]
         return bool(self._known)
@@ -162,7 +162,7 @@ class Rehearsal:
                 return
             self._check_iteration()
             if not step:
-                self._calls, self._results = frozenset(now.forms), dict(now.rehearsed_results)
+                self._calls, self._results = frozenset(probe.first_calls), dict(now.rehearsed_results)
             called.append(frozenset(now.called_models))
         now.whole_steps = frozenset(step for step, models in enumerate(called) if any(whole for _, whole in models))
         unlike = {step for step in range(1, len(called)) if called[step] != called[step - 1]}
@@ -295,6 +295,9 @@ class ArgumentProbe:
     Args:
         now: the generation.
         pipeline: the name of the pipeline's class, for messages.
+
+    Attributes:
+        first_calls: those of the first iteration, as `RehearsedCall.calls`.
     """
 
     def __init__(self, now: Generation, pipeline: str) -> None:
@@ -303,9 +306,11 @@ class ArgumentProbe:
         self._masks: dict[tuple[int, str], list[Tensor]] = {}
         self._looks: list[dict[tuple[int, str], list[Tensor]]] = []
         self._latents: set[str] = set()
+        self.first_calls: set[Hashable] = set()
 
     def note_first_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
         """What is NaN anyway in a call, which is to be made."""
+        self.first_calls.add((call, describe_lengths(inputs)))
         self.look_at_call(call, inputs, latents)
         self._always |= self._masks.keys()
         self._masks = {}

@@ -2,7 +2,8 @@
 
 A rehearsal learns from shapes: where the tokens of a patch come out is the same for any prompt, seed, or number of
 steps. What it may have learnt from besides is compared first, see `describe_call_shapes`. Then the pipeline's loop runs
-two iterations in which no model is called at all: its calls are looked up by their shapes and given a result of zeros.
+two iterations in which no model is called at all: its calls are looked up by their shapes, and by what says how long
+the prompts are in them (`describe_lengths`), and given a result of zeros.
 These iterations say again what depends on numbers, such as a mask that blends nothing: how latents are handed on.
 """
 
@@ -12,7 +13,7 @@ import dataclasses
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import signature
+from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
@@ -50,11 +51,6 @@ def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
     changed = {name: {k: v for k, v in vars(part).items() if k[0] != "_"} for name, part in guiders.items()}
     given = {name: value for name, value in call.items() if not name.startswith(NOT_LEARNT_FROM)}
     of_arguments = tuple((name, _describe_value(name, given[name])) for name in sorted(given))
-    # Where a mask says how long a prompt is (Lumina 2), patches may lie elsewhere for another prompt of the same shape.
-    forward = getattr(type(getattr(pipe, "transformer", None)), "forward", None)
-    takes = signature(forward).parameters if forward is not None else ()
-    if any("mask" in name for name in takes):
-        of_arguments += tuple((name, str(given[name])) for name in sorted(given) if "prompt" in name)
     return type(pipe), str(pipe.config), tuple(settings.items()), _describe_value("", changed), of_arguments
 
 
@@ -74,12 +70,34 @@ def _describe_value(name: str, value: Any) -> Hashable:
     return (type(value).__name__, value) if isinstance(value, str | int | float | None) else object()
 
 
+def describe_lengths(inputs: Mapping[str, Any]) -> Hashable:
+    """What of a model's arguments says how long texts are in a padded batch: the numbers of masks, integers in lists.
+
+    Tokens of a patch may lie elsewhere where these are others, whatever the shapes (Lumina 2 leaves padding out).
+
+    Args:
+        inputs: the arguments by name.
+    """
+    described: list[Hashable] = []
+    for name, value in inputs.items():
+        leaves = pytree.tree_leaves(value)
+        if "mask" in name:
+            described += [(name, _digest_numbers(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
+        if isinstance(value, list | tuple):
+            described += [(name, leaf) for leaf in leaves if type(leaf) is int]
+    return tuple(described)
+
+
+def _digest_numbers(x: Tensor) -> str:
+    return sha256(x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearsedCall:
     """What the rehearsal of a call found, without any of its numbers.
 
     Attributes:
-        calls: of models in its first iteration, as `Generation.forms` names them.
+        calls: of models in its first iteration, as `Generation.forms` names them, with what `describe_lengths` says.
         results: of these calls by branch, and of other models' calls, as `forget_numbers` describes them.
         shapes: of the predictions that schedulers are stepped with.
         pieces: of the latents, by scheduler and patch.
