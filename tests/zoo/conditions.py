@@ -7,7 +7,12 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
+from diffusers.models.embeddings import (
+    ImageProjection,
+    IPAdapterTimeImageProjection,
+    MultiIPAdapterImageProjection,
+)
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
 from tests.more_families import EVERY
@@ -86,6 +91,20 @@ def flux_ip_adapter() -> Any:
         )
     projection = ImageProjection(cross_attention_dim=CONTEXT, image_embed_dim=8, num_image_text_embeds=4)
     pipe.transformer.encoder_hid_proj = MultiIPAdapterImageProjection([projection])
+    return pipe
+
+
+def sd3_ip_adapter() -> Any:
+    pipe = sd3()
+    model, width = pipe.transformer, pipe.transformer.inner_dim
+    projection = IPAdapterTimeImageProjection(
+        embed_dim=6, output_dim=width, hidden_dim=CONTEXT, depth=1, dim_head=8, heads=3, num_queries=7,
+        timestep_in_dim=8,
+    )  # fmt: skip
+    model.image_proj = randomise(projection, seed=4)
+    for number, name in enumerate(model.attn_processors):
+        processor = SD3IPAdapterJointAttnProcessor2_0(width, width, model.config.attention_head_dim, CONTEXT)
+        model.get_submodule(name.removesuffix(".processor")).set_processor(randomise(processor, seed=number, gain=1.0))
     return pipe
 
 
@@ -177,6 +196,11 @@ ENTRIES = [
         "flux-ip-adapter", 12, flux_ip_adapter, lambda: {
             **arguments("flux"), **TINY, "negative_prompt": "a blue square", "true_cfg_scale": 3.0,
             "ip_adapter_image_embeds": [embeds(1, 8)], "negative_ip_adapter_image_embeds": [embeds(1, 8, seed=5)],
+        }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
+    ),
+    entry(
+        "stable-diffusion-3-ip-adapter", 14, sd3_ip_adapter, lambda: {
+            **arguments("sd3"), **TINY, "ip_adapter_image_embeds": embeds(3, 6, rows=2),
         }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
     ),
     entry(

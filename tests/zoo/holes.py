@@ -142,7 +142,7 @@ TABLE = (
     Hole(
         "has weights in its attention processors, which tensor parallelism does not cut",
         ("tensor",),
-        "flux-ip-adapter",
+        "flux-ip-adapter stable-diffusion-3-ip-adapter",
     ),
     Hole(
         "gives its transformer what a ControlNet adds by the number of the block, of unknown rows",

@@ -178,8 +178,8 @@ whose blocks are read from its source or named by a `BlockAdapter` ([caching.md]
 
 Where steps are stale, patches refuse what needs the whole fresh prediction: `guidance_rescale`, and guiders that take a
 statistic or remember earlier predictions; with `warmup` equal to the steps they are exact, as they are with all other
-axes. Schedulers with `thresholding=True` or a `noise_sampler_seed` are refused with patches. SD3's IP-adapters and
-skip-layer guidance go with data and cfg alone. IP-adapters of FLUX.1 that are loaded before `parallelize` go with every
-plan but those with tensor or a warmup that stages share out. Perturbed-attention guidance goes with data and tensor
-only. A ControlNet in the loop goes with every plan; in a step of patches it is computed once, of the latents as they
-are when the step begins ([pipefusion.md](pipefusion.md))."""
+axes. Schedulers with `thresholding=True` or a `noise_sampler_seed` are refused with patches. SD3's skip-layer
+guidance goes with data and cfg alone. IP-adapters of FLUX.1 and SD3 that are loaded before `parallelize` go with every
+plan but those with tensor. Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop goes
+with every plan; in a step of patches it is computed once, of the latents as they are when the step begins
+([pipefusion.md](pipefusion.md))."""

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ditile.errors import ModelError, StateError
 from ditile.hooks.attention_processors import uses_dispatch
-from ditile.hooks.block_policy import BlockHook, LayerAttention
+from ditile.hooks.block_policy import ADAPTER_PROCESSORS, BlockHook, LayerAttention, list_adapter_calls
 from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.key_padding import make_pairs_error
 from ditile.hooks.overrides import override_attribute
@@ -65,7 +65,7 @@ def install_attention(
             cores.append(MaskOfRealPairs(core) if core is not None and kind.endswith(REAL_PAIRS) else core)
         attend = cores[0]
         if len(cores) > 1:
-            attend = turns = CallsInTurn(layer, cores)
+            attend = turns = CallsInTurn(layer, cores, len(cores) - len(list_adapter_calls(stock)))
             stack.callback(hook.block.register_forward_hook(exclude_from_compile(turns.end_block)).remove)
         assert attend is not None
         if not redirects:
@@ -74,7 +74,7 @@ def install_attention(
                 processor._parallel_config = attend
                 processor._attention_backend = choose_backend(backend)
             override_attribute(stack, module, "processor", processor)
-        elif spec.processor is not None:
+        elif spec.processor is not None and not isinstance(stock, ADAPTER_PROCESSORS):
             override_attribute(stack, module, "processor", spec.processor(attend))
         else:
             if backend is not None:
@@ -120,12 +120,14 @@ class CallsInTurn:
     Args:
         layer: its name in the model.
         cores: of each turn.
+        least: how many turns there are at least; the others are of IP-adapters, which a call may give no pictures.
     """
 
     overlaps = False
 
-    def __init__(self, layer: str, cores: Sequence[LayerAttention | None]) -> None:
+    def __init__(self, layer: str, cores: Sequence[LayerAttention | None], least: int) -> None:
         self._layer, self._cores, self._turn = layer, cores, 0
+        self._known = range(least, len(cores) + 1)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
@@ -145,11 +147,13 @@ class CallsInTurn:
             StateError: if there were more turns or fewer; a pass in which the block is left out has none.
         """
         turns, self._turn = self._turn, 0
-        if turns not in (0, len(self._cores)):
+        if turns and turns not in self._known:
             raise StateError(
-                f"{self._layer} attended {turns} times in a call and {len(self._cores)} times when it was looked at, "
+                f"{self._layer} attended {turns} times in a call and {self._known[-1]} times when it was looked at, "
                 "so which keys are whose is not known; use a plan of data or cfg"
             )
+        if turns and len(self._known) > 1:
+            self._known = range(turns, turns + 1)
 
 
 class AttentionRedirect(TorchFunctionMode):

@@ -120,12 +120,7 @@ class TransformerHooks:
         self._stored_contents: dict[int, ModuleContents] = {}
         self._guard: RemovableHandle | None = None
         self._found_constants: dict[str, bool | None] = {}
-        self._adapters = {hook.name: hook.count_adapters() for hook in self.chain}
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether there is an IP-adapter."""
-        return any(self._adapters.values())
+        self._adapters = {hook.name: hook.list_adapter_kinds() for hook in self.chain}
 
     @property
     def models(self) -> list[TransformerHooks]:
@@ -208,7 +203,7 @@ class TransformerHooks:
     def explain_refusal(self, blocks: range) -> str | None:
         """Why the attention of some of these blocks cannot be divided, or None: it has an unknown processor."""
         for hook in (hook for model in self.models for hook in model.chain[blocks.start : blocks.stop]):
-            if hook.name in self._adapters and hook.count_adapters() != self._adapters[hook.name]:
+            if hook.name in self._adapters and hook.list_adapter_kinds() != self._adapters[hook.name]:
                 return (
                     f"the IP-adapters of {hook.name} are others than when the pipeline was divided; restore() the "
                     "runner, and call parallelize with them"

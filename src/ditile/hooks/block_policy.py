@@ -8,13 +8,14 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
-from ditile.plan.anatomy import LOCAL, REAL_PAIRS, Anatomy, ListAnatomy, drop_further_keys, sees_text
+from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS, Anatomy, ListAnatomy, drop_further_keys, sees_text
 from ditile.plan.layout import Grid
 
-ADAPTER_PROCESSORS = (FluxIPAdapterAttnProcessor,)
+ADAPTER_PROCESSORS = (FluxIPAdapterAttnProcessor, SD3IPAdapterJointAttnProcessor2_0)
 """Processors that do what their class's own does, and attend to the pictures of IP-adapters besides."""
 
 
@@ -68,16 +69,17 @@ class BlockHook:
     def list_calls(self, path: str) -> list[tuple[str, str]]:
         """The attention calls of a module, in order: the name of each in the model, and its kind.
 
-        An IP-adapter attends once more to each of its pictures, which every rank has.
+        Those of IP-adapters, which there are only where a call has pictures for them, are behind the others.
         """
         processor = getattr(self.block.get_submodule(path), "processor", None)
         layer = f"{self.name}.{path}".rstrip(".")
-        kinds = (*self.anatomy.attention[path], *(LOCAL,) * count_adapters(processor))
+        kinds = (*self.anatomy.attention[path], *list_adapter_calls(processor))
         return [(layer if len(kinds) == 1 else f"{layer}.{turn}", kind) for turn, kind in enumerate(kinds)]
 
-    def count_adapters(self) -> int:
-        """The IP-adapters of the block's attention."""
-        return sum(count_adapters(getattr(module, "processor", None)) for _, module in self.list_attentions())
+    def list_adapter_kinds(self) -> tuple[str, ...]:
+        """The kinds of the attention calls for IP-adapters in the block."""
+        processors = (getattr(module, "processor", None) for _, module in self.list_attentions())
+        return tuple(kind for processor in processors for kind in list_adapter_calls(processor))
 
     def is_shared(self, path: str) -> bool:
         """Whether a module attends to tokens that ranks share out."""
@@ -92,9 +94,19 @@ class BlockHook:
         return any(sees_text(kind) for kind in self.anatomy.attention[path])
 
 
-def count_adapters(processor: Any) -> int:
-    """The IP-adapters of an attention processor, each of which attends once more."""
-    return len(processor.to_k_ip) if isinstance(processor, ADAPTER_PROCESSORS) else 0
+def list_adapter_calls(processor: Any) -> tuple[str, ...]:
+    """The kinds of the attention calls that an attention processor makes for its IP-adapters, in order.
+
+    Each adapter attends once more: FLUX.1's to its picture, which every rank has; Stable Diffusion 3's to the tokens of
+    the image and to its picture's behind them.
+    """
+    if not isinstance(processor, ADAPTER_PROCESSORS):
+        return ()
+    return (
+        ("N" + FURTHER,)
+        if isinstance(processor, SD3IPAdapterJointAttnProcessor2_0)
+        else (LOCAL,) * len(processor.to_k_ip)
+    )
 
 
 class BlockPolicy(Protocol):

@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    Attention,
+    JointAttnProcessor2_0,
+    SD3IPAdapterJointAttnProcessor2_0,
+)
 from torch import Tensor
 
 from ditile.models.tokens import (
@@ -48,13 +52,13 @@ class SD3Attention:
 
 
 def explain_sd3_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why a call with skip-layer guidance or IP-adapters is refused; None for other calls."""
+    """Why a call is refused, with skip-layer guidance or pictures for no IP-adapter; None for other calls."""
     if call.get("skip_guidance_layers") is not None:
         return (
             "skip_guidance_layers leaves blocks out by the index of the loop's iteration, which may count patches in a "
             "divided model; use data and cfg alone, which call whole models, or leave it out"
         )
-    return explain_ip_adapter_refusal(call)
+    return None if getattr(pipe.transformer, "image_proj", None) is not None else explain_ip_adapter_refusal(call)
 
 
 def read_sd3_conditioning(call: Mapping[str, Any]) -> Conditioning:
@@ -100,7 +104,7 @@ SD3 = ModelSpec(
         "norm_out.linear",
     ),
     processor=SD3Attention,
-    stock=(JointAttnProcessor2_0,),
+    stock=(JointAttnProcessor2_0, SD3IPAdapterJointAttnProcessor2_0),
     tensor=SD3_TENSOR_PLAN,
     tensor_tokens=TENSOR_TOKENS,
     refuse=explain_sd3_refusal,

@@ -64,7 +64,7 @@ from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import ShardedTransformer, check_unsharded, find_tensor_table, shard_weights
 from ditile.parallel.text.encoders import After, TextEncoders
 from ditile.parallel.vae.vae import ParallelVAE
-from ditile.plan.anatomy import Anatomy
+from ditile.plan.anatomy import LOCAL, Anatomy
 from ditile.plan.layout import Split
 from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import Weights, count_images
@@ -560,12 +560,12 @@ def _build_warmup_group(
         raise ModelError(
             f"warmup_mode={plan.warmup_mode}: {type(pipe).__name__} calls two models in turns; use serial or pipelined"
         )
-    if block_hooks.has_adapters:
-        raise ModelError(
-            f"warmup_mode={plan.warmup_mode}: weights of IP-adapters are not sent to other stages; use serial or "
-            "pipelined"
-        )
     if plan.warmup_mode == "separate":
+        if any(kind != LOCAL for hook in block_hooks.chain for kind in hook.list_adapter_kinds()):
+            raise ModelError(
+                "warmup_mode=separate: IP-adapters attend to the image once more where a call has pictures for them, "
+                "which the other stages do not know; use sequence, serial or pipelined"
+            )
         return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
     weight_stream = WeightStream(block_hooks, stages, mesh)
     block_hooks.replacement_blocks = weight_stream.streamed_blocks
