@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ from torch._inductor import config as inductor
 
 import ditile
 from ditile.errors import ModelError
+from ditile.hooks.compile import decide_compile
 from ditile.plan.plan import Plan
+from ditile.runner import compose
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.hooks.compiling import WAYS, Counting
@@ -28,7 +30,8 @@ from tests.runner.cases import MAKE, run, same, unfused
 
 NAMES = ("flux", "pixart sigma", "sd3.5 medium")
 UNEVEN = {"patches": 3, "warmup": 1}  # 12 rows and the text: no two patches have equally many tokens
-MOST_EXACT, MOST_STALE = 4, 6  # graphs of a class of blocks
+MOST_GRAPHS = 4  # of a class of blocks
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +64,10 @@ def compiled(
     return [picture for picture, _ in actual], [graphs for _, graphs in actual]
 
 
-def check(wanted: list[Tensor], got: tuple[list[Tensor], list[Counter[str]]], most: int) -> None:
+def check(wanted: list[Tensor], got: tuple[list[Tensor], list[Counter[str]]]) -> None:
     pictures, (first, second) = got
     same(pictures, wanted)
-    assert first and max(first.values()) <= most, first
+    assert first and max(first.values()) <= MOST_GRAPHS, first
     assert all(name.endswith("Block") for name in first), f"something beside the blocks was captured: {first}"
     assert not second, f"captured anew for a second picture of the same size: {second}"
 
@@ -74,25 +77,25 @@ def check(wanted: list[Tensor], got: tuple[list[Tensor], list[Counter[str]]], mo
 )
 def test_a_compiled_transformer_works_before_and_after(order: str, way: str) -> None:
     """A failure: a compiled module was not looked through, or a hook became part of a graph."""
-    check(uncompiled("flux", UNEVEN), compiled("flux", UNEVEN, way, order), MOST_STALE)
+    check(uncompiled("flux", UNEVEN), compiled("flux", UNEVEN, way, order))
 
 
 @pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma", "sd3.5 medium"])
 def test_graphs_under_uneven_patches(name: str) -> None:
-    check(uncompiled(name, UNEVEN), compiled(name, UNEVEN, "whole"), MOST_STALE)
+    check(uncompiled(name, UNEVEN), compiled(name, UNEVEN, "whole"))
 
 
 def on_ranks(name: str, plan: dict[str, Any], way: str) -> tuple[list[Tensor], tuple[list[Tensor], list[Counter[str]]]]:
     return uncompiled(name, plan), compiled(name, plan, way)
 
 
-PLANS: dict[str, tuple[dict[str, Any], int]] = {
-    "stages": ({"pipefusion": 2, "patches": 3, "warmup": 4}, MOST_EXACT),
-    "stale": ({"pipefusion": 2, "patches": 3, "warmup": 1}, MOST_STALE),
-    "heads": ({"ulysses": 2}, MOST_EXACT),
-    "ring": ({"ring": 2}, MOST_EXACT),
-    "overlapped": ({"ulysses": 2, "async_ulysses": True}, MOST_EXACT),
-    "distrifusion": ({"distrifusion": 2, "warmup": 1}, MOST_EXACT),
+PLANS: dict[str, dict[str, Any]] = {
+    "stages": {"pipefusion": 2, "patches": 3, "warmup": 4},
+    "stale": {"pipefusion": 2, "patches": 3, "warmup": 1},
+    "heads": {"ulysses": 2},
+    "ring": {"ring": 2},
+    "overlapped": {"ulysses": 2, "async_ulysses": True},
+    "distrifusion": {"distrifusion": 2, "warmup": 1},
 }
 
 
@@ -100,8 +103,8 @@ PLANS: dict[str, tuple[dict[str, Any], int]] = {
 def test_graphs_on_two_ranks(pool: Pool, plan: str) -> None:
     """A failure: where the pipeline is, or what travels, was guarded."""
     name = "flux" if plan != "stale" else "sd3.5 medium"
-    for wanted, got in pool.run(on_ranks, 2, name, PLANS[plan][0], "whole"):
-        check(wanted, got, PLANS[plan][1])
+    for wanted, got in pool.run(on_ranks, 2, name, PLANS[plan], "whole"):
+        check(wanted, got)
 
 
 @pytest.mark.parametrize("scheme", ["row", "sequence"])
@@ -139,7 +142,7 @@ def share_tokens() -> tuple[Tensor, Tensor, Counter[str]]:
 def test_a_family_without_a_spec_is_compiled_by_blocks(pool: Pool) -> None:
     for wanted, got, graphs in pool.run(share_tokens, 2):
         same(got, wanted)
-        assert graphs and max(graphs.values()) <= MOST_EXACT
+        assert graphs and max(graphs.values()) <= MOST_GRAPHS
 
 
 def test_a_runner_compiles_the_blocks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +154,63 @@ def test_a_runner_compiles_the_blocks_itself(monkeypatch: pytest.MonkeyPatch) ->
         pipe = MAKE["flux"]()
         runner = parallelize(pipe, Plan(**plan), compile=True)
         pictures = [(run(runner, "flux", seed=seed), backend.take()) for seed in (7, 8)]
-        check(uncompiled("flux", plan), ([p for p, _ in pictures], [g for _, g in pictures]), MOST_EXACT)
+        check(uncompiled("flux", plan), ([p for p, _ in pictures], [g for _, g in pictures]))
         assert not any("forward" in vars(module) for module in pipe.transformer.modules()), "gone after the call"
+
+
+AUTO_PLANS = [("flux", UNEVEN), ("pixart sigma", UNEVEN), ("sd3.5 medium", {**UNEVEN, "pipefusion": 2})]
+
+
+def draw_as_on_cuda(name: str, plan: dict[str, Any]) -> tuple[list[Tensor], tuple[list[Tensor], list[Counter[str]]]]:
+    """Two pictures and two of `compile="auto"`, which is told that the device is a GPU."""
+    backend, real, decide = Counting(), torch.compile, compose.decide_compile
+    wanted = uncompiled(name, plan)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda fn: real(fn, backend=backend))
+        patch.setattr(compose, "decide_compile", lambda *given: decide(*given[:-2], CUDA, given[-1]))
+        runner = parallelize(MAKE[name](), Plan(**plan), compile="auto")
+        drawn = [(run(runner, name, seed=seed), backend.take()) for seed in (7, 8)]
+    return wanted, ([picture for picture, _ in drawn], [graphs for _, graphs in drawn])
+
+
+@pytest.mark.parametrize(("name", "plan"), AUTO_PLANS)
+def test_auto_makes_at_most_four_graphs_of_a_class_of_blocks(pool: Pool, name: str, plan: dict[str, Any]) -> None:
+    """Synchronous and asynchronous steps, patches of unequal heights: more graphs would be a wait in mid-picture."""
+    for wanted, got in pool.run(draw_as_on_cuda, Plan(**plan).world, name, plan):
+        check(wanted, got)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "device", "says"),
+    [
+        (MAKE["pixart sigma"], Plan(), torch.device("cpu"), "the device is cpu and no GPU"),
+        (MAKE["pixart sigma"], Plan(tensor=2), CUDA, "each sum of tensor=2 would break a graph"),
+        (tiny.stable_diffusion, Plan(), CUDA, "nothing is known of the blocks of UNet2DConditionModel"),
+    ],
+)
+def test_auto_says_why_it_compiles_nothing(
+    caplog: pytest.LogCaptureFixture, make: Callable[[], Any], plan: Plan, device: torch.device, says: str
+) -> None:
+    pipe = make()
+    model = getattr(pipe, "unet", None) or pipe.transformer
+    for rank in range(2):
+        assert not decide_compile("auto", model, getattr(model, "transformer_blocks", ()), plan, device, rank)
+    (line,) = caplog.messages
+    assert says in line and line.startswith("compile='auto' compiles nothing: ")
+
+
+def test_auto_on_a_cpu_runs_what_was_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Said when the pipeline is divided, and not in its calls."""
+    runner = parallelize(MAKE["pixart sigma"](), Plan(), compile="auto")
+    assert sum("compiles nothing" in line for line in caplog.messages) == 1
+    same([run(runner, "pixart sigma", seed=seed) for seed in (7, 8)], uncompiled("pixart sigma", {}))
+    assert sum("compiles nothing" in line for line in caplog.messages) == 1
+
+
+def test_another_word_than_auto_is_refused() -> None:
+    with pytest.raises(ModelError, match="compile='atuo' is not known; try True, False or 'auto'"):
+        parallelize(MAKE["pixart sigma"](), Plan(), compile="atuo")  # type: ignore[arg-type]
 
 
 def test_a_compiled_pipeline_is_left_as_it_was() -> None:
@@ -172,7 +230,7 @@ def test_quantized_blocks_are_compiled() -> None:
     pipe, backend = ditile.quantize(MAKE["flux"](), "int8_weight_only"), Counting()
     WAYS["whole"](pipe, backend=backend)
     same(run(parallelize(pipe, Plan(**UNEVEN)), "flux"), wanted)
-    assert max(backend.take().values()) <= MOST_STALE
+    assert max(backend.take().values()) <= MOST_GRAPHS
 
 
 def test_what_has_no_blocks_is_not_compiled_by_a_runner() -> None:

@@ -8,7 +8,9 @@ from typing import Literal
 
 import pytest
 
+from ditile.errors import PlanError
 from ditile.plan.flags import (
+    FlagParser,
     add_arguments,
     collect_arguments,
     define_option,
@@ -29,10 +31,11 @@ class Options:
     dry: bool = define_option(False, "only look")
     sure: bool | None = define_option(None, "force or forbid")
     until: int | Literal["auto"] = define_option(1, "how long", metavar="W")
+    fast: bool | Literal["auto"] = define_option(False, "whether to hurry", metavar="auto", implied=True)
 
 
 def read(*words: str) -> dict[str, object]:
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    parser = FlagParser(allow_abbrev=False)
     add_arguments(parser, Options, title="options")
     return collect_arguments(Options, parser.parse_args(normalize_flags(list(words))))
 
@@ -42,6 +45,16 @@ def test_every_kind_of_field_is_read() -> None:
     assert read(*words) == {
         "what": "x y", "num_steps": 3, "scale": 1.5, "kind": "b", "parts": (1, 2), "dry": True,
     }  # fmt: skip
+
+
+def test_a_flag_that_may_stand_alone_takes_no_prompt() -> None:
+    """A failure: `ditile generate --compile "a lighthouse"` would compile a lighthouse, and draw nothing."""
+    assert read("--fast", "a lighthouse") == {"fast": True, "what": "a lighthouse"}
+    assert read("--fast", "auto", "x") == read("x", "--fast=auto") == {"fast": "auto", "what": "x"}
+    assert read("x", "--fast", "--dry") == {"fast": True, "what": "x", "dry": True}
+    assert read("x", "--fast") == {"fast": True, "what": "x"} and Options(**read("x", "--fast")).fast is True
+    with pytest.raises(PlanError, match="'fats' is not True or False or auto"):
+        read("x", "--fast=fats")
 
 
 def test_what_is_not_given_is_left_to_the_dataclass() -> None:
@@ -69,9 +82,9 @@ def test_dash_and_underscore_are_the_same_in_names_and_not_in_values() -> None:
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_what_would_do(words: tuple[str, ...], says: str) -> None:
-    with pytest.raises(argparse.ArgumentError) as caught:
+    with pytest.raises(PlanError) as caught:
         read("x", *words)
-    assert str(caught.value) == says
+    assert str(caught.value).startswith(f"{says}; see ")
 
 
 def test_three_valued_switches_and_words_beside_numbers() -> None:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ditile
 from ditile.cli import flag_aliases
@@ -38,7 +38,7 @@ from ditile.distributed.watch import START_SECONDS, begin_watch, needs_watch, re
 from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
 from ditile.models.known import find_known_model
 from ditile.plan.checks import suggest_nearest
-from ditile.plan.flags import add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
+from ditile.plan.flags import FlagParser, add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
 from ditile.planner.question import PlanQuestion
@@ -87,18 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130 if report_failure(failure, 130) else _print_error("interrupted", 130)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Raises a `DitileError` for a wrong command line, without the usage lines."""
-
-    def error(self, message: str) -> NoReturn:
-        raise PlanError(f"{message}; see {self.prog} --help")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    top = _Parser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
+    top = FlagParser(prog="ditile", description="Diffusion transformers over many devices.", allow_abbrev=False)
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
-    parsers = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    parsers = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=FlagParser)
     for name, command in COMMANDS.items():
         parser = parsers.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
         for kind, title in command.options.items():

@@ -19,9 +19,9 @@ import functools
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
 from ditile.plan.checks import check_whole_number, suggest_nearest
+from ditile.plan.plan import Plan
 
 LOG = logging.getLogger("ditile")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,8 +38,49 @@ ForwardCall = Callable[..., Any]
 CompileFunction = Callable[[ForwardCall], ForwardCall]
 """Makes a function a compiled one, as `torch.compile` does."""
 
+COMPILE_AUTO: Literal["auto"] = "auto"
+"""Blocks are compiled on CUDA, where each class of them is at most four graphs."""
+
 COMPILED_CALL_ATTRIBUTE = "_compiled_call_impl"
 """Where `nn.Module.compile` puts what is called in place of the module's own call."""
+
+
+def decide_compile(
+    wanted: bool | Literal["auto"],
+    model: nn.Module,
+    blocks: Sequence[object],
+    plan: Plan,
+    device: torch.device,
+    rank: int,
+) -> bool:
+    """Whether the blocks of a model are compiled.
+
+    Args:
+        wanted: yes, no, or "auto": where that is known to make few graphs for a device that they are meant for.
+        model, blocks: what is divided, and those of its blocks that are known.
+        plan, device, rank: how, and where it runs. Rank 0 logs why "auto" compiles nothing.
+
+    Raises:
+        ModelError: if it is none of them, or the blocks are not known.
+    """
+    if wanted not in (True, False, COMPILE_AUTO):
+        raise ModelError(f"compile={wanted!r} is not known; try True, False or 'auto'")
+    unknown = f"nothing is known of the blocks of {type(model).__name__}"
+    if wanted != COMPILE_AUTO:
+        if wanted and not blocks:
+            raise ModelError(
+                f"compile=True: {unknown}; leave it out, and compile the whole: "
+                "pipe.transformer = torch.compile(pipe.transformer)"
+            )
+        return bool(wanted)
+    reason = "" if blocks else unknown
+    if plan.tensor > 1:
+        reason = f"each sum of tensor={plan.tensor} would break a graph; compile=True makes many"
+    if device.type != "cuda":
+        reason = f"the device is {device} and no GPU; compile=True does it on any"
+    if reason and rank == 0:
+        LOG.warning("compile=%r compiles nothing: %s", COMPILE_AUTO, reason)
+    return not reason
 
 
 def find_compiler(pipe: Any, model: nn.Module) -> CompileFunction | None:

@@ -14,11 +14,14 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
+
+from ditile.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def define_option(
     aliases: tuple[str, ...] = (),
     example: str | None = None,
     reads: bool = False,
-    implied: str | None = None,
+    implied: str | bool | None = None,
     repeats: bool = False,
 ) -> Any:
     """A dataclass field with its default and the one line that `--help` shows.
@@ -64,7 +67,7 @@ def define_option(
         aliases: other flags, as they are written.
         example: several numbers, for the error where they cannot be read.
         reads: whether the value names a file or folder that is read, over which no output may be written.
-        implied: the value of the flag where none follows it.
+        implied: the value of the flag where none follows it, or a word that is no value of it.
         repeats: whether the flag may be given more than once; the value is a tuple.
     """
     metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional, "aliases": aliases}
@@ -112,6 +115,34 @@ def iter_field_readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Read
         yield field, _build_reader(hints[field.name], field.metadata.get("example"))
 
 
+class FlagParser(argparse.ArgumentParser):
+    """Raises a `DitileError` for a wrong command line, without the usage lines."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As ever, but a flag that may stand alone takes no word behind it that it cannot read, such as a prompt."""
+        words: list[str] = []
+        for word, following in itertools.pairwise([*(args or ()), None]):
+            action = self._option_string_actions.get(word)
+            stands_alone = action is not None and action.nargs == "?"
+            if action is not None and stands_alone and following is not None and not _can_read(action, following):
+                word = f"{word}={action.const}"
+            words.append(word)
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises it."""
+        raise PlanError(f"{message}; see {self.prog} --help")
+
+
+def _can_read(action: argparse.Action, word: str) -> bool:
+    assert isinstance(action.type, Reader), "`add_arguments` made the flag"
+    try:
+        action.type(word)
+    except argparse.ArgumentTypeError:
+        return False
+    return True
+
+
 def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str, left_out: Sequence[str] = ()) -> None:
     """Adds one flag per field of `cls` that is not left out; a flag that is not given leaves no attribute."""
     group = parser.add_argument_group(title)
@@ -142,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str, lef
                 const=implied,
                 choices=choices,
                 default=argparse.SUPPRESS,
-                help=doc + ("" if field.default is None else f" (default {field.default})"),
+                help=doc + ("" if field.default in (None, False) else f" (default {field.default})"),
                 metavar=metavar or (None if choices else field.name.split("_")[-1].upper()),
             )
 

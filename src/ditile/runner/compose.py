@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError, StoppedError
 from ditile.hooks.block_hooks import CallCountHooks, TransformerHooks
 from ditile.hooks.block_policy import BlockHook, LayerAttention
-from ditile.hooks.compile import unwrap_compiled
+from ditile.hooks.compile import decide_compile, unwrap_compiled
 from ditile.hooks.fused import fuse_linear_gelu, fuse_projections
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.placeholders import list_quantized_parameters
@@ -349,7 +349,7 @@ class CompositionOptions(NamedTuple):
     keep_weights: bool
     text_after: After = "keep"
     attention: str | None = None
-    compile: bool = False
+    compile: bool | Literal["auto"] = False
     checks: AgeChecks | None = None
     graphs: BlockGraphs | None = None
 
@@ -366,14 +366,9 @@ def compose_strategies(
     """
     keep = options.keep_weights
     # All that may raise comes first, so that an error leaves the pipeline as it was.
-    readers = {
-        "cuda_graphs=True": options.graphs is not None,
-        "warmup_mode=sequence": plan.warmup_mode == "sequence",
-        "offload=blocks": plan.offload == "blocks",
-    }
-    if reason := explain_manager_refusal(pipe, device, next(filter(readers.get, readers), "")):
-        raise ModelError(reason)
+    _check_weights_stay(pipe, plan, device, options)
     block_hooks = _build_block_hooks(pipe, plan, options)
+    compiles = decide_compile(options.compile, block_hooks.transformer, block_hooks.chain, plan, device, mesh.rank)
     plan, serial_plan = _choose_warmup_mode(pipe, block_hooks, plan, mesh)
     stages = divide_into_stages(block_hooks, plan)
     kernel = _find_kernel(options.attention, block_hooks.transformer, device, plan)
@@ -410,7 +405,17 @@ def compose_strategies(
     )
     attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
-    return Composition(pipe, plan, mesh, device, *built, options.compile, options.graphs, offload, serial_plan)
+    return Composition(pipe, plan, mesh, device, *built, compiles, options.graphs, offload, serial_plan)
+
+
+def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
+    readers = {
+        "cuda_graphs=True": options.graphs is not None,
+        "warmup_mode=sequence": plan.warmup_mode == "sequence",
+        "offload=blocks": plan.offload == "blocks",
+    }
+    if reason := explain_manager_refusal(pipe, device, next(filter(readers.get, readers), "")):
+        raise ModelError(reason)
 
 
 def _may_change(block_hooks: TransformerHooks) -> bool:
@@ -509,11 +514,6 @@ def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks,
         raise ModelError(
             f"attention={attention!r}: nothing is known of the attention of {type(model).__name__}; leave it out, or "
             "choose the kernel with set_attention_backend"
-        )
-    if options.compile and not block_hooks.chain:
-        raise ModelError(
-            f"compile=True: nothing is known of the blocks of {type(model).__name__}; leave it out, and compile the "
-            "whole: pipe.transformer = torch.compile(pipe.transformer)"
         )
     if plan.warmup_mode not in ("serial", AUTO) and any(each.anatomy.modes for each in block_hooks.models):
         raise ModelError(

@@ -483,7 +483,7 @@ def parallelize(
     *,
     attention: str | None = None,
     cp_plan: Mapping[str, Any] | None = None,
-    compile: bool = False,
+    compile: bool | Literal["auto"] = False,
     cuda_graphs: bool = False,
     checks: AgeChecks | None = None,
     groups: Communicators | None = None,
@@ -500,7 +500,8 @@ def parallelize(
         attention: the kernel of all attention that ditile computes, as diffusers names it; by default the pipeline's.
         cp_plan: a table in the format of diffusers' `_cp_plan`. It is not needed: which dimensions count tokens is
             derived from calls of the model.
-        compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks.
+        compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks;
+            "auto" does so on CUDA, where a class of blocks is at most 4 graphs, and else says why not.
         cuda_graphs: record what the blocks do to each patch as CUDA graphs, and replay these in later asynchronous
             steps: the host starts a block at once instead of kernel by kernel. Keys and values keep their memory
             between calls. Blocks with adapters or hooks run as ever.

@@ -83,7 +83,12 @@ class EngineOptions(DeviceOptions):
     text_after: Literal["keep", "offload", "free"] = define_option(
         "keep", "text encoders when denoising begins: keep them, offload to the CPU, or free", choices=TEXT_AFTER
     )
-    compile: bool = define_option(False, "torch.compile the blocks of the transformer; the first picture takes longer")
+    compile: bool | Literal["auto"] = define_option(
+        False,
+        "torch.compile the blocks of the transformer; the first picture takes longer; auto: where there is a GPU",
+        metavar="auto",
+        implied=True,
+    )
     cuda_graphs: bool = define_option(
         False, "record the blocks of each patch as CUDA graphs, which start at once; for patches of few tokens"
     )
