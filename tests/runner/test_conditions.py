@@ -54,6 +54,7 @@ REFUSALS = [
     ("PixArtSigma", ("image",), False, "leave it out"),
     ("Flux", ("control_image",), False, "with a ControlNet alone; add --controlnet FOLDER"),
     ("PixArtSigma", ("control_image",), True, "leave it out"),
+    ("LTX", ("image", "last_image"), False, "leave --last-image out: LTXImageToVideoPipeline takes --image"),
 ]
 
 
@@ -250,6 +251,8 @@ def test_a_plan_of_an_edit_is_verified_and_predicted(capsys: pytest.CaptureFixtu
 
 WRONG = [
     (("--image", "mask.txt"), "cannot be read as a picture"),
+    (("--image", "none.png"), "image='none.png' cannot be read as a picture: No such file or directory\n"),
+    (("--video", "none.webp"), "video='none.webp' cannot be read as a video: No such file or directory\n"),
     (("--image", "start.png", "--mask", "small.png"), "is 64x64, and its picture 128x128"),
     (("--mask", "mask.png"), "mask='mask.png' goes with a picture; add --image FILE"),
     (("--last-image", "start.png"), "goes with a picture; add --image FILE"),
@@ -278,6 +281,16 @@ def test_wrong_conditions_are_one_line(
     out, err = capsys.readouterr()
     assert says in err and out == "" and err.count("\n") == 1, err
     assert {path: path.read_bytes() for path in Path().iterdir()} == before
+
+
+@pytest.mark.usefixtures("files")
+def test_a_class_that_takes_no_pictures_is_told_before_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure means that people mend the size of a mask which is refused then all the same."""
+    words = ("--image", "start.png", "--mask", "small.png", "--dry-run")
+    assert generate(*words, model="shapes-wan") == 2
+    assert "WanPipeline takes no --image and --mask" in capsys.readouterr().err
+    assert generate(*words) == 2
+    assert "is 64x64, and its picture 128x128" in capsys.readouterr().err
 
 
 def test_the_file_of_conditions_has_no_class_that_draws_from_words_alone() -> None:

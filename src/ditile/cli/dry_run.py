@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import diffusers
 from torch import nn
 
 from ditile.cache.build import explain_idle_steps
@@ -18,9 +16,8 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import render_gantt_chart
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import defaults, find_model_source
-from ditile.runner.partial import find_pipeline_kind
 from ditile.runner.requests.arguments import build_dry_run_call, merge_call_arguments
-from ditile.runner.requests.conditions import choose_pipeline_class, describe_choice
+from ditile.runner.requests.conditions import choose_requested_class, describe_choice
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import returns_videos
 from ditile.runner.table import describe_plan
@@ -52,23 +49,14 @@ def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str,
     source, base = find_model_source(wanted.model, weights=False), defaults(wanted.model)
     subject = PlanSubject.from_configs(wanted.model, source)
     returns_videos(subject.pipeline)  # or refuses it
-    merge_call_arguments(_choose_class(subject.pipeline, source, wanted), wanted, base)
+    merge_call_arguments(choose_requested_class(wanted)[0] or subject.pipeline, wanted, base)
     return build_subject_job(subject, plan, build_dry_run_call(wanted, base), configs)
-
-
-def _choose_class(own: Any, source: Path | str, wanted: GenerateOptions) -> Any:
-    """The class that draws from the conditions of a request."""
-    config = diffusers.DiffusionPipeline.load_config(source)
-    return choose_pipeline_class(own, [*wanted.conditions], config, has_controlnet=wanted.controlnet is not None)
 
 
 def _describe_class(wanted: GenerateOptions) -> str:
     """A line on the class that draws from the conditions of a request; nothing without."""
-    source = find_model_source(wanted.model, weights=False)
-    own = find_pipeline_kind(source)
-    if own is None or not wanted.conditions:
-        return ""
-    return f"pipeline: {describe_choice(_choose_class(own, source, wanted), own, [*wanted.conditions])}\n"
+    kind, own = choose_requested_class(wanted) if wanted.conditions else (None, None)
+    return "" if own is None else f"pipeline: {describe_choice(kind, own, [*wanted.conditions])}\n"
 
 
 def build_subject_job(

@@ -46,7 +46,7 @@ def read_prompts(name: str, option: str = "prompts_file") -> list[str]:
     try:
         text = files.read_text(name)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{option}={name!r} cannot be read as text: {error}") from error
+        raise ModelError(f"{option}={name!r} cannot be read as text: {files.describe_error(error)}") from error
     prompts = [line.strip() for line in text.splitlines()]
     prompts = [line for line in prompts if line and not line.startswith("#")]
     if not prompts:

@@ -45,6 +45,11 @@ def read_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 
+def describe_error(error: BaseException) -> str:
+    """What an error says, without the path of a file that the message around it names already."""
+    return isinstance(error, OSError) and error.strerror or str(error)
+
+
 def _read_descriptor(descriptor: int, most: int) -> bytes:
     content, is_open = bytearray(), not stat.S_ISFIFO(os.fstat(descriptor).st_mode)
     while True:

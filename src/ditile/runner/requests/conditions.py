@@ -166,7 +166,7 @@ def choose_pipeline_class(
         and (kind is pipeline or not _joins_more_channels(kind, pipeline, config))
     ]
     if not fitting:
-        raise ModelError(_explain_refusal(pipeline, given, has_controlnet))
+        raise ModelError(_explain_refusal(pipeline, given, config, has_controlnet))
 
     def rank_class(kind: Any) -> tuple[bool, bool, int, str]:
         taken = read_call_conditions(kind)
@@ -179,6 +179,28 @@ def choose_pipeline_class(
     if best is not pipeline and lacking:
         raise ModelError(f"{best.__name__}, which takes {_join_flags(given)}, needs {_join_flags(lacking)} too")
     return best
+
+
+def choose_requested_class(wanted: GenerateOptions) -> tuple[Any, Any]:
+    """The class that draws from the conditions of a request, by the files of its model alone, and the model's own.
+
+    Returns:
+        None twice if the model's files name no pipeline of diffusers.
+
+    Raises:
+        LoadError, ModelError: if the files cannot be read, or no class takes the conditions.
+    """
+    import diffusers
+
+    from ditile.runner.load import find_model_source
+    from ditile.runner.partial import find_pipeline_kind
+
+    source = find_model_source(wanted.model, weights=False)
+    own = find_pipeline_kind(source)
+    if own is None:
+        return None, None
+    config, has_controlnet = diffusers.DiffusionPipeline.load_config(source), wanted.controlnet is not None
+    return choose_pipeline_class(own, [*wanted.conditions], config, has_controlnet=has_controlnet), own
 
 
 def find_pipeline_class_for(
@@ -204,7 +226,8 @@ def read_condition_files(wanted: GenerateOptions) -> dict[str, Any]:
     """What a request starts from: condition -> a picture; of `image` all pictures, of `video` its frames.
 
     Raises:
-        ModelError: if a file is no picture or video, or the mask has another size than its picture.
+        LoadError, ModelError: if a file is no picture or video, or the mask has another size than its picture; if no
+            class of the model's takes them, that is what is said of their sizes.
     """
     from ditile.runner.requests.videos import read_video  # needs numpy, which a server's process does without
 
@@ -217,6 +240,7 @@ def read_condition_files(wanted: GenerateOptions) -> dict[str, Any]:
         else:
             read[name] = read_picture(value, name, is_mask=name == "mask")
     if "mask" in read and read["mask"].size != read["image"][0].size:
+        choose_requested_class(wanted)
         sizes = [f"{one.width}x{one.height}" for one in (read["mask"], read["image"][0])]
         raise ModelError(f"mask={wanted.mask!r} is {sizes[0]}, and its picture {sizes[1]}; give both in one size")
     return read
@@ -344,7 +368,7 @@ def read_class_conditions() -> Mapping[str, Mapping[str, Any]]:
     return classes
 
 
-def _explain_refusal(pipeline: Any, given: Collection[str], has_controlnet: bool) -> str:
+def _explain_refusal(pipeline: Any, given: Collection[str], config: Mapping[str, Any], has_controlnet: bool) -> str:
     """What a family does not take, and which classes with the same transformer do."""
     flags = _join_flags(given)
     if not has_controlnet and "control_image" in given:
@@ -360,9 +384,23 @@ def _explain_refusal(pipeline: Any, given: Collection[str], has_controlnet: bool
     ]
     what = f"{name_pipeline(pipeline)} takes no {flags}, nor does a class that draws with its weights"
     if not others:
-        return f"{what}; leave it out"
+        return f"{what}; {_find_what_is_taken(pipeline, given, config, has_controlnet) or 'leave it out'}"
     ordinary = [name for name in others if "Modular" not in name]
     return f"{what}; take a model of {' or '.join((ordinary or others)[:6])}"
+
+
+def _find_what_is_taken(
+    pipeline: Any, given: Collection[str], config: Mapping[str, Any], has_controlnet: bool
+) -> str | None:
+    """Which one of several conditions to leave out, so that a class takes the others; None if there is none."""
+    for name in (*ARGUMENTS,)[::-1]:
+        rest = [other for other in given if other != name]
+        if not rest or len(rest) == len(given):
+            continue
+        kind = find_pipeline_class_for(pipeline, rest, config, has_controlnet=has_controlnet)
+        if kind is not None:
+            return f"leave {_join_flags([name])} out: {name_pipeline(kind)} takes {_join_flags(rest)}"
+    return None
 
 
 def _join_flags(names: Sequence[str] | Collection[str]) -> str:

@@ -41,7 +41,9 @@ def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Ima
     except UnidentifiedImageError:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: no format that Pillow knows") from None
     except DECODE_ERRORS as error:
-        raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: {error}") from error
+        raise ModelError(
+            f"{option}={str(path)!r} cannot be read as a picture: {files.describe_error(error)}"
+        ) from error
 
 
 def convert_mask(image: Image.Image) -> Image.Image:

@@ -146,7 +146,7 @@ def read_video(path: str | Path, option: str, most: int | None = None) -> list[I
         content = io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))
         frames = [*itertools.islice(decode(content), most or MAX_FRAMES + 1)]
     except DECODE_ERRORS as error:
-        raise ModelError(f"{option}={str(path)!r} cannot be read as a video: {error}") from error
+        raise ModelError(f"{option}={str(path)!r} cannot be read as a video: {files.describe_error(error)}") from error
     if not frames or len(frames) < (most or 0):
         raise ModelError(f"{option}={str(path)!r} has {len(frames)} frames, and frames={most}: ask for fewer")
     if len(frames) > MAX_FRAMES:
