@@ -34,10 +34,10 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "ulysses": {"ulysses": 2},
     "pipefusion": {"pipefusion": 2, "patches": 2, "warmup": 1},
 }
-LIMITS = {"ulysses": 52, "pipefusion": 16}
+LIMITS = {"ulysses": 49, "pipefusion": 13}
 """Frames of one attention layer that are allowed."""
 
-MICRO_STEP_LIMIT = 455
+MICRO_STEP_LIMIT = 451
 """Frames of one asynchronous micro-step of the first of two stages that are allowed."""
 
 

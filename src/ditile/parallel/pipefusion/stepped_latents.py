@@ -64,7 +64,7 @@ class SteppedLatents:
         """The prediction, the timestep, the latents and the other arguments of a call of `step`."""
         call = dict(self._call.bind(*args, **kwargs).arguments)
         call |= call.pop("kwargs", {})
-        model_output, timestep, sample = (call.pop(name) for name in self._roles)
+        model_output, timestep, sample = map(call.pop, self._roles)
         # Not one whose way through the pipeline is watched.
         if type(model_output) is not Tensor:
             model_output = model_output.as_subclass(Tensor)
