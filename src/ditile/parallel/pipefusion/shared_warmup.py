@@ -211,10 +211,10 @@ class WarmupGroup:
             # A mask of pairs comes anew with every call.
             sent_mask = mask if mask is not None and mask.shape[2] == 1 else None
             mask_shape = (0, 0, 0) if sent_mask is None else (*sent_mask.shape[:2], int(sent_mask.dtype == torch.bool))
-            # The owner has the modules, and what these make of their inputs is seen in a call alone.
+            # The owner has the modules, and what these make of their inputs is seen in a call alone. Its host must know
+            # before it can receive, so these numbers go from host to host, past both devices.
             place = list(_find_kinds(self._find_block(layer))).index(layer)
-            numbers = torch.tensor((place, *k.shape[2:], *mask_shape), device=k.device)
-            self._channels[0, owner, SHAPES].send_tensor(numbers)
+            self._channels[0, owner, SHAPES].send_tensor(torch.tensor((place, *k.shape[2:], *mask_shape)))
             self._channels[0, owner, KEYS].send_tensor(torch.stack([k, v]))
             if sent_mask is not None:
                 self._channels[0, owner, SHAPES].send_tensor(sent_mask.to(k.dtype))
@@ -230,7 +230,7 @@ class WarmupGroup:
         layers, rows = list(kinds), state.image.shape[0]
         way, shapes = (0, self.stage, KEYS), (0, self.stage, SHAPES)
         for _ in layers:
-            numbers = self._receive_tensor(shapes, (6,), state.image.new_empty(0, dtype=torch.int64))
+            numbers = self._receive_tensor(shapes, (6,), torch.empty(0, dtype=torch.int64))
             place, heads, head_size, mask_rows, mask_heads, is_boolean = numbers.tolist()
             layer = layers[place]
             tokens = now.get_layer_tokens(drop_further_keys(kinds[layer].removesuffix(REAL_PAIRS))[-1])

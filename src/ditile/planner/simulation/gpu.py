@@ -144,14 +144,14 @@ class SimulationRecord:
 
 
 def find_site(depth: int = 4) -> str:
-    """The innermost lines of ditile and diffusers that run now."""
+    """The innermost lines of ditile and diffusers that run now, and their functions."""
     lines, frame = list[str](), sys._getframe(1)
     while frame is not None and len(lines) < depth:
         name = frame.f_code.co_filename
         if not name.startswith(_HERE):
             for root, package in _ROOTS.items():
                 if name.startswith(root):
-                    lines.append(f"{package}{name.removeprefix(root)}:{frame.f_lineno}")
+                    lines.append(f"{package}{name.removeprefix(root)}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     return " < ".join(lines)
 
