@@ -24,6 +24,7 @@ from ditile.cli.bench.cells import parse_cells
 from ditile.cli.bench.options import Comparison, Workload
 from ditile.cli.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
 from ditile.cli.options import CalibrateOptions, ModelsOptions, RunOptions, VerifyOptions, check_output_files
+from ditile.cli.plan_choice import choose_within_budget, resolve_plan_option
 from ditile.distributed import env
 from ditile.distributed.console import (
     LINE_WIDTH,
@@ -40,7 +41,7 @@ from ditile.models.known import find_known_model
 from ditile.plan.checks import suggest_nearest
 from ditile.plan.flags import FlagParser, add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
-from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
+from ditile.planner.budget import Budget
 from ditile.planner.question import PlanQuestion
 from ditile.runner.load import defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
@@ -49,6 +50,7 @@ from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from ditile.cli.outcome import Outcome, PlanVerdict
+    from ditile.cli.simulate import PlanSimulation
 
 Options = TypeVar("Options")
 MAX_LINE = 480
@@ -155,11 +157,11 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     plan = _build_plan(arguments, cache)
     wanted, run = _build_options(GenerateOptions, arguments), _build_options(RunOptions, arguments)
     if run.plan is not None:
-        plan = _resolve_plan_option(run.plan, wanted, run, plan)
+        plan = resolve_plan_option(run.plan, wanted, run, plan)
     else:
         plan = _share_short_warmup(plan, arguments, wanted.model)
     if budget.has_bound:
-        plan, cache = _choose_within_budget(budget, wanted, run, plan, cache)
+        plan, cache = choose_within_budget(budget, wanted, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     _check_generate_options(wanted, run, cache)
     _check_known_model(wanted, [plan])
@@ -257,78 +259,6 @@ def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: Cac
         raise ModelError(f"text_after='free': {several} several times, and freed encoders do so once; use offload")
 
 
-def _resolve_plan_option(text: str, wanted: GenerateOptions, run: RunOptions, given: Plan) -> Plan:
-    """The plan of `--plan`; for `auto` the first plan of `ditile plan`, which is printed.
-
-    Raises:
-        DitileError: if flags say a plan too, or this machine was not measured.
-    """
-    if given != Plan():
-        raise PlanError(f"plan={text!r} is a whole plan, and flags say '{given}' too; leave one of them out")
-    if not text.strip():
-        raise PlanError(f"plan={text!r} says nothing; write name=value, such as pipefusion=2, or auto")
-    if text != AUTO:
-        return Plan.parse(text)
-    from ditile.planner.answer import answer_question
-
-    request_options = {
-        name: getattr(wanted, name) for name in ("model", "height", "width", "steps", "guidance", "num_images")
-    }
-
-    def find_fastest_plan(hosts: int) -> str:
-        place = env.read_torchrun_place()
-        ask = PlanQuestion(devices=None if place is None else place.world, hosts=hosts, **request_options)
-        plan_answer = answer_question(ask, all_devices=place is not None)
-        make_console(stderr=run.json == "-").print(plan_answer.describe_choice(), soft_wrap=True)
-        return str(plan_answer.result.prices[0].plan)
-
-    return Plan.parse(_decide_on_first_rank(find_fastest_plan, run))
-
-
-def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:
-    """The result of `decide` (number of hosts), which reads files: under torchrun rank 0 decides for all ranks."""
-    if env.read_torchrun_place() is None:
-        return decide(1)
-    from ditile.distributed.rank0 import decide_on_first_rank
-
-    return decide_on_first_rank(decide, run.stall_timeout)
-
-
-def _choose_within_budget(
-    budget: Budget, wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
-) -> tuple[Plan, CacheOptions]:
-    """The plan and cache that a budget chooses, which are printed.
-
-    Raises:
-        DitileError: if there is no evaluation, no setting is within the budget, or a plan or cache is given too.
-    """
-    if plan != Plan() or cache.build_cache_arguments()["cache_config"] is not None:
-        given = f"plan '{plan}'" if plan != Plan() else "cache"
-        raise PlanError(f"a budget picks plan and cache, and a {given} is given too; leave one of them out")
-
-    def choose_setting(hosts: int) -> tuple[str, str]:
-        evaluation, place = load_evaluation(wanted.model, budget.evaluation), env.read_torchrun_place()
-        rows = [row for row in evaluation["settings"] if place is None or row["world"] == place.world]
-        ranks = place.world if place is not None else budget.world or _count_devices()
-        row = choose(rows, min_psnr=budget.min_psnr, max_latency=budget.max_latency, world=ranks)
-        where = evaluation.get("measured", {}).get("machine", "another machine")
-        make_console(stderr=run.json == "-").print(
-            f"picked: {describe_setting(row)}, as evaluated on {where}", soft_wrap=True
-        )
-        return row["plan"], row["cache"]
-
-    plan_text, cache_text = _decide_on_first_rank(choose_setting, run)
-    others = {name: getattr(cache, name) for name in cache.given}
-    return Plan.parse(plan_text), CacheOptions(**others | {"cache_line": cache_text})
-
-
-def _count_devices() -> int:
-    """The number of GPUs, or of cores if there is no GPU."""
-    import torch
-
-    return torch.cuda.device_count() or os.cpu_count() or 1
-
-
 def _generate_pictures(
     wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, budget: Budget
 ) -> Outcome | None:
@@ -413,21 +343,32 @@ def _pick_one_line(wanted: GenerateOptions, plan: Plan) -> GenerateOptions:
 
 def _run_verify_command(arguments: argparse.Namespace) -> int:
     plan, proof = _build_plan(arguments), _build_options(VerifyOptions, arguments)
-    if plan == Plan():
+    if proof.plan is not None:
+        plan = resolve_plan_option(proof.plan, proof.to_generate_options(), RunOptions(), plan)
+    if plan == Plan() and proof.simulate is None:
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
-    find_model_source(proof.model)
+    find_model_source(proof.model, weights=proof.simulate is None)
     _check_known_model(proof.to_generate_options(), [plan])
     try:
-        verdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
+        verdict: PlanVerdict | PlanSimulation = (
+            _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
+            if proof.simulate is None
+            else _simulate_plan(proof, plan)
+        )
     except JoinError:
         raise
     except StateError as error:  # such as a key of another age than scheduled, which is found during a call
         return _print_error(f"the plan is not proven: {error}", 1)
     if is_writing_process():
-        from ditile.cli.outcome import build_verdict_table
-
-        print_parts(make_console(), [verdict.title, build_verdict_table(verdict)])
+        print_parts(make_console(), verdict.render_tables())
     return 0 if verdict.is_proven else 1
+
+
+def _simulate_plan(proof: VerifyOptions, plan: Plan) -> PlanSimulation:
+    _silence_libraries()
+    from ditile.cli.simulate import simulate_plan
+
+    return simulate_plan(proof, plan)
 
 
 def _run_serve_command(arguments: argparse.Namespace) -> int:
@@ -436,7 +377,7 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     options, cache = _build_options(ServeOptions, arguments), _build_options(CacheOptions, arguments)
     wanted, plan = GenerateOptions(model=options.model), _build_plan(arguments, cache)
     if options.plan is not None:
-        plan = _resolve_plan_option(options.plan, wanted, RunOptions(), plan)
+        plan = resolve_plan_option(options.plan, wanted, RunOptions(), plan)
     else:
         plan = _share_short_warmup(plan, arguments, wanted.model)
     _check_known_model(wanted, [plan])
@@ -576,7 +517,8 @@ COMMANDS = {
         "Serve a model over HTTP, in the words of the OpenAI API, from ranks that live on between requests.",
         {ServeOptions: "server", Plan: "plan", CacheOptions: "cache"}, left_out=("perf", "track_memory")),
     "verify": Command(_run_verify_command, "prove a plan on this machine",
-        "Check a plan on this machine: exactness, message sizes, memory.", {Plan: "plan", VerifyOptions: "proof"}),
+        "Check a plan on this machine, or on GPUs that are simulated: exactness, message sizes, memory.",
+        {Plan: "plan", VerifyOptions: "proof"}),
     "bench": Command(_run_bench_command, "measure plans side by side",
         "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",
         {Comparison: "comparison", Workload: "workload"}),

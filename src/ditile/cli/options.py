@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ditile.distributed import files
 from ditile.errors import ModelError
@@ -132,13 +132,32 @@ class VerifyOptions(DeviceOptions, ModelOptions):
     image: tuple[str, ...] | None = define_option(
         None, "a picture to start from; once more for each further one", metavar="FILE", reads=True, repeats=True
     )
+    frames: int | None = define_option(None, "frames of a video; the model's own by default", metavar="N")
+    plan: str | None = define_option(None, 'all of a plan, such as "pipefusion=2 patches=4"', metavar="PLAN")
+    simulate: Literal["cuda"] | None = define_option(
+        None, "run ranks on simulated GPUs, without weights, for memory, messages and waits", choices=("cuda",)
+    )
+    ranks: tuple[int, ...] | None = define_option(
+        None, "which ranks are simulated, such as 0,3; all by default", metavar="RANKS"
+    )
 
     def __post_init__(self) -> None:
         self.check_model_options()
         self.check_device_options()
+        check_counts(self, "frames")
         check_guidance(self)
         if self.steps < 3:
             raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
+        if self.simulate is None and self.ranks is not None:
+            raise ModelError(f"ranks={self.ranks}: every rank is checked; add --simulate cuda to look at some")
+        if self.simulate is not None:
+            self._check_simulation()
+
+    def _check_simulation(self) -> None:
+        """Raises `ModelError` for what a simulated call does not heed."""
+        for name, why in (("device", "the GPUs are simulated"), ("image", "a simulated call starts from no file")):
+            if (value := getattr(self, name)) is not None:
+                raise ModelError(f"{name}={value!r}: {why}; leave it out, or leave out --simulate")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

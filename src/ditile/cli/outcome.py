@@ -233,6 +233,10 @@ class PlanVerdict:
         """Whether no check failed."""
         return all(check.ok is not False for check in self.checks)
 
+    def render_tables(self) -> list[Table | str]:
+        """What the command shows."""
+        return [self.title, build_verdict_table(self)]
+
 
 def build_verdict_table(verdict: PlanVerdict) -> Table:
     """The verdict with a tick or a cross for every check."""

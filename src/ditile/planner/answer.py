@@ -259,11 +259,11 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
     for memory, alike in ranks.items():
         parts = (memory.weights, memory.text, memory.vae, memory.keys, memory.activations, memory.decode)
         cells = [f"{size / 1e9:.2f}" for size in (*parts, memory.peak_bytes)]
-        table.add_row(_format_ranks(alike), *cells)
+        table.add_row(format_ranks(alike), *cells)
     return table
 
 
-def _format_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks as runs: 0, 2-5."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -187,6 +187,8 @@ class PipelineRecorder:
             for argument in (name, f"negative_{name}"):
                 if argument in self._parameters:
                     given[argument] = self._make_prompt(shape, call, make_unknown, is_mask="mask" in name)
+        # A pipeline's default may be a text, which is refused beside embeddings.
+        given |= {name: None for name in self._parameters if f"{name}_embeds" in given}
         return given | {"num_inference_steps": 2, "output_type": "latent"}
 
     def _make_prompt(

@@ -341,15 +341,21 @@ def choose_weight_dtype(source: Path | str, wanted: torch.dtype | str | None) ->
     return weight_dtype
 
 
-def choose_dtype_name(source: Path | str, wanted: str | None) -> str:
-    """The name of what `choose_weight_dtype` chooses. torch is imported only to look for GPUs."""
+def choose_dtype_name(source: Path | str, wanted: str | None, *, on_gpu: bool | None = None) -> str:
+    """The name of what `choose_weight_dtype` chooses. torch is imported only to look for GPUs.
+
+    Args:
+        on_gpu: whether there are GPUs; None to look.
+    """
     if wanted is None:
         if isinstance(source, Path) and source.resolve().parent == ASSETS.resolve():
             return "float32"
-        # A process that starts ranks needs torch for nothing else, and loading and leaving it take seconds.
-        import torch
+        if on_gpu is None:
+            # A process that starts ranks needs torch for nothing else, and loading and leaving it take seconds.
+            import torch
 
-        return "bfloat16" if torch.cuda.is_available() else "float32"
+            on_gpu = torch.cuda.is_available()
+        return "bfloat16" if on_gpu else "float32"
     if wanted not in DTYPES:
         raise ModelError(f"dtype={wanted!r} is not known; try {', '.join(DTYPES)}")
     return wanted

@@ -18,6 +18,7 @@ from ditile.planner.simulation.gpu import CALL, SimulatedGpu, SimulationRecord
 from ditile.planner.simulation.messages import GPUS_PER_HOST, SimulatedMessages, simulate_gpu
 from ditile.planner.simulation.tensors import SimulatedTensor
 from ditile.planner.subject import PipelineConfigs
+from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.runner import parallelize
 
 SOME = 0.01
@@ -82,10 +83,12 @@ def simulate_rank(
         arguments = recorder.make_arguments(call, make_embeddings)
         with mock.patch.object(HostCopies, "allocate_host_memory", make_host_memory):
             runner = parallelize(recorder.pipe, plan, device=gpu.device)
-        gpu.record.enter_place(CALL)
         weight_bytes = gpu.record.live_bytes
         steps = {"num_inference_steps": call.get("num_inference_steps", 4), "generator": torch.Generator()}
-        runner(**{name: _move_tensors(value, gpu.device) for name, value in (arguments | steps).items()})
+        given = {name: _move_tensors(value, gpu.device) for name, value in (arguments | steps).items()}
+        gpu.record.enter_place(CALL)
+        with convert_value_errors(recorder.pipe):
+            runner(**given)
         report = runner.report
     return SimulatedCall(gpu.record, weight_bytes, 0 if report is None else report.key_bytes)
 
@@ -120,7 +123,7 @@ def _make_weight(tensor: Tensor, dtype: torch.dtype, gpu: SimulatedGpu, *, has_n
 
 
 def _move_tensors(value: Any, device: torch.device) -> Any:
-    """Tensors as text encoders would give them, on the device."""
+    """Tensors as text encoders would give them, on the device; that they get there is no wait of a call."""
     if isinstance(value, list):
         return [_move_tensors(each, device) for each in value]
-    return value.to(device) if isinstance(value, Tensor) else value
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
