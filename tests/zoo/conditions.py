@@ -101,10 +101,10 @@ def sd3_ip_adapter() -> Any:
         embed_dim=6, output_dim=width, hidden_dim=CONTEXT, depth=1, dim_head=8, heads=3, num_queries=7,
         timestep_in_dim=8,
     )  # fmt: skip
-    model.image_proj = randomise(projection, seed=4)
     for number, name in enumerate(model.attn_processors):
         processor = SD3IPAdapterJointAttnProcessor2_0(width, width, model.config.attention_head_dim, CONTEXT)
         model.get_submodule(name.removesuffix(".processor")).set_processor(randomise(processor, seed=number, gain=1.0))
+    model.image_proj = randomise(projection, seed=4)
     return pipe
 
 

@@ -140,11 +140,6 @@ TABLE = (
         "any-flow-far",
     ),
     Hole(
-        "has weights in its attention processors, which tensor parallelism does not cut",
-        ("tensor",),
-        "flux-ip-adapter stable-diffusion-3-ip-adapter",
-    ),
-    Hole(
         "gives its transformer what a ControlNet adds by the number of the block, of unknown rows",
         ("cfg", "data"),
         "z-image-controlnet",

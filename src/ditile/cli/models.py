@@ -180,6 +180,6 @@ Where steps are stale, patches refuse what needs the whole fresh prediction: `gu
 statistic or remember earlier predictions; with `warmup` equal to the steps they are exact, as they are with all other
 axes. Schedulers with `thresholding=True` or a `noise_sampler_seed` are refused with patches. SD3's skip-layer
 guidance goes with data and cfg alone. IP-adapters of FLUX.1 and SD3 that are loaded before `parallelize` go with every
-plan but those with tensor. Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop goes
-with every plan; in a step of patches it is computed once, of the latents as they are when the step begins
+plan. Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop goes with every plan; in a
+step of patches it is computed once, of the latents as they are when the step begins
 ([pipefusion.md](pipefusion.md))."""

@@ -210,9 +210,11 @@ class TransformerHooks:
                 )
             for path, attention in hook.list_attentions():
                 processor = getattr(attention, "processor", None)
+                if isinstance(processor, ADAPTER_PROCESSORS):
+                    continue
                 if self.spec.stock and type(processor) not in self.spec.stock:
                     known = ", ".join(cls.__name__ for cls in self.spec.stock)
-                elif isinstance(processor, nn.Module) and not isinstance(processor, ADAPTER_PROCESSORS):
+                elif isinstance(processor, nn.Module):
                     known = "those without weights of their own"
                 else:
                     continue

@@ -101,7 +101,7 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
         if type(getattr(module, "processor", None)) is not getattr(module, "_default_processor_cls", None)
         and hasattr(module, "_default_processor_cls")
         # It does what the class's own does, and attends to its pictures besides.
-        and type(module.processor) not in ADAPTER_PROCESSORS
+        and not isinstance(module.processor, ADAPTER_PROCESSORS)
     }
     try:
         text = "".join(inspect.getsource(inspect.unwrap(cls.forward)) for cls in classes)

@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 from ditile.errors import ModelError, PlanError
 from ditile.hooks.attention_processors import UNFUSE, has_fused_projections, is_unfused_leftover
+from ditile.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.hooks.overrides import match_modules
+from ditile.parallel.tensor.adapters import list_adapter_linears
 
 
 class TensorCut(NamedTuple):
@@ -125,6 +127,9 @@ class TensorCuts:
             for path, (given, module) in matched.items()
             if not _is_norm_within_heads(given, transformer, path) and not _is_kept_whole(given, module, size)
         }
+        for path in list_adapter_linears(transformer):
+            _check_linear_shardable(path, transformer.get_submodule(path))
+            styles[path] = CutStyle("colwise")
         if not styles:
             raise ModelError(
                 f"the tensor table of {type(transformer).__name__} names no module that is there: {', '.join(table)}"
@@ -348,7 +353,8 @@ def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, C
     if has_fused_projections(attention):
         raise ModelError(f"{path} has fused projections, and the tensor table names them apart; {UNFUSE}")
     processor = getattr(attention, "processor", None)
-    if isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None:
+    has_weights = isinstance(processor, nn.Module) and next(processor.parameters(), None) is not None
+    if has_weights and not isinstance(processor, ADAPTER_PROCESSORS):
         raise ModelError(
             f"{path} has weights in its processor {type(processor).__name__}, which tensor parallelism does not cut; "
             "unload the IP-adapter that brought it"

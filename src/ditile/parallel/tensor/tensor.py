@@ -17,6 +17,7 @@ Sent by a rank, for p image and t text tokens of h channels and f = 2(n-1)/n; ba
     SD3 double (last block)            4 (2)          2 f h (p + t)   (2 f h p)
       with dual attention              1 more         f h p more
     FLUX double, single                4, 1           2 f h (p + t), f h (p + t)
+      with IP-adapters                 1 more         f h p more for each double block
 
 "sequence" has twice the calls. A LoRA of rank r that was loaded before adds f r per token of each row-parallel Linear.
 """
@@ -30,6 +31,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
+from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
@@ -37,9 +39,11 @@ from torch.utils import _pytree as pytree
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.errors import ModelError, StateError
+from ditile.hooks.attention_processors import find_attention_processors
 from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.overrides import list_parameter_names, override_attribute
 from ditile.hooks.protocols import TokenStreams, WholeTokenStreams
+from ditile.parallel.tensor.adapters import OUT, FluxShardedAdapterProcessor, list_adapter_linears
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, take_shard, unwrap_lora_base
 from ditile.parallel.tensor.sequence import SharedStreams, StreamLengths, install_token_gathers
@@ -210,15 +214,18 @@ def shard_weights(
             scatters = install_token_gathers(stack, transformer, cuts, sequence, sharded.stream_lengths, collectives)
             sharded.streams = SharedStreams(sharded.stream_lengths, axis, collectives)
         _divide_head_counts(stack, transformer, cuts)
+        # Read whole where the other weights were read as a share: they are no part of the model's files.
+        adapters = list_adapter_linears(transformer)
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
             over_ranks = exclude_from_compile(scatters.get(path, sum_over_ranks))
             sharded._sums[path] = over_ranks
             _install_sums(stack, module, style.kind, cuts, over_ranks)
             sharded.remember_fused_loras(path, module)
-            if not loaded:
+            if not loaded or path in adapters:
                 _cut_parameters(stack, path, module, cuts, keep=keep)
             _resize_features(stack, module)
+        _gather_adapters(stack, transformer, cuts, sharded._sums)
         for path in cuts.arguments:
             _cut_arguments(stack, path, transformer.get_submodule(path), cuts)
         _refuse_methods(stack, transformer, _WHOLE)
@@ -234,6 +241,16 @@ def check_unsharded(transformer: nn.Module, sequence: Mapping[str, Mapping[str, 
         raise StateError(f"this {kind} holds a share of its weights already; undo that, or reload it")
     if sequence is not None and not sequence:
         raise ModelError(f"{kind} has no table of its token streams for split_scheme=sequence; use row")
+
+
+def _gather_adapters(
+    stack: ExitStack, transformer: nn.Module, cuts: TensorCuts, sums: Mapping[str, Callable[[Tensor], Tensor]]
+) -> None:
+    """Makes FLUX.1's IP-adapters gather the heads of all ranks."""
+    for path, attention, processor in list(find_attention_processors(transformer)):
+        if isinstance(processor, FluxIPAdapterAttnProcessor):
+            gather = partial(_gather_features, cuts, sums[f"{path}.{OUT}"])
+            override_attribute(stack, attention, "processor", FluxShardedAdapterProcessor(processor, gather))
 
 
 def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: TensorCuts, *, keep: bool) -> None:
@@ -336,7 +353,10 @@ def _multiply_and_sum(linear: Any, over_ranks: Callable[[Tensor], Tensor], x: Te
 
 def _multiply_and_gather(linear: Any, cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A Linear of which each rank has a share of the outputs, and all ranks get all: a sum with zeros is exact."""
-    share = functional.linear(x, linear.weight, linear.bias)
+    return _gather_features(cuts, over_ranks, functional.linear(x, linear.weight, linear.bias))
+
+
+def _gather_features(cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor], share: Tensor) -> Tensor:
     own = share.shape[-1]
     out = share.new_zeros(*share.shape[:-1], own * cuts.size)
     out[..., cuts.index * own : (cuts.index + 1) * own] = share

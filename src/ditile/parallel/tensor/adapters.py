@@ -1,0 +1,88 @@
+"""IP-adapters under tensor parallelism: keys and values of their pictures are cut by heads, as their layer's are.
+
+Stable Diffusion 3's add what they make to their layer's heads, in front of a Linear that sums over the ranks. FLUX.1's
+add it behind: the heads of all ranks are gathered first, by a sum with zeros, which is exact and takes the way of the
+layer's own output. So they cost one more sum for each layer that has some, in each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxIPAdapterAttnProcessor
+from torch import Tensor, nn
+
+from ditile.hooks.attention_processors import find_attention_processors
+from ditile.hooks.block_policy import ADAPTER_PROCESSORS
+
+OUT = "to_out.0"
+"""The Linear behind the heads of an attention module of diffusers."""
+
+
+def list_adapter_linears(transformer: nn.Module) -> list[str]:
+    """The paths of what makes keys and values of the pictures of IP-adapters."""
+    return [
+        f"{path}.processor.{name}"
+        for path, _, processor in find_attention_processors(transformer)
+        if isinstance(processor, ADAPTER_PROCESSORS)
+        for name, module in processor.named_modules()
+        if name.startswith(("to_k_ip", "to_v_ip")) and not isinstance(module, nn.ModuleList)
+    ]
+
+
+class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
+    """Replaces `FluxIPAdapterAttnProcessor` where a rank has a share of the heads.
+
+    Args:
+        whole: the processor, of whose linear layers this rank has its share.
+        gather: `[B, S, own features]` to those of all heads, of the tokens that this rank has between layers.
+    """
+
+    _gather: Callable[[Tensor], Tensor]
+    _whole: FluxIPAdapterAttnProcessor
+
+    def __init__(self, whole: FluxIPAdapterAttnProcessor, gather: Callable[[Tensor], Tensor]) -> None:
+        nn.Module.__init__(self)
+        # Not as a child: the parameters are in their place in the model once.
+        vars(self).update(vars(whole) | {"_whole": whole, "_gather": gather})
+
+    @property
+    def scale(self) -> list[float]:
+        """Of each adapter; the pipeline sets it."""
+        scale: list[float] = vars(self._whole)["scale"]
+        return scale
+
+    @scale.setter
+    def scale(self, scale: list[float]) -> None:
+        vars(self._whole)["scale"] = scale
+
+    def __call__(
+        self,
+        attn: FluxAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Any = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Any = None,
+        ip_hidden_states: Any = None,
+        ip_adapter_masks: Tensor | None = None,
+    ) -> Any:
+        """Image `[B, S, C]` and text `[B, T, C]` to the same, and what the adapters add to the image."""
+        queries: list[Tensor] = []
+        handle = attn.norm_q.register_forward_hook(lambda module, given, made: queries.append(made))
+        try:
+            own = super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb, [])
+        finally:
+            handle.remove()
+        if encoder_hidden_states is None:
+            return own
+        query, heads = queries[0], (len(hidden_states), -1, attn.heads, attn.head_dim)
+        added: Any = 0
+        for picture, scale, to_k, to_v in zip(ip_hidden_states, self.scale, self.to_k_ip, self.to_v_ip, strict=False):
+            key, value = to_k(picture).view(heads), to_v(picture).view(heads)
+            out = dispatch_attention_fn(
+                query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
+            )
+            added = added + scale * out.flatten(2).to(query.dtype)
+        return *own[:2], self._gather(added)
