@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.models.embeddings import apply_rotary_emb
-from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
 from ditile.errors import ModelError
@@ -130,7 +130,7 @@ FLUX = ModelSpec(
         "norm_out.linear",
     ),
     overlapped=FluxOverlappedProcessor,
-    stock=(FluxAttnProcessor,),
+    stock=(FluxAttnProcessor, FluxIPAdapterAttnProcessor),
     tensor=FluxTransformer2DModel._tp_plan,
     tensor_tokens=TENSOR_TOKENS,
     batch=("img_ids", "txt_ids"),

@@ -10,7 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import Attention, JointAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    Attention,
+    JointAttnProcessor2_0,
+    SD3IPAdapterJointAttnProcessor2_0,
+)
 from torch import Tensor
 
 from ditile.models.tokens import (
@@ -100,7 +104,7 @@ SD3 = ModelSpec(
         "norm_out.linear",
     ),
     processor=SD3Attention,
-    stock=(JointAttnProcessor2_0,),
+    stock=(JointAttnProcessor2_0, SD3IPAdapterJointAttnProcessor2_0),
     tensor=SD3_TENSOR_PLAN,
     tensor_tokens=TENSOR_TOKENS,
     refuse=explain_sd3_refusal,
