@@ -165,7 +165,6 @@ def test_guidance_over_all_of_a_prediction_is_refused() -> None:
     entry = ZOO["qwen-image-modular"]
     pipe = entry.make()
     for guider in (
-        ClassifierFreeGuidance(guidance_scale=3.0, guidance_rescale=0.5),
         diffusers.AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=-0.5),
         ClassifierFreeGuidance(guidance_scale=3.0, stop=0.6),
         diffusers.SkipLayerGuidance(skip_layer_guidance_layers=[1]),

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from diffusers import (
     NucleusMoEImageTransformer2DModel,
     PixArtSigmaPAGPipeline,
-    PixArtSigmaPipeline,
 )
 from diffusers.models.attention_processor import FusedJointAttnProcessor2_0, JointAttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
@@ -99,13 +98,6 @@ def test_pipelines_that_cannot_be_divided(pool: Pool, ranks: int) -> None:
         pool.run(refused, ranks, what)
 
 
-class Rescaled(PixArtSigmaPipeline):  # type: ignore[misc]
-    """A user's pipeline, whose call knows `guidance_rescale` as those of other families do."""
-
-    def __call__(self, *args: Any, guidance_rescale: float = 0.0, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
-
-
 ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("sd3", {"skip_guidance_layers": [1]}, ModelError, "skip_guidance_layers .*use data and cfg alone"),
     ("sd3", {"ip_adapter_image": 1}, ModelError, "leave ip_adapter_image out"),
@@ -117,28 +109,20 @@ ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("flux", {"control_image": 1}, TypeError, "control_image"),
     ("flux", {"output": "frist"}, ModelError, "^output='frist' .*try 'all' or 'first'"),
     ("flux", {"output_on": "frist"}, ModelError, "^output_on='frist' .*try 'all' or 'first'"),
-    ("rescaled", {"guidance_rescale": 0.5}, ModelError, "guidance_rescale=0.5 .*leave it at 0"),
 ]
 """A call, and how it is refused."""
 
 
-UNUSUAL: dict[str, tuple[Callable[[], Any], str]] = {
-    "rescaled": (lambda: tiny.quiet(Rescaled(**tiny.pixart().components)), "pixart sigma"),
-}
-"""Pipelines that are not in `MAKE`, and what they are called like."""
-
-
 def refused_arguments(name: str) -> None:
-    make, like = UNUSUAL.get(name) or (MAKE[name], name)
-    with divided(make(), pipefusion=2, **STALE | {"patches": 5}) as runner:
-        wanted = run(runner, like)
+    with divided(MAKE[name](), pipefusion=2, **STALE | {"patches": 5}) as runner:
+        wanted = run(runner, name)
         for _, changes, error, says in (row for row in ARGUMENTS if row[0] == name):
             with pytest.raises(error, match=says):
-                run(runner, like, **changes)
-            same(run(runner, like), wanted, f"{name}, after {changes}")
+                run(runner, name, **changes)
+            same(run(runner, name), wanted, f"{name}, after {changes}")
 
 
-@pytest.mark.parametrize("name", ["sd3", "flux", *UNUSUAL])
+@pytest.mark.parametrize("name", ["sd3", "flux"])
 def test_arguments_that_cannot_be_honoured(pool: Pool, name: str) -> None:
     """A failure means a wrong picture in silence, or a runner that a refusal has spoiled."""
     pool.run(refused_arguments, 2, name)

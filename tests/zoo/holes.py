@@ -60,7 +60,7 @@ TABLE = (
         "minimax-h3-keyframes minimax-h3-references",
     ),
     Hole(
-        "has guidance that takes a statistic of the whole prediction, which is partly stale",
+        "has guidance that remembers earlier predictions, and would be given one for each patch",
         ("stale", "cache, pipefusion"),
         "hunyuan-image",
     ),

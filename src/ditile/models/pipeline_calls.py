@@ -156,29 +156,43 @@ def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None)
         pipe: the pipeline.
         call: its arguments, of which timesteps and sigmas may say otherwise than the number of steps.
         steps: that number; None where it is not known.
+
+    Returns:
+        None too where timesteps or sigmas have no length.
     """
-    lengths = [len(call[name]) for name in ("timesteps", "sigmas") if call.get(name) is not None]
+    given = [call[name] for name in ("timesteps", "sigmas") if call.get(name) is not None]
+    try:
+        lengths = [len(each) for each in given]
+    # A number, or a tensor of one: the pipeline says what it thinks of it.
+    except TypeError:
+        return None
     return None if steps is None else max([steps, *lengths]) * getattr(pipe.scheduler, "order", 1)
 
 
-def explain_statistics_refusal(pipe: Any, call: Mapping[str, Any], *, fresh: bool, whole: bool) -> str | None:
-    """Why a call needs statistics of what it has in parts; or None.
+def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """What a call does with statistics of a whole prediction, which is partly one step old in a step of patches.
 
     Args:
         pipe: the pipeline.
-        call: its arguments.
-        fresh: whether all of a prediction is of the step at hand.
-        whole: whether all latents are stepped at once.
+        call: its arguments, and the defaults of the others.
+
+    Returns:
+        A line for the user; None if there is nothing of the kind.
     """
     scales = {name: value for name, value in call.items() if name.endswith("guidance_rescale")}
-    name = next((name for name, value in scales.items() if isinstance(value, int | float) and value), None)
-    if name is not None and not fresh:
-        return (
-            f"{name}={scales[name]} takes the spread of the whole prediction, which is partly "
-            "stale in a patch pipeline; leave it at 0, or use warmup equal to the steps"
-        )
-    if whole:
+    named = [f"{name}={value}" for name, value in scales.items() if isinstance(value, int | float) and value]
+    guiders = {name: part for name, part in vars(pipe).items() if isinstance(part, BaseGuidance)}
+    named += [f"{type(part).__name__} ({name})" for name, part in guiders.items() if not _guides_each_place_alone(part)]
+    if not named:
         return None
+    return (
+        f"guidance with {', '.join(named)} takes a statistic of the whole prediction, which is partly one step old in "
+        "a step of patches: an approximation, as stale keys are; with warmup equal to the steps it is exact"
+    )
+
+
+def explain_scheduler_refusal(pipe: Any) -> str | None:
+    """Why a pipeline's scheduler cannot step latents patch by patch, or None."""
     scheduler = type(pipe.scheduler).__name__
     if pipe.scheduler.config.get("thresholding"):
         return f"{scheduler} with thresholding=True takes a quantile of the whole image; set thresholding=False"
@@ -209,34 +223,53 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | No
                 f"{kind} guides from {part._start:.0%} to {part._stop:.0%} of the steps, and guidance that changes the "
                 "number of calls in mid-run cannot be divided into patches; use start=0.0 and stop=1.0"
             )
-        if partial and fresh and not _guides_each_place_alone(part) and not _shows_patches(part):
+        if not partial or _guides_each_place_alone(part):
+            continue
+        if not fresh and _remembers_predictions(part):
+            return (
+                f"{kind} remembers earlier predictions, and in a step of patches it is given one for each patch; use a "
+                "guider without a memory, such as ClassifierFreeGuidance, or warmup equal to the steps"
+            )
+        if not _shows_patches(part):
             return (
                 f"{kind} computes with the whole prediction, and in it the places of a patch cannot be told; use "
                 "another guider, such as ClassifierFreeGuidance, or a plan without pipefusion and patches"
-            )
-        if not fresh and not _guides_each_place_alone(part):
-            return (
-                f"{kind} takes a statistic of the whole prediction, or remembers earlier ones, and a prediction is "
-                "partly stale in a patch pipeline; use ClassifierFreeGuidance without guidance_rescale, or warmup "
-                "equal to the steps"
             )
     return None
 
 
 def _guides_each_place_alone(guider: BaseGuidance) -> bool:
     """Whether what a guider makes at a place of a prediction depends on nothing but what it is given there."""
+    tried = _try_guider(guider)
+    return tried is not None and all(torch.equal(each[:, :4], one[:, :4]) for one, *others in tried for each in others)
+
+
+def _remembers_predictions(guider: BaseGuidance) -> bool:
+    """Whether a guider makes something else of the same prediction behind another one; so is one that raises."""
+    tried = _try_guider(guider)
+    return tried is None or any(not torch.equal(first, last) for first, _, last in tried)
+
+
+def _try_guider(guider: BaseGuidance) -> list[list[Tensor]] | None:
+    """What a guider makes of a prediction, of another with the same first places, and of the first one again.
+
+    That is done in the first step, where memories begin, in the next, and in a late one, as some change in between.
+    None if it cannot be asked.
+    """
     twin: Any = copy.deepcopy(guider)
     twin._start, twin._stop = 0.0, 1.0
-    twin.set_state(step=1, num_inference_steps=2, timestep=torch.tensor(500.0))
     random = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, 1, 8, 4, generator=random)
     changed = torch.cat([one[:, :4], torch.randn(1, 4, 4, generator=random)], dim=1)
+    found = []
     try:
-        results = [twin(_name_predictions(twin, each, other)).pred[:, :4] for each in (one, one, changed)]
+        for step in (0, 1, 98):
+            twin.set_state(step=step, num_inference_steps=100, timestep=torch.tensor(500.0))
+            found.append([twin(_name_predictions(twin, each, other)).pred for each in (one, changed, one)])
     # What cannot be asked of a made-up prediction is not known of it.
     except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
-        return False
-    return all(torch.equal(each, results[0]) for each in results)
+        return None
+    return found
 
 
 def _shows_patches(guider: BaseGuidance) -> bool:

@@ -35,8 +35,9 @@ from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.models import registry
 from ditile.models.pipeline_calls import (
     count_most_iterations,
+    describe_stale_statistics,
     explain_guider_refusal,
-    explain_statistics_refusal,
+    explain_scheduler_refusal,
     hide_block_tracebacks,
     is_modular,
     list_call_parameters,
@@ -93,7 +94,7 @@ class Runner:
         num_parameters = sum(p.numel() for p in composition.model.parameters())
         everyone = gather_json([str(composition.device), num_parameters], self.mesh.everyone)
         self.devices, self._parameter_counts = [device for device, _ in everyone], [count for _, count in everyone]
-        self._advised: str | None = None
+        self._advised: set[str | None] = set()
         self._decisions: AgreementGroups | None = None
         # The shape and not the arguments of the last call, which would keep images and embeddings in memory.
         self._last: Shape | None = None
@@ -388,15 +389,17 @@ class Runner:
         reason = reason or self._parts.spec.refuse(self.pipe, call)
         reason = reason or self._find_latent_cut(call)
         # Without known blocks there are no patches: every rank steps whole images.
-        if reason is None and self._parts.block_hooks.chain:
-            reason = explain_statistics_refusal(self.pipe, call, fresh=is_fresh, whole=self.plan.num_patches == 1)
+        if reason is None and self._parts.block_hooks.chain and self.plan.num_patches > 1:
+            reason = explain_scheduler_refusal(self.pipe)
+        if reason is None and self._parts.block_hooks.chain and not is_fresh:
+            self._advise_once(describe_stale_statistics(self.pipe, self._fill_defaults(call)))
         return reason or self._parts.find_refusal_reason()
 
     def _find_latent_cut(self, call: Mapping[str, Any]) -> str | None:
         """Why a call that goes on with a part of its latents cannot be divided into patches, or None."""
         if not self.plan.attends_to_stale_keys and self.plan.pipefusion == 1:
             return None
-        known = {name: parameter.default for name, parameter in self._parameters.items()} | dict(call)
+        known = self._fill_defaults(call)
         for line, names in find_latent_cuts(inspect.unwrap(self._kind.__call__)).items():
             if all(known.get(name, True) for name in names):
                 remedy = "".join(f", or {name}=False" for name in sorted(names & known.keys()))
@@ -405,6 +408,15 @@ class Runner:
                     f"stale keys belong to one size; use a plan without pipefusion, patches and distrifusion{remedy}"
                 )
         return None
+
+    def _fill_defaults(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: parameter.default for name, parameter in self._parameters.items()} | dict(call)
+
+    def _advise_once(self, advice: str | None) -> None:
+        """Logs a line on the first rank, unless it was logged before."""
+        if advice is not None and advice not in self._advised and self.mesh.rank == 0:
+            LOG.warning(advice)
+        self._advised |= {advice}
 
     def _describe_loras(self) -> dict[str, str]:
         """The LoRAs of the model that is divided."""
@@ -425,9 +437,7 @@ class Runner:
         self.plan.check(facts)
         self._last, own = shape, shape.divide_batch(self.plan)
         advice = self.plan.advice(Schedule.from_plan(self.plan, shape.steps, own.batch).bound_speedup(own.calls))
-        if advice != self._advised and advice is not None and self.mesh.rank == 0:
-            LOG.warning(advice)
-        self._advised = advice
+        self._advise_once(advice)
 
     def _build_call_shape(self, call: Mapping[str, Any]) -> Shape:
         model, scale = self._parts.model, self.pipe.vae_scale_factor

@@ -258,3 +258,39 @@ def test_an_iteration_has_the_number_of_its_step(pool: Pool) -> None:
     """A failure means that a pipeline takes the number of a micro-step for that of a step, or that its module keeps
     what was put under it."""
     pool.run(indexed, 1)
+
+
+class OwnSteps(PixArtSigmaPipeline):  # type: ignore[misc]
+    """Its loop draws noise for each timestep, and predicts and steps by itself, or leaves that for later."""
+
+    def __call__(self, generator: torch.Generator, *, predicts: bool, num_inference_steps: int = 4) -> Any:
+        self.scheduler.set_timesteps(num_inference_steps)
+        latents, noises = noise(1, 4, 8, 8, seed=1), []
+        text = noise(1, 5, tiny.WIDTH, seed=2)
+        for _, t in enumerate(self.scheduler.timesteps):
+            noises.append(torch.randn(1, 4, 8, 8, generator=generator))
+            if predicts:
+                mask, sizes = torch.ones(1, 5), {"resolution": None, "aspect_ratio": None}
+                output = self.transformer(
+                    latents, encoder_hidden_states=text, encoder_attention_mask=mask, timestep=t[None],
+                    added_cond_kwargs=sizes, return_dict=False,
+                )  # fmt: skip
+                latents = latents - 0.1 * output[0].chunk(2, dim=1)[0]
+        return torch.cat([latents, *noises])
+
+
+@pytest.mark.parametrize("warmup", [1, 9])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_loops_that_step_no_scheduler(warmup: int, steps: int) -> None:
+    """One that calls no model draws the noises that it draws alone, each once; one that calls a model and steps by
+    itself is refused. A failure means a repeated noise, or a picture of one step whose blocks were passed by."""
+    pipe = tiny.quiet(OwnSteps(**tiny.pixart().components))
+
+    def draw(pipe: Any, *, predicts: bool) -> Any:
+        return pipe(torch.Generator().manual_seed(3), predicts=predicts, num_inference_steps=steps)
+
+    wanted = draw(pipe, predicts=False)
+    with divided(pipe, patches=2, warmup=warmup) as runner:
+        same(draw(runner, predicts=False), wanted)
+        with pytest.raises(StateError, match="went on without stepping its scheduler"):
+            draw(runner, predicts=True)

@@ -210,6 +210,7 @@ class Loop:
         if self._has_partial_latents or self._rehearses_changes:
             yield from self._rehearse(timesteps)
             if not self._streams:
+                # Nothing is put back: this was no rehearsal, but the pipeline's first iteration.
                 self._finish_generation(stopped=False)
                 yield from timesteps[1:]
                 return

@@ -74,7 +74,7 @@ class Rehearsal:
             yield self._begin_iteration(0, 0, timestep)
             # Or else the pipeline is about to end its loop, and calls the model elsewhere.
             now.recognises_call = None
-            if not self._streams:
+            if self._steps_no_scheduler():
                 return
             self._check_iteration()
             shapes = [each.predicted_shape for each in self._streams]
@@ -144,21 +144,19 @@ class Rehearsal:
 
         Raises:
             PlanError: if no token is.
-            StateError: if a later iteration steps no scheduler.
+            StateError: if a later iteration steps no scheduler, or one that calls a model.
         """
         now, called = self._now, list[frozenset[tuple[object, bool]]]()
         if known:
             yield from self._recognise_call(known, timesteps[0])
             if self.found is not None or not self._streams:
-                now.rehearsed_patch = None
                 return
         probe = ArgumentProbe(now, self._pipeline)
         for step in range(steps):
             now.recognises_call = None if step else probe.note_first_call
             yield self._begin_iteration(step, 0, timesteps[step])
             now.recognises_call = None
-            if not self._streams:
-                now.rehearsed_patch = None
+            if self._steps_no_scheduler():
                 return
             self._check_iteration()
             if not step:
@@ -254,6 +252,19 @@ class Rehearsal:
             each.rehearsed_piece, each.is_stepped = None, False
             each.set_step_index(step)
         return timestep
+
+    def _steps_no_scheduler(self) -> bool:
+        """Whether the first iteration was one without a model, so that it is the pipeline's own.
+
+        Raises:
+            StateError: if it called a model, whose blocks were passed by.
+        """
+        if self._streams:
+            return False
+        if self._now.branch:
+            self._check_iteration()
+        self._now.rehearsed_patch = None
+        return True
 
     def _check_iteration(self) -> None:
         if not self.is_stepped:
