@@ -213,6 +213,7 @@ def test_the_answer_says_what_it_priced(tmp_path: Path, capsys: pytest.CaptureFi
     assert main([*words.split(), "--json", str(tmp_path / "plan.json")]) == 0
     answer, lines = json.loads((tmp_path / "plan.json").read_text()), capsys.readouterr().out.splitlines()
     call = {"height": 128, "width": 256, "frames": 1, "steps": 6, "images": 1, "dtype": "float32", "guidance": 3.0}
+    call |= {"pictures": 0, "references": None}
     assert (answer["call"], answer["disturbed"]) == (call, 0.62)
     assert lines[0] == "shapes-flux, 256 x 128 px, 6 steps, float32, guidance 3"
     assert max(len(line) for line in lines if line.startswith(("│", "┃"))) <= 80

@@ -23,8 +23,8 @@ from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.planner.footprint import LiveBytes
 from ditile.planner.memory import count_rank_memory
+from ditile.planner.recording.sizes import SizesOnly
 from ditile.planner.seconds import RankTokens, merge_work
-from ditile.planner.sizes import SizesOnly
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import defaults
 from ditile.runner.runner import parallelize
@@ -64,6 +64,7 @@ def video(frames: int, height: int, width: int, *, ratio: int = 4, pixels: int =
         ("cogvideox-5b", video(49, 480, 720), 226, 1),
         ("qwen-image", 64 * 64, 512, 2),
         ("qwen-image-2.1", 64 * 64 + 512, 0, 1),
+        ("qwen-image-edit", 2 * 64 * 64, 512, 2),
         ("qwen-image-edit-2509", 2 * 64 * 64, 512, 2),
         ("qwen-image-edit-2511", 2 * 64 * 64, 512, 2),
         ("z-image-turbo", 64 * 64 + 512, 0, 1),

@@ -148,7 +148,7 @@ def test_a_folder_that_will_not_do_is_one_line(
 def test_the_command_draws_what_python_draws(
     copied: Path, capfd: pytest.CaptureFixture[str], forked_ranks: None
 ) -> None:
-    """On two ranks and one, from text and from a picture; a plan is not searched for it."""
+    """On two ranks and one, from text and from a picture."""
     Image.new("RGB", (80, 48), "red").save("red.png")
     model = ("--model", str(copied))
     assert main.main([*DRAW, *model, "--out", "one.png"]) == 0
@@ -162,8 +162,27 @@ def test_the_command_draws_what_python_draws(
     assert main.main([*DRAW, *model, "--image", "red.png", "--strength", "0.7", "--out", "edit.png"]) == 0
     assert "FluxModularPipeline, the model's own, takes --image" in capfd.readouterr().err
     assert main.main([*DRAW, *model, "--mask", "red.png", "--image", "red.png", "--out", "no.png"]) == 2
-    assert main.main(["generate", "a", *model, "--dry-run", "--pipefusion", "2"]) == 2
-    assert "is a modular pipeline, whose calls are not planned for" in capfd.readouterr().err
+
+
+def test_it_is_planned_for_as_the_ordinary_pipeline(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a component elsewhere. What diffusers has as a modular pipeline alone is refused in one line."""
+    shutil.rmtree(copied / "vae")
+    folder = tmp_path / "ordinary"
+    flux().save_pretrained(folder)
+    shown = []
+    for model in (folder, copied):
+        words = ("--height", "48", "--width", "80", "--steps", "3", "--model", str(model))
+        assert main.main(["generate", "a", *words, "--dry-run", "--pipefusion", "2"]) == 0
+        dry_run = capsys.readouterr().out
+        assert main.main(["plan", *words, "--hardware", "l40-pcie", "--devices", "2", "--json", "-"]) == 0
+        shown.append((dry_run.replace(str(model), ""), json.loads(capsys.readouterr().out)["plans"]))
+    assert shown[0] == shown[1] and "pipefusion=2" in shown[0][0]
+    minimax_h3("ref2va", "transformer_ref").save_pretrained(str(tmp_path / "h3"), overwrite_modular_index=True)
+    assert main.main(["plan", "--model", str(tmp_path / "h3"), "--hardware", "l40-pcie"]) == 2
+    error = capsys.readouterr().err
+    assert "whose calls are not planned for, as diffusers has no MiniMaxH3Pipeline" in error and error.count("\n") == 1
 
 
 def test_a_plan_is_verified(saved: Path, capfd: pytest.CaptureFixture[str], forked_ranks: None) -> None:

@@ -19,6 +19,7 @@ from ditile.runner.load import defaults, find_model_source
 from ditile.runner.requests.arguments import build_dry_run_call, merge_call_arguments
 from ditile.runner.requests.conditions import choose_requested_class, describe_choice
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pictures import read_picture
 from ditile.runner.requests.pipelines import returns_videos
 from ditile.runner.table import describe_plan
 
@@ -47,10 +48,13 @@ def describe_dry_run(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, 
 def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> PlannedCall:
     """The call as numbers; arguments and errors are those of `describe_dry_run`."""
     source, base = find_model_source(wanted.model, weights=False), defaults(wanted.model)
-    subject = PlanSubject.from_configs(wanted.model, source)
+    has_controlnet = wanted.controlnet is not None
+    subject = PlanSubject.from_configs(wanted.model, source, [*wanted.conditions], has_controlnet=has_controlnet)
     returns_videos(subject.pipeline)  # or refuses it
     merge_call_arguments(choose_requested_class(wanted)[0] or subject.pipeline, wanted, base)
-    return build_subject_job(subject, plan, build_dry_run_call(wanted, base), configs)
+    pictures = [read_picture(path, "image") for path in wanted.image or ()]
+    call = build_dry_run_call(wanted, base) | subject.bind_pictures(pictures)
+    return build_subject_job(subject, plan, call, configs)
 
 
 def _describe_class(wanted: GenerateOptions) -> str:

@@ -34,9 +34,8 @@ def resolve_plan_option(text: str, wanted: GenerateOptions, run: RunOptions, giv
         return Plan.parse(text)
     from ditile.planner.answer import answer_question
 
-    request_options = {
-        name: getattr(wanted, name) for name in ("model", "height", "width", "steps", "guidance", "num_images")
-    }
+    names = ("model", "height", "width", "frames", "steps", "guidance", "num_images", "image")
+    request_options = {name: getattr(wanted, name) for name in names}
 
     def find_fastest_plan(hosts: int) -> str:
         place = env.read_torchrun_place()

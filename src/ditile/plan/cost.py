@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -95,7 +95,21 @@ class PlannedCall:
     @cached_property
     def step_schedule(self) -> Schedule:
         """The order of work."""
-        return Schedule.from_plan(self.plan, self.shape.steps, self.shape.divide_batch(self.plan).batch)
+        schedule = Schedule.from_plan(self.plan, self.shape.steps, self.shape.divide_batch(self.plan).batch)
+        if not self.shape.references:
+            return schedule
+        layout = self.image_layout
+        return replace(
+            schedule,
+            num_references=layout.num_references,
+            reference_share=layout.count_reference_tokens() / layout.count_layer_tokens(joint=True),
+            lacks_latents=not all(map(self.count_stepped_share, range(layout.num_patches))),
+        )
+
+    def count_stepped_share(self, patch: int | None) -> float:
+        """The share of the latents that belongs to a patch; none of them belongs to reference pictures."""
+        rows = self.shape.latent_rows
+        return 1.0 if patch is None else self.image_layout.count_rows(patch, rows) / rows
 
     def compute_replica_shape(self, data: int) -> Shape:
         """The shape of the calls of a replica's ranks: its images, and their half of the branches."""
@@ -127,6 +141,13 @@ class PlannedCall:
     def token_split(self) -> Split:
         """How the tokens are shared out."""
         return Split(self.plan.ring, self.plan.distrifusion, self.plan.ulysses, self.plan.uaa is not False)
+
+    def select_patch(self, micro: MicroStep) -> int | None:
+        """The patch that a micro-step computes: under DistriFusion the image alone where references are left out."""
+        schedule = self.step_schedule
+        if self.plan.distrifusion > 1 and schedule.num_references and not schedule.computes_references(micro.step):
+            return schedule.num_references
+        return micro.patch
 
     def shard_tokens(self, patch: int | None) -> tuple[TokenShard, ...]:
         """What each rank that shares out the tokens has of a patch, or of the whole image (None)."""
@@ -253,8 +274,8 @@ def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroS
     branches_are_calls = job.shape.branches_per_call == 1
     if place.stage < job.plan.pipefusion - 1 or job.plan.cfg == 1 or (branches_are_calls and micro.step == 0):
         return 0
-    layout = job.image_layout
-    rows = layout.grid.rows if micro.patch is None else layout.count_rows(micro.patch)
+    layout, patch = job.image_layout, job.select_patch(micro)
+    rows = layout.grid.rows if patch is None else layout.count_rows(patch)
     tokens = layout.grid.num_tokens * rows // layout.grid.rows
     numbers = (job.plan.cfg - 1) * tokens * job.weights.out
     return job.compute_replica_shape(place.data).calls * numbers * job.count_number_bytes(place)
@@ -262,7 +283,7 @@ def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroS
 
 def count_micro_step_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[int, int]:
     """Image and text tokens that a rank computes in a micro-step; dummy text counts."""
-    part = job.shard_tokens(micro.patch)[place.rank]
+    part = job.shard_tokens(job.select_patch(micro))[place.rank]
     text = 0 if job.spec.joint == "none" else len(part.text) or DUMMY_TEXT
     return part.image_tokens, text
 
@@ -295,7 +316,7 @@ def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: M
     n, gathers = job.plan.tensor, job.plan.split_scheme == "sequence"
     if n == 1:
         return
-    part = job.shard_tokens(micro.patch)[place.rank]
+    part = job.shard_tokens(job.select_patch(micro))[place.rank]
     text = count_micro_step_tokens(job, place, micro)[1]
     lengths = {"image": part.image_tokens, "text": text, "text+image": part.image_tokens + text}
     channels = job.shape.token_channels
@@ -361,10 +382,9 @@ def _iterate_prediction_exchanges(
     n = job.token_split.num_ranks
     if n == 1 or place.stage < job.plan.pipefusion - 1:
         return
-    number = (n - 1) * job.count_number_bytes(place)
-    yield RepeatedExchange(
-        "prediction", number * job.shard_tokens(micro.patch)[place.rank].image_tokens * job.shape.token_channels
-    )
+    tokens, _ = count_micro_step_tokens(job, place, micro)
+    size = (n - 1) * tokens * job.shape.token_channels * job.count_number_bytes(place)
+    yield RepeatedExchange("prediction", size)
 
 
 def _iterate_weight_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
@@ -402,7 +422,7 @@ def _count_latent_receivers(job: PlannedCall, place: RankCoordinates, micro: Mic
 def _select_ulysses_shards(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[TokenShard, ...]:
     """The tokens of each rank on a rank's line along ulysses."""
     first = place.outer * job.plan.ulysses
-    return job.shard_tokens(micro.patch)[first : first + job.plan.ulysses]
+    return job.shard_tokens(job.select_patch(micro))[first : first + job.plan.ulysses]
 
 
 @lru_cache

@@ -157,9 +157,9 @@ class Layout:
         """Tokens in an attention layer that sees the text too, or the image alone."""
         return self.image_tokens + (self.text if joint else 0)
 
-    def count_rows(self, patch: int) -> int:
-        """Token rows of a patch."""
-        return sum(map(len, self._list_row_runs(patch)))
+    def count_rows(self, patch: int, rows: int | None = None) -> int:
+        """Token rows of a patch, or those of them that are among so many first rows."""
+        return sum(len(run[: max(0, (rows or run.stop) - run.start)]) for run in self._list_row_runs(patch))
 
     def count_reference_tokens(self) -> int:
         """Tokens of reference pictures that are patches of their own."""

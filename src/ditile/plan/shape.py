@@ -68,6 +68,7 @@ class Shape:
         frames: latent frames of a video.
         channels: of a token in the blocks; 0 if the heads make them up.
         key_heads: heads of keys over those of queries.
+        references: tokens of reference pictures, the last ones of the image; None if it is not known how many.
     """
 
     height: int
@@ -85,6 +86,7 @@ class Shape:
     frames: int = 1
     channels: int = 0
     key_heads: float = 1.0
+    references: int | None = None
 
     @classmethod
     def from_call(
@@ -129,7 +131,17 @@ class Shape:
     def build_layout(self, plan: Plan, spec: ModelSpec) -> Layout:
         """The cuts of the image. Raises `PlanError` if it has fewer token rows than the plan has patches."""
         plan.check(Facts(rows=self.grid.rows))
-        return _look_up_layout(self.grid, plan.num_patches, self.text, spec.joint)
+        if plan.references is None or not self.references:
+            return _look_up_layout(self.grid, plan.num_patches, self.text, spec.joint)
+        # Ranks of DistriFusion share out the references, as one patch, and the image.
+        patches, rows = plan.num_patches + (plan.distrifusion > 1), range(self.latent_rows, self.grid.rows)
+        return _look_up_reference_layout(self.grid, patches, self.text, spec.joint, rows, even=plan.references == 1)
+
+    @property
+    def latent_rows(self) -> int:
+        """Token rows that are made of latents; those of reference pictures come behind them."""
+        tokens = self.grid.num_tokens - (self.references or 0)
+        return -(-tokens // (self.grid.tokens_per_row * self.grid.frames))
 
     @property
     def branches_per_call(self) -> int:
@@ -164,6 +176,7 @@ class Shape:
 
 
 _look_up_layout = lru_cache(maxsize=1024)(Layout.cut_into_patches)
+_look_up_reference_layout = lru_cache(maxsize=1024)(Layout.cut_around_references)
 
 
 @lru_cache(maxsize=1024)

@@ -53,8 +53,9 @@ class Answer:
     Attributes:
         model, hardware, devices: those of the question.
         result: the prices, the fastest plan first.
-        call: the call that is priced: `height` and `width` (pixels), `frames`, `steps`, `images`, `dtype` and
-            `guidance` (None if the pipeline has none).
+        call: the call that is priced: `height` and `width` (pixels), `frames`, `steps`, `images`, `dtype`, `guidance`
+            (None if the pipeline has none), `pictures` that are given, and tokens of `references` (None if it is not
+            known how many).
         disturbed: the share of the machine's calibration that other processes slowed; 0 for a datasheet.
         uncounted: text encoders whose configs could not be read, so that no memory includes them.
         memories: of each plan, what each of its ranks needs.
@@ -125,6 +126,7 @@ class Answer:
         parts = [f"{call['width']} x {call['height']} px", f"{call['steps']} steps", str(call["dtype"])]
         parts += [] if call["frames"] == 1 else [f"{call['frames']} frames"]
         parts += [] if call["images"] == 1 else [f"{call['images']} images"]
+        parts += [f"{call['references']} tokens of references"] if call["references"] else []
         parts += [] if call["guidance"] is None else [f"guidance {call['guidance']:g}"]
         return f"{self.model}, {', '.join(parts)}"
 
@@ -175,8 +177,9 @@ class Answer:
             parts.append("\n".join(wrap(describe_packed_messages(self.result.packed, best), 80)))
         if self.result.fewer:
             parts.append("\n".join(wrap(describe_fewer_steps(self.result), 80)))
-        if count := self.call.get("pictures"):
-            what = "what encodes them, and tokens of references"
+        if count := self.call["pictures"]:
+            tokens = ", and their tokens, if there are any" if self.call["references"] is None else ""
+            what = f"what encodes them{tokens}"
             parts.append("\n".join(wrap(f"not in the seconds: the {count} picture(s) that it starts from: {what}", 80)))
         if self.uncounted:
             parts.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
@@ -204,7 +207,8 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
     """
     profile = load_machine_profile(ask)
     source = find_model_source(ask.model, weights=False)
-    call, subject = ask.fill_call_arguments(), PlanSubject.from_configs(ask.model, source)
+    subject = PlanSubject.from_configs(ask.model, source, ["image"] if ask.image else [])
+    call = ask.fill_call_arguments() | subject.bind_pictures(ask.read_pictures())
     plan = ask.priced_plan
     devices = ask.devices or (profile.devices if plan is None else plan.world)
     if devices % ask.hosts:
@@ -229,8 +233,7 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
         profile.name,
         devices,
         result,
-        _describe_priced_call(subject, call, profile.element_size)
-        | ({} if ask.image is None else {"pictures": len(ask.image)}),
+        _describe_priced_call(subject, call, profile.element_size) | {"pictures": len(ask.image or ())},
         profile.disturbed,
         subject.uncounted,
         tuple(_list_rank_memories(subject, call, profile, price.plan) for price in result.prices),
@@ -288,6 +291,7 @@ def _describe_priced_call(subject: PlanSubject, call: Mapping[str, Any], element
         "images": shape.images,
         "dtype": DTYPES_BY_SIZE[element_size],
         "guidance": filled.get(scale),
+        "references": shape.references,
     }
 
 

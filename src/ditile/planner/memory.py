@@ -10,7 +10,7 @@ from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
-from ditile.plan.schedule import MicroStep
+from ditile.plan.schedule import MicroStep, Schedule
 from ditile.plan.stages import select_local_blocks
 from ditile.planner.footprint import Footprint
 from ditile.planner.profile import FUSED, Profile
@@ -105,12 +105,10 @@ def _count_activation_bytes(
         # GELU is fused in every step of such a plan; other plans have steps in which it is not.
         footprint = replace(footprint, moments=footprint.fused)
     row = job.compute_replica_shape(place.data).batch * job.shape.element_size
-    steps = (0, max(schedule.warmup - 1, 0), min(schedule.warmup + 2, job.shape.steps - 1))
-    micros = {micro.patch: micro for micro in (schedule.find_micro_step(step, 0) for step in steps)}
     computed = max(
         row * _count_micro_step_peak(footprint, job, place, micro, text_tokens)
         + _count_prefetch_bytes(job, place, micro)
-        for micro in micros.values()
+        for micro in _list_largest_micro_steps(schedule)
     )
     _, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
     kept = subject.count_kept_numbers(
@@ -126,6 +124,15 @@ def _count_activation_bytes(
     # DistriFusion sends the keys of all layers at once; the keys of the text are not sent.
     in_flight = cost.count_key_store_bytes(job, rank, text=False) if plan.distrifusion > 1 else 0
     return int(computed + row * kept) + latents + in_flight
+
+
+def _list_largest_micro_steps(schedule: Schedule) -> list[MicroStep]:
+    """The micro-steps of unlike patches: those with the text, which are the largest, and those of references."""
+    steps = {0, max(schedule.warmup - 1, 0), min(schedule.warmup + 2, schedule.steps - 1)}
+    if schedule.num_references:
+        steps |= {step for step in range(schedule.warmup, schedule.steps) if schedule.computes_references(step)}
+    micros = [micro for step in sorted(steps) for micro in schedule.list_micro_steps(step)]
+    return list({m.patch: m for m in micros if m.patch in (None, 0, schedule.num_references)}.values())
 
 
 def _count_micro_step_peak(
@@ -173,6 +180,7 @@ def _count_exchange_numbers(job: PlannedCall) -> float:
 
 def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
     """Bytes of the messages that are received ahead, and of the one that is being read; 0 in step 0."""
-    return (
-        (RECEIVES_AHEAD + 1) * cost.count_activation_bytes(job, place, 0) if place.stage > 0 and micro.step > 0 else 0
-    )
+    if place.stage == 0 or micro.step == 0:
+        return 0
+    first = {0, job.step_schedule.num_references} & set(range(job.plan.num_patches))
+    return (RECEIVES_AHEAD + 1) * max(cost.count_activation_bytes(job, place, patch) for patch in first)

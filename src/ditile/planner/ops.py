@@ -175,7 +175,7 @@ class OpPricer:
                 load = load._replace(device=max(load.device, self._get_offload_seconds(place.stage)))
             return load.get_busy_seconds(self._profile)
         if op.kind is OpKind.STEP:
-            patches = self.job.plan.num_patches if micro.patch is None else 1
+            patches = len(self.op_schedule.list_stepped_patches(micro))
             taken = self._profile.micro_s / (patches if op.patch is not None and micro.patch is None else 1)
             return taken if free else taken + self._compute_guidance_seconds(micro) / patches
         if free or op.kind not in SENDS:
@@ -217,8 +217,7 @@ class OpPricer:
         elif op.kind is OpKind.SEND_PREDICTION:
             size = cost.count_prediction_bytes(job, place)
         else:
-            rows = 1.0 if op.patch is None else job.image_layout.count_rows(op.patch) / job.image_layout.grid.rows
-            size = job.compute_replica_shape(place.data).latent_bytes * rows
+            size = job.compute_replica_shape(place.data).latent_bytes * job.count_stepped_share(op.patch)
         return size
 
     def _make_micro_step(self, op: Op) -> MicroStep:
@@ -236,7 +235,7 @@ class OpPricer:
             ends.append((counted.first, 1.0))
         if place.stage == job.plan.pipefusion - 1 or group_size:
             ends.append((counted.last, 1.0))
-        if op.branch == 0 and op.micro_batch == 0 and micro.patch in (None, 0):
+        if op.branch == 0 and op.micro_batch == 0 and micro == self.op_schedule.list_micro_steps(micro.step)[0]:
             parts += [(counted.step, 1.0), *mix.steps]
         if op.step == 0:
             parts += [(counted.once, 1.0), *mix.once]
@@ -354,6 +353,12 @@ class OpPricer:
 def _list_step_kinds(schedule: Schedule, skipped_steps: frozenset[int]) -> Sequence[tuple[bool, ...]]:
     """See `OpPricer.step_kinds`. Many plans have the same schedule, so the list is kept."""
     return [
-        (step == 0, schedule.reads_stale_keys(step), schedule.keeps_keys(step), step in skipped_steps)
+        (
+            step == 0,
+            schedule.reads_stale_keys(step),
+            schedule.keeps_keys(step),
+            schedule.computes_references(step),
+            step in skipped_steps,
+        )
         for step in range(schedule.steps)
     ]

@@ -109,7 +109,9 @@ class _Run:
     def simulate_loop(self, *, free: bool) -> tuple[float, float]:
         """Seconds of the loop, and those that its busiest stage works; with `free`, messages take no time."""
         schedule, steps = self._schedule, self._job.shape.steps
-        shown = steps if self._ops.skips.steps else min(steps, schedule.warmup + STEADY)
+        # Which steps compute references depends on their number.
+        is_steady = not self._ops.skips.steps and not (schedule.num_references and schedule.references)
+        shown = min(steps, schedule.warmup + STEADY) if is_steady else steps
         spans = simulate_schedule(
             replace(schedule, steps=shown),
             lambda stage, op: self._ops.get_op_seconds(stage, op, free=free),
@@ -128,7 +130,13 @@ class _Run:
         job, plan, schedule, last = self._job, self._job.plan, self._schedule, self._job.shape.steps - 1
         kinds: dict[tuple[bool, ...], list[int]] = {}
         for step in range(last + 1):
-            kind = (schedule.reads_stale_keys(step), schedule.keeps_keys(step), step == 0, step == last)
+            kind = (
+                schedule.reads_stale_keys(step),
+                schedule.keeps_keys(step),
+                schedule.computes_references(step),
+                step == 0,
+                step == last,
+            )
             kinds.setdefault(kind, []).append(step)
         inner, total = plan.world // (plan.data * plan.cfg * plan.pipefusion), 0
         alike = list(range(plan.pipefusion)) if schedule.warmup_group_size else self._ops.first_alike_stages
@@ -146,6 +154,8 @@ class _Run:
         It exceeds the simulation by less than a hundredth, which `search` relies on.
         """
         schedule, steps = self._schedule, self._job.shape.steps
+        if schedule.num_references:  # steps are of unlike patches, for which there is no formula
+            return self.simulate_loop(free=False)[0]
         kinds = _group_alike_steps(
             schedule, self._ops.skips.steps, self._job.count_calls_in_step(0) == self._job.count_calls_in_step(1)
         )

@@ -5,15 +5,18 @@ Nothing here imports torch, so that the command line shows its help, and what is
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import env
 from ditile.errors import PlanError
 from ditile.models.known import find_known_model
-from ditile.plan.checks import check_counts, check_finite_number, check_whole_number
+from ditile.plan.checks import MOST, check_counts, check_finite_number, check_whole_number
 from ditile.plan.flags import define_option
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
@@ -43,7 +46,11 @@ class PlanQuestion:
     guidance: float | None = define_option(None, "how strongly the prompt guides", metavar="X")
     num_images: int = define_option(1, "images at once", metavar="N")
     image: tuple[str, ...] | None = define_option(
-        None, "a picture that the call starts from, which is not priced", metavar="FILE", reads=True, repeats=True
+        None,
+        "a picture that the call starts from, or its size, such as 1024x768; once more for each further reference",
+        metavar="FILE",
+        reads=True,
+        repeats=True,
     )
     hardware: str | None = define_option(
         None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME"
@@ -96,6 +103,14 @@ class PlanQuestion:
         """The one plan that is to be priced; None for a search."""
         return None if self.price is None else Plan.parse(self.price)
 
+    def read_pictures(self) -> list[Image.Image]:
+        """The pictures that the call starts from; of a size one without a motif.
+
+        Raises:
+            ModelError: if a file is no picture, or a side is out of its range.
+        """
+        return [_read_picture_or_size(each) for each in self.image or ()]
+
     def fill_call_arguments(self) -> dict[str, Any]:
         """The arguments of the call that is asked about; those that suit the model fill the gaps.
 
@@ -121,12 +136,21 @@ class PlanQuestion:
             PlanError: as `load_machine_profile`, or if the plan to be priced does not fit a model known by name.
             ModelError, LoadError: if there is no such model or profile, or a file is no picture.
         """
-        for path in self.image or ():
-            read_picture(path, "image")
+        self.read_pictures()
         find_model_source(self.model, weights=False)
         load_machine_profile(self)
         if (known := find_known_model(self.model)) is not None:
             known.check_call(self.priced_plan or Plan(), self.fill_call_arguments())
+
+
+def _read_picture_or_size(text: str) -> Image.Image:
+    size = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", text)
+    if size is None:
+        return read_picture(text, "image")
+    width, height = map(int, size.groups())
+    for name, value in (("width", width), ("height", height)):
+        check_whole_number(value, f"{name} of image={text!r}", most=MOST[name])
+    return Image.new("RGB", (width, height))
 
 
 def load_machine_profile(ask: PlanQuestion) -> Profile:

@@ -6,25 +6,23 @@ The family of a model with a `ModelSpec` says what its calls are. Those of any o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import diffusers
 import torch
-import transformers
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ditile.errors import LoadError, ModelError, PlanError
+from ditile.errors import ModelError, PlanError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.block_policy import BlockHook
 from ditile.hooks.overrides import list_parameter_names
-from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
 from ditile.models.anatomies import build_block_hooks, find_derived_cuts
-from ditile.models.known import name_component_source
 from ditile.models.pipeline_calls import list_call_parameters
 from ditile.models.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
@@ -47,25 +45,16 @@ from ditile.planner.footprint import (
     measure_vae_scale,
 )
 from ditile.planner.kernel_times import CountedCall, Stream, StreamSizes, TransformerWork, count_transformer_work
-from ditile.planner.recorded import (
+from ditile.planner.recording.configs import PipelineConfigs
+from ditile.planner.recording.recorded import (
     NO_GUIDANCE,
     PipelineRecorder,
     RecordedCall,
     RecordedStep,
-    build_recorded_pipeline,
-    load_component_config,
 )
-from ditile.runner.load import (
-    MODULAR_INDEX,
-    check_config_counts,
-    convert_build_errors,
-    find_index_file,
-    read_json_object,
-)
+from ditile.runner.load import convert_build_errors
+from ditile.runner.requests.conditions import bind_conditions, check_picture_count, read_call_conditions
 
-FACTS = "facts.json"
-"""What cannot be read off the configs of a published model."""
-TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
 PROBED = Grid(22, 32)
 """Token rows and columns of the picture with which a model without a `ModelSpec` is counted."""
 PROBED_TEXT = 384
@@ -91,7 +80,7 @@ class PlanSubject:
         decoder: the config of the VAE, if there is one.
         family: its `ModelSpec`, if none is registered for its class.
         uncounted: text encoders whose configs could not be read, and which `text` does not include.
-        recorder: records the calls of a family without a `ModelSpec`.
+        recorder: records the calls of a family without a `ModelSpec`, and those of a class that a spec does not name.
         scale: what the VAE makes of latent frames, for such a family.
         coder: the class of the VAE.
         models: transformers that are called in turns, each on every rank.
@@ -120,33 +109,39 @@ class PlanSubject:
     _steps: dict[Any, RecordedStep] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_configs(cls, name: str, source: Path | str) -> PlanSubject:
+    def from_configs(
+        cls, name: str, source: Path | str, given: Collection[str] = (), *, has_controlnet: bool = False
+    ) -> PlanSubject:
         """The pipeline of a folder or hub id (of which only configs are read).
+
+        Args:
+            name: of the model.
+            source: the folder or hub id.
+            given: what its calls start from besides words, as `image`: the class of its family that draws from that is
+                taken, if its calls can be recorded.
+            has_controlnet: whether there is a ControlNet beside the model's own parts.
 
         Raises:
             LoadError: if configs cannot be read.
             ModelError: if it has no transformer, or one whose calls are neither known nor can be recorded.
         """
         with convert_build_errors(name):
-            return cls._build_from_configs(name, source)
+            configs = PipelineConfigs.read_source(source).choose_class(given, has_controlnet=has_controlnet)
+            return cls._build_from_configs(name, configs)
 
     @classmethod
-    def _build_from_configs(cls, name: str, source: Path | str) -> PlanSubject:
-        if isinstance(source, Path) and (path := find_index_file(source)) is not None and path.name == MODULAR_INDEX:
-            raise ModelError(f"model {name!r} is a modular pipeline, whose calls are not planned for; give the degrees")
-        configs = PipelineConfigs.read_source(source)
-        index, vae, kind = configs.index, configs.vae, configs.coder
-        transformer_model = configs.build_transformer()
+    def _build_from_configs(cls, name: str, configs: PipelineConfigs) -> PlanSubject:
+        vae, kind, transformer_model = configs.vae, configs.coder, configs.build_transformer()
         spec, recorder = find_model_spec(transformer_model), None
-        if spec is None or spec.example is None:
+        if configs.is_recorded(spec):
             recorder = configs.make_recorder(*configs.build_parts(transformer_model))
-            scale = measure_vae_scale(kind, vae)
-        else:
-            scale = VaeScale(2 ** (len(vae["block_out_channels"]) - 1))
-        other_parts = _count_other_parts(source, index, kind, vae)
+        # Specs are of pictures, whose VAEs halve them between their blocks.
+        blocks = None if spec is None or spec.example is None else vae["block_out_channels"]
+        scale = measure_vae_scale(kind, vae) if blocks is None else VaeScale(2 ** (len(blocks) - 1))
+        other_parts = configs.count_other_parts()
         return cls(
             name,
-            getattr(diffusers, index["_class_name"]),
+            configs.pipeline,
             transformer_model,
             scale.side,
             other_parts.text,
@@ -165,9 +160,15 @@ class PlanSubject:
         """The spec of its family; where it has none, what its anatomy says."""
         if self.family is not None:
             return self.family
-        if self.recorder is None:
-            return find_model_spec(self.transformer) or UNKNOWN_MODEL
-        return make_derived_spec(self.transformer)
+        if self.is_derived:
+            return make_derived_spec(self.transformer)
+        return find_model_spec(self.transformer) or UNKNOWN_MODEL
+
+    @cached_property
+    def is_derived(self) -> bool:
+        """Whether no `ModelSpec` says what the work of its family is, so that a recorded call does."""
+        spec = find_model_spec(self.transformer)
+        return self.recorder is not None and (spec is None or spec.example is None)
 
     @cached_property
     def block_hooks(self) -> TransformerHooks:
@@ -178,7 +179,7 @@ class PlanSubject:
     def parameter_counts(self) -> Weights:
         """The numbers of its parameters."""
         weights = self.block_hooks.describe_weights()
-        if self.recorder is None:
+        if not self.is_derived:
             return weights
         layers = tuple(
             tuple(hook.sees_text(path) for path, _ in hook.list_attentions() if _has_image_keys(hook, path))
@@ -208,13 +209,13 @@ class PlanSubject:
     @cached_property
     def transformer_work(self) -> TransformerWork:
         """Its work, counted on the first use."""
-        call = None if self.recorder is None else self._make_counted_call()
+        call = self._make_counted_call() if self.is_derived else None
         return count_transformer_work(self.transformer, self.model_spec, call)
 
     @cached_property
     def token_side(self) -> int:
         """Pixels of the side of a token."""
-        if self.recorder is None:
+        if not self.is_derived:
             return self.vae_scale * self.model_spec.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
         # What a picture has besides, such as references, is the same at both sizes.
         sides = [side * self.vae_scale for side in SIDES]
@@ -225,7 +226,7 @@ class PlanSubject:
         """The first step of a call."""
         assert self.recorder is not None
         filled = self._fill_arguments(call)
-        key = tuple(sorted((name, value) for name, value in filled.items() if isinstance(value, str | int | float)))
+        key = tuple(sorted((name, size) for name, value in filled.items() if (size := _describe_argument(value))))
         if key not in self._steps:
             self._steps[key] = self.recorder.record_step(filled)
         return self._steps[key]
@@ -277,7 +278,7 @@ class PlanSubject:
 
     @property
     def _token_channels(self) -> int:
-        if self.recorder is not None:
+        if self.is_derived:
             return self._record_probe().calls[0].channels
         config: Any = self.transformer.config
         return int(config["num_attention_heads"]) * int(config["attention_head_dim"])
@@ -350,7 +351,7 @@ class PlanSubject:
         """Tokens of text that cross attention sees, which are not in the sequence."""
         if self.model_spec.joint != "none":
             return 0
-        if self.recorder is not None:
+        if self.is_derived and self.recorder is not None:
             return self.recorder.count_text_tokens(call)
         return int(call.get("max_sequence_length") or 300)
 
@@ -367,12 +368,12 @@ class PlanSubject:
     @property
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
         """(field of a plan, value) with which a rank needs less memory, at no cost in the loop."""
-        rows = (("vae", "rows"),) if self.recorder is None or self.coder.__name__ in PROVEN else ()
+        rows = (("vae", "rows"),) if not self.is_derived or self.coder.__name__ in PROVEN else ()
         return (*rows, ("text", "split"))
 
     def can_run_plan(self, plan: Plan) -> bool:
         """Whether its family can run under a plan, as the table of families says (`ditile models`)."""
-        return self.recorder is None or (not self._find_holes(plan) and self._divides_keys(plan))
+        return not self.is_derived or (not self._find_holes(plan) and self._divides_keys(plan))
 
     def _find_holes(self, plan: Plan) -> dict[str, str]:
         """Each axis of a plan that its family does not hold -> the reason."""
@@ -409,36 +410,70 @@ class PlanSubject:
         """Whether a call has frames."""
         return self.recorder is not None and self.recorder.takes_frames
 
+    def bind_pictures(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+        """The arguments of a call that starts from some pictures; none where its class is not known to take any.
+
+        Raises:
+            ModelError: if they are more than it takes.
+        """
+        taken = read_call_conditions(self.pipeline)
+        check_picture_count(self.pipeline.__name__, taken.max_pictures, len(pictures))
+        return bind_conditions(taken, {"image": list(pictures)}) if pictures and "image" in taken.arguments else {}
+
     def _make_recorded_shape(self, call: Mapping[str, Any], element_size: int) -> Shape:
         frames = int(call.get("num_frames") or 1) if self.makes_videos else 1
         latent_frames = self.scale.count_latent_frames(frames)
         step, (heads, head_dim) = self._record(call), self.attention_heads
         images, rows = count_images({"prompt": "", **call}), [each.rows for each in step.calls]
-        first = max(step.calls, key=lambda each: each.rows)
+        first, latents = max(step.calls, key=lambda each: each.rows), step.latents // images
+        references = self._count_references(first, latents)
+        height, width = int(call["height"]), int(call["width"])
+        if references is not None and latent_frames == 1:
+            height, width = self._fit_size(height, width, first.image - references)
         # Calls with unlike numbers of rows count as one for each row.
         is_even = len(set(rows)) == 1
         return Shape(
-            height=int(call["height"]),
-            width=int(call["width"]),
+            height=height,
+            width=width,
             steps=int(call["num_inference_steps"]),
-            grid=self._find_grid(call, first),
+            grid=self._find_grid(height, width, first),
             text=first.text,
             batch=rows[0] if is_even else images,
             images=images,
             calls=len(rows) if is_even else sum(rows) // images,
             heads=heads,
             head_dim=head_dim,
-            latent_elements=step.latents // images,
+            latent_elements=latents,
             element_size=element_size,
             frames=latent_frames,
             channels=first.channels,
             key_heads=self.transformer_work.key_heads,
+            references=references,
         )
 
-    def _find_grid(self, call: Mapping[str, Any], first: RecordedCall) -> Grid:
+    def _count_references(self, first: RecordedCall, latents: int) -> int | None:
+        """Tokens of reference pictures, which latents of so many numbers are not made of; None if that is not known."""
+        each = self.parameter_counts.out
+        # Where text is in the sequence, or a second stream is predicted, the numbers are not those of the image alone.
+        is_alone = first.out == first.rows * first.image * each and latents % each == 0
+        return first.image - latents // each if is_alone else None
+
+    def _fit_size(self, height: int, width: int, tokens: int) -> tuple[int, int]:
+        """Pixels of a picture of so many tokens: some pipelines draw as many as they were trained on, in its shape."""
+        side = self.token_side
+        if tokens * side**2 == height * width:
+            return height, width
+        columns = round(math.sqrt(tokens * width / height))
+        return round(tokens / columns) * side, columns * side
+
+    def _find_grid(self, height: int, width: int, first: RecordedCall) -> Grid:
         """The rows that patches are cut at: of every frame of latents `[B, .., H, W]`, else of the flattened order."""
         latents = first.arguments.get(list_parameter_names(self.transformer)[0])
-        rows, columns = (int(call[name]) // self.token_side for name in ("height", "width"))
+        rows, columns = height // self.token_side, width // self.token_side
+        if not self.is_derived:
+            read_grid = self.model_spec.grid
+            grid = None if read_grid is None else read_grid(self.transformer, first.arguments)
+            return grid if grid is not None and grid.num_tokens == first.image else Grid(first.image, 1)
         frames, rest = divmod(first.image, rows * columns)
         has_frames = isinstance(latents, Tensor) and latents.ndim == 5 and not rest and frames > 1
         return Grid(rows, columns, frames) if has_frames else Grid(first.image, 1)
@@ -450,14 +485,19 @@ class PlanSubject:
             PlanError: if the plan does not fit.
         """
         kind = type(self.transformer).__name__
-        if self.recorder is not None:
+        if self.is_derived:
             self._check_derived_plan(plan)
+        if plan.references is not None and not shape.references:
+            raise PlanError(
+                f"references={plan.references}: it is not known how many tokens of reference pictures a call of "
+                f"{self.pipeline.__name__} has here; give it pictures, as --image 1024x1024, or leave references out"
+            )
         plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
         size = shape.element_size
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights, size)
         if key not in self._stages:
             # The numbers of a call are of the type that weights will be loaded in; here they are of torch's default.
-            costs = None if self.recorder is not None else replace(self._cost_model, itemsize=min(size, 4))
+            costs = None if self.is_derived else replace(self._cost_model, itemsize=min(size, 4))
             self._stages[key] = divide_blocks(self.block_hooks, plan, costs)
         weights, stages = self.parameter_counts, self._stages[key]
         return PlannedCall(plan=plan, spec=self.model_spec, shape=shape, weights=weights, stages=stages)
@@ -485,112 +525,15 @@ def _renew_numbers(value: Any) -> Any:
     return torch.empty_like(value) if is_large else value
 
 
+def _describe_argument(value: Any) -> Any:
+    """A number or a word, and of pictures their sizes; None of all else, which says nothing of a call's size."""
+    if isinstance(value, Image.Image):
+        return value.size
+    if isinstance(value, list):
+        return tuple(each.size for each in value if isinstance(each, Image.Image)) or None
+    return value if isinstance(value, str | int | float) else None
+
+
 def _has_image_keys(hook: BlockHook, path: str) -> bool:
     """Whether a module attends to tokens of the image, and not to those of a second stream alone."""
     return any(drop_further_keys(kind.rstrip(REAL_PAIRS))[-1:] in ("N", "J") for kind in hook.anatomy.attention[path])
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineConfigs:
-    """What a folder or hub id says of a pipeline.
-
-    Attributes:
-        source: the folder or hub id.
-        index: its `model_index.json`.
-        kind, transformer: the class of its transformer, and its config.
-        coder, vae: the class of its VAE, and its config.
-    """
-
-    source: Path | str
-    index: Mapping[str, Any]
-    kind: Any
-    transformer: Mapping[str, Any]
-    coder: Any
-    vae: Mapping[str, Any]
-
-    @classmethod
-    def read_source(cls, source: Path | str) -> PipelineConfigs:
-        """Reads configs alone.
-
-        Raises:
-            LoadError: if they cannot be read.
-            ModelError: if there is no transformer.
-        """
-        try:
-            index = diffusers.DiffusionPipeline.load_config(source)
-            pipeline, name = getattr(diffusers, index["_class_name"]), index.get("transformer", (None, None))[1]
-            if name is None:
-                raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
-            kind = getattr(diffusers, name)
-            transformer = load_component_config(kind, source, "transformer")
-            vae = load_component_config(diffusers.AutoencoderKL, source, "vae")
-        except (OSError, KeyError, AttributeError, TypeError) as error:
-            raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
-        for part, values in (("transformer", transformer), ("vae", vae)):
-            check_config_counts(values, f"the config of {part} in {source}")
-        coder = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
-        return cls(source, index, kind, transformer, coder, vae)
-
-    @property
-    def has_second(self) -> bool:
-        """Whether two transformers are called in turns."""
-        return (self.index.get("transformer_2") or [None])[0] is not None
-
-    def build_transformer(self) -> nn.Module:
-        """The transformer without weights."""
-        with init_on_meta_device():
-            return self.kind.from_config(self.transformer)  # type: ignore[no-any-return]
-
-    def build_parts(self, transformer: nn.Module) -> tuple[dict[str, nn.Module], list[TransformerHooks]]:
-        """The models without weights, text encoders left out; and hooks for those that are called in a step."""
-        with init_on_meta_device():
-            parts = {"transformer": transformer, "vae": self.coder.from_config(self.vae)}
-            if self.has_second:
-                parts["transformer_2"] = build_meta_model(transformer)
-        return parts, [build_block_hooks(each, UNKNOWN_MODEL) for name, each in parts.items() if name != "vae"]
-
-    def make_recorder(self, parts: Mapping[str, nn.Module], hooks: Sequence[TransformerHooks]) -> PipelineRecorder:
-        """Records calls of a pipeline of these models."""
-        return PipelineRecorder(build_recorded_pipeline(self.source, self.index, parts), *hooks)
-
-
-class _OtherParts(NamedTuple):
-    """Parameters of text encoders and VAE; `uncounted` and `decodes` as in `PlanSubject`."""
-
-    text: int
-    vae: int
-    uncounted: tuple[str, ...] = ()
-    decodes: float | None = None
-
-
-def _count_other_parts(source: Path | str, index: Mapping[str, Any], kind: Any, vae: Mapping[str, Any]) -> _OtherParts:
-    """Reads the parameters of other parts from a file, or else counts them on models that are made from configs."""
-    facts = Path(source, FACTS)
-    if facts.exists():
-        counts = read_json_object(facts)
-        return _OtherParts(counts["text_parameters"], counts["vae_parameters"], decodes=counts.get("decoded_numbers"))
-    names = [name for name in TEXT if (index.get(name) or [None])[0]]
-    sizes = {name: _count_encoder_parameters(source, name, index[name][1]) for name in names}
-    with init_on_meta_device():
-        coder = _count_module_parameters(kind.from_config(vae))
-    uncounted = tuple(name for name, size in sizes.items() if size is None)
-    return _OtherParts(sum(size or 0 for size in sizes.values()), coder, uncounted)
-
-
-def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int | None:
-    """Parameters of a text encoder; None if transformers has no such class, or the config cannot be read."""
-    kinds: Any = getattr(transformers, kind, None)
-    if kinds is None:
-        return None
-    try:
-        where, subfolder = name_component_source(source, name)
-        config = kinds.config_class.from_pretrained(where, **subfolder)
-    except OSError:
-        return None
-    check_config_counts(config.to_dict(), f"the config of {name} in {source}")
-    with init_on_meta_device():
-        return _count_module_parameters(kinds(config))
-
-
-def _count_module_parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.parallel.pipefusion.block_offload import HostCopies
 from ditile.plan.plan import Plan
-from ditile.planner.recorded import silence_libraries
+from ditile.planner.recording.configs import PipelineConfigs
+from ditile.planner.recording.recorded import silence_libraries
 from ditile.planner.simulation.gpu import CALL, SimulatedGpu, SimulationRecord
 from ditile.planner.simulation.messages import GPUS_PER_HOST, SimulatedMessages, simulate_gpu
 from ditile.planner.simulation.tensors import SimulatedTensor
-from ditile.planner.subject import PipelineConfigs
 from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.runner import parallelize
 

@@ -190,16 +190,14 @@ def choose_requested_class(wanted: GenerateOptions) -> tuple[Any, Any]:
     Raises:
         LoadError, ModelError: if the files cannot be read, or no class takes the conditions.
     """
-    import diffusers
-
     from ditile.runner.load import find_model_source
-    from ditile.runner.partial import find_pipeline_kind
+    from ditile.runner.partial import find_pipeline_kind, read_model_index
 
     source = find_model_source(wanted.model, weights=False)
     own = find_pipeline_kind(source)
     if own is None:
         return None, None
-    config, has_controlnet = diffusers.DiffusionPipeline.load_config(source), wanted.controlnet is not None
+    config, has_controlnet = read_model_index(source), wanted.controlnet is not None
     return choose_pipeline_class(own, [*wanted.conditions], config, has_controlnet=has_controlnet), own
 
 
@@ -271,6 +269,12 @@ def bind_conditions(taken: CallConditions, given: Mapping[str, Any], copies: int
         else:
             bound[argument] = value
     return bound
+
+
+def check_picture_count(pipeline: str, most: int, count: int) -> None:
+    """Raises `ModelError` for more pictures than a class takes at most, which one says of which nothing is known."""
+    if count > max(1, most):
+        raise ModelError(f"{pipeline} starts from {max(1, most)} at most, and not from {count} pictures")
 
 
 def describe_condition(taken: CallConditions, name: str) -> str:

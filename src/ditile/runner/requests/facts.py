@@ -17,7 +17,7 @@ from ditile.plan.checks import is_number, is_whole_number
 from ditile.plan.flags import format_flag
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
-from ditile.runner.requests.conditions import find_pipeline_class_for, read_call_conditions
+from ditile.runner.requests.conditions import check_picture_count, find_pipeline_class_for, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import (
     FRAME_RATES,
@@ -75,11 +75,7 @@ class CallFacts:
             if getattr(wanted, name) is None:
                 what = {"image": "picture", "mask": "mask", "video": "video"}.get(name, "picture for its ControlNet")
                 raise ModelError(f"{self.pipeline} starts from a {what}; add {format_flag(name)} FILE")
-        if wanted.image is not None and len(wanted.image) > max(1, self.max_pictures):
-            raise ModelError(
-                f"{self.pipeline} starts from {max(1, self.max_pictures)} at most, and not from {len(wanted.image)} "
-                "pictures"
-            )
+        check_picture_count(self.pipeline, self.max_pictures, len(wanted.image or ()))
         without_prompt = wanted.prompt is None and wanted.prompts_file is None
         if wanted.conditions and without_prompt and "prompt" in self.defaults:
             what = "a picture" if wanted.video is None else "a video"

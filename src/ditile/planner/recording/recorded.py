@@ -33,7 +33,7 @@ from ditile.models.known import ASSETS, name_component_source
 from ditile.models.record import bind_arguments
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.kernel_times import make_passthrough
-from ditile.planner.sizes import SizesOnly
+from ditile.planner.recording.sizes import SizesOnly
 from ditile.runner.load import convert_build_errors
 
 NO_GUIDANCE = dict.fromkeys(("guidance_scale", "true_cfg_scale", "audio_guidance_scale"), 0.0)
@@ -83,7 +83,8 @@ def read_prompt_table() -> Mapping[str, Mapping[str, Any]]:
     """Pipeline -> each argument that stands for a prompt, and its shape without rows: sizes by their names in configs.
 
     A shape in a list is that of a list's item for each row. `picture` and `film` are of the size of the call, and
-    `ends` are where the texts of rows in one sequence begin and end.
+    `ends` are where the texts of rows in one sequence begin and end. What is null is not given: the pipeline takes it
+    with a prompt alone.
     """
     table: Mapping[str, Mapping[str, Any]] = json.loads((ASSETS / "prompts.json").read_text("utf-8"))
     return table
@@ -182,6 +183,11 @@ class PipelineRecorder:
         given = {name: value for name, value in given.items() if "prompt" not in name}
 
         for name, shape in self._prompt.items():
+            if shape is None:
+                given.pop(name, None)
+                continue
+            if shape in ("picture", "film") and name in given:
+                continue
             if isinstance(shape, list) and None in [self._sizes.get(str(size), size) for size in shape]:
                 continue  # the model takes none
             for argument in (name, f"negative_{name}"):
@@ -277,15 +283,17 @@ def silence_libraries() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def build_recorded_pipeline(source: Path | str, index: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+def build_recorded_pipeline(
+    locate: Callable[[str], Path | str], pipeline: Any, index: Mapping[str, Any], parts: Mapping[str, Any]
+) -> Any:
     """A pipeline without weights, text encoders and what they need.
 
     Args:
-        source: the folder or hub id with the configs.
+        locate: component -> the folder or hub id with its config.
+        pipeline: the class.
         index: its `model_index.json`.
         parts: its models that are made already.
     """
-    pipeline = getattr(diffusers, index["_class_name"])
     known = inspect.signature(pipeline.__init__).parameters
     made = {name: parts.get(name, _Unread() if name == "processor" else None) for name in list(known)[1:]}
     for name, given in index.items():
@@ -294,7 +302,7 @@ def build_recorded_pipeline(source: Path | str, index: Mapping[str, Any], parts:
         if not isinstance(given, list | tuple) or len(given) != 2 or not isinstance(given[0], str | None):
             made[name] = given
         elif given[0] not in (None, "transformers"):
-            made[name] = _build_part(source, name, *given)
+            made[name] = _build_part(locate(name), name, *given)
     needed = [name for name in made if made[name] is not None or known[name].default is inspect.Parameter.empty]
     with silence_libraries():
         return pipeline(**{name: made[name] for name in needed})

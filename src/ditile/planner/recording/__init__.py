@@ -1,0 +1,1 @@
+"""What a pipeline gives its transformer, recorded from its configs alone: no weight is read."""

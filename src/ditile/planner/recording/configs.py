@@ -1,0 +1,188 @@
+"""What a folder or hub id says of the parts of a pipeline: configs alone, of which models without weights are made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import diffusers
+import transformers
+from torch import nn
+
+from ditile.errors import LoadError, ModelError
+from ditile.hooks.block_hooks import TransformerHooks
+from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
+from ditile.models.anatomies import build_block_hooks
+from ditile.models.known import name_component_source
+from ditile.models.registry import UNKNOWN_MODEL
+from ditile.plan.spec import ModelSpec
+from ditile.planner.recording.recorded import (
+    PipelineRecorder,
+    build_recorded_pipeline,
+    load_component_config,
+    read_prompt_table,
+)
+from ditile.runner.load import MODULAR_MARK, check_config_counts, list_own_components, read_json_object
+from ditile.runner.partial import read_model_index
+from ditile.runner.requests.conditions import choose_pipeline_class
+
+FACTS = "facts.json"
+"""What cannot be read off the configs of a published model."""
+TEXT = ("text_encoder", "text_encoder_2", "text_encoder_3", "text_encoder_4")
+
+
+class OtherParts(NamedTuple):
+    """Parameters of text encoders and VAE; `uncounted` and `decodes` as in `PlanSubject`."""
+
+    text: int
+    vae: int
+    uncounted: tuple[str, ...] = ()
+    decodes: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineConfigs:
+    """What a folder or hub id says of a pipeline.
+
+    Attributes:
+        source: the folder or hub id.
+        pipeline: the class whose calls are meant.
+        index: its `model_index.json`.
+        kind, transformer: the class of its transformer, and its config.
+        coder, vae: the class of its VAE, and its config.
+        places: of components that are elsewhere.
+    """
+
+    source: Path | str
+    pipeline: Any
+    index: Mapping[str, Any]
+    kind: Any
+    transformer: Mapping[str, Any]
+    coder: Any
+    vae: Mapping[str, Any]
+    places: Mapping[str, Path | str] = field(default_factory=dict)
+
+    @classmethod
+    def read_source(cls, source: Path | str) -> PipelineConfigs:
+        """Reads configs alone.
+
+        Raises:
+            LoadError: if they cannot be read.
+            ModelError: if there is no transformer.
+        """
+        index, places = read_model_index(source), dict[str, Path | str]()
+        if MODULAR_MARK in index:
+            index, places = _read_modular_index(source, index)
+        try:
+            pipeline, name = getattr(diffusers, index["_class_name"]), index.get("transformer", (None, None))[1]
+            if name is None:
+                raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
+            kind = getattr(diffusers, name)
+            transformer = load_component_config(kind, places.get("transformer", source), "transformer")
+            vae = load_component_config(diffusers.AutoencoderKL, places.get("vae", source), "vae")
+        except (OSError, KeyError, AttributeError, TypeError) as error:
+            raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
+        for part, values in (("transformer", transformer), ("vae", vae)):
+            check_config_counts(values, f"the config of {part} in {source}")
+        coder = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
+        return cls(source, pipeline, index, kind, transformer, coder, vae, places)
+
+    def choose_class(self, given: Collection[str], *, has_controlnet: bool = False) -> PipelineConfigs:
+        """These configs for the class that draws from what is given, if its calls can be recorded.
+
+        Raises:
+            ModelError: if no class of the family draws from that.
+        """
+        kind = choose_pipeline_class(self.pipeline, given, self.index, has_controlnet=has_controlnet)
+        return replace(self, pipeline=kind) if kind.__name__ in read_prompt_table() else self
+
+    def is_recorded(self, spec: ModelSpec | None) -> bool:
+        """Whether a call is recorded to know its shape: those of a spec's own pipelines it says itself."""
+        if spec is None or spec.example is None:
+            return True
+        name = self.pipeline.__name__
+        return name not in spec.pipelines and name in read_prompt_table()
+
+    @property
+    def has_second(self) -> bool:
+        """Whether two transformers are called in turns."""
+        return (self.index.get("transformer_2") or [None])[0] is not None
+
+    def build_transformer(self) -> nn.Module:
+        """The transformer without weights."""
+        with init_on_meta_device():
+            return self.kind.from_config(self.transformer)  # type: ignore[no-any-return]
+
+    def build_parts(self, transformer: nn.Module) -> tuple[dict[str, nn.Module], list[TransformerHooks]]:
+        """The models without weights, text encoders left out; and hooks for those that are called in a step."""
+        with init_on_meta_device():
+            parts = {"transformer": transformer, "vae": self.coder.from_config(self.vae)}
+            if self.has_second:
+                parts["transformer_2"] = build_meta_model(transformer)
+        return parts, [build_block_hooks(each, UNKNOWN_MODEL) for name, each in parts.items() if name != "vae"]
+
+    def make_recorder(self, parts: Mapping[str, nn.Module], hooks: Sequence[TransformerHooks]) -> PipelineRecorder:
+        """Records calls of a pipeline of these models."""
+        pipe = build_recorded_pipeline(self.locate_component, self.pipeline, self.index, parts)
+        return PipelineRecorder(pipe, *hooks)
+
+    def locate_component(self, name: str) -> Path | str:
+        """The folder or hub id that has a component."""
+        return self.places.get(name, self.source)
+
+    def count_other_parts(self) -> OtherParts:
+        """Reads the parameters of other parts from a file, or else counts them on models made from configs."""
+        facts = Path(self.source, FACTS)
+        if facts.exists():
+            counts = read_json_object(facts)
+            decoded = counts.get("decoded_numbers")
+            return OtherParts(counts["text_parameters"], counts["vae_parameters"], decodes=decoded)
+        kinds = {name: entry[1] for name in TEXT if (entry := self.index.get(name) or [None])[0]}
+        sizes = {name: _count_encoder_parameters(self.locate_component(name), name, kinds[name]) for name in kinds}
+        with init_on_meta_device():
+            coder = _count_module_parameters(self.coder.from_config(self.vae))
+        uncounted = tuple(name for name, size in sizes.items() if size is None)
+        return OtherParts(sum(size or 0 for size in sizes.values()), coder, uncounted)
+
+
+def _read_modular_index(source: Path | str, index: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path | str]]:
+    """The index of the ordinary pipeline whose transformer a modular one calls alike, and where its components are.
+
+    Raises:
+        ModelError: if diffusers has none.
+    """
+    name = index["_class_name"].replace("Modular", "")
+    if not hasattr(diffusers, name):
+        raise ModelError(
+            f"model {str(source)!r} is a modular pipeline, whose calls are not planned for, as diffusers has no {name} "
+            "which makes the same; give the degrees"
+        )
+    parts = {part: [*entry] for part, entry in list_own_components(source, index)}
+    places = dict[str, Path | str]()
+    for part, entry in index.items():
+        if part not in parts and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
+            where, hint = entry[2].get("pretrained_model_name_or_path"), entry[2].get("type_hint") or entry[:2]
+            if where is not None and entry[2].get("subfolder") == part:
+                parts[part], places[part] = hint, Path(where) if Path(where).exists() else where
+    return {"_class_name": name, **parts}, places
+
+
+def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int | None:
+    """Parameters of a text encoder; None if transformers has no such class, or the config cannot be read."""
+    kinds: Any = getattr(transformers, kind, None)
+    if kinds is None:
+        return None
+    try:
+        where, subfolder = name_component_source(source, name)
+        config = kinds.config_class.from_pretrained(where, **subfolder)
+    except OSError:
+        return None
+    check_config_counts(config.to_dict(), f"the config of {name} in {source}")
+    with init_on_meta_device():
+        return _count_module_parameters(kinds(config))
+
+
+def _count_module_parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
