@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from ditile.plan.plan import Plan
-from ditile.planner.answer import describe_fewer_steps
+from ditile.planner.answer import answer_question, describe_fewer_steps
 from ditile.planner.footprint import DecodeWork
 from ditile.planner.profile import Link, Profile
+from ditile.planner.question import PlanQuestion
 from ditile.planner.search import (
     FewerSteps,
     SearchRequest,
@@ -99,3 +101,16 @@ def test_fewer_steps_on_one_rank_are_named_where_they_are_as_fast() -> None:
     assert free.fewer is None or free.fewer.seconds <= free.prices[0].call_s
     if result.prices[0].plan.attends_to_stale_keys:
         assert result.fewer is not None and result.fewer.seconds <= result.prices[0].call_s
+
+
+@pytest.mark.parametrize(("hosts", "interlink", "is_slow"), [(1, None, False), (2, "1Gbit", True)])
+def test_weights_are_not_sent_over_slow_links(hosts: int, interlink: str | None, is_slow: bool) -> None:
+    """A search does not choose it there, and of a plan that is given it says so."""
+    asked: dict[str, Any] = {"model": "flux.1-schnell", "hosts": hosts, "interlink": interlink, "steps": 4}
+    asked |= {"hardware": "h100-nvlink"}
+    given = answer_question(PlanQuestion(**asked, price="pipefusion=2 warmup_mode=auto")).to_json_dict()["serial"]
+    assert (given is not None) == is_slow
+    if given is not None:
+        assert given["plan"] == "pipefusion=2 warmup=2" and "auto knows no speed of links" in given["why"]
+    modes = {price.plan.warmup_mode for price in answer_question(PlanQuestion(**asked, devices=2)).result.prices}
+    assert not is_slow or modes.isdisjoint({"auto", "sequence"})

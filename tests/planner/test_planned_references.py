@@ -157,6 +157,18 @@ def test_left_out_references_save_time(subject_of: Any) -> None:
     assert frozen.memory_bytes > plain.memory_bytes
 
 
+def test_a_search_proposes_to_leave_references_out() -> None:
+    """It is an approximation, and none of the plans that are ranked. Without a picture there is nothing to propose."""
+    asked = {"model": "flux.1-kontext-dev", "hardware": "h100-nvlink", "devices": 2}
+    answer = answer_question(PlanQuestion(**asked, image=("1024x1024",)))  # type: ignore[arg-type]
+    proposed = answer.to_json_dict()["references"]
+    assert "references=0" in proposed["plan"] and proposed["latency_s"] < 0.9 * answer.result.prices[0].latency_s
+    assert all(price.plan.references is None for price in answer.result.prices)
+    shown = "\n".join(part for part in answer.render_tables() if isinstance(part, str))
+    assert " ".join(proposed["why"].split()) in " ".join(shown.split())
+    assert answer_question(PlanQuestion(**asked)).to_json_dict()["references"] is None  # type: ignore[arg-type]
+
+
 def test_the_formula_of_a_search_is_its_simulation(subject_of: Any) -> None:
     """Steps that leave references out differ from those that do not. A failure means a search in a wrong order."""
     subject = subject_of("flux-kontext")

@@ -175,11 +175,26 @@ TABLE = (
         "chrono-edit-reasoning",
     ),
     Hole(
+        "predicts at the places of its pictures, or steps them like latents and puts them back",
+        ("references",),
+        "minimax-h3-keyframes minimax-h3-references joyimage-edit joyimage-edit-plus",
+    ),
+    Hole(
+        "keeps the keys of its pictures itself, exactly",
+        ("references",),
+        "qwen-image-2.1-edit flux-2-klein-kv",
+    ),
+    Hole(
         "has two schedulers, and none of the name that the loop knows",
         ("cfg", "data"),
         "proteina",
     ),
 )  # fmt: skip
+REFERRING = """
+    flux-kontext flux-kontext-inpaint qwen-image-edit qwen-image-edit-2509 qwen-image-edit-2511 qwen-image-edit-inpaint
+    flux-2-klein-edit z-image-omni flux-3-edit longcat-image-edit
+"""
+"""Entries that hold `references`, of those that refer to pictures; the others have a hole."""
 HOLES = {(name, row): hole for hole in TABLE for name in hole.names.split() for row in hole.rows}
 
 
@@ -187,6 +202,8 @@ def has_row(name: str, row: str) -> bool:
     """Whether a row is asked of an entry."""
     if row == "hybrid":
         return name in HYBRIDS or name in OWN
+    if row == "references":
+        return name in REFERRING.split() or (name, row) in HOLES
     return row != "data" or EVERY[name].two_images is not None
 
 

@@ -68,6 +68,8 @@ ROWS: dict[str, Row] = {
 """The rows of two ranks; `derive` and `proof` are rows too, of one process, and `hybrid` is one of four ranks."""
 
 HYBRID = Row({"pipefusion": 2, "warmup": ENOUGH, "ulysses": 2})
+REFERENCES = Row({"pipefusion": 2, "warmup": ENOUGH, "references": 0}, tolerance=0.0)
+"""Asked of the entries that give their transformer pictures as tokens beside those of the image."""
 ALONE = ("plain", "two", "stale alone", "cached")
 
 

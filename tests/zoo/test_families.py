@@ -26,6 +26,7 @@ from tests.zoo.own import OWN
 from tests.zoo.rows import (
     EVERY,
     HYBRID,
+    REFERENCES,
     ROWS,
     Row,
     draw_padded_prompts,
@@ -51,6 +52,8 @@ def test_a_family_holds_every_row_but_its_holes(pool: Pool, name: str) -> None:
     found |= run_rows(pool, name, patches, {key: row for key, row in ROWS.items() if has_row(name, key)})
     if has_row(name, "hybrid"):
         found |= run_rows(pool, name, patches, {"hybrid": HYBRID}, ranks=4)
+    if has_row(name, "references"):
+        found |= run_rows(pool, name, patches, {"references": REFERENCES})
     assert not (wrong := find_wrong(name, found)), "\n".join(wrong)
 
 

@@ -124,7 +124,19 @@ def _format_families(proven: Mapping[str, Any]) -> list[str]:
         but_data=sum(columns == {"data"} and cls in one_at_a_time for cls, columns in missing.items()),
     )
     notes = [f"- {number} {reason}" for reason, number in numbers.items()]
-    return [heading, *_format_markdown_rows(table), "\nA number stands for the reason: such a pipeline\n", *notes]
+    notes = ["\nA number stands for the reason: such a pipeline\n", *notes]
+    return [heading, *_format_markdown_rows(table), *notes, *_format_references(proven)]
+
+
+def _format_references(proven: Mapping[str, Any]) -> list[str]:
+    """Which calls with pictures to refer to hold `references`, and the reason of those that do not."""
+    pipelines = {family["name"]: f"{family['pipeline']} ({family['name']})" for family in proven["families"]}
+    answers: dict[str, list[str]] = {}
+    for name, reason in proven["references"].items():
+        answers.setdefault(f"no, it {reason}" if reason else "+", []).append(pipelines[name])
+    rows = [["references", "pipelines"], ["---", "---"]]
+    rows += [[answer, ", ".join(names)] for answer, names in answers.items()]
+    return [_REFERENCES, *_format_markdown_rows(rows)]
 
 
 def _format_conditions(matrix: Mapping[str, Any]) -> list[str]:
@@ -154,6 +166,11 @@ the call with guidance.
 - stale: two stages with stale keys are bit-identical to one, and differ from the pipeline
 - ulysses, ring, distrifusion (nothing stale), tensor, cfg, data: two ranks are the pipeline up to rounding
 - cache: with a threshold of 0 bit-identical on two stages, and on two ranks the steps are skipped that one skips
+"""
+_REFERENCES = """
+Pictures that a call refers to may be patches of their own (`--references K`,
+[pipefusion.md](pipefusion.md#references)). +: two stages that compute them in synchronous steps alone, with nothing
+stale, are bit-identical to the pipeline. Others refuse it.
 """
 _CONDITIONS = """
 ## What calls start from

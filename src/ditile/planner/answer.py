@@ -29,7 +29,7 @@ from ditile.planner.search import (
     SearchRequest,
     SearchResult,
     predict_skipped_steps,
-    price_single_plan,
+    price_given_plan,
     search_plans,
 )
 from ditile.planner.subject import PlanSubject
@@ -42,6 +42,12 @@ DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32"}
 """Bytes of a number -> the type for which a machine's profile is."""
 MOSTLY_DISTURBED = 0.5
 """A calibration of which a larger share was disturbed says little of the machine."""
+OTHERS = {
+    "packed": ("an approximation", "docs/traffic.md"),
+    "references": ("an approximation", "docs/pipefusion.md"),
+    "serial": ("auto knows no speed of links", "docs/pipefusion.md"),
+}
+"""Further plans of a result -> what they are, and the page that says more."""
 ALIKE = 0.005
 """Plans whose latencies differ by a smaller share count as equally fast; a smaller part of a latency is not named."""
 
@@ -93,12 +99,15 @@ class Answer:
             },
             "fewer_steps": self.result.fewer
             and {**self.result.fewer._asdict(), "why": describe_fewer_steps(self.result)},
-            "packed": self.result.packed
-            and {
-                "plan": str(self.result.packed.plan),
-                "latency_s": self.result.packed.latency_s,
-                "bytes_per_step": self.result.packed.bytes_per_step,
-                "why": describe_packed_messages(self.result.packed, self.result.prices[0]),
+            **{
+                name: each
+                and {
+                    "plan": str(each.plan),
+                    "latency_s": each.latency_s,
+                    "bytes_per_step": each.bytes_per_step,
+                    "why": describe_other_plan(name, each, self.result.prices[0]),
+                }
+                for name, each in self._list_others()
             },
             "plans": [
                 {
@@ -173,8 +182,9 @@ class Answer:
                 f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "
                 f"{format_number(best.text_s, 2)} of it and decode {format_number(best.decode_s, 2)}"
             )
-        if self.result.packed:
-            parts.append("\n".join(wrap(describe_packed_messages(self.result.packed, best), 80)))
+        for name, other in self._list_others():
+            if other is not None:
+                parts.append("\n".join(wrap(describe_other_plan(name, other, best), 80)))
         if self.result.fewer:
             parts.append("\n".join(wrap(describe_fewer_steps(self.result), 80)))
         if count := self.call["pictures"]:
@@ -184,6 +194,10 @@ class Answer:
         if self.uncounted:
             parts.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
         return [*parts, *self._list_warnings()]
+
+    def _list_others(self) -> list[tuple[str, Price | None]]:
+        """Plans that are none of those that are ranked; see `SearchResult`."""
+        return [(name, getattr(self.result, name)) for name in OTHERS]
 
     def _list_warnings(self) -> list[str]:
         if self.disturbed <= MOSTLY_DISTURBED:
@@ -227,7 +241,7 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
         result = search_plans(subject, call, profile, wanted, skips)
     else:
         devices = plan.world
-        result = SearchResult((price_single_plan(subject, call, profile, wanted, plan, skips),), (), 1)
+        result = price_given_plan(subject, call, profile, wanted, plan, skips)
     return Answer(
         ask.model,
         profile.name,
@@ -368,11 +382,11 @@ def describe_near_miss(missed: NearMiss, best: Price) -> str:
     return f"'{price.plan}' would be {would}, {format_number(price.latency_s)} s, and {lacks}"
 
 
-def describe_packed_messages(packed: Price, best: Price) -> str:
-    """What messages in eight bits a number would save."""
+def describe_other_plan(name: str, other: Price, best: Price) -> str:
+    """What an approximation, or another way to run synchronous steps, would save."""
     return (
-        f"an approximation: '{packed.plan}' would take {format_number(packed.latency_s)} s, "
-        f"{1 - packed.latency_s / best.latency_s:.0%} less than plan 1 (docs/traffic.md)"
+        f"{OTHERS[name][0]}: '{other.plan}' would take {format_number(other.latency_s)} s, "
+        f"{1 - other.latency_s / best.latency_s:.0%} less than plan 1 ({OTHERS[name][1]})"
     )
 
 

@@ -46,8 +46,8 @@ WORTH = 1.05
 """A second synchronous step that stages share is taken if the loop then takes at most this times as long."""
 CLOSE_STEPS = 0.75
 """The share of its steps from which a few-step model draws more alike than with stale keys."""
-PACKED_GAIN = 0.05
-"""Messages in eight bits a number are proposed where they save this share of a loop."""
+APPROXIMATE_GAIN = 0.05
+"""Approximations are proposed where they save this share of a loop."""
 ROWS_GAIN = 0.02
 """The decode is divided by rows where that saves this share of a call of few steps."""
 FACTORS = (1, 2, 4)
@@ -120,7 +120,9 @@ class SearchResult:
         legal: how many plans were searched: all that the model and the call allow.
         missed: the fastest of `too_large`, if it would be as fast as the first plan that fits.
         fewer: fewer steps on one rank that are as fast as the first plan, if it is one of few steps and of stale keys.
-        packed: the fastest of these plans with messages in eight bits a number, where that saves `PACKED_GAIN`.
+        packed: the fastest of these plans with messages in eight bits a number, where that saves `APPROXIMATE_GAIN`.
+        references: the fastest of them with references in synchronous steps alone, where that saves as much.
+        serial: a given plan whose `warmup_mode` is auto with serial in its place, where that is faster here.
     """
 
     prices: tuple[Price, ...]
@@ -129,6 +131,8 @@ class SearchResult:
     missed: NearMiss | None = None
     fewer: FewerSteps | None = None
     packed: Price | None = None
+    references: Price | None = None
+    serial: Price | None = None
 
 
 class _PlanEstimate(NamedTuple):
@@ -217,7 +221,8 @@ def search_plans(
         find_packed_messages(subject, pricer, shape, kept, skips),
         map(_PlanEstimate.to_sized_job, too_large),
     )
-    return SearchResult(tuple(kept), tuple(unfit), legal, missed, lesser, packed)
+    left_out = find_left_out_references(subject, pricer, shape, kept, space, skips)
+    return SearchResult(tuple(kept), tuple(unfit), legal, missed, lesser, packed, left_out)
 
 
 def _try_other_warmups(
@@ -273,6 +278,29 @@ def price_single_plan(
     if limit is not None and price.latency_s > limit:
         raise PlanError(f"'{plan}' takes {price.latency_s:.3g} s, and max_latency={limit:g}")
     return price
+
+
+def price_given_plan(
+    subject: PlanSubject,
+    call: Mapping[str, Any],
+    profile: Profile,
+    wanted: SearchRequest,
+    plan: Plan,
+    skips: CacheSkips | None = None,
+) -> SearchResult:
+    """The price of one plan; with warmup_mode=auto, which knows no links, that of as many serial steps beside it.
+
+    Raises:
+        PlanError: as of `price_single_plan`.
+    """
+    price, serial = price_single_plan(subject, call, profile, wanted, plan, skips), None
+    resolved = plan.resolve_warmup(streams=subject.streams_weights)
+    if plan.warmup_mode == AUTO and resolved.warmup_mode != "serial":
+        pricer = make_pricer(subject, call, profile, wanted.devices // wanted.hosts)
+        shape = subject.make_call_shape(call, profile.element_size)
+        in_turn = pricer.price_call(subject.make_plan_job(replace(resolved, warmup_mode="serial"), shape), skips)
+        serial = in_turn if in_turn.latency_s < price.latency_s else None
+    return SearchResult((price,), (), 1, serial=serial)
 
 
 def fit_plan_to_memory(subject: PlanSubject, shape: Shape, pricer: Pricer, plan: Plan, space: int) -> SizedJob:
@@ -460,7 +488,7 @@ def find_fewer_steps(
 def find_packed_messages(
     subject: PlanSubject, pricer: Pricer, shape: Shape, prices: Sequence[Price], skips: CacheSkips | None = None
 ) -> Price | None:
-    """The fastest of some plans if messages have eight bits a number; None where that saves less than `PACKED_GAIN`.
+    """The fastest of some plans if messages have eight bits a number; None where that saves little.
 
     It is an approximation, so it is proposed and never taken.
     """
@@ -470,7 +498,40 @@ def find_packed_messages(
             job = subject.make_plan_job(replace(price.plan, wire_dtype="int8"), shape)
             packed = pricer.price_call(job, skips, price.memory_bytes)
             fastest = packed if fastest is None or packed.latency_s < fastest.latency_s else fastest
-    return fastest if fastest and fastest.latency_s < (1 - PACKED_GAIN) * prices[0].latency_s else None
+    return _keep_gain(fastest, prices[0])
+
+
+def find_left_out_references(
+    subject: PlanSubject,
+    pricer: Pricer,
+    shape: Shape,
+    prices: Sequence[Price],
+    space: int,
+    skips: CacheSkips | None = None,
+) -> Price | None:
+    """The fastest of some plans if references are computed in synchronous steps alone; None where that saves little.
+
+    It is an approximation, so it is proposed and never taken.
+    """
+    fastest: Price | None = None
+    facts = shape.collect_facts(type(subject.transformer).__name__, len(subject.block_hooks.chain))
+    for price in prices if shape.references else ():
+        patches = 2 if price.plan.pipefusion * price.plan.distrifusion == 1 else None
+        warmup = price.plan.warmup if price.plan.warmup == AUTO else max(price.plan.warmup, 1)
+        plan = replace(price.plan, references=0, patches=patches, warmup=warmup)
+        if plan.illegal(facts) or not subject.can_run_plan(plan):
+            continue
+        job, memory = fit_plan_to_memory(subject, shape, pricer, plan, space)
+        if memory <= space:
+            without = pricer.price_call(job, skips, memory)
+            fastest = without if fastest is None or without.latency_s < fastest.latency_s else fastest
+    return _keep_gain(fastest, prices[0])
+
+
+def _keep_gain(approximate: Price | None, best: Price) -> Price | None:
+    """The price of an approximation that is worth to be proposed beside the best plan without; else None."""
+    is_worth = approximate is not None and approximate.latency_s < (1 - APPROXIMATE_GAIN) * best.latency_s
+    return approximate if is_worth else None
 
 
 def list_divisors(number: int) -> list[int]:
