@@ -217,10 +217,8 @@ def search_plans(
         )
     missed = _find_near_miss(pricer, too_large[0], kept[0], space, skips) if too_large else None
     lesser = find_fewer_steps(subject, pricer, call, shape, space, kept[0])
-    packed, unfit = (
-        find_packed_messages(subject, pricer, shape, kept, skips),
-        map(_PlanEstimate.to_sized_job, too_large),
-    )
+    unfit = map(_PlanEstimate.to_sized_job, too_large)
+    packed = find_packed_messages(subject, pricer, shape, kept, skips)
     left_out = find_left_out_references(subject, pricer, shape, kept, space, skips)
     return SearchResult(tuple(kept), tuple(unfit), legal, missed, lesser, packed, left_out)
 
