@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler
 
+from ditile.errors import StateError
 from ditile.hooks.block_calls import BlockCalls
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
@@ -213,3 +214,16 @@ def test_another_prompt_of_the_same_length_is_known() -> None:
         assert count_passes(made)[0]
         different(first[0], list_tensors(runner(**entry.call() | {"prompt": "a small blue square"}))[0])
         assert count_passes(made) == (0, 0)
+
+
+def test_prompts_of_unlike_length_in_front_of_their_pictures() -> None:
+    """In one call of guidance. A failure means that what would work is not said, or does not work."""
+    entry, words = ZOO["z-image-omni"], " ".join(["a large red circle"] * 10)
+    assert entry.other_prompt is not None
+    runner = parallelize(entry.make(), Plan(patches=3, warmup=99))
+    with pytest.raises(StateError, match="give a negative prompt as long as the prompt"):
+        runner(**entry.other_prompt())
+    # The pipeline writes into lists of prompts.
+    calls = [entry.other_prompt() | {"negative_prompt": [words]} for _ in range(2)]
+    got, want = (list(list_tensors(made(**call))) for made, call in zip((runner, entry.make()), calls, strict=True))
+    assert all(map(torch.equal, got, want)) and got

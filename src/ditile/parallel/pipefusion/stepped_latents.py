@@ -168,7 +168,8 @@ class SteppedLatents:
         if is_mixed or int(owners.min()) < 1 or int(owners.max()) > 1 or len(self.pieces) != patches:
             raise StateError(
                 f"the patches of {self._name} overlap in its latents, or leave some out, so its transformer mixes "
-                "tokens behind its blocks; use a plan without pipefusion and patches"
+                "tokens behind its blocks, or one call has prompts of unlike length in front of their pictures; give "
+                "a negative prompt as long as the prompt, or use a plan without pipefusion and patches"
             )
         second = self._samples[1]
         self.is_blended = not torch.equal(first, second)
