@@ -11,6 +11,8 @@ import huggingface_hub
 import numpy as np
 import pytest
 import transformers
+from diffusers.modular_pipelines.minimax_h3.before_encoder import MiniMaxH3Ref2VASetupStep
+from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import MiniMaxH3Blocks
 from PIL import Image, ImageDraw
 
 from ditile.cli import main
@@ -122,6 +124,20 @@ def test_keyframes_are_first_and_last() -> None:
     ]  # fmt: skip
     (film,) = bind_conditions(taken, {"video": [first, last]})["conditions"]
     assert film.frames == [first, last] and film.index == 0
+
+
+def test_several_pictures_are_references_and_one_is_a_frame() -> None:
+    """MiniMax-H3's `--image`. A failure means that a second picture is refused or lost, or that its blocks do not know
+    what they are given."""
+    taken = read_call_conditions(MiniMaxH3Blocks().init_pipeline())
+    first, second = Image.new("RGB", (96, 64), "red"), Image.new("RGB", (64, 64), "blue")
+    assert bind_conditions(taken, {"image": [first], "last_image": second}) == {"image": first, "last_image": second}
+    call = bind_conditions(taken, {"image": [first, second]})
+    state = MiniMaxH3Ref2VASetupStep().init_pipeline()(**call, height=64, width=64, num_frames=124)
+    kinds = [(each.kind, each.has_audio) for each in state.values["normalized_references"]]
+    assert kinds == [("image", False)] * 2
+    with pytest.raises(ModelError, match="2 pictures are references, and last_image goes with one"):
+        bind_conditions(taken, {"image": [first, second], "last_image": second})
 
 
 def test_a_strength_of_noise_and_one_of_conditions() -> None:
@@ -298,7 +314,7 @@ def test_the_file_of_conditions_has_no_class_that_draws_from_words_alone() -> No
     assert classes["FluxInpaintPipeline"]["words"] == "picture*, mask*"
     assert classes["QwenImageEditPlusPipeline"]["words"] == "pictures" and "FluxPipeline" not in classes
     assert classes["QwenImageEditPlusModularPipeline"]["words"] == "pictures*"
-    assert classes["MiniMaxH3ModularPipeline"]["words"] == "picture, last frame"
+    assert classes["MiniMaxH3ModularPipeline"]["words"] == "pictures, last frame"
 
 
 def test_the_table_of_models_has_each_class_whole(capsys: pytest.CaptureFixture[str]) -> None:

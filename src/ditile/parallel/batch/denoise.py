@@ -288,7 +288,8 @@ class DataCfgBatch:
         """The name of the noisy input, which is the first argument, and its value: a tensor, or a list of its rows."""
         name = next((name for name in (*self._names[:1], "hidden_states", "sample") if name in kwargs), "")
         name, batch = (self._names[0], args[0]) if args else (name, kwargs.get(name))
-        is_list = self._find_kinds(name) == (ROWS,) and isinstance(batch, list)
+        # A list of one has one row, whatever the model makes of longer ones.
+        is_list = isinstance(batch, list) and (len(batch) == 1 or self._find_kinds(name) == (ROWS,))
         if not isinstance(batch, Tensor) and not is_list:
             raise ModelError(
                 f"{type(self._model).__name__} takes its input as {type(batch).__name__}, which is not split by rows; "

@@ -33,6 +33,7 @@ ARGUMENTS = {
 }
 """Condition, as the option of a request -> the names that calls of diffusers have for it."""
 _REFERENCE, _CONTROL_MASK, _KEYFRAMES = "image_reference", "control_mask", "conditions"
+_REFERENCES = "references"
 MOST_PICTURES = 16
 """Pictures of one edit, where a class composes several."""
 _TASK = re.compile("ControlNet|Condition|Img2Img|ImageToVideo|Image2Video|VideoToVideo|Inpaint(ing)?")
@@ -48,12 +49,14 @@ class CallConditions:
         needed: the conditions without which it cannot draw.
         max_pictures: how many pictures it takes at most.
         keyframe: the class in which it takes frames and the place of the first of them, in a list; None if in none.
+        reference: the class in which it takes each of several pictures, in its argument `references`; None if in none.
     """
 
     arguments: Mapping[str, str]
     needed: tuple[str, ...] = ()
     max_pictures: int = 0
     keyframe: type | None = None
+    reference: type | None = None
 
 
 def read_call_conditions(pipeline: Any) -> CallConditions:
@@ -75,11 +78,23 @@ def _read_modular_call(pipe: Any) -> CallConditions:
     # What noise is added to, and the first frame of a video, is one picture.
     is_start = "strength" in parameters or (returns_videos(pipe) and image is not None and image.name == "image")
     is_reference = not is_start and "list" in str(image and image.annotation)
+    reference = _find_reference_class(parameters)
+    several = is_reference or reference is not None
     return CallConditions(
         arguments=arguments,
         needed=tuple(name for name, argument in arguments.items() if argument in needed),
-        max_pictures=0 if image is None else MOST_PICTURES if is_reference else 1,
+        max_pictures=0 if image is None else MOST_PICTURES if several else 1,
+        reference=reference,
     )
+
+
+def _find_reference_class(parameters: Mapping[str, inspect.Parameter]) -> type | None:
+    """The class of a picture among a call's references, which is a list of any kind of them (MiniMax-H3)."""
+    if _REFERENCES not in parameters:
+        return None
+    bases: Any = get_args(parameters[_REFERENCES].annotation)
+    kinds: Any = (kind for base in bases for kind in base.__subclasses__() if is_dataclass(kind))
+    return next((kind for kind in kinds if [each.name for each in fields(kind)] == ["image"]), None)
 
 
 @lru_cache(maxsize=256)
@@ -251,6 +266,9 @@ def bind_conditions(taken: CallConditions, given: Mapping[str, Any], copies: int
         taken: what the class takes.
         given: condition -> a picture; of `image` all pictures, of `video` its frames.
         copies: how many generators the call has, if it has a list of them: noise is added to as many pictures.
+
+    Raises:
+        ModelError: if a class whose several pictures are references is given a last frame too.
     """
     bound: dict[str, Any] = {}
     if taken.keyframe is not None:
@@ -259,7 +277,11 @@ def bind_conditions(taken: CallConditions, given: Mapping[str, Any], copies: int
         return {_KEYFRAMES: [taken.keyframe(frames=values[name], index=places[name]) for name in given]}
     for name, value in given.items():
         argument = taken.arguments[name]
-        if name == "image" and (len(value) > 1 or argument.endswith("s")):
+        if name == "image" and len(value) > 1 and taken.reference is not None:
+            if "last_image" in given:
+                raise ModelError(f"{len(value)} pictures are references, and last_image goes with one, the first frame")
+            bound[_REFERENCES] = [taken.reference(picture) for picture in value]
+        elif name == "image" and (len(value) > 1 or argument.endswith("s")):
             is_pair = taken.max_pictures == 2
             bound |= {argument: value[0], _REFERENCE: value[1]} if is_pair else {argument: value}
         elif name in ("image", "mask"):
