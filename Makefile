@@ -1,5 +1,5 @@
-# make demo | demo-video | test | test-families | test-cluster | test-fast | faults | benchmarks-check | check | docs: each makes .venv
-# first, and makes it anew when the versions in it would change.
+# make demo | demo-video | test | test-families | test-cluster | test-cuda-sizes | test-fast | faults | benchmarks-check | check | docs:
+# each makes .venv first, and makes it anew when the versions in it would change.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -7,7 +7,7 @@ STAMP := $(VENV)/.made-$(shell cat constraints.txt pyproject.toml | $(PYTHON) -c
 DEMO := ditile-demo.png
 VIDEO_DEMO := ditile-demo-video.mp4
 
-.PHONY: demo demo-video test test-families test-cluster test-fast faults benchmarks-check check docs environment
+.PHONY: demo demo-video test test-families test-cluster test-cuda-sizes test-fast faults benchmarks-check check docs environment
 
 demo: environment
 	$(RUN) -m ditile generate "a large red circle on the left on a gray background" \
@@ -20,7 +20,7 @@ demo-video: environment
 	@echo "the video is $(CURDIR)/$(VIDEO_DEMO)"
 
 test: environment
-	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone and not families and not cluster'
+	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone and not families and not cluster and not sizes'
 	$(RUN) -m pytest -n 2 --dist worksteal -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
 
 # Every pipeline of diffusers, tiny, under every axis: tests/zoo.
@@ -30,6 +30,10 @@ test-families: environment
 # Replicas on a Ray cluster of two nodes on this machine, in some minutes.
 test-cluster: environment
 	$(RUN) -m pytest -m cluster tests/serve/test_ray.py
+
+# A rank each of real models without weights, on simulated GPUs, in some minutes.
+test-cuda-sizes: environment
+	$(RUN) -m pytest -n 2 --dist worksteal -m sizes tests/planner/test_cuda_sizes.py
 
 # What to run while working: tests/fast.txt names them, a file or a test a line.
 test-fast: environment
