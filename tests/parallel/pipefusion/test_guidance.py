@@ -24,6 +24,7 @@ from diffusers.guiders import (
 
 import ditile
 from ditile.errors import DitileError, ModelError
+from ditile.models.pipeline_calls import count_most_iterations
 from ditile.plan.plan import Plan
 from ditile.runner import runner as runner_module
 from tests import tiny
@@ -183,3 +184,11 @@ def test_perturbed_attention_and_skipped_layers_are_refused() -> None:
     for plan in ({"patches": 2}, {"patches": 2, "warmup": STEPS}):
         with pytest.raises(ModelError, match="puts an attention of its own.*use data or tensor"):
             ditile.parallelize(perturbed, Plan(**plan))
+
+
+def test_timesteps_without_a_length() -> None:
+    """A failure means an error of len() in place of what the pipeline says, or steps that are held to be fresh."""
+    pipe = tiny.flux()
+    assert count_most_iterations(pipe, {"sigmas": [1.0, 0.6, 0.3]}, 2) == 3
+    for given in (500, torch.tensor(500)):
+        assert count_most_iterations(pipe, {"timesteps": given}, 2) is None
