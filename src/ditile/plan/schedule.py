@@ -94,7 +94,8 @@ class Schedule:
         num_references: how many of the patches, the first ones, are of reference pictures; no latents belong to them.
         reference_share: of the work of a whole step that is theirs.
         shares_latents: whether every stage gets the stepped patches, and not the first alone.
-        lacks_latents: whether some of the patches have none, as those of reference pictures.
+        uneven_latents: whether patches have none, as those of reference pictures, or are stepped by two schedulers,
+            as those of a video and its sound.
     """
 
     stages: int
@@ -111,7 +112,7 @@ class Schedule:
     num_references: int = 0
     reference_share: float = 0.0
     shares_latents: bool = False
-    lacks_latents: bool = False
+    uneven_latents: bool = False
 
     @classmethod
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
@@ -128,7 +129,7 @@ class Schedule:
             batch=batch,
             adaptive=plan.warmup == AUTO,
             references=plan.references,
-            lacks_latents=plan.references is not None,
+            uneven_latents=plan.references is not None,
         )
 
     def is_synchronous(self, step: int) -> bool:
@@ -238,7 +239,7 @@ class Schedule:
             return
         step, last = micro.step - 1, self.stages - 1
         if stage in self.latent_readers:
-            yield from self.iter_takes(micro, -1, calls)
+            yield from self.iter_takes(stage, micro, -1, calls)
         others = [member for member in self.select_warmup_group(micro) if 0 < member < last]
         if micro.step == 0 or not others:
             return
@@ -248,19 +249,21 @@ class Schedule:
         elif stage in others:
             yield Op(OpKind.RECEIVE_WHOLE_LATENTS, step, None, peer=last)
 
-    def iter_takes(self, micro: MicroStep, turn: int, calls: int) -> Iterator[Op]:
+    def iter_takes(self, stage: int, micro: MicroStep, turn: int, calls: int) -> Iterator[Op]:
         """The stepped patches that a reader of latents takes before a call, as soon as they may be back.
 
         A send waits for its receive, and a launch may wait for all messages of a device. Stages never wait for each
-        other in a ring if the first one takes a patch before it is far ahead of it.
+        other in a ring if each one takes a patch before it is far ahead of it.
 
         Args:
+            stage: the reader.
             micro: the micro-step.
             turn: which call of it, of those that this stage makes; -1 before the pipeline computes anything.
             calls: how many this stage makes in a micro-step.
         """
         before = (micro, turn - 1) if turn >= 0 else self._find_call_before(micro, calls)
-        for taken in range(self.count_taken_patches(*before, calls), self.count_taken_patches(micro, turn, calls)):
+        first = self.count_taken_patches(stage, *before, calls)
+        for taken in range(first, self.count_taken_patches(stage, micro, turn, calls)):
             step, patch = divmod(taken, self.patches - self.num_references)
             yield Op(OpKind.RECEIVE_STEPPED_PATCH, step, self.num_references + patch, peer=self.stages - 1)
 
@@ -271,8 +274,8 @@ class Schedule:
             return micros[micros.index(micro) - 1], calls - 1
         return (self.list_micro_steps(micro.step - 1)[-1], calls - 1) if micro.step else (micro, -1)
 
-    def count_taken_patches(self, micro: MicroStep, turn: int, calls: int) -> int:
-        """The patches of all steps that the first stage has taken before a call; see `iter_takes`."""
+    def count_taken_patches(self, stage: int, micro: MicroStep, turn: int, calls: int) -> int:
+        """The patches of all steps that a reader of latents has taken before a call; see `iter_takes`."""
         step, patch = micro
         references = self.num_references
         with_latents = self.patches - references
@@ -282,17 +285,15 @@ class Schedule:
             if references:
                 left_out = 0 if self.computes_references(step) else references
                 before = 0 if not step or self.computes_references(step - 1) else references
-            # Where all stages read latents, they take those that they compute.
-            ahead = self.patches * calls
-            if not self.shares_latents:
-                ahead = _count_calls_ahead(self.stages, self.patches, calls, self.warmup > 0, self.lacks_latents)
+            has_room = self.warmup > 0 and not (self.uneven_latents or self.shares_latents)
+            ahead = _count_calls_ahead(self.stages, self.patches, calls, stage, has_room)
             taken += _count_early_patches(patch, turn, calls, ahead, self.patches, references, left_out, before)
         return min(max(taken, 0), (self.steps - 1) * with_latents)
 
     @property
     def takes_ahead(self) -> bool:
         """Whether the first stage may post the receive of one more stepped patch."""
-        return self.patches > self.stages and self.warmup > 0 and not (self.lacks_latents or self.shares_latents)
+        return self.patches > self.stages and self.warmup > 0 and not (self.uneven_latents or self.shares_latents)
 
     def iter_call_ops(self, stage: int, micro: MicroStep, branch: int, micro_batch: int = 0) -> Iterator[Op]:
         """What a stage does in one call of the transformer, or in a micro-batch of it."""
@@ -344,7 +345,7 @@ class Schedule:
             yield from self.iter_ops_before_call(stage, micro, len(own))
             for turn, branch in enumerate(own):
                 if stage in self.latent_readers:
-                    yield from self.iter_takes(micro, turn, len(own))
+                    yield from self.iter_takes(stage, micro, turn, len(own))
                 for micro_batch in range(len(self.split_micro_batches(micro))):
                     yield from self.iter_call_ops(stage, micro, branch, micro_batch)
             yield from self.iter_ops_after_call(stage, micro)
@@ -389,14 +390,15 @@ class Schedule:
 
 
 @lru_cache(maxsize=1024)
-def _count_calls_ahead(stages: int, patches: int, calls: int, has_warmup: bool, lacks_latents: bool) -> int:
+def _count_calls_ahead(stages: int, patches: int, calls: int, stage: int, has_room: bool) -> int:
     """After how many calls, from the first one for a patch, its stepped patch is taken.
 
-    It is back after N - 1 + calls. The more there are besides, the less a late message delays the first stage. A model
-    of NCCL says how many never hang (`tests/parallel/pipefusion/test_hangs.py`).
+    It is back at the first stage after N - 1 + calls, and at each stage behind it one call earlier. The more there are
+    besides, the less a late message delays the first stage. A model of NCCL says how many never hang
+    (`tests/parallel/pipefusion/test_hangs.py`).
     """
-    ahead = least = stages - 1 + calls
-    if has_warmup and not lacks_latents and patches >= stages:
+    ahead = least = stages - 1 - stage + calls
+    if has_room and patches >= stages:
         ahead = 2 * stages + (2 * calls if patches > stages else calls) - 3
     return min(max(ahead, least), patches * calls)
 

@@ -110,7 +110,8 @@ class HostProgram:
         self._now, self._last = MicroStep(0, None), schedule.stages - 1
         self._channels: dict[tuple[str, int, int], RecordedChannel] = {}
         self._activations_in = self._latents_in = None
-        self._activations_out = self._latents_out = None
+        self._activations_out: RecordedChannel | None = None
+        self._latents_out: list[RecordedChannel] = []  # by stage
         if schedule.stages > 1:
             self._open_channels()
         self._write_program()
@@ -126,14 +127,15 @@ class HostProgram:
             self._activations_in.looks_ahead = fewest >= self._schedule.stages
         if stage < last:
             self._activations_out = self._open_channel(ACTIVATIONS, stage, stage + 1)
-        if stage == 0:
+        readers = self._schedule.latent_readers
+        if stage in readers:
             self._latents_in = self._prefetch(
-                self._open_channel(STEPPED, last, 0),
+                self._open_channel(STEPPED, last, stage),
                 lambda key: self._has_launched(key.step, key.patch),
             )
             self._latents_in.looks_ahead = self._schedule.takes_ahead
         if stage == last:
-            self._latents_out = self._open_channel(STEPPED, last, 0)
+            self._latents_out = [self._open_channel(STEPPED, last, reader) for reader in readers]
 
     def _open_channel(self, kind: str, sender: int, receiver: int) -> RecordedChannel:
         way = (kind, sender, receiver)
@@ -177,7 +179,7 @@ class HostProgram:
                 self._write_micro_step(micro)
 
     def _list_senders(self) -> list[RecordedChannel]:
-        first = [each for each in (self._activations_out, self._latents_out) if each is not None]
+        first = [each for each in (self._activations_out, *self._latents_out) if each is not None]
         return first + [each for each in self._channels.values() if each not in first]
 
     def _list_activations(self, step: int) -> list[MessageKey]:
@@ -195,12 +197,16 @@ class HostProgram:
         for branch in range(self._calls):
             for micro_batch in range(len(schedule.split_micro_batches(micro))):
                 self._write_call(micro, branch, micro_batch)
-        for op in schedule.iter_ops_after_call(self._stage, micro):
-            if op.kind is OpKind.STEP:
-                self._launch()
-            elif self._latents_out is not None and op.patch is not None:
+        ops = list(schedule.iter_ops_after_call(self._stage, micro))
+        for op in ops:
+            if op.kind is OpKind.STEP and op.patch is not None:
                 for _ in self._list_latents(op.step, op.patch):
-                    self._latents_out.send_tensor()
+                    self._launch()
+        # Once all schedulers have stepped.
+        for op in ops:
+            if op.kind is OpKind.SEND_STEPPED_PATCH and op.patch is not None and op.peer is not None:
+                for _ in self._list_latents(op.step, op.patch):
+                    self._latents_out[op.peer].send_tensor()
         following = schedule.find_following(micro)
         if following is not None and not schedule.adaptive:
             self._exchange_latents(following)
@@ -221,11 +227,11 @@ class HostProgram:
         assert self._latents_in is not None and op.patch is not None
         for key in self._list_latents(op.step, op.patch):
             self._latents_in.receive_message(key, HERE)
-            self._launch()
+        self._launch()
 
     def _write_call(self, micro: MicroStep, branch: int, micro_batch: int) -> None:
         if self._latents_in is not None and not micro_batch:
-            for op in self._schedule.iter_takes(micro, branch, self._calls):
+            for op in self._schedule.iter_takes(self._stage, micro, branch, self._calls):
                 self._take_patch(op)
         self._launch()  # embeddings and modulation, before anything is received
         ops = list(self._schedule.iter_call_ops(self._stage, micro, branch, micro_batch))

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
 
 from ditile.distributed.transport import PeerChannel
 from ditile.parallel.pipefusion.shared_warmup import LATENTS
@@ -19,7 +20,8 @@ from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
 from tests.parallel.pipefusion.host_programs import KINDS, RECEIVE, SEND, STEPPED, WAIT, find_hang, write_programs
 from tests.pool import Pool
-from tests.runner.cases import MAKE, divided, run
+from tests.runner.cases import MAKE, call_of, divided
+from tests.zoo import ZOO
 
 MODES = ("serial", "pipelined", "sequence", "separate")
 
@@ -57,12 +59,30 @@ def test_patches_without_latents(calls: int) -> None:
     """Those of reference pictures: somewhere among the others, or first and left out of some steps."""
     for stages, patches, warmup in itertools.product((2, 3, 4), range(2, 8), (0, 1)):
         for first, references in itertools.product((1, patches // 2), (0, 1, 2)):
-            schedule = Schedule(stages, patches, 5, warmup, lacks_latents=True)
+            schedule = Schedule(stages, patches, 5, warmup, uneven_latents=True)
             programs = write_programs(schedule, calls, streams=dict.fromkeys(range(first), 0))
             assert find_hang(programs, KINDS, launches_wait=True) is None, (schedule, first)
             if first == 1:
                 schedule = replace(schedule, references=references, num_references=first)
                 assert find_hang(write_programs(schedule, calls), KINDS, launches_wait=True) is None, schedule
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_latents_that_all_stages_read(calls: int) -> None:
+    """As where a ControlNet is shown them: the last stage sends each stepped patch to every other one."""
+    for stages, patches, warmup, eager in itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8), (0, 1, 2), (False, True)):
+        schedule = Schedule(stages, patches, 5, warmup, shares_latents=True)
+        assert find_hang(write_programs(schedule, calls, eager=eager), KINDS, launches_wait=True) is None, schedule
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_two_schedulers_in_a_step(calls: int) -> None:
+    """A video and its sound: some patches send two messages, or a sound comes with patches that have no picture."""
+    for stages, patches, warmup, eager in itertools.product((2, 3, 4), (2, 3, 4, 6, 8), (0, 1, 2), (False, True)):
+        schedule = Schedule(stages, patches, 5, warmup, uneven_latents=True)
+        for streams in ({0: 2}, dict.fromkeys(range(patches), 2), {patches - 1: 2}):
+            programs = write_programs(schedule, calls, eager=eager, streams=streams)
+            assert find_hang(programs, KINDS, launches_wait=True) is None, (schedule, streams)
 
 
 def test_the_model_finds_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,19 +105,27 @@ ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("sd3.5 medium", "pipefusion=3 patches=3 warmup=0", {"height": 40, "width": 56}),
     ("sd3.5 medium", "pipefusion=2 patches=3 warmup=2 warmup_mode=pipelined", {"height": 40, "width": 56}),
     ("flux true cfg", "pipefusion=3 patches=3 warmup=2 warmup_mode=sequence", {"height": 40, "width": 56}),
+    ("flux-controlnet", "pipefusion=3 patches=3", {}),
+    ("ltx-2", "pipefusion=2 patches=3 warmup=4", {}),
 ]
+OTHERWISE: dict[str, tuple[dict[str, bool], dict[int, int]]] = {
+    "flux-controlnet": ({"shares_latents": True}, {}),
+    "ltx-2": ({"uneven_latents": True}, {0: 2}),
+}
+"""What a rehearsal finds: fields of the schedule, and patches that two schedulers step."""
 Messages = list[tuple[str, str, int, int]]
 
 
 def record_messages(name: str, plan: str, call: dict[str, Any], steps: int) -> Messages:
     """On a rank: what is sent, received and waited for, with its kind, sender and receiver, as the host does it."""
-    pipe, seen = MAKE[name](), list[tuple[str, PeerChannel]]()
+    pipe, seen = MAKE[name]() if name in MAKE else ZOO[name].make(), list[tuple[str, PeerChannel]]()
     with pytest.MonkeyPatch.context() as patch, divided(pipe, **asdict(Plan.parse(plan))) as runner:
         start, receive = PeerChannel._start_transfer, PeerChannel.receive_message
         patch.setattr(PeerChannel, "occupies_device", lambda self, device: True)
 
         def start_transfer(self: PeerChannel, message: Any, *, sends: bool) -> Any:
-            seen.append((SEND if sends else RECEIVE, self))
+            if message.dtype != torch.uint8:  # by which channels are opened
+                seen.append((SEND if sends else RECEIVE, self))
             return start(self, message, sends=sends)
 
         def receive_message(self: PeerChannel, key: Any) -> Any:
@@ -106,7 +134,8 @@ def record_messages(name: str, plan: str, call: dict[str, Any], steps: int) -> M
 
         patch.setattr(PeerChannel, "_start_transfer", start_transfer)
         patch.setattr(PeerChannel, "receive_message", receive_message)
-        run(runner, name, num_inference_steps=steps, **call)
+        arguments = call_of(name, **call) if name in MAKE else ZOO[name].call() | call
+        runner(**arguments | {"num_inference_steps": steps})
         own = runner.mesh.stage_index
     sent = {id(each) for what, each in seen if what == SEND}
     ways = {True: lambda peer: (own, peer), False: lambda peer: (peer, own)}
@@ -118,7 +147,8 @@ def test_programs_are_those_of_ranks(pool: Pool, name: str, plan: str, call: dic
     """A failure means that what is proven above is not what ranks do."""
     parsed = Plan.parse(plan)
     schedule = Schedule.from_plan(parsed, 4, batch=2 if parsed.warmup_mode == "pipelined" else 1)
-    wanted = write_programs(schedule, 2 if name == "flux true cfg" else 1)
+    fields, streams = OTHERWISE.get(name, ({}, {}))
+    wanted = write_programs(replace(schedule, **fields), 2 if name == "flux true cfg" else 1, streams=streams)
     for stage, seen in enumerate(pool.run(record_messages, parsed.world, name, plan, call, 4)):
         messages = [(action.what, action.message) for action in wanted[stage] if action.message]
         named = [(what, *m[:3]) for what, m in messages if (what, m.sender) != (WAIT, stage)]  # sends end by themselves

@@ -216,7 +216,7 @@ class PipeFusion:
     def _take_stepped_patches(self, micro: MicroStep, turn: int) -> None:
         """Receives the stepped patches that may be back before a call; they are written when it is their turn."""
         assert self._latents_in is not None
-        due = self.schedule.count_taken_patches(micro, turn, len(self._own_calls))
+        due = self.schedule.count_taken_patches(self.stage, micro, turn, len(self._own_calls))
         for number in range(self._num_taken, due):
             step, patch = divmod(number, self._patches - self.schedule.num_references)
             patch += self.schedule.num_references

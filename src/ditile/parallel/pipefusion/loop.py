@@ -296,8 +296,8 @@ class Loop:
             for each in self._streams:
                 each.end_rehearsal(self._plan.num_patches, rehearsal.num_references, adaptive=self._schedule.adaptive)
             now.pieces = [each.pieces for each in self._streams]
-            lacks_latents = any(all(piece.is_empty for piece in each) for each in zip(*now.pieces, strict=True))
-            self._schedule = replace(self._schedule, lacks_latents=lacks_latents)
+            uneven = any(sum(not piece.is_empty for piece in each) != 1 for each in zip(*now.pieces, strict=True))
+            self._schedule = replace(self._schedule, uneven_latents=uneven)
         if now.reads_latents_everywhere:
             self._schedule = replace(self._schedule, shares_latents=True)
             self._pipefusion.share_latents(self._batch.view_own_images(self._streams[0].sample).device)
