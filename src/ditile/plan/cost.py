@@ -103,7 +103,7 @@ class PlannedCall:
             schedule,
             num_references=layout.num_references,
             reference_share=layout.count_reference_tokens() / layout.count_layer_tokens(joint=True),
-            lacks_latents=not all(map(self.count_stepped_share, range(layout.num_patches))),
+            uneven_latents=not all(map(self.count_stepped_share, range(layout.num_patches))),
         )
 
     def count_stepped_share(self, patch: int | None) -> float:
