@@ -22,6 +22,8 @@ from ditile.hooks.protocols import CallPosition
 from ditile.plan.plan import Plan
 
 TRAFFIC_KIND = "decisions"
+PROBE_KIND = "probe"
+"""Of the input of a probe. It is not packed: two stages would measure the change of tokens by different numbers."""
 
 
 class LoopClock:
@@ -190,7 +192,7 @@ class StageAgreement:
         if peer not in self._start_channels:
             assert self._groups.starts is not None
             self._start_channels[peer] = PeerChannel(
-                self._groups.starts, peer, "activations", self._mesh.traffic, shared=True
+                self._groups.starts, peer, PROBE_KIND, self._mesh.traffic, shared=True
             )
         return self._start_channels[peer]
 
