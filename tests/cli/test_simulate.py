@@ -62,12 +62,16 @@ def test_replicas_have_a_picture_each(capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "says"),
     [
         (("--plan", "pipefusion=2 patches=2 warmup=auto"), "warmup=auto decides by numbers"),
+        (("--plan", "pipefusion=2 patches=2 warmup_mode=auto"), "warmup_mode=auto cannot be simulated"),
+        (("--plan", "pipefusion=2 patches=2 warmup_mode=sequence"), "warmup_mode=sequence cannot be simulated"),
+        (("--plan", "pipefusion=2 patches=2 warmup_mode=separate"), "warmup_mode=separate cannot be simulated"),
+        (("--plan", "tensor=2"), "tensor=2 cannot be simulated"),
+        (("--plan", "auto"), "plan='auto': "),
         (("--plan", "pipefusion=2", "--ranks", "2"), "ranks=2 is none of 'pipefusion=2', which has ranks 0 to 1"),
         (("--plan", "pipefusion=2", "--pipefusion", "2"), "leave one of them out"),
         (("--plan", "pipefusion=2", "--device", "cpu"), "device='cpu': the GPUs are simulated"),
         (("--plan", "pipefusion=2", "--image", "a.png"), "a simulated call starts from no file"),
         (("--plan", "pipefusion=two"), "'two' is not a whole number"),
-        (("--plan", "tensor=5"), "tensor=5 does not divide the 4 heads"),
         (("--height", "66"), "height=66"),
         (("--frames", "5"), "frames=5"),
         (("--model", "nothing-like-it"), "model 'nothing-like-it' is not known"),
@@ -82,18 +86,18 @@ def test_what_cannot_be_simulated_is_one_line(
     assert len(err) == 1 and says in err[0]
 
 
+def _fill_wrong_arguments(proof: VerifyOptions, plan: Plan) -> dict[str, Any]:
+    size = {"height": 128, "width": 128, "num_inference_steps": 4, "max_sequence_length": 24}
+    return size | {"callback_on_step_end_tensor_inputs": ["nothing"], "timesteps": [2, 1], "sigmas": [1.0, 0.5]}
+
+
 def test_what_a_pipeline_refuses_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failure: a traceback for a value that only the pipeline's own code looks at."""
-    monkeypatch.setattr(simulate, "_fill_call_arguments", lambda *_: _fill_wrong_arguments(*_))
+    monkeypatch.setattr(simulate, "_fill_call_arguments", _fill_wrong_arguments)
     assert main.main([*WORDS, "--model", "shapes-pixart"]) == 2
     assert "PixArtSigmaPipeline refuses this call" in capsys.readouterr().err
-
-
-def _fill_wrong_arguments(proof: VerifyOptions, plan: Plan) -> dict[str, Any]:
-    size = {"height": 128, "width": 128, "num_inference_steps": 4, "max_sequence_length": 24}
-    return size | {"callback_on_step_end_tensor_inputs": ["nothing"], "timesteps": [2, 1], "sigmas": [1.0, 0.5]}
 
 
 def test_ranks_are_for_simulations(capsys: pytest.CaptureFixture[str]) -> None:

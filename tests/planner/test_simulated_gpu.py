@@ -227,8 +227,11 @@ def test_a_gpu_has_nothing_to_complain_of(pool: Pool, row: Row):
         assert not pinned or plan.warmup == "auto"
         waits = list_waits(record)
         for wait, places in waits.items():
-            is_once = len({place for place, _ in places}) == 1 and max(times for _, times in places) <= 2
-            assert is_once or wait in OFTEN, (wait, places)
+            [*steps] = {place for place, _ in places}
+            is_once = len(steps) == 1 and max(times for _, times in places) <= 2
+            # A stage first looks at a mask when it first computes blocks, which with shared steps is later.
+            is_early = steps[0].startswith("step 0") or wait in WAITS["mask"]
+            assert is_once and is_early or wait in OFTEN, (wait, places)
         seen |= waits.keys()
     assert seen == set[str]().union(*(WAITS[name] for name in row.waits.split()))
 

@@ -243,6 +243,8 @@ def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: Cac
     # A class may start from a picture alone; of the others the call is refused.
     if wanted.prompt is None and wanted.prompts_file is None and not wanted.conditions and not run.dry_run:
         raise ModelError("there is nothing to draw; give a PROMPT, or --prompts-file FILE")
+    if run.dry_run and run.json is not None:
+        raise ModelError(f"json={run.json!r} is for what a run measured, and dry_run=True runs nothing; leave one out")
     find_model_source(wanted.model, weights=not run.dry_run)
     if cache.lora is not None:
         check_lora_source(cache.lora)

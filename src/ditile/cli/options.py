@@ -14,6 +14,7 @@ from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
+from ditile.plan.plan import AUTO
 from ditile.runner.load import DTYPES
 from ditile.runner.requests.options import (
     GUIDANCE,
@@ -149,7 +150,8 @@ class VerifyOptions(DeviceOptions, ModelOptions):
         if self.steps < 3:
             raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
         if self.simulate is None and self.ranks is not None:
-            raise ModelError(f"ranks={self.ranks}: every rank is checked; add --simulate cuda to look at some")
+            given = ",".join(map(str, self.ranks))
+            raise ModelError(f"ranks={given}: every rank is checked; add --simulate cuda to look at some")
         if self.simulate is not None:
             self._check_simulation()
 
@@ -157,7 +159,13 @@ class VerifyOptions(DeviceOptions, ModelOptions):
         """Raises `ModelError` for what a simulated call does not heed."""
         for name, why in (("device", "the GPUs are simulated"), ("image", "a simulated call starts from no file")):
             if (value := getattr(self, name)) is not None:
-                raise ModelError(f"{name}={value!r}: {why}; leave it out, or leave out --simulate")
+                given = value if isinstance(value, str) else ", ".join(value)
+                raise ModelError(f"{name}={given!r}: {why}; leave it out, or leave out --simulate")
+        if self.plan == AUTO:
+            raise ModelError(
+                "plan='auto': simulated GPUs are no machine that was measured; write the plan that "
+                "ditile plan --hardware NAME names first"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,6 +36,8 @@ GPU = "h100-nvlink"
 """A profile of GPUs; the memory of a call is the same on all of them."""
 RANKS_BESIDE = 8
 """Columns of ranks in a table of 80 columns."""
+RANKS_TOGETHER = (AUTO, "sequence", "separate")
+"""Values of `warmup_mode` in which a rank goes on from what others send beside activations."""
 LATER = "later steps"
 PLACES = {SETUP: "connecting", CALL: "before the loop", REHEARSAL: REHEARSAL, AFTER: "behind the loop"}
 
@@ -122,6 +124,13 @@ def _pick_ranks(proof: VerifyOptions, plan: Plan) -> Sequence[int]:
         raise PlanError("simulate=cuda runs all ranks in one process; start it without torchrun")
     if plan.warmup == AUTO:
         raise PlanError(f"warmup={AUTO} decides by numbers, and nothing is known of them here; simulate with warmup=1")
+    if plan.tensor > 1:
+        raise PlanError(f"tensor={plan.tensor} cannot be simulated: there are no weights to cut; leave tensor out")
+    if plan.warmup_mode in RANKS_TOGETHER:
+        raise PlanError(
+            f"warmup_mode={plan.warmup_mode} cannot be simulated: a rank takes part in what others answer, and ranks "
+            "are simulated one by one; simulate with warmup_mode=serial or pipelined"
+        )
     ranks = range(plan.world) if proof.ranks is None else sorted(set(proof.ranks))
     if wrong := [rank for rank in ranks if not 0 <= rank < plan.world]:
         raise PlanError(f"ranks={wrong[0]} is none of '{plan}', which has ranks 0 to {plan.world - 1}")

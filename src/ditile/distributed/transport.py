@@ -431,9 +431,12 @@ def is_on_gpu(device: torch.device, group: dist.ProcessGroup) -> bool:
 
 
 def _choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """The device on which a message must be: gloo cannot see a GPU."""
-    through_cpu = device.type == "cuda" and "nccl" not in dist.get_backend_config(group)
-    return torch.device("cpu") if through_cpu else device
+    """The device on which a message must be: gloo cannot see a GPU, and NCCL alone sees nothing else."""
+    backends = dist.get_backend_config(group)
+    if device.type == "cuda":
+        return device if "nccl" in backends else torch.device("cpu")
+    is_nccl_alone = "nccl" in backends and "gloo" not in backends
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" and is_nccl_alone else device
 
 
 def move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -173,7 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str, lef
                 const=implied,
                 choices=choices,
                 default=argparse.SUPPRESS,
-                help=doc + ("" if field.default in (None, False) else f" (default {field.default})"),
+                help=doc + ("" if field.default is None or field.default is False else f" (default {field.default})"),
                 metavar=metavar or (None if choices else field.name.split("_")[-1].upper()),
             )
 

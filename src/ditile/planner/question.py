@@ -5,6 +5,7 @@ Nothing here imports torch, so that the command line shows its help, and what is
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,7 +150,9 @@ def _read_picture_or_size(text: str) -> Image.Image:
         return read_picture(text, "image")
     width, height = map(int, size.groups())
     for name, value in (("width", width), ("height", height)):
-        check_whole_number(value, f"{name} of image={text!r}", most=MOST[name])
+        check_whole_number(value, f"image={text!r}: {name}", most=MOST[name])
+    if width * height > (most := Image.MAX_IMAGE_PIXELS or math.inf):
+        raise PlanError(f"image={text!r} has {width * height} pixels, and {most} are the most; try 1024x1024")
     return Image.new("RGB", (width, height))
 
 

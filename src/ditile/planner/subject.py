@@ -226,7 +226,9 @@ class PlanSubject:
         """The first step of a call."""
         assert self.recorder is not None
         filled = self._fill_arguments(call)
-        key = tuple(sorted((name, size) for name, value in filled.items() if (size := _describe_argument(value))))
+        key = tuple(
+            sorted((name, size) for name, value in filled.items() if (size := _describe_argument(value)) is not None)
+        )
         if key not in self._steps:
             self._steps[key] = self.recorder.record_step(filled)
         return self._steps[key]
@@ -489,8 +491,9 @@ class PlanSubject:
             self._check_derived_plan(plan)
         if plan.references is not None and not shape.references:
             raise PlanError(
-                f"references={plan.references}: it is not known how many tokens of reference pictures a call of "
-                f"{self.pipeline.__name__} has here; give it pictures, as --image 1024x1024, or leave references out"
+                f"references={plan.references}: no tokens of reference pictures are known of this call of "
+                f"{self.pipeline.__name__}; give pictures (--image 1024x1024) to a model that refers to them, or leave "
+                "references out"
             )
         plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
         size = shape.element_size

@@ -12,6 +12,7 @@ from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler
 
 from ditile.errors import StateError
 from ditile.hooks.block_calls import BlockCalls
+from ditile.parallel.pipefusion.rehearsed_calls import describe_lengths
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
@@ -227,3 +228,11 @@ def test_prompts_of_unlike_length_in_front_of_their_pictures() -> None:
     calls = [entry.other_prompt() | {"negative_prompt": [words]} for _ in range(2)]
     got, want = (list(list_tensors(made(**call))) for made, call in zip((runner, entry.make()), calls, strict=True))
     assert all(map(torch.equal, got, want)) and got
+
+
+def test_lengths_of_a_mask_are_its_numbers() -> None:
+    """However they lie in memory. A failure: a rehearsal of another length is taken, or a mask is refused."""
+    wide = torch.ones(2, 1).expand(2, 8)
+    assert describe_lengths({"text_mask": wide}) == describe_lengths({"text_mask": wide.clone()})
+    assert describe_lengths({"text_mask": torch.ones(16)[::2]}) == describe_lengths({"text_mask": torch.ones(8)})
+    assert describe_lengths({"text_mask": wide}) != describe_lengths({"text_mask": wide * 0})

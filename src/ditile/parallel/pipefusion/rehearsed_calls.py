@@ -89,7 +89,7 @@ def describe_lengths(inputs: Mapping[str, Any]) -> Hashable:
 
 
 def _digest_numbers(x: Tensor) -> str:
-    return sha256(x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    return sha256(x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -86,7 +86,8 @@ def run_gpu_suite(compared: Comparison, work: Workload) -> tuple[list[dict[str, 
     shown = make_suite_tables(rows)
     files = [path, *([] if compared.no_figures else _draw_figure(rows, folder))]
     took = f"{format_number(time.time() - began)} s"
-    return rows, shown, [f"took {took}; written: {', '.join(map(str, files))}"]
+    before = f" (behind {lines_before} lines of earlier runs)" if lines_before else ""
+    return rows, shown, [f"took {took}; written: {', '.join(map(str, files))}{before}"]
 
 
 def fill_workload(work: Workload, gpus: int, ranks: int, *, small: bool) -> Workload:
