@@ -112,6 +112,20 @@ def test_weights_memory_and_time(
     assert not np.array_equal(pixels("a.png"), pixels("c.png")), "nothing was quantized"
 
 
+def test_a_warm_picture_is_a_cold_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """With --warm it is drawn once before, and what is reported is of the second time alone."""
+    calls: list[dict[str, Any]] = []
+    warm = generate.warm_runner
+    monkeypatch.setattr(generate, "warm_runner", lambda *args, **kwargs: calls.append(kwargs) or warm(*args, **kwargs))
+    cold = drawn(capsys, model, *CACHE, "--out", "a.png")
+    assert not calls
+    warmed = drawn(capsys, model, *CACHE, "--warm", "--out", "b.png")
+    assert calls == [{"is_cached": True}] and np.array_equal(pixels("a.png"), pixels("b.png"))
+    assert warmed["cache"] == cold["cache"] and warmed["bytes_sent"] == cold["bytes_sent"]
+
+
 def test_a_lora_fused_or_not(capsys: pytest.CaptureFixture[str], model: str, loras: Path) -> None:
     """Fused or not is the same up to rounding, and neither is the plain picture."""
     file = str(loras / "one.safetensors")

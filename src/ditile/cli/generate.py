@@ -37,6 +37,7 @@ from ditile.runner.requests.pipelines import (
 )
 from ditile.runner.requests.prepare import prepare_runner
 from ditile.runner.requests.results import build_png_texts, choose_fps, list_drawn, write_drawn
+from ditile.runner.warm import warm_runner
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -64,6 +65,8 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
             return call | build_object_arguments(pipe, wanted, seeds, conditions=started_from)
 
         num_videos = wanted.num_images * (1 + NUM_PERF_CALLS if cache.perf else 1)
+        if run.warm:
+            _warm(runner, make_call(), cache)
         with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
             call_result = _call_and_report(runner, make_call, cache)
         drawn = list_drawn(call_result.result)
@@ -111,9 +114,10 @@ def draw_prompt_lines(
         with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=first) as advance:
             for start in range(0, len(missing_lines), plan.data):
                 lines = missing_lines[start : start + plan.data]
-                call_result = _call_and_report(
-                    runner, functools.partial(_build_lines_call, pipe, base, lines, wanted, plan, started_from), cache
-                )
+                make_call = functools.partial(_build_lines_call, pipe, base, lines, wanted, plan, started_from)
+                if run.warm and start == 0:
+                    _warm(runner, make_call(), cache)
+                call_result = _call_and_report(runner, make_call, cache)
                 call_results.append(call_result._replace(result=None))
                 for line, one in zip(lines, list_drawn(call_result.result), strict=first):
                     write_drawn(one, line.path, fps, texts | {"prompt": line.prompt, "seed": str(line.seed)})
@@ -183,6 +187,11 @@ class RunnerCallResult(NamedTuple):
     reports: list[dict[str, Any]]
     saved: list[ContextReport]
     totals: list[float]
+
+
+def _warm(runner: Runner, call: Mapping[str, Any], cache: CacheOptions) -> None:
+    with convert_value_errors(runner.pipe):
+        warm_runner(runner, call, is_cached=cache.build_cache_arguments()["cache_config"] is not None)
 
 
 def _call_and_report(runner: Runner, make: Callable[[], dict[str, Any]], cache: CacheOptions) -> RunnerCallResult:

@@ -256,8 +256,10 @@ def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: Cac
         read_condition_files(wanted)
     if run.out_dir is not None and wanted.prompts_file is None:
         raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
-    if run.text_after == "free" and (wanted.prompts_file is not None or cache.perf):
-        several = "--perf draws a picture" if cache.perf else "a file of prompts is encoded"
+    if run.text_after == "free" and (wanted.prompts_file is not None or cache.perf or run.warm):
+        several = (
+            "a file of prompts is encoded" if wanted.prompts_file is not None else "--perf or --warm draws a picture"
+        )
         raise ModelError(f"text_after='free': {several} several times, and freed encoders do so once; use offload")
 
 

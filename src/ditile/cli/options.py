@@ -53,6 +53,9 @@ class RunOptions(EngineOptions):
     out_dir: str | None = define_option(
         None, "folder for the pictures of a file of prompts: 0000.png, ..", metavar="DIR"
     )
+    warm: bool = define_option(
+        False, "draw once before, unseen and in few steps: no picture pays for what is made once"
+    )
     trace: str | None = define_option(None, "write a Chrome trace of every rank", metavar="FILE")
     json: str | None = define_option(None, "write the summary as JSON; - is the standard output", metavar="FILE")
     dry_run: bool = define_option(False, "show how the work would be divided, without reading weights")

@@ -45,13 +45,14 @@ from ditile.runner.requests.prepare import load_lora_weights, prepare_runner
 from ditile.runner.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.runner import Runner
+from ditile.runner.warm import choose_warm_steps
 from ditile.serve.jobs import POSTER, SPRITESHEET, Drawn, Request
 from ditile.serve.link import GroupSetup, MessageLink
 from ditile.serve.previews import CallPreviews, PreviewDecoder
 
 LOG = logging.getLogger("ditile")
-WARM, WARM_STEPS = "", 4
-"""The id of the job of the warm-up picture, and its steps."""
+WARM = ""
+"""The id of the job of the warm-up picture."""
 IDLE_SECONDS = 5.0
 """How often a rank that has nothing to do says that it lives."""
 
@@ -206,7 +207,8 @@ class RankServer:
 
     def _draw_warm_picture(self) -> None:
         """A picture that nobody asked for: it loads, allocates and compiles, and fits the map of previews."""
-        steps = None if self._setup.cache.build_cache_arguments()["cache_config"] is not None else WARM_STEPS
+        is_cached = self._setup.cache.build_cache_arguments()["cache_config"] is not None
+        steps = choose_warm_steps(self._setup.plan, is_cached=is_cached)
         prompt = self._facts.example or "a photo of a mountain lake in the morning"
         options = GenerateOptions(model=self._setup.model, prompt=prompt, steps=steps, seed=0)
         try:
