@@ -151,8 +151,10 @@ def group_by_class(entries: Mapping[str, Entry]) -> dict[str, list[str]]:
 
 
 def derive_all(entries: Mapping[str, Entry]) -> Iterator[Derived]:
-    """Those that can be derived; says why of the others."""
+    """Those that can be derived; says why of the others. What adapters add is known of their processors."""
     for name, one in entries.items():
+        if name.endswith("ip-adapter"):
+            continue
         try:
             yield derive_entry(one)
         except Exception as error:  # what a pipeline or forward runs into

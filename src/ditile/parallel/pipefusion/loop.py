@@ -151,7 +151,8 @@ class Loop:
     @property
     def taken_warmup(self) -> tuple[list[int], str]:
         """The steps of the last generation that were synchronous, and how they ran."""
-        schedule = self._schedule
+        if (schedule := getattr(self, "_schedule", None)) is None:
+            raise StateError("the loop of this pipeline was not found; call it as it is, without parallelize")
         return list(filter(schedule.is_synchronous, range(schedule.steps))), schedule.mode
 
     def forget_constants(self) -> None:
@@ -265,9 +266,8 @@ class Loop:
             generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
         self._schedule, self._timesteps = schedule, timesteps
         self._agreement = StepAgreement(self._stop_group, self._mesh.traffic, self._callbacks.is_stopped)
-        self._adaptive_warmup, change = None, self._relative_change
-        if change is not None:
-            self._adaptive_warmup = AdaptiveWarmup(self._mesh, change, self._plan.warmup_bound)
+        change, bound = self._relative_change, self._plan.warmup_bound
+        self._adaptive_warmup = None if change is None else AdaptiveWarmup(self._mesh, change, bound)
         self._synced = -1  # the last step after which every rank had the whole latents
         self._pipefusion.begin_generation(schedule, generation)
         self._callbacks.on_loop_begin(len(timesteps))
