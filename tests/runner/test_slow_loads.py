@@ -67,7 +67,7 @@ def wait_for(asked: str, finished: str) -> str:
         patch.setattr("ditile.runner.load.check_hub_access", lambda repository: None)  # as if the hub answered
         patch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
         patch.setattr(partial, "load_whole_models", lambda *_, **__: {})
-        patch.setattr(partial, "find_pipeline_kind", lambda _: DiffusionPipeline)
+        patch.setattr(partial, "read_model_index", lambda _: {"_class_name": "FluxPipeline"})
         return str(load("owner/model"))
 
 
