@@ -158,20 +158,20 @@ OF_TWO = ("pixart-sigma",)
 def list_turns(name: str) -> list[Callable[[], dict[str, Any]]]:
     """Calls with a short prompt, a long one, and the short one; Lumina 2 pads both to one length and gives a mask.
 
-    Those of `OF_TWO` have two prompts of unlike length, which change places.
+    Those of `OF_TWO` have two prompts of unlike length; in the call between, both are the first one.
     """
     entry = ZOO[name]
     if name in OF_TWO:
         assert entry.padded_prompt is not None
-        return [entry.padded_prompt, lambda: _swap_prompts(entry.padded_prompt), entry.padded_prompt]
+        return [entry.padded_prompt, lambda: _repeat_first_prompt(entry.padded_prompt), entry.padded_prompt]
     assert entry.other_prompt is not None
     length = {"max_sequence_length": 29} if name == "lumina-2" else {}
     return [entry.call, lambda other=entry.other_prompt: other() | length, entry.call]
 
 
-def _swap_prompts(make: Any) -> dict[str, Any]:
+def _repeat_first_prompt(make: Any) -> dict[str, Any]:
     call: dict[str, Any] = make()
-    return call | {"prompt": call["prompt"][::-1]}
+    return call | {"prompt": [call["prompt"][0]] * len(call["prompt"])}
 
 
 def draw_in_turns(name: str, plan: dict[str, Any]) -> list[tuple[int, int]]:
