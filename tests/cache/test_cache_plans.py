@@ -21,7 +21,7 @@ from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
-from tests.runner.cases import MAKE, call_of
+from tests.runner.cases import MAKE, call_of, divided, run
 from tests.zoo import ZOO
 
 TOLERANCE = 1e-6
@@ -168,3 +168,19 @@ def test_a_second_transformer_in_the_loop_is_cached_too() -> None:
     assert torch.equal(runner(**one.call() | steps)[0], wanted)
     reports = caching.summary(pipe, logging=False)
     assert [each.decisions[0].skipped for each in reports] == [[1, 2, 3]] * 2
+
+
+def draw_with_a_probe(wire_dtype: str | None) -> dict[str, int]:
+    """On a rank: bytes by kind of a call whose first three blocks, which a probe compares, are of two stages."""
+    cache = DBCacheConfig(Fn_compute_blocks=3, max_warmup_steps=1, residual_diff_threshold=0.9)
+    pipe = ditile.enable_cache(MAKE["pixart sigma"](), cache_config=cache)
+    with divided(pipe, pipefusion=2, patches=2, warmup=1, wire_dtype=wire_dtype) as runner:
+        run(runner, "pixart sigma", num_inference_steps=5)
+        return dict(runner.mesh.traffic.bytes)
+
+
+def test_the_input_of_a_probe_is_not_packed(pool: Pool) -> None:
+    """A failure: the change of tokens is measured between numbers that were rounded and numbers that were not."""
+    exact, packed = (pool.run(draw_with_a_probe, 2, wire_dtype)[0] for wire_dtype in (None, "int8"))
+    assert packed["probe"] == exact["probe"] > 0
+    assert packed["activations"] < exact["activations"] / 3
