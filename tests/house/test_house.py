@@ -24,13 +24,12 @@ OF_PACKAGE: list[Rule] = [
 OF_PYTHON: list[Rule] = [rules.sizes, rules.vague]
 OF_TEXT: list[Rule] = [rules.unfinished, rules.machine_paths]
 OF_TREE: list[TreeRule] = [
-    rules.root_entries, rules.folders, rules.twins, rules.format_skips, rules.lonely, rules.names_of_functions,
+    rules.root_entries, rules.folders, rules.twins, rules.format_skips, rules.lonely, rules.density,
 ]  # fmt: skip
 TEXTS = {".py", ".typed", ".md", ".toml", ".txt", ".json", ".sh", ".yml", ".yaml", ""}
 
 WRONG = {
     rules.sizes: [
-        "\n" * 601,
         "def f():\n" + "    x = 1\n" * 50,
         "async def f():\n    '''doc'''\n" + "    x = 1\n" * 50,
     ],
@@ -71,7 +70,7 @@ WRONG = {
 }
 
 RIGHT = {
-    rules.sizes: ["\n" * 600, "def f():\n    '''\n" + "\n" * 60 + "'''\n    return 1"],
+    rules.sizes: ["def f():\n    '''\n" + "\n" * 60 + "'''\n    return 1"],
     rules.swallowed: [
         "try:\n    f()\nexcept BaseException:\n    g()\n    raise",
         "try:\n    f()\nexcept OSError:\n    g()",
@@ -89,7 +88,8 @@ def package(**files: str) -> list[Source]:
     return [Source(f"src/ditile/{name.replace('__', '/')}.py", text) for name, text in files.items()]
 
 
-SHORT, LONG = "def f(): ...", "def exchange_heads(): ..."
+LONG = "def exchange_heads(): ..."
+PLAIN = "x = 1\n" * 10
 WRONG_TREES: dict[TreeRule, list[list[Source]]] = {
     rules.root_entries: [package(**{f"m{k}": "" for k in range(15)})],
     rules.folders: [package(**{f"cache__m{k}": "" for k in range(17)})],
@@ -102,10 +102,12 @@ WRONG_TREES: dict[TreeRule, list[list[Source]]] = {
         package(a=LONG, b="from ditile.a import x"),
         package(plan__a=LONG, b="def f():\n    from ditile.plan import a"),
     ],
-    rules.names_of_functions: [
-        package(a=SHORT),
-        package(a="def heads_are_exchanged(): ..."),
-        package(a="def tokens_that_are_held(): ..."),
+    rules.density: [
+        package(a="# A reason.\nx = f(g(h(1, 2, 3), 4, 5), [6, 7])"),
+        package(a="# A reason.\n" + PLAIN + "y = 1 if x else 2\n"),
+        package(a="# A reason.\n" + PLAIN + "a, b = 1, 2\n"),
+        package(a="# A reason.\n" + PLAIN + "a = [x for x in y]\n"),
+        package(a=PLAIN),
     ],
 }
 RIGHT_TREES: dict[TreeRule, list[list[Source]]] = {
@@ -118,10 +120,9 @@ RIGHT_TREES: dict[TreeRule, list[list[Source]]] = {
         package(a=LONG + "\n" * 60, b="import ditile.a"),
         package(a=LONG, b="import ditile.a", c="import ditile.a"),
     ],
-    rules.names_of_functions: [
-        package(a=LONG),
-        package(a="def is_exchanged(): ..."),
-        package(a="def embed_tokens_at_speed(): ..."),
+    rules.density: [
+        package(a="# A reason.\n" + PLAIN),
+        package(a='"""A docstring\n\nof three lines."""\n# A reason.\n' + PLAIN + "a, b = pair\n"),
     ],
 }
 
