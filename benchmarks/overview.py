@@ -105,8 +105,7 @@ def draw_overview(page: str, out: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
     figure.supxlabel(
-        "speed-up over one process, two processes unless a bar says one. "
-        "Two CPU cores; nothing was measured on a GPU yet.",
+        "speed-up over one process, two processes unless a bar says one, on two CPU cores",
         fontsize=9,
     )
     handles = [

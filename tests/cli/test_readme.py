@@ -1,27 +1,157 @@
-"""The script in README.md runs as it stands. A failure means that the first thing a new user tries does not work."""
+"""The script and the commands of README.md, and the commands of each page's first screen, run as they stand.
+
+A failure means that the first thing a new user tries does not work.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from PIL import Image
 
+from ditile.cli import main
+from ditile.models.known import ASSETS, list_bundled_models
+
 ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = sorted(ROOT.glob("docs/*.md"))
+ONLY_PARSED = {
+    "serve": "it runs until it is stopped",
+    "bench": "it takes minutes",
+    "evaluate": "it takes minutes",
+    "calibrate": "it takes minutes",
+    "verify": "its models are on the hub",
+    "--evaluation": "it reads what `evaluate` wrote",
+}
+"""Commands and flags of pages that are read and not run, and why."""
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def environment() -> dict[str, str]:
+    """That of a user who has installed this checkout."""
+    return os.environ | {"PYTHONPATH": str(ROOT / "src"), "PYTHONUNBUFFERED": "1"}
+
+
+def iterate_commands(text: str) -> Iterator[list[str]]:
+    """The words of each indented line that begins with `ditile`, without comments; `\\` continues a line."""
+    for line in text.replace("\\\n", " ").splitlines():
+        if line.startswith("    ditile ") and "[" not in line:
+            yield shlex.split(line, comments=True)[1:]
+
+
+def names_bundled_model(words: list[str]) -> bool:
+    """Whether a command's model comes with the package, as the default does."""
+    return "--model" not in words or words[words.index("--model") + 1] in list_bundled_models()
+
+
+def read_first_screen(page: Path) -> str:
+    """What stands before the first heading of a section."""
+    return page.read_text("utf-8").partition("\n## ")[0]
 
 
 def test_the_script_of_the_readme_draws_its_picture(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (script,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     (tmp_path / "script.py").write_text(script, "utf-8")
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=300, env=environment())
     assert done.returncode == 0, done.stderr
     assert not re.search("torchao|torchvision|Enum subclass", done.stderr), "nothing is logged by our imports"
     with Image.open(tmp_path / "circle.png") as picture:
         red, green, blue = picture.convert("RGB").getpixel((32, 64))
     assert red > 150 > max(green, blue), "a large red circle on the left"
+
+
+def test_the_commands_of_the_readme_run_in_order(tmp_path: Path) -> None:
+    """In processes of their own, in one folder; what a command writes is what the next one reads."""
+    commands = list(iterate_commands(README.read_text("utf-8")))
+    assert [words[0] for words in commands] == ["generate"] * 4 + ["serve"]
+    for words in commands[:-1]:
+        done = subprocess.run(
+            [sys.executable, "-m", "ditile", *words], capture_output=True, text=True, timeout=300, env=environment()
+        )
+        assert done.returncode == 0, (words, done.stderr)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"ditile-image.png", "edit.png", "ditile-video.mp4", "ditile-video.png"}
+    with Image.open("edit.png") as picture:
+        red, green, blue = picture.convert("RGB").getpixel((32, 64))
+    assert blue > 150 > max(red, green), "a large blue square on the left"
+
+
+def test_the_server_of_the_readme_answers_where_it_says(tmp_path: Path) -> None:
+    *_, words = iterate_commands(README.read_text("utf-8"))
+    # Another port than the README's, as another server may be running on this machine.
+    command = [sys.executable, "-m", "ditile", *words, "--port", "0", "--state", str(tmp_path / "jobs")]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as server:
+        assert server.stderr is not None
+        try:
+            said = ""
+            while (address := re.search(r"http://127\.0\.0\.1:\d+", said)) is None:
+                line = server.stderr.readline()
+                assert line, said
+                said += line
+            with urllib.request.urlopen(f"{address[0]}/health", timeout=30) as answer:
+                assert answer.status == 200
+            with urllib.request.urlopen(f"{address[0]}/", timeout=30) as answer:
+                assert "<html" in answer.read().decode().lower()
+        finally:
+            server.terminate()
+            server.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_commands_of_a_first_screen_run_in_order(
+    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that are not bundled are planned and not loaded; `ONLY_PARSED` says what is not run at all."""
+    # What `ditile calibrate` would have written.
+    monkeypatch.setenv("DITILE_PROFILE", str(ASSETS / "profiles" / "epyc-2-cores.json"))
+    screen = read_first_screen(page)
+    for line in re.findall(r"^    (printf .*)$", screen, re.MULTILINE):
+        subprocess.run(["bash", "-c", line], check=True)
+    for words in iterate_commands(screen):
+        if ONLY_PARSED.keys() & set(words):
+            main.build_parser().parse_args(words)
+            continue
+        if words[0] == "generate" and not names_bundled_model(words):
+            words = [*words, "--dry-run"]
+        assert main.main(words) == 0, (words, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("script", "written"),
+    [("qwen_image.py", "qwen-image.png"), ("wan_video.py", "wan.webp"), ("edit_image.py", "edited.png")],
+)
+def test_an_example_runs_without_arguments(script: str, written: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script)],
+        capture_output=True, text=True, timeout=300, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    with Image.open(written) as picture:
+        assert picture.convert("RGB").resize((8, 8)).getcolors(1) is None, "not one colour alone"
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("qwen_image.py", ["Qwen/Qwen-Image"]), ("wan_video.py", ["a/b"]), ("edit_image.py", ["a/b", "x.png", "night"])],
+)
+def test_an_example_of_a_large_model_asks_for_torchrun(script: str, words: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *words],
+        capture_output=True, text=True, timeout=300, env=environment(),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{script}: WORLD_SIZE is not set; try torchrun ") and done.stderr.count("\n") == 1
