@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
+import os
 import pkgutil
+import re
 import shutil
 import socket
 from collections.abc import Callable
@@ -17,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ditile
-from ditile import LoadError, ModelError, PlanError
+from ditile import DitileError, LoadError, ModelError, PlanError
 from ditile.models.known import ASSETS, find_known_model, list_bundled_models
 from ditile.plan.plan import Plan
-from ditile.runner.load import defaults, find_model_source, load
+from ditile.runner.load import check_weight_source, defaults, find_model_source, load
 from ditile.runner.partial import load_partial_components
 from tests import tiny
 
@@ -101,6 +104,42 @@ def test_no_name_at_all(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(shutil.copytree(ASSETS / "shapes-pixart", tmp_path / "model"))
     with pytest.raises(ModelError, match=f"model {name!r} is not known; bundled are shapes-flux"):
         load(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("./nosuchfolder", "there is no such folder"),
+        ("../shapes-flux/", "did you mean shapes-flux"),
+        ("a/b/c", "there is no such folder"),
+        ("~/models/flux", "there is no such folder"),
+        ("owner/-name", "has not the form of a hub id"),
+        ("owner/two--dashes", "has not the form of a hub id"),
+        ("owner/name.git", "has not the form of a hub id"),
+        ("ówner/name", "has not the form of a hub id"),
+        ("owner/" + "x" * 300, "has not the form of a hub id"),
+        ("x" * 300, "is not known"),
+        ("a\0b", "is not known"),
+        ("two words", "is not known"),
+        ("model.safetensors", "is a file; give the folder of a pipeline"),
+        ("folder", "has no model_index.json"),
+    ],
+)
+def test_a_name_that_is_neither_a_folder_nor_a_hub_id(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure would mean a traceback of huggingface_hub or of the file system, wherever a name is taken."""
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("model.safetensors").touch()
+    assert says in message(name, DitileError)
+    for call in (defaults, functools.partial(ditile.plan_for, hardware="l40-pcie")):
+        with pytest.raises(DitileError, match=re.escape(says)):
+            call(name)
+    if not os.path.exists(name):
+        for option in ("lora", "controlnet"):
+            with pytest.raises(ModelError, match="is no file; give one, a folder or a hub id"):
+                check_weight_source(name, option)
 
 
 def test_a_path_is_a_folder(folder: Path) -> None:

@@ -43,9 +43,9 @@ from ditile.plan.flags import FlagParser, add_arguments, collect_arguments, form
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.budget import Budget
 from ditile.planner.question import PlanQuestion
-from ditile.runner.load import defaults, find_model_source
+from ditile.runner.load import check_weight_source, defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.options import GenerateOptions, check_lora_source
+from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _check_words(argv: list[str]) -> None:
     """Raises `PlanError` for a word that is not UTF-8, or that argparse would read as a list."""
     for word in argv:
-        if not word.isascii() and word.encode("utf-8", "replace") != word.encode("utf-8", "surrogateescape"):
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise PlanError(f"{ascii(word)} is not UTF-8; set the terminal, or the locale, to UTF-8")
         if word.startswith("--") and word.endswith("=--"):
             raise PlanError(f"{word}: -- is no value; give another")
@@ -247,9 +247,9 @@ def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: Cac
         raise ModelError(f"json={run.json!r} is for what a run measured, and dry_run=True runs nothing; leave one out")
     find_model_source(wanted.model, weights=not run.dry_run)
     if cache.lora is not None:
-        check_lora_source(cache.lora)
+        check_weight_source(cache.lora, "lora")
     if wanted.controlnet is not None:
-        check_lora_source(wanted.controlnet, "controlnet")
+        check_weight_source(wanted.controlnet, "controlnet")
     if wanted.conditions:
         from ditile.runner.requests.conditions import read_condition_files
 

@@ -13,9 +13,8 @@ from typing import Any
 from ditile.distributed import env
 from ditile.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.load import find_model_source
+from ditile.runner.load import check_weight_source, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.options import check_lora_source
 from ditile.serve.options import ServeOptions
 
 PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "multipart")
@@ -31,7 +30,7 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
         raise ModelError(f"the server needs {', '.join(missing)}, not installed here; pip install 'ditile[serve]'")
     find_model_source(options.model)
     if cache.lora is not None:
-        check_lora_source(cache.lora)
+        check_weight_source(cache.lora, "lora")
     if options.text_after == "free":
         raise ModelError("text_after='free': every request has a prompt to encode; use offload or keep")
     from ditile.serve.run import run_server

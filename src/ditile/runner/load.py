@@ -10,6 +10,7 @@ folder in the cache grows.
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import ssl
 import threading
@@ -56,7 +57,6 @@ MODULAR_MARK = "_blocks_class_name"
 """The key that the index of a modular pipeline alone has."""
 FRAME_RATE = "fps"
 """The key of `generation.json` for the frames a second of a file."""
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -109,20 +109,64 @@ def find_model_source(name: str, variant: str | None = None, *, weights: bool = 
 def _locate_model(name: str, *, weights: bool) -> Path | str:
     """The folder or the hub id of a model, of which nothing else was checked."""
     if name and isinstance(name, str | Path):
-        known, folder = find_known_model(str(name)), Path(name)
+        known = find_known_model(str(name))
+        folder = Path(name)
         if known is not None and (known.hub_id is None or find_index_file(folder) is None):
             if weights and known.hub_id is not None:
                 return known.hub_id
             folder = known.folder
-        if folder.is_dir():
+        # Unlike the methods of Path, these do not raise for a name that is too long or has a NUL.
+        if os.path.isdir(folder):
             return _require_model_index(folder)
-        if HUB_ID.fullmatch(str(name)) and not folder.exists():
+        if is_hub_id(str(name)) and not os.path.exists(folder):
             return str(name)
+    raise ModelError(_describe_unknown_model(name))
+
+
+def _describe_unknown_model(name: Any) -> str:
+    """Why a name is no model's, and what would be one."""
     hint = suggest_nearest(str(name), [model.name for model in list_known_models()], "")
-    raise ModelError(
-        f"model {name!r} is not known; {hint and hint + ' '}bundled are {', '.join(list_bundled_models())}; published "
+    hint = hint and f"{hint} "
+    text = str(name) if isinstance(name, str | Path) else ""
+    if os.path.isfile(text):
+        return (
+            f"model {name!r} is a file; {hint}give the folder of a pipeline; a checkpoint in one file becomes a folder "
+            "by diffusers' from_single_file and save_pretrained"
+        )
+    if text.startswith((".", "~")) or "/" in text or os.sep in text:
+        return (
+            f"model {name!r}: there is no such folder, and it has not the form of a hub id (owner/name); {hint}give a "
+            "folder that save_pretrained of a pipeline wrote, a hub id, or a name that ditile models lists"
+        )
+    return (
+        f"model {name!r} is not known; {hint}bundled are {', '.join(list_bundled_models())}; published "
         f"{', '.join(list_published_models())}; a folder saved by save_pretrained and a hub id (owner/name) work too"
     )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id with its owner."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
+
+
+def check_weight_source(source: str, option: str) -> None:
+    """Checks what an option names beside the model, such as a LoRA.
+
+    Raises:
+        ModelError: if it is neither there nor a hub id.
+        LoadError: if it is a hub id, and is not in the hub's cache and cannot be fetched.
+    """
+    if source and os.path.exists(source):
+        return
+    if not is_hub_id(source):
+        raise ModelError(f"{option}={source!r} is no file; give one, a folder or a hub id (owner/name)")
+    check_hub_access(source, "*", option)
 
 
 def load(
@@ -252,7 +296,7 @@ def _is_same_folder(name: Any, folder: Path) -> bool:
 
 def find_index_file(folder: Path) -> Path | None:
     """The file that says what a pipeline's folder has; None if it is no pipeline."""
-    return next((path for name in (MODEL_INDEX, MODULAR_INDEX) if (path := folder / name).exists()), None)
+    return next((path for name in (MODEL_INDEX, MODULAR_INDEX) if os.path.exists(path := folder / name)), None)
 
 
 def check_model_folder(folder: Path) -> None:

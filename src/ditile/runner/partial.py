@@ -8,6 +8,7 @@ transformers would fill it with random numbers.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,13 +38,13 @@ from ditile.plan.stages import select_local_blocks
 from ditile.runner.checkpoint import Checkpoint, LocateFile, locate_in_folder
 from ditile.runner.compose import divide_into_stages
 from ditile.runner.load import (
-    HUB_ID,
     MODEL_INDEX,
     MODULAR_INDEX,
     MODULAR_MARK,
     check_config_counts,
     check_hub_access,
     convert_build_errors,
+    is_hub_id,
     list_own_components,
     read_json_object,
 )
@@ -125,8 +126,8 @@ def load_modular_pipeline(
         if getattr(pipe, name, None) is not None or spec.pretrained_model_name_or_path is None:
             continue
         place = str(spec.pretrained_model_name_or_path)
-        if not Path(place).exists():
-            if HUB_ID.fullmatch(place) is None:
+        if not os.path.exists(place):
+            if not is_hub_id(place):
                 raise LoadError(f"{place}/{name} is missing, and the index of {source} names it; copy the whole model")
             check_hub_access(place, "*")
         try:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from ditile.errors import ModelError
 from ditile.plan.checks import check_counts, check_finite_number, check_positive_number
 from ditile.plan.flags import define_option
 from ditile.plan.plan import TEXT_AFTER
-from ditile.runner.load import DTYPES, HUB_ID
+from ditile.runner.load import DTYPES
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 LEAST_FPS, MOST_FPS = 0.01, 1000
@@ -185,12 +184,6 @@ class GenerateOptions(ModelOptions):
             "num_frames": self.frames,
         }
         return {name: value for name, value in values.items() if value is not None}
-
-
-def check_lora_source(source: str, option: str = "lora") -> None:
-    """Raises `ModelError` unless what an option names exists, or has the form of a hub id."""
-    if not Path(source).exists() and not HUB_ID.fullmatch(source):
-        raise ModelError(f"{option}={source!r} is no file; give one, a folder or a hub id (owner/name)")
 
 
 def check_guidance(options: Any) -> None:

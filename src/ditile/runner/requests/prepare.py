@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Collection
 from pathlib import Path
@@ -111,17 +112,15 @@ def load_controlnet(source: str, dtype: Any) -> Any:
     import diffusers
 
     from ditile.runner.load import (
-        HUB_ID,
-        check_hub_access,
         check_model_folder,
+        check_weight_source,
         choose_weight_dtype,
         convert_build_errors,
     )
 
-    if Path(source).is_dir():
+    check_weight_source(source, "controlnet")
+    if os.path.isdir(source):
         check_model_folder(Path(source))
-    elif HUB_ID.fullmatch(source):
-        check_hub_access(source, "config.json", "controlnet")
     with convert_build_errors(source):
         named = diffusers.FluxControlNetModel.load_config(source).get("_class_name")
         cls: Any = getattr(diffusers, str(named), None)
