@@ -178,7 +178,7 @@ _CONDITIONS = """
 Read off the signatures of the calls. A star marks what a class cannot draw without; a class of several pictures
 composes them. `ditile generate` takes the class of the model's family that takes what is given, and says so.
 """
-_HEAD = """# Families and methods
+_HEAD = """# Which models work with which methods
 
 Made by `ditile models --markdown` from `models/assets/matrix.json`, which says what the families' tables (`models/`)
 say. A test fails when it is not up to date.
