@@ -353,6 +353,7 @@ def test_degrees_that_do_not_fit_are_refused_by_the_ranks(capsys: pytest.Capture
     [
         ["--help"],
         ["generate", "--help"],
+        ["generate", "--help-all"],
         ["--version"],
         ["models"],
         ["generate", "a", "--stpes", "3"],
@@ -385,7 +386,7 @@ def test_far_too_many_ranks_are_refused_before_one_starts(
 
 
 def test_help_names_every_flag() -> None:
-    text = ditile("generate", "--help").stdout
+    text = ditile("generate", "--help-all").stdout
     flags = """model steps guidance true-cfg negative-prompt seed height width num-images image strength
                mask control-image controlnet video last-image
                out prompts-file out-dir
@@ -403,9 +404,27 @@ def test_help_names_every_flag() -> None:
     assert "plan, with the flags of xDiT" in text
 
 
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_help_shows_on_one_screen_what_most_people_need(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean a wall of flags, or a name in the list that is no flag any more."""
+    texts = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main.main([command, flag])
+        assert ended.value.code == 0
+        texts.append(capsys.readouterr().out)
+    short, full = texts
+    assert len(short.splitlines()) <= 40 < 150 < len(full.splitlines())
+    assert f"ditile {command} --help-all" in short
+    for name in main.COMMANDS[command].essential:
+        flag = "PROMPT" if name == "prompt" else "--" + name.replace("_", "-")
+        assert flag in short and flag in full
+    assert "--use-cfg-parallel" not in short and "--stage-weights" not in short
+
+
 def test_a_server_has_no_flags_that_it_does_not_heed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main.main(["serve", "--help"])
+        main.main(["serve", "--help-all"])
     text = capsys.readouterr().out
     assert "--max-queue" in text and "--use_cfg_parallel" in text
     for flag in ("--perf", "--track-memory", "PROMPT", "--model-path", "--attn "):

@@ -95,7 +95,13 @@ def build_parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"ditile {ditile.__version__}")
     parsers = top.add_subparsers(dest="command", metavar="COMMAND", parser_class=FlagParser)
     for name, command in COMMANDS.items():
-        parser = parsers.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
+        parser = parsers.add_parser(
+            name,
+            help=command.help,
+            description=command.description,
+            essential=command.essential,
+            allow_abbrev=False,
+        )
         for kind, title in command.options.items():
             add_arguments(parser, kind, title=title, left_out=command.left_out)
         flag_aliases.add_alias_arguments(parser, list(command.options))
@@ -124,18 +130,19 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
         quotes = "put a prompt of several words in quotes"
         what_works = quotes if arguments.command == "generate" else f"see ditile {arguments.command} --help"
         raise PlanError(f"{extra[0]!r} is one argument too many; {what_works}")
-    hint = suggest_nearest(name, _list_known_flags(arguments.command), "see ditile --help")
+    command = "" if arguments.command is None else f" {arguments.command}"
+    hint = suggest_nearest(name, _list_known_flags(arguments.command), f"see ditile{command} --help-all")
     raise PlanError(f"{name} is not known; {hint}")
 
 
 def _list_known_flags(command: str | None) -> list[str]:
     if command is None:
-        return ["--help", "--version"]
+        return ["--help", "--help-all", "--version"]
     kinds = COMMANDS[command].options
     aliases: tuple[flag_aliases.FlagAlias, ...] = flag_aliases.CACHE_DIT_ALIASES if CacheOptions in kinds else ()
     aliases += flag_aliases.XDIT_ALIASES if Plan in kinds else ()
     names = [format_flag(alias.name) for alias in aliases]
-    return ["--help", *(name for kind in kinds for name in list_flags(kind)), *names]
+    return ["--help", "--help-all", *(name for kind in kinds for name in list_flags(kind)), *names]
 
 
 def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None) -> Plan:
@@ -504,6 +511,7 @@ class Command:
         run: runs the command and returns the exit code.
         options: the dataclasses whose fields are its flags -> the title of the group in `--help`.
         left_out: fields of them that are no flags of this command.
+        essential: fields whose flags `--help` shows; empty for all.
     """
 
     run: Callable[[argparse.Namespace], int]
@@ -511,15 +519,22 @@ class Command:
     description: str
     options: dict[type, str]
     left_out: tuple[str, ...] = ()
+    essential: tuple[str, ...] = ()
 
 
+ESSENTIAL_PLAN = ("pipefusion", "ulysses", "cfg", "data")
+ESSENTIAL_CACHE = ("cache", "quantize", "lora")
 COMMANDS = {
     "generate": Command(_run_generate_command, "make a picture or a video",
         "Make a picture or a video, on several ranks if a plan says so.",
-        {GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"}),
+        {GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"},
+        essential=("prompt", "model", "steps", "height", "width", "guidance", "negative_prompt", "seed", "num_images",
+            "image", "prompts_file", *ESSENTIAL_PLAN, "plan", "out", "dry_run", *ESSENTIAL_CACHE)),
     "serve": Command(_run_serve_command, "serve pictures or videos over HTTP",
         "Serve a model over HTTP, in the words of the OpenAI API, from ranks that live on between requests.",
-        {ServeOptions: "server", Plan: "plan", CacheOptions: "cache"}, left_out=("perf", "track_memory")),
+        {ServeOptions: "server", Plan: "plan", CacheOptions: "cache"}, left_out=("perf", "track_memory"),
+        essential=("model", "plan", "host", "port", "api_key", "replicas", "lora_dir", "max_batch", *ESSENTIAL_PLAN,
+            *ESSENTIAL_CACHE)),
     "verify": Command(_run_verify_command, "prove a plan on this machine",
         "Check a plan on this machine, or on GPUs that are simulated: exactness, message sizes, memory.",
         {Plan: "plan", VerifyOptions: "proof"}),

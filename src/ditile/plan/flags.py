@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
 import itertools
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -116,7 +118,41 @@ def iter_field_readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Read
 
 
 class FlagParser(argparse.ArgumentParser):
-    """Raises a `DitileError` for a wrong command line, without the usage lines."""
+    """Raises a `DitileError` for a wrong command line, without the usage lines.
+
+    Args:
+        essential: the fields whose flags `--help` shows, each on one line or two; `--help-all` shows all flags.
+            Empty: both show all of them.
+        options: those of argparse.
+    """
+
+    def __init__(self, *args: Any, essential: Sequence[str] = (), **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.essential = essential
+        self.add_argument("--help-all", action=_ShowAllFlags, nargs=0, help="show every flag and exit")
+
+    def format_help(self) -> str:
+        """The help of the essential flags, without their defaults and what follows a semicolon."""
+        if not self.essential:
+            return self.format_full_help()
+        arguments = [f"[{action.metavar}]" for action in self._actions if not action.option_strings]
+        formatter = self._get_formatter()
+        formatter.add_usage(" ".join([self.prog, *arguments, "[flags]"]), self._actions, [])
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            formatter.start_section(group.title)
+            for action in group._group_actions:
+                if action.dest in self.essential:
+                    short = copy.copy(action)
+                    short.help = re.split(r"; | \(default ", action.help or "")[0]
+                    formatter.add_argument(short)
+            formatter.end_section()
+        formatter.add_text(f"{self.prog} --help-all: every flag, with the spellings of other tools")
+        return formatter.format_help()
+
+    def format_full_help(self) -> str:
+        """The help of all flags."""
+        return super().format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As ever, but a flag that may stand alone takes no word behind it that it cannot read, such as a prompt."""
@@ -132,6 +168,16 @@ class FlagParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raises it."""
         raise PlanError(f"{message}; see {self.prog} --help")
+
+
+class _ShowAllFlags(argparse.Action):
+    """The flag `--help-all`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        """Prints the help of all flags and exits."""
+        assert isinstance(parser, FlagParser), "it is added to no other"
+        print(parser.format_full_help(), end="")
+        parser.exit()
 
 
 def _can_read(action: argparse.Action, word: str) -> bool:
