@@ -51,7 +51,8 @@ def test_generate_by_the_client(served: Served, client: openai.OpenAI) -> None:
     assert {(picture.size, picture.format) for picture in pictures} == {((64, 32), "WEBP")}
     assert (answer.size, answer.output_format) == ("64x32", "webp") and abs(answer.created - time.time()) < 60
     extra = answer.model_extra or {}
-    assert extra["seed"] == 7 and extra["inference_time_s"] == 1.0 and extra["warnings"] == []
+    assert extra["seed"] == 7 and extra["inference_time_s"] == 1.0
+    assert extra["warnings"] == ["quality='hd' was not heeded: it has no meaning for an open model"]
     assert [(one.model_extra or {})["seed"] for one in answer.data] == [7, 8, 9]
     options = served.group.batches[-1].jobs[0].request.options
     assert (options.steps, options.guidance, options.true_cfg, options.negative_prompt) == (3, 2.5, 3.0, "blue")
@@ -72,6 +73,30 @@ def test_what_is_not_heeded_is_named(served: Served) -> None:
     assert "model 'flux-9' is not served; shapes-flux draws" in answer["warnings"]
     assert "'sampler' is not known here, and was not heeded" in answer["warnings"]
     assert served.post("/v1/images/generations", {"prompt": PROMPT, "model": "gpt-image-1"}).json()["warnings"] == []
+    asks = {
+        "background": "transparent",
+        "style": "natural",
+        "input_fidelity": "high",
+        "partial_images": 2,
+        "timeout": 1e5,
+    }
+    answer = served.post("/v1/images/generations?seed=3", {"prompt": PROMPT, **asks}).json()
+    assert [text.partition(" was not")[0].partition("=")[0].partition(" is")[0] for text in answer["warnings"]] == [
+        "partial_images", "timeout", "background", "style", "input_fidelity", "parameter 'seed' of the address",
+    ]  # fmt: skip
+
+
+def test_pictures_are_refused_where_they_would_not_be_drawn_from(served: Served) -> None:
+    """A failure would be a picture of the prompt alone, and no word of the one that was sent."""
+    text = base64.b64encode(PICTURE).decode()
+    for path, values, param in (
+        ("generations", {"image": text}, "image"),
+        ("generations", {"mask": text}, "mask"),
+        ("variations", {"image": text, "mask": text}, "mask"),
+    ):
+        answer = served.post(f"/v1/images/{path}", {"prompt": PROMPT, **values})
+        assert (answer.status_code, read_error(answer)["param"]) == (400, param)
+        assert "send it to /v1/images/edits" in read_error(answer)["message"]
 
 
 def test_what_is_said_twice_or_has_no_effect_is_named(served: Served) -> None:

@@ -195,6 +195,29 @@ def test_groups_without_a_replica_are_down(tmp_path: Path, monkeypatch: pytest.M
     asyncio.run(run())
 
 
+def test_replicas_that_do_not_start_have_failed(tmp_path: Path) -> None:
+    """A failure would mean health that says for ever that they start."""
+
+    async def run() -> None:
+        options = ServeOptions(model="shapes", ray="local", replicas=2, state=str(tmp_path))
+        setup = GroupSetup(
+            model="shapes", engine=options, plan=Plan(), cache=CacheOptions(), lora_dir=None, max_loras=1
+        )
+        application, events = groups.RayApplication(setup, options), list[GroupEvent]()
+        both = [application.make_group(name, events.append) for name in "01"]
+        for _ in range(2):
+            application._share_replicas(groups.ReplicaStatus(0, True, "RankError: rank 0: PEFT is missing"))
+            assert [group.state for group in both] == ["failed", "failed"]
+        # Each tells it once.
+        assert len(events) == 2
+        for event in events:
+            assert isinstance(event, GroupDown)
+            assert event.failure.code == "ranks_failed"
+            assert "no replica starts: RankError: rank 0: PEFT is missing; 3 starts" in event.failure.message
+
+    asyncio.run(run())
+
+
 def test_options_of_ray_are_refused_where_they_do_not_fit() -> None:
     with pytest.raises(ModelError, match="10.0.0.1:6379"):
         ServeOptions(ray="ray://10.0.0.1:10001")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -11,7 +13,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -90,6 +94,51 @@ def test_ranks_end_with_a_server_that_is_killed(tmp_path: Path) -> None:
         assert len(ranks) == 2
         server.end(signal.SIGKILL)
         assert not psutil.wait_procs(ranks, timeout=5)[1]
+
+
+@pytest.mark.parametrize("flags", [(), ("--exit-on-failure",)])
+def test_ranks_that_fail_in_each_start_are_told_at_once(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """A failure would mean a server that starts its ranks for ever, and says for minutes that they start."""
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "diffusers.py").write_text("raise RuntimeError('libcudnn.so.9 is missing')\n")
+    paths = os.pathsep.join([str(broken), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    server = RunningServer("shapes-pixart", ("--port", port, *flags), tmp_path / "state", PYTHONPATH=paths)
+    reason = "rank 0: RuntimeError: libcudnn.so.9 is missing; 3 starts of the ranks ended so; mend this and start"
+    try:
+        if flags:
+            assert server.process.wait(60) == 1
+        else:
+            health = wait_for_failure(f"http://127.0.0.1:{port}")
+            assert health["reason"].startswith(reason)
+            answer = httpx.post(f"http://127.0.0.1:{port}/v1/images/generations", json={"prompt": PROMPT})
+            assert answer.status_code == 503
+            assert answer.json()["error"]["message"].startswith(reason)
+            # They are left alone.
+            time.sleep(2.5)
+            assert not psutil.Process(server.process.pid).children()
+            assert server.end(signal.SIGTERM) == 0
+    finally:
+        server.end(signal.SIGKILL)
+    (line,) = [line for line in server.log.splitlines() if "has failed" in line]
+    assert line.startswith(f"replica 0 has failed: {reason}")
+    assert server.log.count("Traceback") == 1
+
+
+def wait_for_failure(url: str) -> dict[str, Any]:
+    """What health says when it says that the ranks have failed."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            answer = httpx.get(f"{url}/health", trust_env=False)
+            health: dict[str, Any] = answer.json()
+            assert (answer.status_code, health["status"] in ("starting", "failed")) == (503, True)
+            if health["status"] == "failed":
+                return health
+        time.sleep(0.1)
+    raise AssertionError("health never said so")
 
 
 def test_two_servers_do_not_share_a_state_folder(tmp_path: Path) -> None:

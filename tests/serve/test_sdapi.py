@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -50,13 +51,64 @@ def test_what_open_webui_asks(served: Served) -> None:
 def test_what_a_model_does_not_take_is_left_out_and_named(served: Served) -> None:
     info = json.loads(served.post("/sdapi/v1/txt2img", SILLY_TAVERN).json()["info"])
     own = [f"{name} was not heeded: the model draws by its own" for name in ("sampler_name", "scheduler")]
-    assert info["warnings"] == [*own, "width is 104: this model draws multiples of 8"]
+    size = "width is 104: this model draws multiples of 8"
+    assert info["warnings"] == [*own, size, "save_images=True was not heeded"]
     options = served.group.batches[-1].jobs[0].request.options
     assert (options.steps, options.guidance, options.negative_prompt, options.strength) == (6, 7.0, "blurry", None)
     info = json.loads(
-        served.post("/sdapi/v1/txt2img", SILLY_TAVERN | {"cfg_scale": 1, "width": 96} | OWN).json()["info"]
+        served.post(
+            "/sdapi/v1/txt2img", SILLY_TAVERN | {"cfg_scale": 1, "width": 96, "save_images": False} | OWN
+        ).json()["info"]
     )
     assert info["warnings"] == ["negative_prompt was left out, which this model does not heed at this cfg_scale"]
+
+
+ASKS: list[tuple[str, Any]] = [
+    ("enable_hr", True), ("alwayson_scripts", {"controlnet": {"args": [{"module": "canny"}]}}), ("styles", ["a"]),
+    ("subseed_strength", 0.5), ("override_settings", {"sd_vae": "other.pt"}), ("refiner_checkpoint", "other"),
+    ("restore_faces", True), ("tiling", True), ("s_churn", 0.2), ("s_noise", 1.01), ("eta", 0.3),
+    ("script_name", "x/y"), ("seed_resize_from_h", 64), ("sampler_index", "DDIM"),
+    ("infotext", "Steps: 3"), ("send_images", False),
+    ("init_images", [PICTURE]), ("mask", PICTURE), ("resize_mode", 2), ("disable_extra_networks", True),
+    ("a_field_of_nobody", 3), ("distilled_cfg_scale", 3.5),
+]  # fmt: skip
+OFF: dict[str, Any] = {
+    "enable_hr": False, "hr_scale": 2, "hr_upscaler": "Latent", "denoising_strength": 0.7, "alwayson_scripts": {},
+    "subseed": 5, "subseed_strength": 0.0, "override_settings": {"CLIP_stop_at_last_layers": 1}, "styles": [],
+    "refiner_checkpoint": "", "refiner_switch_at": 0.8, "restore_faces": False, "tiling": None, "s_churn": 0,
+    "s_noise": 1.0, "eta": None, "script_name": None, "script_args": [], "mask_blur": 4, "inpainting_fill": 0,
+    "inpaint_full_res": True, "resize_mode": 0, "sampler_index": "Automatic", "send_images": True, "init_images": [],
+    "seed_resize_from_h": -1, "do_not_save_samples": True, "override_settings_restore_afterwards": False, "mask": None,
+}  # fmt: skip
+"""What clients send by default: it asks for nothing."""
+
+
+def read_warnings(served: Served, path: str, **values: Any) -> list[str]:
+    answer = served.post(f"/sdapi/v1/{path}", {"prompt": PROMPT, **values})
+    assert answer.status_code == 200, answer.text
+    warnings: list[str] = json.loads(answer.json()["info"])["warnings"]
+    return warnings
+
+
+@pytest.mark.parametrize(("name", "value"), ASKS)
+def test_what_is_asked_for_and_not_done_is_named(served: Served, name: str, value: Any) -> None:
+    """A failure would mean a picture without a ControlNet or a second pass, and no word of it."""
+    (warning,) = read_warnings(served, "txt2img", **{name: value})
+    assert name in warning and "was not heeded" in warning
+
+
+def test_what_is_off_is_not_named(served: Served) -> None:
+    """A failure would bury what matters under a warning for each field that clients always send."""
+    assert read_warnings(served, "txt2img", **OFF) == []
+    edit = OFF | {"init_images": [PICTURE], "enable_hr": None}
+    assert read_warnings(served, "img2img", **edit) == []
+    warnings = read_warnings(served, "img2img", **edit | {"mask": PICTURE})
+    assert [text.partition("=")[0] for text in warnings] == ["inpaint_full_res", "inpainting_fill", "mask_blur"]
+
+
+def test_options_that_change_nothing_are_named(served: Served) -> None:
+    answer = served.post("/sdapi/v1/options", {"sd_model_checkpoint": "other", "CLIP_stop_at_last_layers": 1})
+    assert answer.json() == {"warnings": ["sd_model_checkpoint='other' was not heeded"]}
 
 
 def test_pictures_to_start_from(served: Served) -> None:

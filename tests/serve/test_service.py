@@ -41,6 +41,7 @@ from ditile.serve.jobs import (
     Kind,
     NotReadyError,
     QueueFullError,
+    RanksFailedError,
     Request,
 )
 from ditile.serve.options import ServeOptions
@@ -90,8 +91,8 @@ class ScriptedGroup(ReplicaGroup):
             self.say(JobDrawn, job.id, DRAWN, {"0.png": job.id.encode()})
         self._note_ended(self.batches[-1].id, stopped)
 
-    def die(self, error: DitileError | None = None) -> None:
-        self._note_down(error or RankError(1, "killed by SIGKILL", "it was killed"))
+    def die(self, error: DitileError | None = None, *, has_failed: bool = False) -> None:
+        self._note_down(error or RankError(1, "killed by SIGKILL", "it was killed"), has_failed)
 
 
 class Served:
@@ -279,12 +280,53 @@ def test_ranks_that_die_end_their_jobs_alone(tmp_path: Path) -> None:
             assert (failed.state, failed.failure) == ("failed", Failure(code="rank_failed", message=reason))
             health = served.service.describe_health()
             assert (health["status"], health["waiting"], health["running"]) == ("restarting", 1, 0)
-            assert health["replicas"] == [{"name": "0", "state": "down", "failure": "rank_failed"}]
+            (replica,) = health["replicas"]
+            assert replica == {"name": "0", "state": "down", "failure": "rank_failed", "reason": reason}
+            assert health["reason"] == reason
             served.group.get_ready()
             await served.begin(2)
             served.group.finish()
             assert (await served.end(waits)).state == "done"
             assert served.service.describe_health()["status"] == "ok"
+
+    run(play())
+
+
+def test_requests_are_answered_with_the_reason_for_which_ranks_fail(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure would mean clients that wait for ranks that do not come, or videos that are lost with them."""
+
+    async def play() -> None:
+        async with serve(tmp_path, replicas=2) as served:
+            service, (first, second) = served.service, served.groups
+            drawn = [await served.submit(), await served.submit()]
+            waits, film = await served.submit(), await served.submit("video")
+            await served.run_until(lambda: first.batches and second.batches)
+            failing = asyncio.create_task(service.wait_until_failed())
+            error = RankError(0, "OSError", "OSError: no /data/ann/weights/a.safetensors", "Traceback ..")
+            first.die(error)
+            first.die(error, has_failed=True)
+            # Another group may draw what waits.
+            assert (service.describe_health()["status"], failing.done()) == ("ok", False)
+            second.die(error)
+            second.die(error, has_failed=True)
+            second.die(error, has_failed=True)
+            await failing
+            reason = "rank 0: OSError: no a.safetensors; 3 starts of the ranks ended so; they are started every 30 s"
+            health = service.describe_health()
+            assert (health["status"], health["reason"]) == ("failed", reason)
+            assert (await served.end(waits)).failure == Failure(code="ranks_failed", message=reason)
+            assert {(await served.end(job)).state for job in drawn} == {"failed"}
+            with pytest.raises(RanksFailedError, match="no a.safetensors"):
+                await served.submit()
+            assert [text.count("has failed: rank 0") for text in caplog.messages] == [0, 1, 0, 1]
+            assert [text.count("Traceback") for text in caplog.messages] == [1, 0, 1, 0]
+            second.get_ready()
+            await served.run_until(lambda: len(second.batches) == 2)
+            second.finish()
+            assert (await served.end(film)).state == "done"
+            assert service.describe_health()["status"] == "ok"
 
     run(play())
 

@@ -38,7 +38,7 @@ from ditile.distributed.pulse import RankFailure, describe_error, is_out_of_memo
 from ditile.distributed.watch import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
 from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
 from ditile.models.known import find_known_model
-from ditile.plan.checks import suggest_nearest
+from ditile.plan.checks import find_nearest, suggest_nearest
 from ditile.plan.flags import FlagParser, add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.budget import Budget
@@ -130,8 +130,11 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
         quotes = "put a prompt of several words in quotes"
         what_works = quotes if arguments.command == "generate" else f"see ditile {arguments.command} --help"
         raise PlanError(f"{extra[0]!r} is one argument too many; {what_works}")
-    command = "" if arguments.command is None else f" {arguments.command}"
-    hint = suggest_nearest(name, _list_known_flags(arguments.command), f"see ditile{command} --help-all")
+    command = f"ditile {arguments.command}" if arguments.command else "ditile"
+    # Without the dashes, which all flags have, and which would make any short word like another.
+    flags = {flag.lstrip("-"): flag for flag in _list_known_flags(arguments.command)}
+    near = find_nearest(name.lstrip("-"), flags)
+    hint = f"see {command} --help-all" if near is None else f"did you mean {flags[near]}?"
     raise PlanError(f"{name} is not known; {hint}")
 
 

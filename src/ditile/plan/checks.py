@@ -116,6 +116,12 @@ def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = Non
         cutoff: how alike names must be, from 0 to 1; see `difflib.get_close_matches`.
     """
     known = list(known)
-    if near := difflib.get_close_matches(name, known, n=1, cutoff=cutoff):
-        return f"did you mean {near[0]}?"
+    near = find_nearest(name, known, cutoff=cutoff)
+    if near is not None:
+        return f"did you mean {near}?"
     return list_choices(known) if otherwise is None else otherwise
+
+
+def find_nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name that is most like a name; None if none is alike enough."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)

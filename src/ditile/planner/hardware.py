@@ -7,12 +7,12 @@ the same for all GPUs. `python -m benchmarks.published` fits these shares to pub
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from ditile.errors import PlanError
+from ditile.plan.checks import find_nearest
 from ditile.planner.profile import Curve, Link, Profile
 
 PROFILES = Path(__file__).parents[1] / "models" / "assets" / "profiles"
@@ -155,8 +155,8 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
     elif (PROFILES / f"{name}.json").exists():
         machine_profile = Profile.from_json_file(PROFILES / f"{name}.json")
     else:
-        near = difflib.get_close_matches(name, list_hardware(), n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
+        near = find_nearest(name, list_hardware(), cutoff=0.5)
+        hint = "" if near is None else f"did you mean {near}? "
         raise PlanError(f"hardware={name!r} is not known; {hint}known are {', '.join(list_hardware())}")
     return machine_profile if interlink is None else add_interlink(machine_profile, interlink)
 

@@ -20,8 +20,8 @@ EXACT = ("data", "cfg", "ring", "distrifusion", "ulysses", "tensor")
 
 
 COLUMNS = ("rank", "device", "place", "blocks", "tokens", "parameters", "stale keys", "sent a step")
-UNKNOWN = "?"
-"""What is not known of a model without a `ModelSpec`."""
+DERIVED_COLUMNS = ("rank", "device", "place", "blocks", "parameters")
+"""Those that a model without a `ModelSpec` decides; the others depend on the call."""
 
 
 def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], parameters: Sequence[int] | None = None) -> str:
@@ -66,7 +66,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
 def describe_derived_model(
     pipeline: str, model: str, plan: Plan, devices: Sequence[str], parameters: Sequence[int], stages: Sequence[range]
 ) -> str:
-    """The same table for a model without a `ModelSpec`, of whose calls nothing is known before they are made.
+    """The table for a model without a `ModelSpec`: the columns that do not depend on a call.
 
     Args:
         pipeline, model: the names of their classes.
@@ -74,19 +74,23 @@ def describe_derived_model(
         devices, parameters: of each rank.
         stages: the blocks of each stage; empty where a model is not cut.
     """
-    table, keeps_keys = _make_rank_table(), plan.attends_to_stale_keys
+    table = _make_rank_table(DERIVED_COLUMNS)
     for rank, device in enumerate(devices):
         weights, place = f"{parameters[rank] / 1e6:,.2f} M", compute_coordinates(plan, rank)["pipefusion"]
         owned = stages[place] if plan.pipefusion > 1 else range(0)
         blocks = f"{owned.start}-{owned.stop - 1} ({len(owned)})" if owned else "all"
-        keys = UNKNOWN if keeps_keys else "0 B"
-        table.add_row(str(rank), device, _format_rank_place(plan, rank), blocks, UNKNOWN, weights, keys, UNKNOWN)
-    return _render_as_text(f"{pipeline}: {model}, which has no ModelSpec", f"plan: {plan}", table)
+        table.add_row(str(rank), device, _format_rank_place(plan, rank), blocks, weights)
+    return _render_as_text(
+        f"{pipeline}: {model}, which has no ModelSpec",
+        f"plan: {plan}",
+        table,
+        "stale keys and bytes sent depend on the call: runner.reports() has them after it",
+    )
 
 
-def _make_rank_table() -> Table:
+def _make_rank_table(columns: Sequence[str] = COLUMNS) -> Table:
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for title in COLUMNS:
+    for title in columns:
         table.add_column(title, no_wrap=True)
     return table
 

@@ -6,7 +6,9 @@ import contextlib
 import hmac
 import json
 import logging
+import os
 import re
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +46,7 @@ from ditile.serve.page.login import LOGIN_PATH, PageKeys, is_page_path
 if TYPE_CHECKING:
     from ditile.serve.service import Service
 
+LOG = logging.getLogger("ditile")
 ACCESS_LOG = logging.getLogger("ditile.serve.access")
 """Has one line of JSON for each request, without what was asked for."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -112,8 +115,11 @@ def read_api_keys(options: ServeOptions) -> list[tuple[str, bytes]]:
         try:
             with Path(options.api_key).open("rb") as file:
                 text = file.read(MAX_KEY_FILE_BYTES).decode("utf-8")
+                mode = os.fstat(file.fileno()).st_mode
         except (OSError, ValueError) as error:
             raise ModelError(f"{where} cannot be read: {error}; give a file with a key on each line") from None
+        if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+            LOG.warning("%s can be read by other users of this machine; try chmod 600 %s", where, options.api_key)
     if text is None:
         return []
     keys = []

@@ -2,6 +2,7 @@
 
 A group says what happens by events, in the server's event loop and in order. Whatever ends the ranks (a signal, a
 rank that hangs, an error that leaves messages under way) ends the batch that they were drawing, and no other job.
+A group whose starts fail again and again in the same way has failed: requests are answered with the reason.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,11 +32,15 @@ from ditile.serve.jobs import Drawn, Failure, Job
 from ditile.serve.link import GroupSetup, RankLink
 
 LOG = logging.getLogger("ditile")
-GroupState = Literal["starting", "ready", "drawing", "down"]
+GroupState = Literal["starting", "ready", "drawing", "down", "failed"]
+FAILED_STARTS = 3
+"""After how many starts that ended in the same way a group has failed."""
 STOPPED_SECONDS = 2.0
 """After how long a rank that the system has stopped counts as failed."""
 LONGEST_DELAY = 30.0
 """Seconds between two starts, at most; ranks that never became ready wait 1, 2, 4 .. seconds."""
+_FOLDERS = re.compile(r"(?<![\w:/])/(?:[^\s/'\"]+/)+")
+"""The folders of a path, which health and clients are not told: they name users and projects."""
 STOP_AGAIN_SECONDS = 0.2
 """How often a batch is told to stop, until it has: its call may not have begun yet."""
 LEAVE_SECONDS = 10.0
@@ -125,7 +132,7 @@ class BatchEnded:
 
 @dataclass(frozen=True, slots=True)
 class GroupDown:
-    """The ranks have ended, and are started again.
+    """The ranks have ended. They are started again, unless the group has failed without ever being ready.
 
     Attributes:
         batch_id: the batch that is lost; None if there was none.
@@ -161,6 +168,7 @@ class ReplicaGroup(ABC):
         self.facts: ModelFacts | None = None
         self._loop, self._on_event = loop, on_event
         self._batch_id: str | None = None
+        self._last_line = ""
 
     @abstractmethod
     def start(self) -> None:
@@ -188,13 +196,32 @@ class ReplicaGroup(ABC):
 
     def _note_ready(self, facts: ModelFacts) -> None:
         self.facts, self.state = facts, "ready"
+        self._last_line = ""
         self._on_event(GroupReady(self, facts))
 
-    def _note_down(self, error: DitileError) -> None:
-        self.state, lost, self._batch_id = "down", self._batch_id, None
-        if isinstance(error, RankError) or self.facts is not None:
-            LOG.error("replica %s: %s\n%s", self.name, error, getattr(error, "traceback", "").rstrip())
-        self._on_event(GroupDown(self, describe_group_failure(error), lost, error))
+    def _note_down(self, error: DitileError, has_failed: bool = False) -> None:
+        """Tells that the ranks have ended, or with `has_failed` that starting them again has not helped."""
+        failure = describe_failed_group(error, self.facts is not None) if has_failed else describe_group_failure(error)
+        self._log_end(error, failure, has_failed)
+        lost, self._batch_id = self._batch_id, None
+        self.state = "failed" if has_failed else "down"
+        self._on_event(GroupDown(self, failure, lost, error))
+
+    def _log_end(self, error: DitileError, failure: Failure, has_failed: bool) -> None:
+        """Logs the end of the ranks: with the traceback once, and of a group that has failed one line once."""
+        if not isinstance(error, RankError) and self.facts is None:
+            return
+        if has_failed:
+            if self.state != "failed":
+                LOG.error("replica %s has failed: %s", self.name, failure.message)
+            return
+        line = str(error)
+        traceback = getattr(error, "traceback", "").rstrip()
+        if traceback and line != self._last_line:
+            LOG.error("replica %s: %s\n%s", self.name, line, traceback)
+        else:
+            LOG.error("replica %s: %s", self.name, line)
+        self._last_line = line
 
     def _note_ended(self, batch_id: str, stopped: bool) -> None:
         # Ranks that have gone are not ready because their batch was stopped.
@@ -278,23 +305,34 @@ class RankGroup(ReplicaGroup):
         self._sender.submit(_send_to_all, list(self._links), message, files)
 
     def _keep_ranks_alive(self) -> None:
-        delay = 0.0
+        """Starts the ranks whenever they have ended. A group that fails without ever being ready is left alone: what
+        ranks lacked three times will not come. One that was ready may get it back, such as memory of a GPU."""
+        delay, failed_starts, has_been_ready = 0.0, Counter[str](), False
         while not self._ending.is_set():
-            was_ready = self._run_ranks()
-            delay = 0.0 if was_ready else min(LONGEST_DELAY, max(1.0, 2 * delay))
+            error, was_ready = self._run_ranks()
+            if was_ready:
+                delay, has_been_ready = 0.0, True
+                failed_starts.clear()
+            else:
+                delay = min(LONGEST_DELAY, max(1.0, 2 * delay))
+                failed_starts[name_cause(error)] += 1
+            has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS
+            if not self._ending.is_set():
+                self._post(self._note_down, error, has_failed)
+            if has_failed and not has_been_ready:
+                break
             self._ending.wait(delay)
         self._loop.call_soon_threadsafe(self._ended.set)
 
-    def _run_ranks(self) -> bool:
-        """Runs the ranks until they end; returns whether they were ready to draw."""
+    def _run_ranks(self) -> tuple[DitileError, bool]:
+        """Runs the ranks until they end; returns how they did, and whether they were ready to draw."""
         world, ready = self._setup.plan.world, threading.Event()
         error: DitileError = StateError("the ranks have left")
         self._hangs.clear()
         try:
             pairs = [socket.socketpair() for _ in range(world)]
         except OSError as raised:  # of too many open files
-            self._post(self._note_down, _describe_failed_start(raised))
-            return False
+            return _describe_failed_start(raised), False
         links = [RankLink(ours.detach()) for ours, _ in pairs]
         reader = threading.Thread(target=self._receive_answers, args=(links[0], ready), daemon=True)
         try:
@@ -321,9 +359,7 @@ class RankGroup(ReplicaGroup):
             reader.join()
             for link in links:
                 link.close_connection()
-        if not self._ending.is_set():
-            self._post(self._note_down, error)
-        return ready.is_set()
+        return error, ready.is_set()
 
     def _raise_if_killed(self) -> None:
         if self._killed.is_set():
@@ -345,7 +381,10 @@ class RankGroup(ReplicaGroup):
             self._loop.call_soon_threadsafe(function, *args)
 
     def _note_links(self, links: list[RankLink]) -> None:
-        self._links, self.state = links, "starting"
+        self._links = links
+        # A group that has failed has done so until its ranks are ready.
+        if self.state != "failed":
+            self.state = "starting"
 
     def _note_ended(self, batch_id: str, stopped: bool) -> None:
         if self._repeat is not None:
@@ -369,12 +408,28 @@ def serve_rank(setup: GroupSetup) -> None:
         RankServer(setup, RankLink(fd)).serve_batches()
 
 
+def name_cause(error: DitileError) -> str:
+    """The way in which ranks have ended: the type of an error, or the signal."""
+    return error.cause if isinstance(error, RankError) else type(error).__name__
+
+
 def describe_group_failure(error: DitileError) -> Failure:
     """What a client is told of ranks that have ended: one line, without a traceback."""
-    line = " ".join(str(error).split())[:300]
+    line = _shorten_reason(error)
     if MEMORY_MESSAGE.search(line) or "out of memory" in line:
         return Failure(code="out_of_memory", message=f"{line}; ask for a smaller picture, or fewer at once")
     return Failure(code="rank_failed", message=f"{line}; the ranks are started again")
+
+
+def describe_failed_group(error: DitileError, has_been_ready: bool) -> Failure:
+    """The same of ranks whose starts have failed in the same way."""
+    rest = f"they are started every {LONGEST_DELAY:.0f} s" if has_been_ready else "mend this and start the server again"
+    message = f"{_shorten_reason(error)}; {FAILED_STARTS} starts of the ranks ended so; {rest}"
+    return Failure(code="ranks_failed", message=message)
+
+
+def _shorten_reason(error: DitileError) -> str:
+    return _FOLDERS.sub("", " ".join(str(error).split()))[:300]
 
 
 def _send_to_all(links: list[RankLink], message: dict[str, Any], files: Mapping[str, bytes] | None) -> None:

@@ -31,6 +31,10 @@ class NotReadyError(DitileError):
     """The server draws nothing now: its ranks start, or it ends."""
 
 
+class RanksFailedError(NotReadyError):
+    """The ranks fail whenever they are started."""
+
+
 class JobNotFoundError(DitileError):
     """No such job or file, or another owner's."""
 
@@ -89,8 +93,8 @@ class Failure:
     """Why a job failed.
 
     Attributes:
-        code: "refused" (the request does not fit the model or the plan), "rank_failed", "out_of_memory", "timeout",
-            "restarted" (the server was) or "internal".
+        code: "refused" (the request does not fit the model or the plan), "rank_failed", "ranks_failed" (in each
+            start), "out_of_memory", "timeout", "restarted" (the server was) or "internal".
         message: one line for the client, which says what would work.
     """
 

@@ -65,6 +65,9 @@ class ServeOptions(EngineOptions):
     max_body: int = define_option(2**26, "bytes of a request", metavar="N")
     timeout: float = define_option(3600.0, "seconds after which a job is ended", metavar="S")
     drain: float = define_option(60.0, "seconds that running jobs get when the server is told to end", metavar="S")
+    exit_on_failure: bool = define_option(
+        False, "end with exit code 1 when the ranks have failed three starts in the same way"
+    )
     no_page: bool = define_option(False, "serve no web page")
 
     def __post_init__(self) -> None:

@@ -18,6 +18,7 @@ from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.app import create_app, write_access_log
 from ditile.serve.group import GroupEvent, RankGroup
+from ditile.serve.jobs import RanksFailedError
 from ditile.serve.link import GroupSetup
 from ditile.serve.options import ServeOptions
 from ditile.serve.page.mount import mount_page
@@ -30,7 +31,7 @@ OPEN_REQUESTS_SECONDS = 5
 def run_server(
     options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Callable[[], Awaitable[Mapping[str, Any]]]
 ) -> int:
-    """Serves until SIGTERM or SIGINT; returns the exit code.
+    """Serves until SIGTERM or SIGINT, or with `exit_on_failure` until the ranks have failed; returns the exit code.
 
     Args:
         options, plan, cache: what to serve, and how the ranks compute.
@@ -44,8 +45,7 @@ def run_server(
         # The port names the state folder, and 0 is none.
         options = dataclasses.replace(options, port=listener.getsockname()[1])
         with write_access_log(sys.stdout):
-            asyncio.run(_serve_until_told(options, plan, cache, predict, listener))
-    return 0
+            return asyncio.run(_serve_until_told(options, plan, cache, predict, listener))
 
 
 def open_listener(options: ServeOptions) -> socket.socket:
@@ -94,7 +94,7 @@ async def _serve_until_told(
     cache: CacheOptions,
     predict: Callable[[], Awaitable[Mapping[str, Any]]],
     listener: socket.socket,
-) -> None:
+) -> int:
     make_group = choose_groups(options, plan, cache)
     service = Service(options, make_group, {"cache": cache.describe_settings()})
     app = create_app(service)
@@ -113,17 +113,20 @@ async def _serve_until_told(
         serving = asyncio.create_task(server.serve([listener]))
         ready = asyncio.create_task(_announce(service, listener, plan))
         predicted = asyncio.create_task(_predict_when_ready(service, predict))
+        failed = asyncio.create_task(_end_when_failed(service, server, options.exit_on_failure))
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and ready.exception() is not None:
             server.should_exit = True
         await serving
         if ready.done():
             ready.result()
-        ready.cancel()
-        predicted.cancel()
-        await asyncio.wait((ready, predicted))
+        has_failed = failed.done()  # a task that is cancelled is done too
+        for task in (ready, predicted, failed):
+            task.cancel()
+        await asyncio.wait((ready, predicted, failed))
     finally:
         await service.drain(0)
+    return int(options.exit_on_failure and has_failed)
 
 
 class DrainingServer(uvicorn.Server):
@@ -171,9 +174,19 @@ async def _announce(service: Service, listener: socket.socket, plan: Plan) -> No
     """Says where the server is, when its ranks can draw."""
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
-    await service.wait_until_ready()
+    try:
+        await service.wait_until_ready()
+    except RanksFailedError:
+        # The log has the reason, and the server goes on to tell it to those who ask.
+        return
     text = f" with {plan}" if plan != Plan() else ""
     print(f"ditile: {service.options.model}{text} on http://{host}:{port}", file=sys.stderr, flush=True)
+
+
+async def _end_when_failed(service: Service, server: uvicorn.Server, exits: bool) -> None:
+    await service.wait_until_failed()
+    if exits:
+        server.should_exit = True
 
 
 async def _predict_when_ready(service: Service, predict: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:

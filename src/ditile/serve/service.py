@@ -39,6 +39,7 @@ from ditile.serve.jobs import (
     JobNotFoundError,
     Kind,
     NotReadyError,
+    RanksFailedError,
     Request,
     State,
 )
@@ -120,10 +121,10 @@ class Service:
         self._active: dict[str, _ActiveJob] = {}
         self._batches: dict[str, _RunningBatch] = {}
         self._facts: ModelFacts | None = None
-        self._failures: dict[str, str] = {}
-        """Name of a group that is down -> the code of its failure. Health is open to all, and a message says more."""
+        self._failures: dict[str, Failure] = {}
+        """Name of a group that is down -> its failure."""
         self._refusal: DitileError | None = None
-        self._has_started = asyncio.Event()
+        self._has_started, self._has_failed = asyncio.Event(), asyncio.Event()
         self._batch_released = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._end: asyncio.Task[None] | None = None
@@ -145,18 +146,25 @@ class Service:
 
         Raises:
             DitileError: if the model, the plan or an option does not fit, so that no start will help.
+            RanksFailedError: if all starts of the ranks failed in the same way.
             NotReadyError: if the server ended before.
         """
         await self._has_started.wait()
         if self._refusal is not None:
             raise self._refusal
+        self._check_not_failed()
         if self._facts is None:
             raise NotReadyError("the server ended before its ranks had loaded the model")
+
+    async def wait_until_failed(self) -> None:
+        """Returns when every group has failed in all of its starts."""
+        await self._has_failed.wait()
 
     @property
     def facts(self) -> ModelFacts:
         """What the model takes. Raises `NotReadyError` before the ranks have loaded it."""
         if self._facts is None:
+            self._check_not_failed()
             raise _build_start_error()
         return self._facts
 
@@ -171,9 +179,10 @@ class Service:
 
         Raises:
             QueueFullError: if as many jobs wait as may.
-            NotReadyError: if the server starts, ends, or cannot write.
+            NotReadyError: if the server starts, ends, or cannot write; or its ranks have failed.
         """
         self._check_not_draining()
+        self._check_not_failed()
         if self._facts is None:
             raise _build_start_error()
         letters = "".join(secrets.choice(ID_LETTERS) for _ in range(24))
@@ -266,18 +275,32 @@ class Service:
     def describe_health(self) -> dict[str, Any]:
         """Whether requests are served, and what each replica does, in types of JSON."""
         states = {group.state for group in self._groups}
+        reasons = [failure.message for failure in self._failures.values()]
         if self._end is not None:
             status = "draining"
         elif states & {"ready", "drawing"}:
             status = "ok"
+        elif self._find_failure() is not None:
+            status = "failed"
         else:
             status = "starting" if self._facts is None else "restarting"
-        replicas = [
-            {"name": group.name, "state": group.state, "failure": self._failures.get(group.name)}
-            for group in self._groups
-        ]
         waiting, running = self._count_jobs()
-        return {"status": status, "replicas": replicas, "running": running, "waiting": waiting}
+        return {
+            "status": status,
+            "reason": reasons[0] if reasons and status != "ok" else None,
+            "replicas": [self._describe_replica(group) for group in self._groups],
+            "running": running,
+            "waiting": waiting,
+        }
+
+    def _describe_replica(self, group: ReplicaGroup) -> dict[str, Any]:
+        failure = self._failures.get(group.name)
+        return {
+            "name": group.name,
+            "state": group.state,
+            "failure": None if failure is None else failure.code,
+            "reason": None if failure is None else failure.message,
+        }
 
     def describe_plan(self) -> dict[str, Any]:
         """The plan, what was predicted, and the last measurement, in types of JSON."""
@@ -393,6 +416,7 @@ class Service:
     def _handle_event(self, event: GroupEvent) -> None:
         if isinstance(event, GroupReady):
             self._facts = event.facts
+            self._has_failed.clear()
             # A plan with `data` has ranks for so many pictures at once.
             self._max_batch = max(self.options.max_batch, Plan.parse(event.facts.plan).data)
             self._failures.pop(event.group.name, None)
@@ -423,13 +447,29 @@ class Service:
             self._end_by_verdict(event.job_id, _Verdict("failed", event.failure))
 
     def _note_group_down(self, event: GroupDown) -> None:
-        self._failures[event.group.name] = event.failure.code
+        self._failures[event.group.name] = event.failure
         self.metrics.note_lost_group(event.group.name)
         if self._facts is None and not isinstance(event.error, RankError):
             self._refusal = event.error
             self._has_started.set()
         if event.batch_id is not None and (batch := self._batches.get(event.batch_id)) is not None:
             self._close_batch(batch, event.failure)
+        if self._find_failure() is not None:
+            self._has_failed.set()
+            self._has_started.set()
+            self._fail_waiting_pictures(event.failure)
+
+    def _find_failure(self) -> Failure | None:
+        """Why nothing can be drawn; None while a group can draw or may come to it."""
+        if any(group.state != "failed" for group in self._groups):
+            return None
+        return self._failures[self._groups[0].name]
+
+    def _fail_waiting_pictures(self, failure: Failure) -> None:
+        """Answers the requests that wait. Videos are left to the next server, or to ranks that come up again."""
+        for job_id in tuple(self._active):
+            if self._book.get_job(job_id).kind == "image":
+                self._condemn_job(job_id, _Verdict("failed", failure))
 
     def _note_step(self, batch: _RunningBatch, step: int, num_steps: int) -> None:
         self.metrics.note_step()
@@ -515,6 +555,11 @@ class Service:
     def _check_not_draining(self) -> None:
         if self._end is not None:
             raise NotReadyError("the server ends; try again in a minute")
+
+    def _check_not_failed(self) -> None:
+        failure = self._find_failure()
+        if failure is not None:
+            raise RanksFailedError(failure.message)
 
     def _leave_to_next_server(self, ids: Iterable[str]) -> None:
         failure = Failure(code="restarted", message="the server ended before this was drawn; send it again")

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from ditile.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.pictures import hide_local_path
-from ditile.serve.jobs import Job, JobNotFoundError, Kind, NotReadyError, QueueFullError
+from ditile.serve.jobs import Job, JobNotFoundError, Kind, NotReadyError, QueueFullError, RanksFailedError
 
 if TYPE_CHECKING:
     from ditile.serve.service import Service
@@ -106,6 +106,8 @@ def convert_error(error: Exception) -> RequestError:
         return error
     if isinstance(error, QueueFullError):
         return RequestError(str(error), status=429, code="queue_full", retry_after=error.retry_after)
+    if isinstance(error, RanksFailedError):
+        return RequestError(str(error), status=503, code="ranks_failed")
     if isinstance(error, NotReadyError):
         return RequestError(str(error), status=503, code="not_ready", retry_after=NOT_READY_SECONDS)
     if isinstance(error, JobNotFoundError):

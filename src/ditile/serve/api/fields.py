@@ -34,6 +34,15 @@ _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 """Control characters, and halves of surrogate pairs, which tokenizers do not take."""
 _SIZE = re.compile(r"(\d{1,6})\s*[xX×*]\s*(\d{1,6})", re.ASCII)
 _SHOWN_WARNINGS = 16
+_DEFAULTS: dict[str, tuple[str, ...]] = {
+    "quality": ("auto", "standard"),
+    "background": ("auto", "opaque"),
+    "style": ("vivid",),
+    "input_fidelity": ("low",),
+}
+"""Fields of OpenAI that have no meaning for an open model -> its defaults, which ask for nothing."""
+_KNOWN_PARAMETERS = ("api-version",)
+"""Parameters of an address that clients of Azure send."""
 FieldsT = TypeVar("FieldsT", bound="RequestFields")
 
 
@@ -94,7 +103,7 @@ class ImageFields(RequestFields):
     response_format: Literal["b64_json", "url"] = Field("b64_json", examples=["b64_json"])
     stream: bool = Field(False, description="answer as server-sent events", examples=[True])
     partial_images: Annotated[int, Field(ge=0, le=3)] = Field(0, description="previews of a stream", examples=[2])
-    # Taken and not heeded: they have no meaning for an open model.
+    # Taken and not heeded: they have no meaning for an open model. `list_warnings` names them.
     quality: Any = None
     background: Any = None
     style: Any = None
@@ -170,7 +179,7 @@ def validate_fields(kind: type[AnyFieldsT], given: Mapping[str, Any]) -> AnyFiel
     what = wrong["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if wrong["type"] == "missing":
         raise RequestError(f"{name} is missing{example}", param=name, code="missing_required_parameter")
-    raise RequestError(f"{name}={_shorten_value(given.get(name))} {what}{example}", param=name)
+    raise RequestError(f"{name}={shorten_value(given.get(name))} {what}{example}", param=name)
 
 
 async def submit_order(
@@ -189,6 +198,10 @@ async def submit_order(
     """
     service = find_service(http)
     order = await read_order(service, fields, body, resize_mask=resize_mask)
+    order.warnings.extend(
+        f"parameter {name[:60]!r} of the address was not heeded; send it in the body"
+        for name in sorted({*http.query_params} - {*_KNOWN_PARAMETERS})[:_SHOWN_WARNINGS]
+    )
     kind: Kind = "video" if isinstance(fields, VideoFields) else "image"
     job = await service.submit(kind, find_owner(http), order.request, order.inputs)
     http.state.job = job.id
@@ -224,7 +237,7 @@ def build_order(
     Raises:
         RequestError: if a field is beyond a limit of the server, or the model cannot draw it.
     """
-    warnings = list_warnings(fields, facts)
+    warnings = list_warnings(fields, facts, options)
     width, height = parse_size(fields, facts, options, pictures)
     frames, fps = _count_frames(fields, facts) if isinstance(fields, VideoFields) else (None, None)
     num_images = fields.n if isinstance(fields, ImageFields) else 1
@@ -278,7 +291,7 @@ def foresee_shape(wanted: GenerateOptions, facts: ModelFacts) -> dict[str, Any]:
     return shape
 
 
-def list_warnings(fields: RequestFields, facts: ModelFacts) -> list[str]:
+def list_warnings(fields: RequestFields, facts: ModelFacts, options: ServeOptions) -> list[str]:
     """What of a request is not heeded."""
     warnings = []
     served, asked = find_served_name(facts.name), fields.model
@@ -291,16 +304,37 @@ def list_warnings(fields: RequestFields, facts: ModelFacts) -> list[str]:
         warnings.append("seconds was not heeded, as num_frames says it")
     if isinstance(fields, ImageFields) and fields.output_format == "png" and "output_compression" in given:
         warnings.append("output_compression was not heeded: it is for jpeg and webp, and png loses nothing")
+    if isinstance(fields, ImageFields) and fields.partial_images and not fields.stream:
+        warnings.append("partial_images was not heeded: previews come with stream=true")
+    if fields.timeout is not None and fields.timeout > options.timeout:
+        warnings.append(f"timeout is {options.timeout:g}, the most of this server")
+    steps = _choose_steps(fields, facts, options)
+    if steps != fields.num_inference_steps:
+        own = facts.find_default("num_inference_steps")
+        warnings.append(f"num_inference_steps is {steps}, the most of this server; the model's own is {own}")
+    for name, defaults in _DEFAULTS.items():
+        value = getattr(fields, name, None)
+        if value is not None and value not in defaults:
+            warnings.append(f"{name}={shorten_value(value)} was not heeded: it has no meaning for an open model")
     return warnings + list_unknown_fields(fields)
 
 
 def list_unknown_fields(fields: BaseModel) -> list[str]:
     """Warnings of fields that are not known."""
-    unknown = sorted(fields.model_extra or {})
-    warnings = [f"{name[:60]!r} is not known here, and was not heeded" for name in unknown[:_SHOWN_WARNINGS]]
-    if len(unknown) > _SHOWN_WARNINGS:
-        warnings.append(f"nor were {len(unknown) - _SHOWN_WARNINGS} other fields")
-    return warnings
+    return shorten_warnings([warn_of_unknown_field(name) for name in sorted(fields.model_extra or {})])
+
+
+def warn_of_unknown_field(name: str) -> str:
+    """The warning of a field that is not known."""
+    return f"{name[:60]!r} is not known here, and was not heeded"
+
+
+def shorten_warnings(warnings: list[str]) -> list[str]:
+    """Warnings of fields, of which the last are counted where there are many."""
+    shown = warnings[:_SHOWN_WARNINGS]
+    if len(warnings) > len(shown):
+        shown.append(f"nor were {len(warnings) - len(shown)} other fields")
+    return shown
 
 
 def parse_size(
@@ -447,7 +481,7 @@ def _fit_picture(picture: Picture, facts: ModelFacts) -> tuple[int, int]:
     return width, height
 
 
-def _shorten_value(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """A value as an error shows it: not all of a long one."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**18:
         return "a number of many digits"

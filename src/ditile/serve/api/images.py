@@ -52,7 +52,9 @@ _BODY = {
 async def generate_images(http: HttpRequest) -> Response:
     """Draws pictures of a prompt."""
     body = await read_body(http)
-    return await _draw_and_answer(http, Body(values=body.values), "image_generation")
+    _refuse_pictures("image", body.pictures, "/v1/images/edits")
+    _refuse_pictures("mask", body.masks, "/v1/images/edits")
+    return await _draw_and_answer(http, body, "image_generation")
 
 
 @router.post("/v1/images/edits", openapi_extra=_BODY)
@@ -68,6 +70,7 @@ async def vary_images(http: HttpRequest) -> Response:
     """Draws pictures that start from a picture; a prompt may say more."""
     body = await read_body(http)
     _require_picture(body)
+    _refuse_pictures("mask", body.masks, "/v1/images/edits")
     prompt = body.values.get("prompt") or VARIATION_PROMPT
     return await _draw_and_answer(
         http, Body(values={**body.values, "prompt": prompt}, pictures=body.pictures), "image_edit"
@@ -193,6 +196,12 @@ def _list_event_fields(job: Job, content: bytes, name: str) -> dict[str, Any]:
 def _format_size(job: Job) -> str:
     """As WxH; "auto" as long as only the ranks know."""
     return str(job.request.client["size"]) if job.drawn is None else "{}x{}".format(*job.drawn.size)
+
+
+def _refuse_pictures(param: str, pictures: list[bytes], path: str) -> None:
+    """Raises `RequestError` for pictures that a route does not take: another picture would be drawn without them."""
+    if pictures:
+        raise RequestError(f"{param} is not taken here; send it to {path}", param=param, code="unsupported_value")
 
 
 def _require_picture(body: Body) -> None:

@@ -1,7 +1,8 @@
 """What clients of AUTOMATIC1111's web UI call: Open WebUI, SillyTavern and those of koboldcpp.
 
 Such clients always send steps, a scale and a negative prompt, whether a model takes them or not: what the served model
-does not take is left out, and named in the answer's `info`.
+does not take is left out. So is what this server has not, such as a second pass (`enable_hr`) or a ControlNet
+(`alwayson_scripts`). All of it is named in `warnings` of the answer's `info`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
@@ -33,8 +34,11 @@ from ditile.serve.api.fields import (
     ImageFields,
     Scale,
     Text,
+    shorten_value,
+    shorten_warnings,
     submit_order,
     validate_fields,
+    warn_of_unknown_field,
 )
 from ditile.serve.api.images import encode_base64, read_outputs
 from ditile.serve.api.uploads import Body, decode_base64, read_json_object
@@ -45,10 +49,97 @@ OWN_VALUE = "Automatic"
 """The only sampler and scheduler of the lists: the model's own."""
 _LORA = re.compile(r"<lora:([^:<>]{1,100})(?::([\d.]{1,10}))?(?::[^<>]{0,40})?>")
 _MOST_LISTED = 100
+_NAMES_OF_NONE = ("", "None", "none", "Automatic", "automatic")
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "mask": ("",),
+    "init_images": ([],),
+    "sampler_name": _NAMES_OF_NONE,
+    "sampler_index": _NAMES_OF_NONE,
+    "scheduler": _NAMES_OF_NONE,
+    "denoising_strength": (),
+    # Seeds and styles.
+    "styles": ([],),
+    "subseed": (-1,),
+    "subseed_strength": (0,),
+    "seed_resize_from_h": (-1, 0),
+    "seed_resize_from_w": (-1, 0),
+    # How the sampler adds noise.
+    "eta": (0,),
+    "s_min_uncond": (0,),
+    "s_churn": (0,),
+    "s_tmin": (0,),
+    "s_tmax": (0,),
+    "s_noise": (1,),
+    "initial_noise_multiplier": (1,),
+    "image_cfg_scale": (),
+    # What is done besides.
+    "restore_faces": (False,),
+    "tiling": (False,),
+    "disable_extra_networks": (False,),
+    "refiner_checkpoint": _NAMES_OF_NONE,
+    "refiner_switch_at": (),
+    "script_name": _NAMES_OF_NONE,
+    "script_args": ([],),
+    "infotext": ("",),
+    "comments": ({},),
+    # A second pass.
+    "enable_hr": (False,),
+    "firstpass_image": ("",),
+    "firstphase_width": (0,),
+    "firstphase_height": (0,),
+    "hr_scale": (),
+    "hr_upscaler": _NAMES_OF_NONE,
+    "hr_second_pass_steps": (0,),
+    "hr_resize_x": (0,),
+    "hr_resize_y": (0,),
+    "hr_checkpoint_name": _NAMES_OF_NONE,
+    "hr_sampler_name": _NAMES_OF_NONE,
+    "hr_scheduler": _NAMES_OF_NONE,
+    "hr_prompt": ("",),
+    "hr_negative_prompt": ("",),
+    "hr_additional_modules": ([],),
+    # Pictures to start from: the whole picture is brought to the size, and drawn anew where the mask is white.
+    "resize_mode": (0,),
+    "latent_mask": ("",),
+    "mask_blur": (0,),
+    "mask_blur_x": (0,),
+    "mask_blur_y": (0,),
+    "mask_round": (True,),
+    "inpainting_fill": (1,),
+    "inpaint_full_res": (False,),
+    "inpaint_full_res_padding": (0,),
+    "inpainting_mask_invert": (0,),
+    # What comes back, and what is kept: the answer has the pictures, and nothing else is saved.
+    "send_images": (True,),
+    "save_images": (False,),
+    "do_not_save_samples": (True, False),
+    "do_not_save_grid": (True, False),
+    "include_init_images": (False,),
+    "override_settings_restore_afterwards": (True, False),
+    "force_task_id": ("",),
+}
+"""Fields that are not heeded, or on one route alone -> values that ask for nothing, which clients always send."""
+PICTURE_FIELDS = ("init_images", "mask", "inpainting_mask_invert", "denoising_strength")
+"""Fields that img2img alone heeds."""
+_DEPENDS_ON = (
+    (re.compile(r"hr_.*|firstphase_.*|firstpass_image|denoising_strength"), "enable_hr"),
+    (re.compile(r"subseed"), "subseed_strength"),
+    (re.compile(r"refiner_switch_at"), "refiner_checkpoint"),
+    (re.compile(r"script_args"), "script_name"),
+    (re.compile(r"inpaint_full_res_padding"), "inpaint_full_res"),
+    (re.compile(r"mask_.*|inpaint.*"), "mask"),
+)
+"""Fields that mean nothing unless another field asks for something."""
+NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "CLIP_stop_at_last_layers": (0, 1),
+    "sd_vae": _NAMES_OF_NONE,
+    "samples_format": ("png",),
+}
+"""Settings of the web UI -> values that ask for nothing."""
 
 
 class StableDiffusionFields(BaseModel):
-    """Fields of txt2img and img2img that are heeded; others are taken and have no meaning here."""
+    """Fields of txt2img and img2img that are heeded; others get a warning where they ask for something."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -74,7 +165,7 @@ async def draw_from_text(http: HttpRequest) -> Response:
     """Draws pictures of a prompt."""
     values = await read_json_object(http)
     fields = validate_fields(StableDiffusionFields, _drop_nulls(values))
-    return await _draw_and_answer(http, values, fields, Body(values={}), strength=None)
+    return await _draw_and_answer(http, values, fields, Body(values={}), PICTURE_FIELDS)
 
 
 @router.post("/img2img")
@@ -91,7 +182,7 @@ async def draw_from_picture(http: HttpRequest) -> Response:
     ]
     masks = [await asyncio.to_thread(decode_base64, fields.mask, "mask")] if fields.mask else []
     body = Body(values={}, pictures=pictures, masks=masks)
-    return await _draw_and_answer(http, values, fields, body, strength=fields.denoising_strength)
+    return await _draw_and_answer(http, values, fields, body, ())
 
 
 @router.get("/progress")
@@ -152,9 +243,10 @@ async def read_options(http: HttpRequest) -> Response:
 
 @router.post("/options")
 async def write_options(http: HttpRequest) -> Response:
-    """Takes options, and changes none: the served model stays."""
-    await read_json_object(http)
-    return AsciiJSONResponse(None)
+    """Takes options, and changes none: the served model stays. Those that ask for something else are named."""
+    values = await read_json_object(http)
+    warnings = list_unheeded_settings(values, find_served_name(find_service(http).facts.name), "")
+    return AsciiJSONResponse({"warnings": shorten_warnings(warnings)} if warnings else None)
 
 
 @router.get("/samplers")
@@ -183,11 +275,13 @@ async def list_loras(http: HttpRequest) -> Response:
 
 
 async def _draw_and_answer(
-    http: HttpRequest, values: dict[str, Any], fields: StableDiffusionFields, body: Body, strength: float | None
+    http: HttpRequest, values: dict[str, Any], fields: StableDiffusionFields, body: Body, unheeded: tuple[str, ...]
 ) -> Response:
-    facts = find_facts(http, "image")
-    image_fields, warnings = convert_fields(fields, facts, has_picture=bool(body.pictures))
-    image_fields = image_fields.model_copy(update={"strength": strength})
+    """Draws what the fields say, but for those of the other route, which are named where they ask for something."""
+    facts, has_picture = find_facts(http, "image"), bool(body.pictures)
+    image_fields, warnings = convert_fields(fields, facts, has_picture=has_picture)
+    warnings += list_unheeded_fields(values, find_served_name(facts.name), unheeded)
+    image_fields = image_fields.model_copy(update={"strength": fields.denoising_strength if has_picture else None})
     job, order = await submit_order(http, image_fields, body, resize_mask=True)
     job = check_done(await await_job_end(http, job))
     images = [await asyncio.to_thread(encode_base64, content) for content in await read_outputs(http, job)]
@@ -215,7 +309,7 @@ def convert_fields(
         "lora": loras or None,
     }
     for name in ("sampler_name", "scheduler"):
-        if getattr(fields, name) not in (None, "", OWN_VALUE, OWN_VALUE.lower()):
+        if getattr(fields, name) not in (None, *_NAMES_OF_NONE):
             warnings.append(f"{name} was not heeded: the model draws by its own")
     call = (facts.edit if has_picture else facts.call) or facts.call
     if fields.cfg_scale is not None and ("guidance_scale" in call.defaults or "true_cfg_scale" in call.defaults):
@@ -234,6 +328,51 @@ def convert_fields(
             if values[name] != side:
                 warnings.append(f"{name} is {values[name]}: this model draws multiples of {facts.size_multiple}")
     return validate_fields(ImageFields, _drop_nulls(values)), warnings
+
+
+def list_unheeded_fields(values: Mapping[str, Any], served: str, unheeded: Iterable[str]) -> list[str]:
+    """Warnings of fields that ask for something that is not done.
+
+    Args:
+        values: fields of the request.
+        served: the name of the served model.
+        unheeded: fields that are heeded on the other route alone.
+    """
+    warnings: list[str] = []
+    for name in sorted(values):
+        value = values[name]
+        if name in StableDiffusionFields.model_fields and name not in unheeded:
+            continue
+        if name == "override_settings" and isinstance(value, dict):
+            warnings += list_unheeded_settings(value, served, "override_settings.")
+        elif name == "alwayson_scripts" and isinstance(value, dict):
+            warnings += [f"{name}.{script[:60]} was not heeded: this server has no scripts" for script in sorted(value)]
+        elif not _asks_for_something(values, name):
+            continue
+        elif name in (*NEUTRAL_VALUES, "override_settings", "alwayson_scripts"):
+            warnings.append(f"{name}={shorten_value(value)} was not heeded")
+        else:
+            warnings.append(warn_of_unknown_field(name))
+    return shorten_warnings(warnings)
+
+
+def list_unheeded_settings(settings: Mapping[str, Any], served: str, prefix: str) -> list[str]:
+    """Warnings of settings of the web UI that ask for something else than what is served."""
+    neutral = NEUTRAL_SETTINGS | {"sd_model_checkpoint": (served, "")}
+    return [
+        f"{prefix}{name[:60]}={shorten_value(settings[name])} was not heeded"
+        for name in sorted(settings)
+        if settings[name] is not None and settings[name] not in neutral.get(name, ())
+    ]
+
+
+def _asks_for_something(values: Mapping[str, Any], name: str) -> bool:
+    """Whether a field has a value that a picture would have to heed."""
+    value = values.get(name)
+    if value is None or value in NEUTRAL_VALUES.get(name, ()):
+        return False
+    switches = [switch for pattern, switch in _DEPENDS_ON if pattern.fullmatch(name)]
+    return not switches or _asks_for_something(values, switches[0])
 
 
 def _read_lora_tags(prompt: str) -> list[tuple[str, str]]:

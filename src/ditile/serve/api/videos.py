@@ -113,6 +113,12 @@ async def remix_video(http: HttpRequest, job_id: str) -> Response:
     """The same video, with its seed and settings, of another prompt."""
     job, body = _find_video(http, job_id), await read_body(http)
     service, facts = find_service(http), find_facts(http, "video")
+    if body.pictures or body.masks:
+        raise RequestError(
+            "a remix starts from what its video started from; send pictures to /v1/videos",
+            param="input_reference",
+            code="unsupported_value",
+        )
     fields = validate_fields(RemixFields, body.values)
     check_prompt(fields.prompt, service.options)
     if (model := job.request.options.model) != facts.name:  # of a server before this one, whose jobs are in its folder

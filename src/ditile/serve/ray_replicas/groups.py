@@ -54,13 +54,20 @@ class ReplicaStatus(NamedTuple):
 
     Attributes:
         running: how many can draw.
-        has_failed: whether it has given up.
+        has_failed: whether it has given up, as a replica did not start three times.
         message: why some do not run; empty if all is well.
+        is_missing: whether the cluster does not know the application.
     """
 
     running: int
     has_failed: bool
     message: str
+    is_missing: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no replica comes before they are deployed again."""
+        return self.has_failed or self.is_missing
 
 
 class RayApplication:
@@ -122,8 +129,11 @@ class RayApplication:
                 LOG.warning(f"no replica runs: {status.message}")
                 last_message = status.message
             self._share_replicas(status)
-            await asyncio.sleep(AGAIN_SECONDS if status.has_failed else LOOK_SECONDS)
-            if status.has_failed:
+            if status.has_failed and self._facts is None:
+                # Ranks that have never been ready are left alone, as those of `RankGroup` are.
+                return
+            await asyncio.sleep(AGAIN_SECONDS if status.is_lost else LOOK_SECONDS)
+            if status.is_lost:
                 await asyncio.to_thread(self._deploy_replicas)
 
     def _share_replicas(self, status: ReplicaStatus) -> None:
@@ -210,7 +220,7 @@ class RayApplication:
         _, serve = _import_ray()
         application = serve.status().applications.get(self._name)
         if application is None:
-            return ReplicaStatus(0, True, "the cluster has no such application any more")
+            return ReplicaStatus(0, False, "the cluster has no such application any more", is_missing=True)
         status = application.deployments.get(DEPLOYMENT)
         running = 0 if status is None else status.replica_states.get("RUNNING", 0)
         message = "" if status is None else shorten_error(status.message)
@@ -294,7 +304,10 @@ class RayGroup(ReplicaGroup):
             if time.monotonic() > self._down_since + SETTLE_SECONDS:
                 self._note_ready(facts)
                 self.state = "ready" if waiting is None else "drawing"
-        elif not has_replica and (can_draw or (status.has_failed and self.state == "starting")):
+        elif status.has_failed and not status.running and self.state != "failed":
+            self._drop_stream()
+            self._note_down(RankError(0, "failed", f"no replica starts: {status.message}"), has_failed=True)
+        elif not has_replica and (can_draw or (status.is_lost and self.state == "starting")):
             # A batch that waits is not lost: the next replica draws it.
             self._batch_id = None
             self._note_down(RankError(0, "gone", f"its replica has gone: {status.message or 'another one is started'}"))
@@ -304,9 +317,9 @@ class RayGroup(ReplicaGroup):
         """Notes that no replica will ever run."""
         self._note_down(error)
 
-    def _note_down(self, error: DitileError) -> None:
+    def _note_down(self, error: DitileError, has_failed: bool = False) -> None:
         self._down_since, self._has_begun = time.monotonic(), False
-        super()._note_down(error)
+        super()._note_down(error, has_failed)
 
     def _note_ended(self, batch_id: str, stopped: bool) -> None:
         self._has_begun = False
