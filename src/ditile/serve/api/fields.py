@@ -148,21 +148,47 @@ class Order:
     warnings: list[str] = field(default_factory=list)
 
 
-def parse_fields(kind: type[FieldsT], values: Mapping[str, Any]) -> FieldsT:
+def parse_fields(kind: type[FieldsT], values: Mapping[str, Any], facts: ModelFacts) -> FieldsT:
     """The fields of a body. What is null or an empty text is as if it were not there.
+
+    Args:
+        kind: of the fields.
+        values: as they came.
+        facts: of the served model, whose own values an error proposes.
 
     Raises:
         RequestError: if one has not its type, or is missing.
     """
     given = {name: value for name, value in values.items() if value is not None and (value != "" or name == "prompt")}
-    return validate_fields(kind, given)
+    return validate_fields(kind, given, list_own_values(facts))
 
 
 AnyFieldsT = TypeVar("AnyFieldsT", bound=BaseModel)
 
 
-def validate_fields(kind: type[AnyFieldsT], given: Mapping[str, Any]) -> AnyFieldsT:
+def list_own_values(facts: ModelFacts) -> dict[str, Any]:
+    """The model's own values of fields, which an error proposes."""
+    names = ("num_inference_steps", "guidance_scale", "true_cfg_scale")
+    own = {name: facts.find_default(name) for name in names}
+    if facts.edit is not None:
+        own["strength"] = facts.edit.defaults.get("strength")
+    if facts.is_video:
+        own |= {"num_frames": facts.find_default(*FRAME_COUNTS), "fps": facts.fps}
+    if facts.size:
+        width, height = facts.size
+        own |= {"width": width, "height": height, "size": f"{width}x{height}"}
+    return {name: value for name, value in own.items() if value is not None}
+
+
+def validate_fields(
+    kind: type[AnyFieldsT], given: Mapping[str, Any], own_values: Mapping[str, Any] | None = None
+) -> AnyFieldsT:
     """The fields of a body as they are.
+
+    Args:
+        kind: of the fields.
+        given: as they came.
+        own_values: what an error proposes; of others the example of the field.
 
     Raises:
         RequestError: if one has not its type, or is missing; it says what would work.
@@ -175,7 +201,10 @@ def validate_fields(kind: type[AnyFieldsT], given: Mapping[str, Any]) -> AnyFiel
         raise RequestError("a field's name is no text of Unicode; leave it out", code="bad_json")
     name = str(wrong["loc"][0])
     known = kind.model_fields.get(name)
-    example = f"; try {name}={known.examples[0]!r}" if known is not None and known.examples else ""
+    examples = [] if known is None else list(known.examples or [])
+    if own_values is not None and name in own_values:
+        examples = [own_values[name]]
+    example = f"; try {name}={examples[0]!r}" if examples else ""
     what = wrong["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if wrong["type"] == "missing":
         raise RequestError(f"{name} is missing{example}", param=name, code="missing_required_parameter")
@@ -349,7 +378,8 @@ def parse_size(
     if fields.size is not None and _has_size(fields):
         found = _SIZE.fullmatch(fields.size.strip())
         if found is None:
-            raise RequestError(f"size={fields.size[:40]!r} is no size; try size='1024x1024' or 'auto'", param="size")
+            example = list_own_values(facts).get("size", "1024x1024")
+            raise RequestError(f"size={fields.size[:40]!r} is no size; try size={example!r} or 'auto'", param="size")
         width, height = int(found[1]), int(found[2])
     elif width is None and height is None and pictures and facts.size:
         width, height = _fit_picture(pictures[0], facts)

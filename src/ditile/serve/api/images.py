@@ -103,8 +103,7 @@ async def read_outputs(http: HttpRequest, job: Job) -> list[bytes]:
 
 
 async def _draw_and_answer(http: HttpRequest, body: Body, event_name: str) -> Response:
-    find_facts(http, "image")
-    fields = parse_fields(ImageFields, body.values)
+    fields = parse_fields(ImageFields, body.values, find_facts(http, "image"))
     job, order = await submit_order(http, fields, body)
     if fields.stream:
         return EventSourceResponse(_stream_events(http, job, event_name), sep="\n")

@@ -34,6 +34,7 @@ from ditile.serve.api.fields import (
     ImageFields,
     Scale,
     Text,
+    list_own_values,
     shorten_value,
     shorten_warnings,
     submit_order,
@@ -164,7 +165,7 @@ class StableDiffusionFields(BaseModel):
 async def draw_from_text(http: HttpRequest) -> Response:
     """Draws pictures of a prompt."""
     values = await read_json_object(http)
-    fields = validate_fields(StableDiffusionFields, _drop_nulls(values))
+    fields = _validate_fields(http, values)
     return await _draw_and_answer(http, values, fields, Body(values={}), PICTURE_FIELDS)
 
 
@@ -172,7 +173,7 @@ async def draw_from_text(http: HttpRequest) -> Response:
 async def draw_from_picture(http: HttpRequest) -> Response:
     """Draws pictures that start from a picture; with a mask only where that is white."""
     values = await read_json_object(http)
-    fields = validate_fields(StableDiffusionFields, _drop_nulls(values))
+    fields = _validate_fields(http, values)
     if not fields.init_images:
         raise RequestError("init_images is empty; send a picture as base64", param="init_images")
     if fields.mask and fields.inpainting_mask_invert not in (0, None, False):
@@ -410,6 +411,13 @@ def _estimate_seconds_left(job: Job | None) -> float:
         return 0.0
     spent = max(0.0, time.time() - job.started)
     return spent * (100 - job.progress) / job.progress
+
+
+def _validate_fields(http: HttpRequest, values: Mapping[str, Any]) -> StableDiffusionFields:
+    own = list_own_values(find_facts(http, "image"))
+    sent_names = {"num_inference_steps": "steps", "guidance_scale": "cfg_scale", "strength": "denoising_strength"}
+    examples = {sent_names.get(name, name): value for name, value in own.items()}
+    return validate_fields(StableDiffusionFields, _drop_nulls(values), examples)
 
 
 def _drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,8 @@ _BODY = {
 async def create_video(http: HttpRequest) -> Response:
     """Accepts a video, which is drawn when its turn comes."""
     body = await read_body(http)
-    find_facts(http, "video")
-    job, _ = await submit_order(http, parse_fields(VideoFields, body.values), body)
+    fields = parse_fields(VideoFields, body.values, find_facts(http, "video"))
+    job, _ = await submit_order(http, fields, body)
     return _answer_video(job)
 
 

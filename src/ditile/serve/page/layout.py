@@ -18,7 +18,7 @@ from ditile.errors import DitileError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.serve.api.answers import cancel_job_of_gone_client, check_done, convert_error, find_served_name
-from ditile.serve.api.fields import ImageFields, Order, VideoFields, parse_fields, read_order
+from ditile.serve.api.fields import ImageFields, Order, VideoFields, list_own_values, parse_fields, read_order
 from ditile.serve.api.uploads import Body
 from ditile.serve.jobs import INPUT_IMAGE, Job, JobEvent, Kind
 from ditile.serve.page.insight import TRACE, render_insight
@@ -28,6 +28,8 @@ from ditile.serve.service import Service
 MOST_SHOWN = 24
 MOST_PREVIEWS = 8
 NO_LORA = "none"
+DEFAULT_STRENGTH = 0.6
+"""Of a class that has no strength of its own."""
 HEAD = '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
 CSS = """
 .gradio-container {max-width: 1280px !important; margin: 0 auto;}
@@ -121,7 +123,7 @@ class Page:
             self._image = gr.Image(
                 label="Picture", type="filepath", image_mode=None, sources=["upload", "clipboard"], height=240
             )
-            self._strength = gr.Slider(0.05, 1, value=0.6, step=0.05, label="Strength", visible=False)
+            self._strength = gr.Slider(0.05, 1, value=DEFAULT_STRENGTH, step=0.05, label="Strength", visible=False)
 
     def _build_results(self) -> None:
         self._now = gr.HTML("", elem_id="now")
@@ -176,7 +178,11 @@ class Page:
         """When the page is opened: what the model takes, with its own values, and what this key has drawn."""
         if self._service.describe_health()["status"] != "ok":
             yield {self._now: "The ranks load the model ..", self._draw: gr.update(interactive=False)}
-            await self._service.wait_until_ready()
+            try:
+                await self._service.wait_until_ready()
+            except DitileError as error:
+                yield {self._now: _render_failure(error)}
+                return
         facts = self._service.facts
         size: list[Any] = [*facts.size] or [None, None]
         takes_picture = facts.edit is not None
@@ -200,9 +206,14 @@ class Page:
             self._frames: gr.update(value=facts.find_default(*FRAME_COUNTS), visible=facts.is_video),
             self._fps: gr.update(value=facts.fps, visible=facts.is_video),
             self._start: gr.update(visible=takes_picture, open=facts.needs_picture),
-            self._strength: gr.update(visible=facts.takes("strength")),
+            self._strength: gr.update(value=self._own_strength, visible=facts.takes("strength")),
             **await self._show_pictures(find_page_owner(request)),
         }
+
+    @property
+    def _own_strength(self) -> float:
+        """Of the model's class that starts from a picture."""
+        return float(list_own_values(self._service.facts).get("strength", DEFAULT_STRENGTH))
 
     async def _draw_form(self, values: Update, request: gr.Request) -> AsyncIterator[Update]:
         """Draws what the form says; a page that is closed meanwhile ends it."""
@@ -233,6 +244,9 @@ class Page:
         finally:
             if not job.has_ended:
                 await cancel_job_of_gone_client(service, job)
+        if job.state == "cancelled":
+            yield {**idle, self._now: '<p role="status">Cancelled.</p>'}
+            return
         try:
             check_done(job)
         except DitileError as error:
@@ -255,7 +269,8 @@ class Page:
             given["seed"] = None
         if values[self._lora] != NO_LORA:
             given["lora"] = {values[self._lora]: 1.0 if values[self._lora_scale] is None else values[self._lora_scale]}
-        fields = parse_fields(VideoFields, given) if facts.is_video else parse_fields(ImageFields, given)
+        kind: type[VideoFields] | type[ImageFields] = VideoFields if facts.is_video else ImageFields
+        fields = parse_fields(kind, given, facts)
         body = Body(values={}, pictures=[content] if content else [])
         order = await read_order(self._service, fields, body)
         request = order.request
@@ -323,7 +338,7 @@ class Page:
             self._count: 1,
             self._frames: options.frames,
             self._fps: options.fps,
-            self._strength: 0.6 if options.strength is None else options.strength,
+            self._strength: self._own_strength if options.strength is None else options.strength,
             self._lora: lora,
             self._lora_scale: scale,
             self._image: image,
