@@ -24,13 +24,13 @@ from ditile.distributed import transport
 from ditile.distributed.transport import PeerChannel, PostedReceive
 from ditile.parallel.pipefusion.block_offload import HostCopies
 from ditile.plan.plan import Plan
-from ditile.planner.simulation.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulationError, SimulationRecord
-from ditile.planner.simulation.messages import NCCL, SimulatedMessages, simulate_gpu
-from ditile.planner.simulation.tensors import PAGE, SimulatedTensor
 from ditile.runner.caching import enable_cache, summary
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided, unfused
+from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulationError, SimulationRecord
+from tests.simulated_gpu.messages import NCCL, SimulatedMessages, simulate_gpu
+from tests.simulated_gpu.tensors import PAGE, SimulatedTensor
 from tests.zoo import ZOO
 
 CPU = torch.device("cpu")

@@ -50,7 +50,6 @@ from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from ditile.cli.outcome import Outcome, PlanVerdict
-    from ditile.cli.simulate import PlanSimulation
 
 Options = TypeVar("Options")
 MAX_LINE = 480
@@ -359,16 +358,12 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     plan, proof = _build_plan(arguments), _build_options(VerifyOptions, arguments)
     if proof.plan is not None:
         plan = resolve_plan_option(proof.plan, proof.to_generate_options(), RunOptions(), plan)
-    if plan == Plan() and proof.simulate is None:
+    if plan == Plan():
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
-    find_model_source(proof.model, weights=proof.simulate is None)
+    find_model_source(proof.model)
     _check_known_model(proof.to_generate_options(), [plan])
     try:
-        verdict: PlanVerdict | PlanSimulation = (
-            _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
-            if proof.simulate is None
-            else _simulate_plan(proof, plan)
-        )
+        verdict: PlanVerdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
     except JoinError:
         raise
     except StateError as error:  # such as a key of another age than scheduled, which is found during a call
@@ -376,13 +371,6 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     if is_writing_process():
         print_parts(make_console(), verdict.render_tables())
     return 0 if verdict.is_proven else 1
-
-
-def _simulate_plan(proof: VerifyOptions, plan: Plan) -> PlanSimulation:
-    _silence_libraries()
-    from ditile.cli.simulate import simulate_plan
-
-    return simulate_plan(proof, plan)
 
 
 def _run_serve_command(arguments: argparse.Namespace) -> int:
@@ -539,7 +527,7 @@ COMMANDS = {
         essential=("model", "plan", "host", "port", "api_key", "replicas", "lora_dir", "max_batch", *ESSENTIAL_PLAN,
             *ESSENTIAL_CACHE)),
     "verify": Command(_run_verify_command, "prove a plan on this machine",
-        "Check a plan on this machine, or on GPUs that are simulated: exactness, message sizes, memory.",
+        "Check a plan on this machine: exactness, message sizes, memory.",
         {Plan: "plan", VerifyOptions: "proof"}),
     "bench": Command(_run_bench_command, "measure plans side by side",
         "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",

@@ -8,13 +8,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ditile.distributed import files
 from ditile.errors import ModelError
 from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
-from ditile.plan.plan import AUTO
 from ditile.runner.load import DTYPES
 from ditile.runner.requests.options import (
     GUIDANCE,
@@ -138,12 +137,6 @@ class VerifyOptions(DeviceOptions, ModelOptions):
     )
     frames: int | None = define_option(None, "frames of a video; the model's own by default", metavar="N")
     plan: str | None = define_option(None, 'all of a plan, such as "pipefusion=2 patches=4"', metavar="PLAN")
-    simulate: Literal["cuda"] | None = define_option(
-        None, "run ranks on simulated GPUs, without weights, for memory, messages and waits", choices=("cuda",)
-    )
-    ranks: tuple[int, ...] | None = define_option(
-        None, "which ranks are simulated, such as 0,3; all by default", metavar="RANKS"
-    )
 
     def __post_init__(self) -> None:
         self.check_model_options()
@@ -152,23 +145,6 @@ class VerifyOptions(DeviceOptions, ModelOptions):
         check_guidance(self)
         if self.steps < 3:
             raise ModelError(f"steps={self.steps} leave nothing to be stale; try steps=6")
-        if self.simulate is None and self.ranks is not None:
-            given = ",".join(map(str, self.ranks))
-            raise ModelError(f"ranks={given}: every rank is checked; add --simulate cuda to look at some")
-        if self.simulate is not None:
-            self._check_simulation()
-
-    def _check_simulation(self) -> None:
-        """Raises `ModelError` for what a simulated call does not heed."""
-        for name, why in (("device", "the GPUs are simulated"), ("image", "a simulated call starts from no file")):
-            if (value := getattr(self, name)) is not None:
-                given = value if isinstance(value, str) else ", ".join(value)
-                raise ModelError(f"{name}={given!r}: {why}; leave it out, or leave out --simulate")
-        if self.plan == AUTO:
-            raise ModelError(
-                "plan='auto': simulated GPUs are no machine that was measured; write the plan that "
-                "ditile plan --hardware NAME names first"
-            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

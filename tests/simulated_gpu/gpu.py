@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditile.planner.simulation.tensors import GpuMemory, SimulatedTensor, list_leaves, replace_leaves
+from tests.simulated_gpu.tensors import GpuMemory, SimulatedTensor, list_leaves, replace_leaves
 
 SETUP, CALL, REHEARSAL, AFTER = "setup", "call", "rehearsal", "after"
 """Places outside of micro-steps: while ranks connect, before the loop, in its rehearsal, and behind it."""

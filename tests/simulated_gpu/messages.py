@@ -20,8 +20,8 @@ from ditile.hooks.generation import Generation
 from ditile.parallel.pipefusion.rehearsal import Rehearsal
 from ditile.parallel.tensor import collectives
 from ditile.plan.schedule import MicroStep
-from ditile.planner.simulation.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedMessage
-from ditile.planner.simulation.tensors import SimulatedTensor, install_device_guard
+from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedMessage
+from tests.simulated_gpu.tensors import SimulatedTensor, install_device_guard
 
 NCCL = "cpu:gloo,cuda:nccl"
 GPUS_PER_HOST = 8

@@ -15,7 +15,7 @@ from torch.nn import functional
 from ditile.errors import PlanError
 
 if TYPE_CHECKING:
-    from ditile.planner.simulation.gpu import SimulatedGpu
+    from tests.simulated_gpu.gpu import SimulatedGpu
 
 PAGE = 512
 """Bytes of memory come in multiples of it, as from torch's allocator."""

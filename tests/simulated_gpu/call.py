@@ -15,11 +15,11 @@ from ditile.parallel.pipefusion.block_offload import HostCopies
 from ditile.plan.plan import Plan
 from ditile.planner.recording.configs import PipelineConfigs
 from ditile.planner.recording.recorded import silence_libraries
-from ditile.planner.simulation.gpu import CALL, SimulatedGpu, SimulationRecord
-from ditile.planner.simulation.messages import GPUS_PER_HOST, SimulatedMessages, simulate_gpu
-from ditile.planner.simulation.tensors import SimulatedTensor
 from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.runner import parallelize
+from tests.simulated_gpu.gpu import CALL, SimulatedGpu, SimulationRecord
+from tests.simulated_gpu.messages import GPUS_PER_HOST, SimulatedMessages, simulate_gpu
+from tests.simulated_gpu.tensors import SimulatedTensor
 
 SOME = 0.01
 """What is in tensors whose numbers must be known and decide nothing. Guidance would divide zeros by each other."""
