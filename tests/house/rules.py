@@ -20,9 +20,9 @@ LONELY_LINES = 60
 """A module with fewer lines that one other alone imports belongs into that one, unless it is data."""
 # What the package held when the rule was written. A figure here may only be replaced by a better one.
 MOST_DENSE = {
-    "nodes of the syntax tree a line": 11.24,
+    "nodes of the syntax tree a line": 11.15,
     "conditional expressions in 1,000 lines": 41.33,
-    "tuple assignments in 1,000 lines": 21.75,
+    "tuple assignments in 1,000 lines": 15,
     "comprehensions in 1,000 lines": 57.71,
 }
 LEAST_COMMENTS = 1.23

@@ -59,17 +59,21 @@ class CacheContext:
 
     def build_chain(self, steps: int, agreement: SkipAgreement) -> Chain | None:
         """The chain of a generation; None if no block is ever left out. Raises `ModelError` if a mask is too short."""
-        hooks, config, calibrator = self.hooks, self.config, self.calibrator
+        hooks = self.hooks
+        config = self.config
+        calibrator = self.calibrator
         rules = build_skip_rules(config, steps)
         difference = Difference(config.important_condition_threshold, config.downsample_factor)
         dtype = None if config.store_dtype is None else getattr(torch, config.store_dtype)
         judge = partial(SkipJudge, rules, difference, dtype, shares=not config.cfg_diff_compute_separate)
         make = partial(build_forecaster, calibrator, store_dtype=config.store_dtype, total=agreement.sum_over_ranks)
         residuals = partial(Residuals, make, hidden=choose_stored_value(config, calibrator) == "hidden")
-        first, last = config.Fn_compute_blocks, config.Bn_compute_blocks
+        first = config.Fn_compute_blocks
+        last = config.Bn_compute_blocks
         chain: Chain
         if isinstance(config, DBPruneConfig):
-            ratio, most = config.dynamic_prune_threshold_relax_ratio, config.highest_threshold
+            ratio = config.dynamic_prune_threshold_relax_ratio
+            most = config.highest_threshold
             dynamic = DynamicThreshold(ratio, most) if config.enable_dynamic_prune_threshold else None
             chain = DBPrune(hooks, judge, residuals, first, last, never=config.non_prune_block_ids, dynamic=dynamic)
         else:
@@ -95,7 +99,8 @@ def explain_idle_steps(config: DBCacheConfig, steps: int) -> str | None:
 
 def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str | None:
     """The reason why settings let all of so many blocks compute always, and what would work; None if they do not."""
-    first, last = config.Fn_compute_blocks, config.Bn_compute_blocks
+    first = config.Fn_compute_blocks
+    last = config.Bn_compute_blocks
     never = config.non_prune_block_ids if isinstance(config, DBPruneConfig) else ()
     if any(k not in never for k in range(first, blocks - last)):
         return None

@@ -154,7 +154,8 @@ class ParallelismConfig(Fields):
         object.__setattr__(self, "parallel_kwargs", {})
 
     def _check_modules(self) -> None:
-        modules, known = self.extra_parallel_modules, list(_PLAN_CHANGES_BY_MODULE)
+        modules = self.extra_parallel_modules
+        known = list(_PLAN_CHANGES_BY_MODULE)
         if isinstance(modules, str) or not isinstance(modules, Sequence):
             raise ModelError(f"extra_parallel_modules={modules!r} are no names; give some of {known}")
         for name in modules:

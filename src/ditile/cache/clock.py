@@ -71,19 +71,28 @@ class SchedulerClock:
         on_end: Callable[[], None],
         on_call: Callable[[], None] = lambda: None,
     ) -> None:
-        self._pipe, self._begun, self._ended, self._called = pipe, on_begin, on_end, on_call
+        self._pipe = pipe
+        self._begun = on_begin
+        self._ended = on_end
+        self._called = on_call
         self._stack = ExitStack()
         self._schedulers: dict[str, Any] = {}
         self._scheduler: Any = None
-        self._live, self._is_counted, self._steps, self._step = False, False, 0, 0
+        self._live = False
+        self._is_counted = False
+        self._steps = 0
+        self._step = 0
         self._images: int | None = None
         self._calls: dict[LabelledModel, int] = {}
         self._labels: set[tuple[LabelledModel, str]] = set()
-        self._timed, self._apart = False, False
+        self._timed = False
+        self._apart = False
         # Timesteps may have been set before the call, and out of sight; then so many steps went by unseen.
-        self._presets, self._unseen = False, 0
+        self._presets = False
+        self._unseen = 0
         self._thread: int | None = None
-        self._busy, self._depth = threading.RLock(), 0
+        self._busy = threading.RLock()
+        self._depth = 0
 
     @property
     def is_in_call(self) -> bool:
@@ -210,13 +219,18 @@ class SchedulerClock:
     def _handle_set_timesteps(self, scheduler: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._enter_pipeline_call() if self._depth else ExitStack():
             result = stock(*args, **kwargs)
-        self._timed, self._scheduler = True, scheduler
+        self._timed = True
+        self._scheduler = scheduler
         self._begin_generation()
         return result
 
     def _begin_generation(self, step: int = 0) -> None:
         self.end_generation()
-        self._live, self._is_counted, self._step, self._images, self._apart = True, False, step, None, False
+        self._live = True
+        self._is_counted = False
+        self._step = step
+        self._images = None
+        self._apart = False
         self._calls.clear()
         self._labels.clear()
         self._thread = threading.get_ident()
@@ -230,7 +244,8 @@ class SchedulerClock:
         if not self._live:
             # Timesteps were set before the call, or before the cache.
             self._presets |= not (self._depth and self._timed)
-            self._scheduler, self._unseen = scheduler, self._unseen + 1
+            self._scheduler = scheduler
+            self._unseen = self._unseen + 1
         if not self._live or not self._calls:
             return result
         if scheduler is not self._scheduler and self._step:
@@ -240,7 +255,8 @@ class SchedulerClock:
             self._scheduler = scheduler
             self._steps = self._count_steps()
         sample = kwargs.get("sample", args[sample_at] if len(args) > sample_at else None)
-        self._images, self._apart = None if sample is None else int(sample.shape[0]), False
+        self._images = None if sample is None else int(sample.shape[0])
+        self._apart = False
         self._advance_step()
         return result
 
@@ -285,9 +301,16 @@ class CallClock:
         separate_cfg: bool = False,
         pipe: Any = None,
     ) -> None:
-        self._begun, self._ended, self._called, self._pipe = on_begin, on_end, on_call, pipe
-        self._of_step, self._most = 2 if separate_cfg else 1, 0
-        self._step, self._branch, self._steps, self._live = 0, 0, steps, False
+        self._begun = on_begin
+        self._ended = on_end
+        self._called = on_call
+        self._pipe = pipe
+        self._of_step = 2 if separate_cfg else 1
+        self._most = 0
+        self._step = 0
+        self._branch = 0
+        self._steps = steps
+        self._live = False
         self._labels: set[str] = set()
         self._stack = ExitStack()
 
@@ -330,12 +353,15 @@ class CallClock:
             )
         if self._live and self._has_step_ended(model.label):
             self._most = max(self._most, self._branch)
-            self._step, self._branch = self._step + 1, 0
+            self._step = self._step + 1
+            self._branch = 0
             self._labels.clear()
             if self._step >= self._steps:
                 self.end_generation()
         if not self._live:
-            self._step, self._branch, self._most = 0, 0, 0
+            self._step = 0
+            self._branch = 0
+            self._most = 0
             self._labels.clear()
             self._begun(self._steps)
             self._live = True

@@ -331,8 +331,10 @@ class CacheWord(NamedTuple):
     aliases: tuple[str, ...] = ()
 
 
-_CACHE, _TAYLOR = DBCacheConfig, TaylorSeerCalibratorConfig
-_M, _MC = "max_cached_steps", "max_continuous_cached_steps"
+_CACHE = DBCacheConfig
+_TAYLOR = TaylorSeerCalibratorConfig
+_M = "max_cached_steps"
+_MC = "max_continuous_cached_steps"
 _RDT = "leave out where the first blocks' work changes less than this"
 _MASK = "steps that compute: slow, medium, fast, ultra, or bins such as 6,1,1,1,1/1,2,5,5,5"
 _POLICY = "steps that the mask lets go are left out where little changes, or always"

@@ -156,7 +156,8 @@ def _read_config_file(path: Path) -> Mapping[str, Any]:
 
 def _check_amount(content: Any) -> None:
     """Raises `ValueError` for more or deeper values than settings have: aliases of YAML may stand for billions."""
-    level, count = [content], 0
+    level = [content]
+    count = 0
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for value in level:
@@ -203,7 +204,8 @@ def _parse_cache_section(values: dict[str, Any]) -> dict[str, Any]:
 
 def _list_calibrator_entries() -> dict[str, tuple[str, str]]:
     """Entry of cache_config -> (calibrator, its field), for those of calibrators; a switch has "" for a field."""
-    switch, kept = "enable_encoder_calibrator", "calibrator_cache_type"
+    switch = "enable_encoder_calibrator"
+    kept = "calibrator_cache_type"
     entries = {name: ("any", name) for name in (switch, kept)}
     for kind, config in CALIBRATOR_CONFIGS.items():
         entries |= {name: (kind, name) for name in config.__dataclass_fields__ if name.startswith(f"{kind}_")}
@@ -278,11 +280,13 @@ def parse_cache_line(line: str) -> dict[str, Any]:
         raise ModelError(
             f"reach={words['reach']} is how far the forecast of taylor goes; add taylor=1, or leave it out"
         )
-    prunes, of_forecast = bool(words.pop("prune", False)), {*_FORECASTS, "reach"}
+    prunes = bool(words.pop("prune", False))
+    of_forecast = {*_FORECASTS, "reach"}
     fields = {_get_field(name): value for name, value in words.items() if name not in of_forecast}
     configs: dict[str, Any] = {"cache_config": _make_cache_config(fields, prunes=prunes)}
     for name in names:
-        value, row = words[name], CACHE_WORDS[name]
+        value = words[name]
+        row = CACHE_WORDS[name]
         if row.field is None and value is not True:
             raise ModelError(f"'{name}={value}': {name} takes no value; write {name}")
         reach = {"taylorseer_reach": words["reach"]} if "reach" in words else {}

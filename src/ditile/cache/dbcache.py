@@ -46,7 +46,10 @@ class DBCache:
         *,
         hidden: bool = False,
     ) -> None:
-        self._hooks, self.judge, self._make, self._hidden = hooks, judge, residuals, hidden
+        self._hooks = hooks
+        self.judge = judge
+        self._make = residuals
+        self._hidden = hidden
         self.middle = range(first, max(first, len(hooks) - last))
         self._looks = first == 0
         self._probe_end = hooks[max(first, 1) - 1] if self.middle else None
@@ -65,7 +68,9 @@ class DBCache:
 
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
         """Prepares the hooks for a call of the model; a stage behind the probe waits here for the decision."""
-        self._call, self._agreement, self._before = call, agreement, None
+        self._call = call
+        self._agreement = agreement
+        self._before = None
         if self._starts:
             self._hooks[0].handle = self._decide_at_first_block if self._looks else self._run_probe_start
         if self._looks and self._starts:
@@ -115,10 +120,8 @@ class DBCache:
 
     def _run_probe_end(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the last block of a probe, which may be its first, and decides."""
-        first, self._before = (
-            (hook.read_tokens(args, kwargs).image.clone() if self._before is None else self._before),
-            None,
-        )
+        first = hook.read_tokens(args, kwargs).image.clone() if self._before is None else self._before
+        self._before = None
         out = hook.forward(*args, **kwargs)
         after = hook.unpack_tokens(out).image
         if not self._starts and not self._hidden:

@@ -75,7 +75,8 @@ class DBPrune:
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
         """Prepares the hooks for a call of the model."""
         # What enters in front of a block is in its probe, and not in what the block adds.
-        self._call, self._agreement = call._replace(control=None), agreement
+        self._call = call._replace(control=None)
+        self._agreement = agreement
         self._seen = [[] for _ in call.units]
         for prunable in self._mine.values():
             prunable.segment.hooks[0].handle = self._run_or_skip_block

@@ -41,7 +41,9 @@ class Forecaster(abc.ABC):
     """
 
     def __init__(self, count: int, store_dtype: torch.dtype | None = None) -> None:
-        self._count, self._dtype, self._value_dtype = count, store_dtype, torch.float32
+        self._count = count
+        self._dtype = store_dtype
+        self._value_dtype = torch.float32
         self._steps: list[int] = []
         """The steps of the snapshots, the latest first."""
         self._tensors: list[Tensor] = []
@@ -182,7 +184,8 @@ class TaylorSeer(_Newton):
 
     def compute_weights(self, step: int) -> list[float]:
         """Products of the gaps from the computed steps."""
-        steps, end = self._steps, float(step)
+        steps = self._steps
+        end = float(step)
         if self._reach is not None and len(steps) > 1:
             end = min(end, steps[0] + self._reach * (steps[0] - steps[1]))
         gaps = [end - computed for computed in steps]
@@ -215,7 +218,8 @@ class FoCa(_Newton):
         steps = self._steps
         if len(steps) < 3:
             return [step - steps[0]] if len(steps) == 2 else []
-        gap, before = step - steps[0], steps[0] - steps[1]
+        gap = step - steps[0]
+        before = steps[0] - steps[1]
         ratio = gap / before
         return [gap, gap * before * (1 + ratio / (2 * (1 + ratio)))]
 
@@ -255,11 +259,14 @@ class DMD(Forecaster):
         total: Total = sum_over_one_rank,
     ) -> None:
         super().__init__(history, store_dtype)
-        self._rank, self._ridge, self._total = rank, ridge, total
+        self._rank = rank
+        self._ridge = ridge
+        self._total = total
         self._modes: Modes | None = None
 
     def _store_snapshot(self, snapshot: Tensor) -> None:
-        self._tensors, self._modes = [snapshot, *self._tensors][: self._count], None
+        self._tensors = [snapshot, *self._tensors][: self._count]
+        self._modes = None
 
     def _continue_sequence(self, step: int) -> Tensor:
         latest = self._tensors[0]

@@ -123,7 +123,10 @@ class SkipJudge:
     def __init__(
         self, rules: SkipRules, difference: Difference, dtype: torch.dtype | None = None, *, shares: bool = False
     ) -> None:
-        self.rules, self._difference, self._dtype, self._shares = rules, difference, dtype, shares
+        self.rules = rules
+        self._difference = difference
+        self._dtype = dtype
+        self._shares = shares
         self._states: dict[UnitKey, UnitState] = {}
 
     def decide_skips(
@@ -144,7 +147,8 @@ class SkipJudge:
             differences = self._measure_differences(probe, call, agreement, states_by_unit, verdicts)
         skips = []
         for k, (verdict, states) in enumerate(zip(verdicts, states_by_unit, strict=True)):
-            skipped, difference = verdict is RuleVerdict.SKIP, differences[k]
+            skipped = verdict is RuleVerdict.SKIP
+            difference = differences[k]
             if difference is not None:
                 limit = None if thresholds is None else thresholds[k]
                 skipped = all([self.rules.should_skip_step(difference, state.record, limit) for state in states])
@@ -166,7 +170,8 @@ class SkipJudge:
                 if not skipped:
                     kept = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
                     state = self._get_unit_state(call, patch, unit)
-                    state.probe, state.size = kept if self._dtype is None else kept.to(self._dtype), None
+                    state.probe = kept if self._dtype is None else kept.to(self._dtype)
+                    state.size = None
                     state.control = None if call.control is None else call.control[unit.batch_slice]
 
     def get_last_differences(self, call: CacheCall) -> list[float | None]:
@@ -289,14 +294,17 @@ class Difference:
             size: the sum of `before`, if it is known; it can be known only where all tokens count.
         """
         if self.every > 1:
-            before, now = before[..., :: self.every], now[..., :: self.every]
+            before = before[..., :: self.every]
+            now = now[..., :: self.every]
         if before.dtype != now.dtype:
             before = before.to(now.dtype)
-        kind, norm = self.choose_sum_dtype(now), torch.linalg.vector_norm
+        kind = self.choose_sum_dtype(now)
+        norm = torch.linalg.vector_norm
         if self.important <= 0:
             change = norm(now - before, ord=1, dtype=kind)
             return change, norm(before, ord=1, dtype=kind) if size is None else size
-        changes, sizes = norm(now - before, ord=1, dim=-1, dtype=kind), norm(before, ord=1, dim=-1, dtype=kind)
+        changes = norm(now - before, ord=1, dim=-1, dtype=kind)
+        sizes = norm(before, ord=1, dim=-1, dtype=kind)
         counted = changes > self.important * sizes
         # Where no token counts the difference is 0 over something; only that of a probe of zeros is 0 over 0.
         return (changes * counted).sum(), (sizes * counted).sum() + torch.finfo(kind).tiny * sizes.any()

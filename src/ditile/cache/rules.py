@@ -94,7 +94,8 @@ class SkipRules:
         if difference is not None:
             record.differences[step] = difference
         if not skipped:
-            record.computed, record.streak = step, 0
+            record.computed = step
+            record.streak = 0
             if self.config.accumulated_resets:
                 record.spent = 0.0
             return

@@ -35,8 +35,11 @@ class Segment:
     """
 
     def __init__(self, hooks: Sequence[CacheHook], residuals: Residuals) -> None:
-        self.hooks, self.residuals = hooks, residuals
-        self._first, self._last, self._inner = hooks[0], hooks[-1], hooks[1:-1]
+        self.hooks = hooks
+        self.residuals = residuals
+        self._first = hooks[0]
+        self._last = hooks[-1]
+        self._inner = hooks[1:-1]
         self._blocks = [hook.block for hook in hooks]
         self._inside: BlockHandler | None = None
         self._start: TokenState | None = None
@@ -45,13 +48,17 @@ class Segment:
 
     def apply_decision(self, call: CacheCall, skips: Sequence[bool], agreement: SkipAgreement) -> None:
         """Installs the handlers of this call: run all rows, run some of them, or leave the blocks out."""
-        self._call, self._skips, self._start = call, skips, None
+        self._call = call
+        self._skips = skips
+        self._start = None
         ends: BlockHandler
         inside: BlockHandler | None
         if not any(skips):
-            ends, inside = self._run_whole_batch, None if self._is_known else self._run_whole_batch
+            ends = self._run_whole_batch
+            inside = None if self._is_known else self._run_whole_batch
         elif all(skips):
-            ends, inside = self._skip_whole_batch, CacheHook.pass_tokens_through
+            ends = self._skip_whole_batch
+            inside = CacheHook.pass_tokens_through
             agreement.mark_blocks_skipped(self._blocks, call.moment)
         else:
             ends = inside = self._run_part_of_batch
@@ -97,14 +104,16 @@ class Segment:
                 # What the model adds in place between blocks must not change the start: the residual has it already.
                 state = hook.copy_tokens(args, kwargs)
         if hook is self._last:
-            start, self._start = self._start, None
+            start = self._start
+            self._start = None
             assert start is not None
             state = self._forecast_state(hook, start)
         return hook.pack_tokens(state)
 
     def _run_part_of_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a block for some rows of the batch."""
-        named, state = hook.bind_arguments(args, kwargs), hook.read_tokens(args, kwargs)
+        named = hook.bind_arguments(args, kwargs)
+        state = hook.read_tokens(args, kwargs)
         if hook is self._first:
             self._start = state
         index = self._get_computed_index(state.image.device)
@@ -127,7 +136,8 @@ class Segment:
         return hook.pack_tokens(out)
 
     def _store_residuals(self, out: TokenState) -> None:
-        start, self._start = self._start, None
+        start = self._start
+        self._start = None
         assert start is not None
         for stream, x, before in (("image", out.image, start.image), ("text", out.text, start.text)):
             if x is not None and self._is_real_stream(stream):
@@ -175,7 +185,8 @@ class Residuals:
     """
 
     def __init__(self, make: Callable[[str], Forecaster], *, hidden: bool = False) -> None:
-        self._make_forecaster, self._hidden = make, hidden
+        self._make_forecaster = make
+        self._hidden = hidden
         self._forecasters: dict[tuple[object, ...], Forecaster] = {}
 
     def store_residuals(

@@ -60,7 +60,8 @@ def steps_mask(
         if total_steps is None:
             raise ModelError(f"mask_policy={mask_policy!r} fits any number of steps; say which, as in total_steps=28")
         return list(build_preset_mask(mask_policy, total_steps))
-    compute, cache = _check_bins("compute_bins", compute_bins), _check_bins("cache_bins", cache_bins)
+    compute = _check_bins("compute_bins", compute_bins)
+    cache = _check_bins("cache_bins", cache_bins)
     check_whole_number(sum(compute) + sum(cache), "the number of steps in the bins", most=MOST["steps"])
     mask = _interleave_bins(compute, cache)
     total = len(mask) if total_steps is None else total_steps
@@ -180,7 +181,8 @@ def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
     """The steps, with as few more as needed so that no hole is longer than `longest` steps."""
     result = [chosen[0]]
     for step in chosen[1:]:
-        start, gap = result[-1], step - result[-1]
+        start = result[-1]
+        gap = step - result[-1]
         more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
         result += [start + round(gap * k / (more + 1)) for k in range(1, more + 1)]
         result.append(step)

@@ -25,7 +25,8 @@ from ditile.plan.spec import ModelSpec
 from ditile.runner.requests.conditions import describe_condition, find_transformer_class, read_call_conditions
 from ditile.runner.requests.pipelines import returns_videos
 
-YES, NO = "yes", "-"
+YES = "yes"
+NO = "-"
 GUIDED_CALL = {"guidance_scale": 5.0, "true_cfg_scale": 5.0, "negative_prompt": ""}
 """Arguments of a call with guidance, under the names of all families."""
 

@@ -28,7 +28,8 @@ def read_families() -> dict[str, Any]:
 
 def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
     """The tables of `ditile models`, for 80 columns: families with a `ModelSpec`, and all others by support level."""
-    families, cells = matrix["families"], matrix["cells"]
+    families = matrix["families"]
+    cells = matrix["cells"]
     specs = [family for family in families if family["name"] in cells]
     names = Table("family")
     # Names of classes are copied, so that they are whole, and the family's is broken where columns are few.
@@ -104,7 +105,8 @@ def format_matrix_markdown(matrix: Mapping[str, Any], proven: Mapping[str, Any])
 
 def _format_families(proven: Mapping[str, Any]) -> list[str]:
     """A row for each pipeline, with the number of the reason where it does not hold a column, and the reasons."""
-    columns, families = proven["columns"], proven["families"]
+    columns = proven["columns"]
+    families = proven["families"]
     reasons = {reason: 0 for family in families for reason in family["holes"].values()}
     numbers = {reason: f"({k})" for k, reason in enumerate(reasons, start=1)}
     table = [["pipeline", *columns], ["---", *[":-:"] * len(columns)]]

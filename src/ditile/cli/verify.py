@@ -144,7 +144,8 @@ def run_plan_checks(
     sync_counter = _HostSyncCounter(runner, steps)
     with sync_counter.count_host_syncs():
         first = _digest_call_result(runner, call, reference_latents)
-    after_first, traffic_bytes = _measure_tensor_bytes(runner), _count_traffic_bytes(runner)
+    after_first = _measure_tensor_bytes(runner)
+    traffic_bytes = _count_traffic_bytes(runner)
     second = _digest_call_result(runner, call, reference_latents)
     checks += [
         _check_repeatability(runner, first, second),
@@ -165,7 +166,8 @@ def _check_exactness(runner: Runner, latents: Tensor, reference_latents: Tensor 
     everyone = gather_json(
         [difference, _hash_latents(latents), _find_allowed_rounding(runner, latents)], runner.mesh.everyone
     )
-    difference, alike = everyone[0][0], len({digest for _, digest, _ in everyone}) == 1
+    difference = everyone[0][0]
+    alike = len({digest for _, digest, _ in everyone}) == 1
     allowed = max(rounding for _, _, rounding in everyone)
     finding = "bit for bit" if difference == 0 else f"largest difference {difference:.1e} of the largest value"
     finding += f" (rounding: {allowed:.0e})" if difference else ""
@@ -235,7 +237,9 @@ def _check_traffic_bytes(runner: Runner, traffic_bytes: tuple[dict[str, int], di
     if runner.job() is None:
         return Check(name, None, "a model without a ModelSpec has none")
     everyone = gather_json(traffic_bytes, runner.mesh.everyone)
-    wrong, total, others = [], 0, dict[str, int]()
+    wrong = []
+    total = 0
+    others = dict[str, int]()
     for rank, (sent, formula) in enumerate(everyone):
         for kind in (kind for kind in cost.KINDS if sent.get(kind, 0) != formula.get(kind, 0)):
             wrong.append(f"rank {rank} sent {sent.get(kind, 0)} of {kind}, by formula {formula.get(kind, 0)}")
@@ -276,11 +280,13 @@ class _HostSyncCounter:
         if not self._is_cuda:
             yield
             return
-        job, model = self._runner.job(), find_loop_model(self._runner.pipe)
+        job = self._runner.job()
+        model = find_loop_model(self._runner.pipe)
         calls = [
             (1 if job is None else job.count_calls_in_step(step)) * micros for step, micros in enumerate(self._micros)
         ]
-        first, last = sum(calls[: self._skipped]), sum(calls)
+        first = sum(calls[: self._skipped])
+        last = sum(calls)
 
         def update_sync_mode(*_: Any) -> None:
             mode = "warn" if first <= self._calls < last - 1 else "default"

@@ -112,7 +112,9 @@ def show_progress_bar(
 @contextlib.contextmanager
 def _print_progress_lines(title: str, total: int, completed: int) -> Iterator[Callable[[int], None]]:
     """Prints a line every `LINE_PERIOD` seconds, also while nothing advances; none for work that takes less."""
-    done, began, ended = completed, time.monotonic(), threading.Event()
+    done = completed
+    began = time.monotonic()
+    ended = threading.Event()
 
     def advance(count: int) -> None:
         nonlocal done

@@ -51,7 +51,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def _read_descriptor(descriptor: int, most: int) -> bytes:
-    content, is_open = bytearray(), not stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    content = bytearray()
+    is_open = not stat.S_ISFIFO(os.fstat(descriptor).st_mode)
     while True:
         try:
             part = os.read(descriptor, 2**20)

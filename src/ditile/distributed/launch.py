@@ -188,7 +188,9 @@ def _set_up_process_group(place: RankPlace, directory: str, network: int | None 
     from ditile.distributed import mesh
 
     env.report_progress()  # it has started
-    number, world, threads = place.rank, place.world, place.threads
+    number = place.rank
+    world = place.world
+    threads = place.threads
     device = mesh.pick_device(None, place.local_rank)
     if device.type == "cpu":
         pin_to_own_cores(place.local_rank, place.local_world, threads)

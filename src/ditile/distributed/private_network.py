@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 
 from ditile.distributed import env
 
-_NEW_USER, _NEW_NET = 0x10000000, 0x40000000
+_NEW_USER = 0x10000000
+_NEW_NET = 0x40000000
 _MAKE = f"""
 import ctypes, fcntl, os, pathlib, socket, struct, sys
 user, group = os.getuid(), os.getgid()
@@ -59,7 +60,8 @@ def create_private_network() -> Iterator[PrivateNetwork | None]:
     if sys.platform != "linux" or (not is_root and Path("/dev/nvidiactl").exists()):
         yield None
         return
-    pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
+    pipe = subprocess.PIPE
+    quiet = subprocess.DEVNULL
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", _MAKE], stdin=pipe, stdout=pipe, stderr=quiet) as maker:
         assert maker.stdin is not None and maker.stdout is not None
         try:

@@ -166,7 +166,8 @@ def sum_waits_by_step(waits: Sequence[TraceWait], marks: Sequence[float]) -> dic
     by_kind: dict[str, list[float]] = {}
     until = marks[0] if marks else 0.0
     for kind, start, end in sorted(waits, key=lambda wait: (wait.start, wait.end)):
-        start, until = max(start, until), max(end, until)
+        start = max(start, until)
+        until = max(end, until)
         for step, (begin, stop) in enumerate(zip(marks, marks[1:], strict=False)):
             if (seconds := min(end, stop) - max(start, begin)) > 0:
                 by_kind.setdefault(kind, [0.0] * (len(marks) - 1))[step] += seconds

@@ -323,11 +323,14 @@ class Hub:
     """The watcher of rank 0, which hears of all ranks and decides."""
 
     def __init__(self, task: dict[str, Any], own: WatchedProcess) -> None:
-        self._own, self._secret, self._world = own, task["secret"], task["world"]
+        self._own = own
+        self._secret = task["secret"]
+        self._world = task["world"]
         self._is_command = task["stall"] is not None
         self._limits = LaunchLimits(stall=task["stall"] or 60.0, grace=GRACE)
         self._ranks = [WatchedRank(number) for number in range(task["world"])]
-        self._ranks[0].connected, self._ranks[0].host = True, task["host"]
+        self._ranks[0].connected = True
+        self._ranks[0].host = task["host"]
         self._links: dict[socket.socket, WatchedRank] = {}
         self._strangers: dict[socket.socket, tuple[float, bytes]] = {}
         self._server = _listen(task["master"])
@@ -375,7 +378,8 @@ class Hub:
                 rank.signs.last_activity = rank.signs.last_progress = time.monotonic()
 
     def _tell_verdict(self, failure: RankFailure, number: int) -> dict[str, Any]:
-        rank, hosts = self._ranks[number], {each.host for each in self._ranks if each.host}
+        rank = self._ranks[number]
+        hosts = {each.host for each in self._ranks if each.host}
         message = str(make_error(failure, number))
         if not failure.plain and len(hosts) > 1 and rank.host:
             message = message.replace(f"rank {number}:", f"rank {number} on {rank.host}:", 1)
@@ -419,7 +423,8 @@ class Hub:
             return
         hello = json.loads(who)
         rank = self._ranks[hello["rank"]]
-        rank.host, rank.connected = hello["host"], True
+        rank.host = hello["host"]
+        rank.connected = True
         self._links[stranger] = rank
         stranger.settimeout(5)  # of what is sent; what is received is there
         self._selector.register(stranger, selectors.EVENT_READ, self._read_link)
@@ -433,7 +438,8 @@ class Hub:
                 stranger.close()
 
     def _read_link(self, link: socket.socket) -> None:
-        data, rank = _receive(link), self._links[link]
+        data = _receive(link)
+        rank = self._links[link]
         if data:
             rank.read_link(data)
             return
@@ -451,7 +457,9 @@ class Spoke:
     """The watcher of another rank, which passes on what that says and does what the hub says."""
 
     def __init__(self, task: dict[str, Any], own: WatchedProcess) -> None:
-        self._own, self._rank, self._heard = own, task["rank"], b""
+        self._own = own
+        self._rank = task["rank"]
+        self._heard = b""
         self._link = _connect(task["addresses"], task["port"])
         hello = {"rank": task["rank"], "host": task["host"]}
         if self._link is not None:

@@ -46,8 +46,10 @@ class VectorPacking:
 
     def pack_vectors(self, x: Tensor) -> Tensor:
         """`[..., n]` of any floating type to bytes `[..., n + 2 g]`."""
-        shape, size = x.shape[:-1], x.shape[-1]
-        code_dtype, largest_code = CODES[self.wire_dtype], LARGEST_CODE[self.wire_dtype]
+        shape = x.shape[:-1]
+        size = x.shape[-1]
+        code_dtype = CODES[self.wire_dtype]
+        largest_code = LARGEST_CODE[self.wire_dtype]
         run = find_scaled_run(self.wire_dtype, size)
         runs = x.reshape(*shape, size // run, run)
         largest = torch.linalg.vector_norm(runs, math.inf, dim=-1, keepdim=True).to(torch.float32)

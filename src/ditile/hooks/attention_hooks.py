@@ -126,7 +126,9 @@ class CallsInTurn:
     overlaps = False
 
     def __init__(self, layer: str, cores: Sequence[LayerAttention | None], least: int) -> None:
-        self._layer, self._cores, self._turn = layer, cores, 0
+        self._layer = layer
+        self._cores = cores
+        self._turn = 0
         self._known = range(least, len(cores) + 1)
 
     def attend(
@@ -146,7 +148,8 @@ class CallsInTurn:
         Raises:
             StateError: if there were more turns or fewer; a pass in which the block is left out has none.
         """
-        turns, self._turn = self._turn, 0
+        turns = self._turn
+        self._turn = 0
         if turns and turns not in self._known:
             raise StateError(
                 f"{self._layer} attended {turns} times in a call and {self._known[-1]} times when it was looked at, "
@@ -168,7 +171,8 @@ class AttentionRedirect(TorchFunctionMode):
 
     def __init__(self, core: LayerAttention) -> None:
         super().__init__()
-        self._core, self.calls = core, 0
+        self._core = core
+        self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not functional.scaled_dot_product_attention:

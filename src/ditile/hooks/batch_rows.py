@@ -74,7 +74,8 @@ class BatchDimFinder:
     """
 
     def __init__(self, model: nn.Module, table: Collection[str] | None) -> None:
-        self._model, self._table = model, table
+        self._model = model
+        self._table = table
         self._known: dict[object, BatchDims | None] = {}
 
     def find_dims(self, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
@@ -239,7 +240,8 @@ class _MaskCheck(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            query, mask = args[0] if args else kwargs["query"], kwargs.get("attn_mask", (*args, *[None] * 4)[3])
+            query = args[0] if args else kwargs["query"]
+            mask = kwargs.get("attn_mask", (*args, *[None] * 4)[3])
             if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, query.shape[0]):
                 raise ValueError(f"a mask of {mask.shape[0]} rows for {query.shape[0]}")
         return func(*args, **kwargs)

@@ -111,9 +111,11 @@ def bypass_compiled_model(stack: ExitStack, pipe: Any, model: nn.Module) -> None
 
 def wrap_model_call(stack: ExitStack, pipe: Any, model: nn.Module, wrap: Callable[[ForwardCall], ForwardCall]) -> None:
     """Puts something around a pipeline's calls of its model, compiled or not, until the stack is closed."""
-    owner, name = model, "forward" if get_compiled_call(model) is None else COMPILED_CALL_ATTRIBUTE
+    owner = model
+    name = "forward" if get_compiled_call(model) is None else COMPILED_CALL_ATTRIBUTE
     for _, outer in _find_compiled_wrappers(pipe, model):
-        owner, name = outer, "forward"
+        owner = outer
+        name = "forward"
     override_attribute(stack, owner, name, wrap(getattr(owner, name)))
 
 
@@ -220,7 +222,8 @@ class CustomOp:
     """
 
     def __init__(self, fn: Callable[..., Tensor], turn: Tensor) -> None:
-        self.fn, self.turn = fn, turn
+        self.fn = fn
+        self.turn = turn
         number = next(_COUNT)
         self.number = torch.tensor(number)
         _CUSTOM_OPS[number] = self

@@ -87,7 +87,8 @@ class FusedProjections:
 
 def pack_parameters(parameters: Sequence[Tensor]) -> Tensor:
     """Parameters as one tensor, in whose memory each has its part; they are moved there if they are not yet."""
-    first, lengths = parameters[0], [len(p) for p in parameters]
+    first = parameters[0]
+    lengths = [len(p) for p in parameters]
     places = accumulate((p.numel() for p in parameters), initial=first.storage_offset())
     memory = first.untyped_storage().data_ptr()
     if all(
@@ -181,8 +182,13 @@ class FusedGELU:
         approximate: str,
         now: Generation,
     ) -> None:
-        self._owner, self._name, self._linear, self._approximate = owner, name, linear, approximate
-        self._product, self._activation, self._now = linear.forward, activation, now
+        self._owner = owner
+        self._name = name
+        self._linear = linear
+        self._approximate = approximate
+        self._product = linear.forward
+        self._activation = activation
+        self._now = now
         self._base = _unwrap_loras(linear)
         self._activated: Tensor | None = None
 
@@ -198,7 +204,8 @@ class FusedGELU:
             or torch.is_autocast_enabled("cpu")
         ):
             return self._product(x)
-        weight, bias = self._base.weight, self._base.bias
+        weight = self._base.weight
+        bias = self._base.bias
         self._activated = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], self._approximate)
         return self._activated
 

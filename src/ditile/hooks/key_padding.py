@@ -43,7 +43,8 @@ class FurtherKeys(NamedTuple):
 
     def join_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """These among others `[B, S, N, H]`; `mask` is of the others, and is given where these have one."""
-        at, joined = self.at, list[Tensor]()
+        at = self.at
+        joined = list[Tensor]()
         for others, own in ((k, self.keys), (v, self.values)):
             joined.append(torch.cat([others[:, :at], own, others[:, at:]], dim=1))
         if mask is not None and self.mask is not None:

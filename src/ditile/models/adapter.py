@@ -205,7 +205,8 @@ def _split_by_transformer(adapter: BlockAdapter) -> list[_AdapterFields]:
                 f"the {type(unwrap_module(stranger)).__name__} of BlockAdapter is not that of its "
                 f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
             )
-    count, given = len(transformers), adapter.blocks if adapter.blocks is not None else adapter.blocks_name
+    count = len(transformers)
+    given = adapter.blocks if adapter.blocks is not None else adapter.blocks_name
     blocks = _split_adapter_field("blocks", given, count)
     patterns = _split_adapter_field("forward_pattern", adapter.forward_pattern, count)
     modifiers = _split_adapter_field("params_modifiers", adapter.params_modifiers, count)
@@ -260,7 +261,8 @@ def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> Trans
         parts = [_group_by_owner(model, each) for each in fields.blocks]
     patterns = _repeat_for_lists("forward_pattern", fields.patterns, len(parts))
     modifiers = _repeat_for_lists("params_modifiers", fields.modifiers, len(parts)) if fields.modifiers else []
-    lists, settings = [], []
+    lists = []
+    settings = []
     for index, part in enumerate(parts):
         for name, blocks in part:
             if name not in (adapter.dummy_blocks_names or ()) or len(part) > 1:
@@ -302,8 +304,10 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
     Raises:
         ModelError: if none is as the adapter wants it.
     """
-    matches, others = [], []
-    prefixes, suffixes = tuple(adapter.allow_prefixes), tuple(adapter.allow_suffixes)
+    matches = []
+    others = []
+    prefixes = tuple(adapter.allow_prefixes)
+    suffixes = tuple(adapter.allow_suffixes)
     for name, blocks, call in find_candidate_lists(model):
         flow = find_list_flow(model, name, blocks)
         classes = [type(unwrap_module(block)).__name__ for block in blocks]

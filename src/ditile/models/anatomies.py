@@ -132,7 +132,8 @@ def read_row(row: Row) -> Anatomy:
         )
         for name, each in row["lists"].items()
     }
-    modes, outside = row.get("modes", {}), tuple(row.get("outside", ()))
+    modes = row.get("modes", {})
+    outside = tuple(row.get("outside", ()))
     return Anatomy(lists, row["joint"], _freeze_kinds(row["inputs"]), modes, outside, row.get("tensor", {}))
 
 

@@ -64,7 +64,8 @@ class PixArtCrossAttention:
         if mask is not None:
             if not torch.compiler.is_compiling():
                 length, mask = self._constant(("text", mask.shape), functools.partial(trim_key_mask, mask))
-                k, v = k[:, :, :length], v[:, :, :length]
+                k = k[:, :, :length]
+                v = v[:, :, :length]
             mask = None if mask is None else mask[:, None]
         return _project_output(attn, functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
 

@@ -139,12 +139,15 @@ _RUNGS = ("PipeFusion, ulysses, ring", "ulysses, ring", "caches", "data, cfg")
 
 def _describe_rung(name: str, pipelines: tuple[str, ...], columns: frozenset[str]) -> tuple[tuple[str, ...], str, str]:
     """The pipelines of a transformer without a `ModelSpec`, the rung that it is on, and why."""
-    row, rungs, notes = TRANSFORMER_TABLE.get(name), [], []
+    row = TRANSFORMER_TABLE.get(name)
+    rungs = []
+    notes = []
     if columns >= _SEQUENCE:
         rungs = [_RUNGS[0] if columns >= {"pipefusion", "stale"} else _RUNGS[1]]
         notes = ["its anatomy is derived"]
     if row is not None and not row.refusal:
-        rungs, notes = [*rungs, "caches"], [*notes, "its blocks are listed"]
+        rungs = [*rungs, "caches"]
+        notes = [*notes, "its blocks are listed"]
     if row is not None and row.note:
         notes.append(row.note)
     return pipelines, ", ".join(rungs) or _RUNGS[-1], "; ".join(notes)
@@ -162,7 +165,8 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
         ModelError: if the pipeline runs what a patch pipeline cannot honour.
         PlanError: if guidance branches are to be shared out that the model itself compares.
     """
-    model, name = find_loop_model(pipe), type(pipe).__name__
+    model = find_loop_model(pipe)
+    name = type(pipe).__name__
     parameters = list_call_parameters(pipe)
     if plan.cfg > 1 and "pag_scale" in parameters:
         raise PlanError(f"cfg={plan.cfg}: {name} tells branches of guidance apart inside attention; use data instead")

@@ -45,7 +45,8 @@ class SD3Attention:
         out = attend_to_projections(self._core, makers).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
             return attn.to_out[0](out)  # type: ignore[no-any-return]
-        image, text_tokens = out[:, : hidden_states.shape[1]], out[:, hidden_states.shape[1] :]
+        image = out[:, : hidden_states.shape[1]]
+        text_tokens = out[:, hidden_states.shape[1] :]
         if not attn.context_pre_only:
             text_tokens = attn.to_add_out(text_tokens)
         return attn.to_out[0](image), text_tokens

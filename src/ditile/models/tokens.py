@@ -78,11 +78,13 @@ def defer_joint_projections(
     attn: Any, image: Tensor, text: Tensor | None, heads: tuple[int, int], joint: Literal["text_first", "image_first"]
 ) -> list[DeferredTensor]:
     """The same for the joint attention of diffusers' MM-DiT blocks, over image `[B, S, C]` and text `[B, T, C]`."""
-    linears, norms = (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
+    linears = (attn.to_q, attn.to_k, attn.to_v)
+    norms = (attn.norm_q, attn.norm_k, None)
     makes = defer_projections(image, linears, norms, heads)
     if text is None:
         return makes
-    linears, norms = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), (attn.norm_added_q, attn.norm_added_k, None)
+    linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    norms = (attn.norm_added_q, attn.norm_added_k, None)
     of_text = defer_projections(text, linears, norms, heads)
     pairs = zip(*((of_text, makes) if joint == "text_first" else (makes, of_text)), strict=True)
     return [partial(_concatenate_tokens, *pair) for pair in pairs]

@@ -200,7 +200,8 @@ def find_scaled_run(wire_dtype: str, channels: int) -> int:
 
 def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
     """Bytes that a rank sends in a whole call, by kind."""
-    place, total = job.locate_rank(rank), dict.fromkeys(KINDS, 0)
+    place = job.locate_rank(rank)
+    total = dict.fromkeys(KINDS, 0)
     for step in range(job.shape.steps):
         for kind, size in count_traffic_in_step(job, rank, step).items():
             total[kind] += size
@@ -212,7 +213,8 @@ def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
 
 def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, int]:
     """Bytes that a rank sends in one step, by kind."""
-    place, total = job.locate_rank(rank), dict.fromkeys(KINDS, 0)
+    place = job.locate_rank(rank)
+    total = dict.fromkeys(KINDS, 0)
     replica_shape = job.compute_replica_shape(place.data)
     if not replica_shape.images:
         return {}  # an idle replica calls no model
@@ -274,7 +276,8 @@ def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroS
     branches_are_calls = job.shape.branches_per_call == 1
     if place.stage < job.plan.pipefusion - 1 or job.plan.cfg == 1 or (branches_are_calls and micro.step == 0):
         return 0
-    layout, patch = job.image_layout, job.select_patch(micro)
+    layout = job.image_layout
+    patch = job.select_patch(micro)
     rows = layout.grid.rows if patch is None else layout.count_rows(patch)
     tokens = layout.grid.num_tokens * rows // layout.grid.rows
     numbers = (job.plan.cfg - 1) * tokens * job.weights.out
@@ -297,7 +300,8 @@ def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> 
     """Bytes of the keys and values that a rank keeps: of its own layers and heads, with or without the text."""
     if job.plan.distrifusion == 1 and not any(job.step_schedule.keeps_keys(step) for step in range(job.shape.steps)):
         return 0
-    place, layout = job.locate_rank(rank), job.image_layout
+    place = job.locate_rank(rank)
+    layout = job.image_layout
     layers = job.count_layers(place).items()
     tokens = sum(times * layout.count_layer_tokens(joint=joint and text) for joint, times in layers)
     return 2 * job.compute_replica_shape(place.data).calls * tokens * _count_token_key_bytes(job, place)
@@ -313,7 +317,8 @@ def _iterate_activation_exchanges(
 
 def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
     """An all-reduce after each row-parallel Linear; with split_scheme=sequence half of that, and gathers of tokens."""
-    n, gathers = job.plan.tensor, job.plan.split_scheme == "sequence"
+    n = job.plan.tensor
+    gathers = job.plan.split_scheme == "sequence"
     if n == 1:
         return
     part = job.shard_tokens(job.select_patch(micro))[place.rank]
@@ -343,8 +348,10 @@ def _iterate_ulysses_exchanges(
     """A rank sends the others' heads of its tokens (q, k and v), and returns its own heads of their tokens."""
     if job.plan.ulysses == 1:
         return
-    parts, heads = _select_ulysses_shards(job, place, micro), job.shape.heads // job.plan.tensor
-    own_heads, head_bytes = job.count_heads(place), job.count_packed_bytes(place, job.shape.head_dim)
+    parts = _select_ulysses_shards(job, place, micro)
+    heads = job.shape.heads // job.plan.tensor
+    own_heads = job.count_heads(place)
+    head_bytes = job.count_packed_bytes(place, job.shape.head_dim)
     for joint, times in job.count_layers(place).items():
         lengths = [part.count_tokens(joint=joint) for part in parts]
         own_length = lengths[place.ulysses]
@@ -368,7 +375,8 @@ def _iterate_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: Mic
 def _iterate_distrifusion_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
-    schedule, n = job.step_schedule, job.plan.distrifusion
+    schedule = job.step_schedule
+    n = job.plan.distrifusion
     if n == 1 or (schedule.reads_stale_keys(micro.step) and not schedule.keeps_keys(micro.step)):
         return
     image = sum(part.image_tokens for part in _select_ulysses_shards(job, place, micro))
@@ -398,7 +406,8 @@ def _iterate_warmup_group_exchanges(
     job: PlannedCall, place: RankCoordinates, micro: MicroStep
 ) -> Iterator[RepeatedExchange]:
     """What a warmup group sends in a call: keys of all layers to its members, and to other stages what these need."""
-    warmup_group, last = job.step_schedule.select_warmup_group(micro), job.plan.pipefusion - 1
+    warmup_group = job.step_schedule.select_warmup_group(micro)
+    last = job.plan.pipefusion - 1
     if place.stage in warmup_group:
         for joint, times in Counter(itertools.chain.from_iterable(job.weights.layers)).items():
             size = (len(warmup_group) - 1) * count_group_key_bytes(job, place, joint=joint)

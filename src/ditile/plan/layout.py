@@ -49,7 +49,8 @@ class Grid(NamedTuple):
 
     def locate_rows(self, start: int, stop: int) -> tuple[range, ...]:
         """The tokens of some rows: a run in each frame."""
-        width, frame = self.tokens_per_row, self.rows * self.tokens_per_row
+        width = self.tokens_per_row
+        frame = self.rows * self.tokens_per_row
         return merge_ranges(range(k * frame + start * width, k * frame + stop * width) for k in range(self.frames))
 
 
@@ -124,7 +125,8 @@ class Layout:
         sizes = balance_patch_rows(len(references), first)
         sizes += balance_patch_rows(image, patches - first, text / (grid.tokens_per_row * grid.frames))
         patch_of_each = [patch for patch, rows in enumerate(sizes) for _ in range(rows)]
-        next_reference, next_row = iter(patch_of_each[: len(references)]), iter(patch_of_each[len(references) :])
+        next_reference = iter(patch_of_each[: len(references)])
+        next_row = iter(patch_of_each[len(references) :])
         of_rows = [next(next_reference if row in references else next_row) for row in range(grid.rows)]
         starts = [row for row, patch in enumerate(of_rows) if not row or patch != of_rows[row - 1]]
         return cls(grid, text, joint, (*starts, grid.rows), tuple(of_rows[row] for row in starts), first)
@@ -150,7 +152,9 @@ class Layout:
     @property
     def image_tokens(self) -> int:
         """Image tokens."""
-        frames, rows, width = self.grid.frames, self.grid.rows, self.grid.tokens_per_row
+        frames = self.grid.frames
+        rows = self.grid.rows
+        width = self.grid.tokens_per_row
         return frames * rows * width
 
     def count_layer_tokens(self, *, joint: bool) -> int:
@@ -260,7 +264,8 @@ class Split:
         )
 
     def _shard_by_rows(self, layout: Layout, text: range) -> tuple[TokenShard, ...]:
-        parts, at = list[TokenShard](), 0
+        parts = list[TokenShard]()
+        at = 0
         for rows in balance_patch_rows(layout.grid.rows, self.distrifusion):
             image = layout.grid.locate_rows(at, at + rows)
             at += rows
@@ -278,7 +283,8 @@ def _pick_shard(text: range, image: Iterable[Sequence[range]], ranks: int, index
 
 def _pick_from_runs(runs: Sequence[range], ranks: int, index: int) -> Iterator[range]:
     """A rank's even share of what is in some runs, one after the other."""
-    share, at = pick_even_chunk(range(sum(map(len, runs))), ranks, index), 0
+    share = pick_even_chunk(range(sum(map(len, runs))), ranks, index)
+    at = 0
     for run in runs:
         yield run[max(share.start - at, 0) : max(share.stop - at, 0)]
         at += len(run)

@@ -237,7 +237,8 @@ class Schedule:
         """
         if self.stages == 1:
             return
-        step, last = micro.step - 1, self.stages - 1
+        step = micro.step - 1
+        last = self.stages - 1
         if stage in self.latent_readers:
             yield from self.iter_takes(stage, micro, -1, calls)
         others = [member for member in self.select_warmup_group(micro) if 0 < member < last]
@@ -310,7 +311,9 @@ class Schedule:
 
     def _iterate_warmup_group_ops(self, stage: int, micro: MicroStep, branch: int) -> Iterator[Op]:
         """A call of a warmup group: predictions go to the last stage, keys to the stages that own their layers."""
-        step, last, warmup_group = micro.step, self.stages - 1, self.select_warmup_group(micro)
+        step = micro.step
+        last = self.stages - 1
+        warmup_group = self.select_warmup_group(micro)
         key_owners = range(len(warmup_group), self.stages) if self.keeps_keys(step) else range(0)
         if stage in warmup_group:
             yield Op(OpKind.COMPUTE, step, None, branch)
@@ -370,7 +373,10 @@ class Schedule:
         max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
         micro-batches (or calls) of which the largest is a share q, (1 + (N - 1) q) / N; in a group of R, 1 / R.
         """
-        n, m, c, s = self.stages, self.patches, calls, self.steps
+        n = self.stages
+        m = self.patches
+        c = calls
+        s = self.steps
         if self.distrifusion > 1:
             left_out = self.reference_share * sum(not self.computes_references(step) for step in range(s))
             return (s - left_out) / self.distrifusion
@@ -453,7 +459,9 @@ def simulate_schedule(
     """
     price = cost or (lambda stage, op: _compute_unit_cost(schedule, op, calls(op.step) if callable(calls) else calls))
     programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
-    clocks, sent, spans = [0.0] * schedule.stages, dict[tuple[object, ...], float](), list[Span]()
+    clocks = [0.0] * schedule.stages
+    sent = dict[tuple[object, ...], float]()
+    spans = list[Span]()
     while any(programs):
         moved = False
         for stage, program in enumerate(programs):
@@ -482,7 +490,8 @@ def _compute_unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
         return 0.0
     micro = MicroStep(op.step, op.patch)
     if op.patch is not None:
-        first, share = schedule.num_references, schedule.reference_share
+        first = schedule.num_references
+        share = schedule.reference_share
         of_patch = share / first if op.patch < first else (1 - share) / (schedule.patches - first)
         return of_patch / (schedule.stages * calls)
     ranks = len(schedule.select_warmup_group(micro)) or schedule.stages

@@ -48,7 +48,8 @@ def compute_stage_loads(
 
 def _balance_stages(costs: list[float], speeds: list[float], ends: tuple[float, float]) -> list[range]:
     """The linear partition problem, by dynamic programming over (stages, blocks)."""
-    total, last = [0.0, *accumulate(costs)], len(speeds) - 1
+    total = [0.0, *accumulate(costs)]
+    last = len(speeds) - 1
 
     def time_stage(stage: int, start: int, stop: int) -> float:
         extra = ends[0] * (stage == 0) + ends[1] * (stage == last)
@@ -58,7 +59,8 @@ def _balance_stages(costs: list[float], speeds: list[float], ends: tuple[float, 
     best = [time_stage(0, 0, stop) for stop in range(len(total))]
     cuts: list[list[int]] = []
     for stage in range(1, len(speeds)):
-        row, where = [float("inf")] * len(total), [0] * len(total)
+        row = [float("inf")] * len(total)
+        where = [0] * len(total)
         for stop in range(stage + 1, len(total)):
             for start in reversed(range(stage, stop)):
                 stage_time = time_stage(stage, start, stop)
@@ -68,7 +70,8 @@ def _balance_stages(costs: list[float], speeds: list[float], ends: tuple[float, 
                 worst = max(best[start], stage_time)
                 if worst <= row[stop]:
                     row[stop], where[stop] = worst, start
-        best, cuts = row, [*cuts, where]
+        best = row
+        cuts = [*cuts, where]
     stops = [len(costs)]
     for where in reversed(cuts):
         stops.insert(0, where[stops[0]])

@@ -94,7 +94,8 @@ def choose(
         )
     soon = [row for row in fits if max_latency is None or row["seconds"] <= max_latency]
     if not soon:
-        best, also = min(fits, key=lambda row: row["seconds"]), "" if min_psnr is None else f" with {min_psnr:g} dB"
+        best = min(fits, key=lambda row: row["seconds"])
+        also = "" if min_psnr is None else f" with {min_psnr:g} dB"
         raise PlanError(
             f"no evaluated setting{also} took max_latency={max_latency:g} s; the fastest: {describe_setting(best)}"
         )
@@ -146,7 +147,8 @@ def _is_valid_setting(row: Any) -> bool:
     if not isinstance(row, dict):
         return False
     for name, kind in IN_A_ROW.items():
-        value, kinds = row.get(name), (int, float) if kind is float else kind
+        value = row.get(name)
+        kinds = (int, float) if kind is float else kind
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
     return bool(row["latency_ratio"] > 0)

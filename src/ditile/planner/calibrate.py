@@ -30,7 +30,9 @@ WIDTHS = (128, 256, 512, 1024, 2048)
 LENGTHS = (16, 64, 256, 512, 1024, 4096)
 SIZES = tuple(2**k for k in range(12, 27, 2))
 MESSAGES = (1 << 10, 1 << 16, 1 << 20, 1 << 23)
-HEADS, HEAD, WIDTH = 8, 64, 256
+HEADS = 8
+HEAD = 64
+WIDTH = 256
 HEAD_SIZES = (16, 32, 64, 128)
 PARTS, LINK_PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES), 10
 """Parts that a progress bar shows of the curves and of a link."""
@@ -44,7 +46,8 @@ LIMIT = 1.1
 BUSY = 0.1
 """If a larger share of the measured seconds was disturbed, the result does not describe the machine."""
 PAUSE = 0.1
-SIDE, TIMES = 512, 7
+SIDE = 512
+TIMES = 7
 _Result = TypeVar("_Result")
 
 
@@ -64,7 +67,8 @@ class SlowdownGauge:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group, self.best_s = group, math.inf
+        self._group = group
+        self.best_s = math.inf
         self.watches = device.type == "cpu"
         if self.watches:
             rank = 0 if group is None else dist.get_rank(group)
@@ -107,8 +111,11 @@ class DisturbanceGuard:
     """
 
     def __init__(self, slower: Callable[[], float], times: int, pauses: int) -> None:
-        self._slower, self._times, self._pauses = slower, times, pauses
-        self.num_repeats, self.last = 0, 1.0
+        self._slower = slower
+        self._times = times
+        self._pauses = pauses
+        self.num_repeats = 0
+        self.last = 1.0
         self.seconds = self.disturbed_s = 0.0
 
     @property
@@ -159,7 +166,8 @@ class Bench:
         group: dist.ProcessGroup | None = None,
         again: DisturbanceGuard | None = None,
     ) -> None:
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
         self.done, self.group, self._again = done, group, again or DisturbanceGuard(lambda: 1.0, 0, 0)
 
     def make_random_tensor(self, *shape: int) -> torch.Tensor:
@@ -247,7 +255,8 @@ def _tabulate_rates(
 
 def measure_head_sizes(bench: Bench) -> Curve:
     """Operations a second of attention over channels of a head, as a share of those with `HEAD`."""
-    length, rates = LENGTHS[-2], []
+    length = LENGTHS[-2]
+    rates = []
     for size in HEAD_SIZES:
         q, k = (bench.make_random_tensor(1, HEADS * HEAD // size, length, size) for _ in range(2))
         rates.append(1 / bench.measure_seconds(lambda q=q, k=k: functional.scaled_dot_product_attention(q, k, k)))  # type: ignore[misc]
@@ -276,7 +285,8 @@ def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
         "interleave": (4, bench.measure_seconds(lambda: torch.stack([x, y], dim=-1))),
     }
     if can_fuse_gelu(x.device, x.dtype):
-        operands, gelu_kernel = bench.make_linear(rows, HEAD, WIDTH), torch.ops.mkldnn._linear_pointwise
+        operands = bench.make_linear(rows, HEAD, WIDTH)
+        gelu_kernel = torch.ops.mkldnn._linear_pointwise
         linear = bench.measure_seconds(lambda: functional.linear(*operands))
         added = bench.measure_seconds(lambda: gelu_kernel(*operands, "gelu", [], "tanh")) - linear
         # The difference of two times can be near zero or below it.
@@ -286,12 +296,15 @@ def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
 
 def measure_link(bench: Bench) -> Link:
     """The link between the ranks of a group: messages from the first rank to the second, and collectives of all."""
-    world, group = dist.get_world_size(bench.group), bench.group or dist.group.WORLD
+    world = dist.get_world_size(bench.group)
+    group = bench.group or dist.group.WORLD
     assert group is not None
     small, large = (_time_one_way(bench, size) for size in (MESSAGES[0], MESSAGES[-1]))
     bandwidth = MESSAGES[-1] / max(large - small, 1e-9)
-    x, tiny = bench.make_message(MESSAGES[-2], world), bench.make_random_tensor(world)
-    parts, out = list(x.chunk(world)), torch.empty_like(x)
+    x = bench.make_message(MESSAGES[-2], world)
+    tiny = bench.make_random_tensor(world)
+    parts = list(x.chunk(world))
+    out = torch.empty_like(x)
     sent = x.nbytes * (world - 1) / world
 
     def get_achieved_share(size: float, seconds: float) -> float:
@@ -354,7 +367,8 @@ def _get_end_ranks(bench: Bench) -> tuple[int, int, int]:
 
 def _time_one_way(bench: Bench, size: int) -> float:
     """Seconds of a message: half of there and back."""
-    x, group = bench.make_message(size), bench.group
+    x = bench.make_message(size)
+    group = bench.group
     rank, first, second = _get_end_ranks(bench)
 
     def send_there_and_back() -> None:
@@ -385,7 +399,8 @@ def _time_on_all_ranks(bench: Bench, call: Callable[[], Any], times: int = 10) -
 def _measure_overlap(bench: Bench) -> float:
     """The share of a message's time during which both ends can compute: 1 if the message costs no time."""
     rank, first, second = _get_end_ranks(bench)
-    operands, message = bench.make_linear(256, 512, 512), bench.make_message(MESSAGES[-1])
+    operands = bench.make_linear(256, 512, 512)
+    message = bench.make_message(MESSAGES[-1])
 
     def compute_meanwhile() -> None:
         # This takes about as long as the message.
@@ -434,12 +449,15 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
         measured: for each call its seconds in the transformer, the seconds that the curves predict, and its kernels.
     """
     work, kernels = (torch.tensor([call[k] / call[0] for call in measured], dtype=torch.float64) for k in (1, 2))
-    terms, ones = torch.stack([work, kernels], 1), torch.ones(len(work), 1, dtype=work.dtype)
+    terms = torch.stack([work, kernels], 1)
+    ones = torch.ones(len(work), 1, dtype=work.dtype)
     slower, kernel_s = torch.linalg.lstsq(terms, ones, driver="gelsd").solution.flatten().tolist()
     if kernel_s < 0:
-        slower, kernel_s = float(work.sum() / work.square().sum()), 0.0
+        slower = float(work.sum() / work.square().sum())
+        kernel_s = 0.0
     if slower < 1:
-        slower, kernel_s = 1.0, max(0.0, float((kernels * (1 - work)).sum() / kernels.square().sum()))
+        slower = 1.0
+        kernel_s = max(0.0, float((kernels * (1 - work)).sum() / kernels.square().sum()))
     return dataclasses.replace(
         profile,
         kernel_s=kernel_s,

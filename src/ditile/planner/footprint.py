@@ -273,7 +273,8 @@ def measure_vae_scale(kind: Any, config: Mapping[str, Any]) -> VaeScale:
             one = (1,) if "temperal_downsample" in vae.config else ()
             return VaeScale(decode(*one)[-1] // _SIDE, len(one), channels=channels)
         # Some decode runs of two frames, or of three at the beginning.
-        three, five = decode(3), decode(5)
+        three = decode(3)
+        five = decode(5)
     frames = (five[2] - three[2]) // 2
     return VaeScale(three[-1] // _SIDE, frames, three[2] - 2 * frames, channels)
 

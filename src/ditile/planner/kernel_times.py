@@ -95,7 +95,8 @@ class StreamSizes(NamedTuple):
 
     def count_live_numbers(self, tensor: Tensor) -> LiveNumbers:
         """The numbers of a tensor, by the streams that its shape shows."""
-        numbers, stream = tensor.untyped_storage().nbytes() / tensor.element_size(), self.find_widest_stream([tensor])
+        numbers = tensor.untyped_storage().nbytes() / tensor.element_size()
+        stream = self.find_widest_stream([tensor])
         if stream == "once" and numbers >= (image := self.count_tokens("image")) and numbers % image == 0:
             # A tensor with the image's tokens as rows and columns, such as a latent.
             stream = "image"
@@ -276,7 +277,9 @@ class _KernelRecorder(TorchDispatchMode):
 
     def __init__(self, call: CountedCall, attend: Callable[[], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes, self._splits_outside, self._num_calls = call.sizes, call.splits_outside, 0
+        self._sizes = call.sizes
+        self._splits_outside = call.splits_outside
+        self._num_calls = 0
         self.work: dict[tuple[str, int], Counter[RooflineKernel]] = {
             (name, 0): Counter() for name in ("first", "last", "every", "step", "once")
         }
@@ -332,7 +335,8 @@ class _KernelRecorder(TorchDispatchMode):
         place = self._at[-1]
         if self._splits_outside and place[0] == "every" and self._num_calls in (0, len(self.alike)):
             # What the latents are no part of is computed once in a step.
-            embeds, end = kernel.stream in ("image", "both"), "last" if self._num_calls else "first"
+            embeds = kernel.stream in ("image", "both")
+            end = "last" if self._num_calls else "first"
             place = (end if embeds else "step", 0)
         self.work[place][kernel] += 1
 
@@ -351,14 +355,17 @@ class _AttentionRecorder(TorchFunctionMode):
         self, sizes: StreamSizes, add: Callable[[RooflineKernel, float], None], attend: Callable[[], None]
     ) -> None:
         super().__init__()
-        self._sizes, self._add, self._attend = sizes, add, attend
+        self._sizes = sizes
+        self._add = add
+        self._attend = attend
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         query, key = (args[k] if len(args) > k else kwargs[name] for k, name in enumerate(("query", "key")))
-        streams, size = [self._sizes.match_stream(each.shape[2]) for each in (query, key)], query.shape[3]
+        streams = [self._sizes.match_stream(each.shape[2]) for each in (query, key)]
+        size = query.shape[3]
         kernel = RooflineKernel("attention", streams[0], (query.shape[1] * size, size), streams[1])
         self._add(kernel, key.shape[1] / query.shape[1])
         out = torch.empty_like(query)
@@ -384,7 +391,8 @@ def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> Roof
 
 def _is_interleaving(args: Any) -> bool:
     """Whether tensors are joined number by number: along a last dimension of 1, or a new one."""
-    first, dim = args[0][0], args[1] if len(args) > 1 else 0
+    first = args[0][0]
+    dim = args[1] if len(args) > 1 else 0
     return bool(dim % (first.dim() + 1) == first.dim() or (first.shape[-1] == 1 and dim in (-1, first.dim() - 1)))
 
 

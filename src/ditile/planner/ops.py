@@ -129,8 +129,11 @@ class OpPricer:
     """
 
     def __init__(self, basis: Basis, job: PlannedCall, skips: CacheSkips) -> None:
-        self._basis, self.job, self.skips = basis, job, skips
-        self._profile, self.op_schedule = basis.profile, job.step_schedule
+        self._basis = basis
+        self.job = job
+        self.skips = skips
+        self._profile = basis.profile
+        self.op_schedule = job.step_schedule
         self._places = [RankCoordinates(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = compute_slowdown(basis.profile, self._host)
@@ -142,7 +145,8 @@ class OpPricer:
     def first_alike_stages(self) -> list[int]:
         """For each stage the first one that does the same work."""
         first_stages: dict[Any, int] = {}
-        last, group_size = self.job.plan.pipefusion - 1, self.op_schedule.warmup_group_size
+        last = self.job.plan.pipefusion - 1
+        group_size = self.op_schedule.warmup_group_size
 
         def find_first_alike(stage: int, blocks: range) -> int:
             num_skippable = sum(map(self._is_skippable_block, blocks)) if self.skips.steps else 0
@@ -168,7 +172,8 @@ class OpPricer:
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         micro = self._make_micro_step(op)
         if op.kind is OpKind.COMPUTE:
-            place, is_group = self._places[stage], bool(self.op_schedule.select_warmup_group(micro))
+            place = self._places[stage]
+            is_group = bool(self.op_schedule.select_warmup_group(micro))
             load = DeviceLoad(0.0, 0.0).combine_loads(self._compute_stage_load(place, micro, op), self._slowdown)
             if not free:
                 load = (self._add_warmup_exchanges if is_group else self._add_exchanges)(place, micro, load)
@@ -180,13 +185,15 @@ class OpPricer:
             return taken if free else taken + self._compute_guidance_seconds(micro) / patches
         if free or op.kind not in SENDS:
             return 0.0
-        link, size = self.get_axis_link("pipefusion"), self._count_message_bytes(stage, op)
+        link = self.get_axis_link("pipefusion")
+        size = self._count_message_bytes(stage, op)
         packing = self._compute_packing_load(size if op.kind in PACKED_SENDS else 0.0, 1)
         return (1 - link.overlap) * size / link.bandwidth + packing.get_busy_seconds(self._profile)
 
     def _get_offload_seconds(self, stage: int) -> float:
         """Seconds in which the weights of a stage's blocks come from the host's memory, under what is computed."""
-        job, blocks = self.job, self.job.stages[stage]
+        job = self.job
+        blocks = self.job.stages[stage]
         if job.plan.offload == "none" or len(blocks) <= NUM_BUFFERS:
             return 0.0
         numbers = sum(job.weights.blocks[block] for block in blocks) / job.plan.tensor
@@ -202,7 +209,8 @@ class OpPricer:
 
     def _count_message_bytes(self, stage: int, op: Op) -> float:
         """Bytes of a message from stage to stage."""
-        job, place = self.job, self._places[stage]
+        job = self.job
+        place = self._places[stage]
         if op.kind is OpKind.SEND and op.patch is not None:
             num_micro_batches = len(self.op_schedule.split_micro_batches(self._make_micro_step(op)))
             size = cost.count_activation_bytes(job, place, op.patch) / num_micro_batches
@@ -226,11 +234,14 @@ class OpPricer:
 
     def _compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
         """The load of a stage's blocks and of the model's ends that it has, in one call or a micro-batch of it."""
-        job, counted, tokens = self.job, self._basis.transformer_work, self._make_rank_tokens(place, micro, op)
+        job = self.job
+        counted = self._basis.transformer_work
+        tokens = self._make_rank_tokens(place, micro, op)
         group_size = len(self.op_schedule.select_warmup_group(micro))
         skips = self.skips if op.step in self.skips.steps and not group_size else None
         mix = self._basis.mix_blocks(range(len(counted.blocks)) if group_size else job.stages[place.stage], skips)
-        parts, ends = [(counted.every, 1.0), *mix.blocks], list[tuple[Work, float]]()
+        parts = [(counted.every, 1.0), *mix.blocks]
+        ends = list[tuple[Work, float]]()
         if place.stage == 0 or group_size:
             ends.append((counted.first, 1.0))
         if place.stage == job.plan.pipefusion - 1 or group_size:
@@ -260,11 +271,13 @@ class OpPricer:
         return self.skips.can_skip_block(block, len(self._basis.transformer_work.blocks))
 
     def _make_rank_tokens(self, place: RankCoordinates, micro: MicroStep, op: Op) -> RankTokens:
-        job, plan = self.job, self.job.plan
+        job = self.job
+        plan = self.job.plan
         image, text = cost.count_micro_step_tokens(job, place, micro)
         group_size = len(self.op_schedule.select_warmup_group(micro))
         if group_size:
-            image, text = -(-job.image_layout.image_tokens // group_size), -(-text // group_size)
+            image = -(-job.image_layout.image_tokens // group_size)
+            text = -(-text // group_size)
         batch = job.compute_replica_shape(place.data).batch
         if self.op_schedule.mode == "pipelined":
             batch = len(self.op_schedule.split_micro_batches(micro)[op.micro_batch])
@@ -288,7 +301,8 @@ class OpPricer:
         for kind, (exchanges, sent) in cost.count_call_exchanges(self.job, place, micro).items():
             crossed = TOKEN_AXES if kind == "prediction" else (kind,)
             axes = [axis for axis in crossed if getattr(self.job.plan, axis) > 1]
-            link, n = self.get_axis_link(axes[0]), math.prod(getattr(self.job.plan, axis) for axis in axes)
+            link = self.get_axis_link(axes[0])
+            n = math.prod(getattr(self.job.plan, axis) for axis in axes)
             made = 1.0 if kind == "prediction" else self._get_computed_share(place, micro.step)
             calls = made * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
             sending = made * sent / (link.bandwidth * get_bandwidth_share(link, kind, n)) + calls * link.latency_s
@@ -304,11 +318,15 @@ class OpPricer:
 
     def _add_warmup_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
         """The load of a warmup group's call: weights arrive while it computes, and it waits for keys of each layer."""
-        job, counted, streams_weights = self.job, self._basis.transformer_work, self.op_schedule.mode == "sequence"
-        link, n = self.get_axis_link("pipefusion"), len(self.op_schedule.select_warmup_group(micro))
+        job = self.job
+        counted = self._basis.transformer_work
+        streams_weights = self.op_schedule.mode == "sequence"
+        link = self.get_axis_link("pipefusion")
+        n = len(self.op_schedule.select_warmup_group(micro))
         rate = link.bandwidth * get_bandwidth_share(link, "pipefusion", n)
         tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, *micro))
-        blocks, exchanges = [], 0
+        blocks = []
+        exchanges = 0
         for block, layers in enumerate(job.weights.layers):
             whole, before = (
                 self._basis.compute_load(work, tokens).device * self._slowdown
@@ -333,7 +351,8 @@ class OpPricer:
     def _get_ring_attention_seconds(self, place: RankCoordinates, micro: MicroStep) -> float:
         """Seconds of attention in a call, during which a ring's messages travel."""
         tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, micro.step, micro.patch))
-        n, attention_work = self.job.plan.ring, self._basis.select_attention(self.job.stages[place.stage])
+        n = self.job.plan.ring
+        attention_work = self._basis.select_attention(self.job.stages[place.stage])
         return self._basis.compute_load(attention_work, tokens).device * (n - 1) / n
 
     def _compute_guidance_seconds(self, micro: MicroStep) -> float:

@@ -103,12 +103,14 @@ class _Run:
     """One call under one plan."""
 
     def __init__(self, basis: Basis, job: PlannedCall, skips: CacheSkips) -> None:
-        self._ops, self._job = OpPricer(basis, job, skips), job
+        self._ops = OpPricer(basis, job, skips)
+        self._job = job
         self._schedule = self._ops.op_schedule
 
     def simulate_loop(self, *, free: bool) -> tuple[float, float]:
         """Seconds of the loop, and those that its busiest stage works; with `free`, messages take no time."""
-        schedule, steps = self._schedule, self._job.shape.steps
+        schedule = self._schedule
+        steps = self._job.shape.steps
         # Which steps compute references depends on their number.
         is_steady = not self._ops.skips.steps and not (schedule.num_references and schedule.references)
         shown = min(steps, schedule.warmup + STEADY) if is_steady else steps
@@ -127,7 +129,10 @@ class _Run:
 
     def count_sent_bytes(self) -> int:
         """Bytes that all ranks send in the whole call. Steps of one kind send the same, as do most stages."""
-        job, plan, schedule, last = self._job, self._job.plan, self._schedule, self._job.shape.steps - 1
+        job = self._job
+        plan = self._job.plan
+        schedule = self._schedule
+        last = self._job.shape.steps - 1
         kinds: dict[tuple[bool, ...], list[int]] = {}
         for step in range(last + 1):
             kind = (
@@ -138,7 +143,8 @@ class _Run:
                 step == last,
             )
             kinds.setdefault(kind, []).append(step)
-        inner, total = plan.world // (plan.data * plan.cfg * plan.pipefusion), 0
+        inner = plan.world // (plan.data * plan.cfg * plan.pipefusion)
+        total = 0
         alike = list(range(plan.pipefusion)) if schedule.warmup_group_size else self._ops.first_alike_stages
         for rank in range(plan.world):
             stage = rank // inner % plan.pipefusion
@@ -153,13 +159,15 @@ class _Run:
 
         It exceeds the simulation by less than a hundredth, which `search` relies on.
         """
-        schedule, steps = self._schedule, self._job.shape.steps
+        schedule = self._schedule
+        steps = self._job.shape.steps
         if schedule.num_references:  # steps are of unlike patches, for which there is no formula
             return self.simulate_loop(free=False)[0]
         kinds = _group_alike_steps(
             schedule, self._ops.skips.steps, self._job.count_calls_in_step(0) == self._job.count_calls_in_step(1)
         )
-        total, warm = 0.0, sum(len(alike) for is_stale, alike in kinds if not is_stale)
+        total = 0.0
+        warm = sum(len(alike) for is_stale, alike in kinds if not is_stale)
         for is_stale, alike in kinds:
             if total > most:
                 return total
@@ -177,10 +185,13 @@ class _Run:
 
     def _estimate_synchronous_step(self, step: int) -> float:
         """Seconds of a synchronous step, without the way of its patches back to the first stage."""
-        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.count_calls_in_step(step)
+        schedule = self._schedule
+        last = self._job.plan.pipefusion - 1
+        calls = self._job.count_calls_in_step(step)
         op = Op(OpKind.COMPUTE, step, None)
         stepped = self._ops.get_op_seconds(last, Op(OpKind.STEP, 0, None), free=False)
-        patches, num_micro_batches = self._num_patches, len(schedule.split_micro_batches(MicroStep(0, None))) * calls
+        patches = self._num_patches
+        num_micro_batches = len(schedule.split_micro_batches(MicroStep(0, None))) * calls
         hops, back = self._list_patch_hops(step, patches - 1)
         if schedule.warmup_group_size:
             return (
@@ -195,7 +206,9 @@ class _Run:
 
     def _estimate_warmup_messages(self, step: int) -> float:
         """Seconds of a warmup group's messages: keys to others, predictions to the last stage, latents to members."""
-        schedule, last, calls = self._schedule, self._job.plan.pipefusion - 1, self._job.count_calls_in_step(step)
+        schedule = self._schedule
+        last = self._job.plan.pipefusion - 1
+        calls = self._job.count_calls_in_step(step)
         given = last + 1 - schedule.warmup_group_size if schedule.keeps_keys(step) else 0
         op = Op(OpKind.SEND_PREDICTION, step, None)
         # Stage 0 is counted for all senders: it is in every warmup group, and never the last stage.
@@ -213,7 +226,8 @@ class _Run:
 
         If the seconds in which the first stage is busy are above `most`, only these are counted.
         """
-        calls, patches = self._job.count_calls_in_step(step), self._num_patches
+        calls = self._job.count_calls_in_step(step)
+        patches = self._num_patches
         ops = [Op(OpKind.COMPUTE, step, self._select_patch(patch)) for patch in (0, patches - 1)]
         # Without messages first: they take longest to count, and most plans are too slow without any.
         for free in (True, False):
@@ -223,7 +237,8 @@ class _Run:
             )
             if alone > most:
                 return alone
-        first, other = self._list_patch_seconds(step, 0), self._list_patch_seconds(step, patches - 1)
+        first = self._list_patch_seconds(step, 0)
+        other = self._list_patch_seconds(step, patches - 1)
         hops, back = self._list_patch_hops(step, patches - 1)
         step_op = Op(OpKind.STEP, step, self._select_patch(0))
         stepped = self._ops.get_op_seconds(self._job.plan.pipefusion - 1, step_op, free=False)
@@ -239,7 +254,8 @@ class _Run:
     def _estimate_drain_time(self, step: int) -> float:
         """Seconds in which the last patch of the loop goes through the stages behind the busiest one."""
         last = self._num_patches - 1
-        each, hops = self._list_patch_seconds(step, last), self._list_patch_hops(step, last)[0]
+        each = self._list_patch_seconds(step, last)
+        hops = self._list_patch_hops(step, last)[0]
         return sum(each) + sum(hop.seconds + hop.travel for hop in hops) - max(each)
 
     @property
@@ -277,7 +293,8 @@ class _Run:
 
     def _compute_mean_seconds(self, stage: int, op: Op, *, free: bool = False) -> float:
         """Mean seconds of a step's calls on a stage; the first call has more to do than the others."""
-        calls, first = self._job.count_calls_in_step(op.step), self._ops.get_op_seconds(stage, op, free=free)
+        calls = self._job.count_calls_in_step(op.step)
+        first = self._ops.get_op_seconds(stage, op, free=free)
         others = self._ops.get_op_seconds(stage, op._replace(branch=1), free=free) if calls > 1 else 0.0
         return (first + (calls - 1) * others) / calls
 

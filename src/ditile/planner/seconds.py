@@ -111,7 +111,8 @@ class RooflineDevice:
         if kernel.kind == "matmul":
             k, n = kernel.size
             return 2 * rows * k * n / split / profile.matmul.interpolate(rows, (k * n / split) ** 0.5)
-        size, curves = kernel.size[0] * rows * profile.element_size, profile.pointwise
+        size = kernel.size[0] * rows * profile.element_size
+        curves = profile.pointwise
         kind = FUSED if fused and kernel.kind == "gelu" else kernel.kind
         return size / curves.get(kind, curves["pointwise"]).interpolate(size)
 

@@ -250,7 +250,8 @@ def refresh_context(
     caches = _require_caches(transformer)
     _list_unused(transformer)  # raises within a call, where the cache would rest for all that is left of it
     configs = _parse_mappings(cache_config=cache_config, calibrator_config=calibrator_config)
-    config, calibrator = configs["cache_config"], configs["calibrator_config"]
+    config = configs["cache_config"]
+    calibrator = configs["calibrator_config"]
     steps = num_inference_steps or (config.num_inference_steps if config is not None else None)
     if isinstance(cache_config, Mapping) and config is not None:
         # A dict changes fields, and does not say which class it is.

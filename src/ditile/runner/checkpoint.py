@@ -48,7 +48,8 @@ class Checkpoint:
             LoadError: if there is neither, or what there is cannot be read.
         """
         middle = f".{variant}" if variant else ""
-        single, index = f"{stem}{middle}.safetensors", f"{stem}.safetensors.index{middle}.json"
+        single = f"{stem}{middle}.safetensors"
+        index = f"{stem}.safetensors.index{middle}.json"
         if (path := locate(index)) is not None:
             return cls(_read_weight_map(path), locate)
         if (path := locate(single)) is None:
@@ -140,7 +141,8 @@ def _batch_tensor_names(path: Path, names: set[str]) -> Iterator[list[str]]:
     for name, num_bytes in zip(order, sizes, strict=True):
         if batch and size + num_bytes > MAPPED:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(name)
         size += num_bytes
     if batch:

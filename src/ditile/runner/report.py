@@ -69,13 +69,16 @@ class CallMeter:
     """
 
     def __init__(self, device: torch.device, trace: GenerationTrace, traffic: Traffic, *, traced: bool) -> None:
-        self._device, self._trace, self._traffic = device, trace, traffic
+        self._device = device
+        self._trace = trace
+        self._traffic = traffic
         self._steps = self._key_bytes = self._references = 0
         self._reference_steps = list[int]()
         self._text: int | None = None
         traffic.reset_counts()
         trace.clear_records()
-        trace.on, trace.device = traced, device
+        trace.on = traced
+        trace.device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._clock = DeviceClock(device)
@@ -98,7 +101,9 @@ class CallMeter:
         self._trace.mark_step()
         self._reference_steps += [self._steps] if references and computed else []
         self._steps += 1
-        self._key_bytes, self._text, self._references = key_bytes, text, references
+        self._key_bytes = key_bytes
+        self._text = text
+        self._references = references
 
     def build_report(self, synchronous: list[int], warmup_mode: str, cache_bytes: int) -> Report:
         """Ends the call, and waits for the device.

@@ -32,7 +32,8 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
         raise ModelError(f"{kind!r} is no class of pipelines; give one of diffusers, such as FluxImg2ImgPipeline")
     builder: Any = kind
     needed, settings = builder._get_signature_keys(builder)
-    types, name = builder._get_signature_types(), kind.__name__
+    types = builder._get_signature_types()
+    name = kind.__name__
     given = {each: components[each] for each in needed if each in components}
     lacking = sorted(set(needed) - set(given) - set(settings) - set(builder._optional_components))
     if lacking:
@@ -44,7 +45,8 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
     sibling = builder(**absent, **given, **config)
     sibling.register_to_config(_name_or_path=pipe.config.get("_name_or_path"))
     share_settings(pipe, sibling, given)
-    mine, theirs = find_denoisers(pipe), find_denoisers(sibling)
+    mine = find_denoisers(pipe)
+    theirs = find_denoisers(sibling)
     if mine != theirs:
         odd = sorted(mine.items() ^ theirs.items(), key=lambda item: item[0])[0][0]
         raise ModelError(f"{name} and {type(pipe).__name__} do not call the same models ({odd}); load {name} instead")
@@ -61,10 +63,8 @@ def share_settings(pipe: Any, sibling: Any, components: Mapping[str, Any]) -> No
 
 def _check_part_type(name: str, part_name: str, part: Any, types: tuple[Any, ...]) -> None:
     """Raises `ModelError` if the class of a model is not one that a pipeline's signature names."""
-    model, wanted = (
-        unwrap_compiled(part) if isinstance(part, nn.Module) else part,
-        [each for each in types if isinstance(each, type) and issubclass(each, nn.Module)],
-    )
+    model = unwrap_compiled(part) if isinstance(part, nn.Module) else part
+    wanted = [each for each in types if isinstance(each, type) and issubclass(each, nn.Module)]
     if isinstance(model, nn.Module) and wanted and not isinstance(model, tuple(wanted)):
         known = " or ".join(each.__name__ for each in wanted)
         raise ModelError(f"{name} takes {known} for its {part_name}, and there is {type(model).__name__}")

@@ -32,7 +32,8 @@ def warm_runner(runner: Runner, call: Mapping[str, Any], *, is_cached: bool) -> 
     Raises:
         DitileError: as the call itself.
     """
-    steps, given = choose_warm_steps(runner.plan, is_cached=is_cached), call.get("num_inference_steps")
+    steps = choose_warm_steps(runner.plan, is_cached=is_cached)
+    given = call.get("num_inference_steps")
     # With `strength` a part of the steps is taken, and a list of them has its own length.
     is_whole = "strength" in list_call_parameters(runner.pipe) or call.get("sigmas") is not None
     if steps is not None and given is not None and not is_whole:

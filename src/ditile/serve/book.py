@@ -159,7 +159,8 @@ class JobBook:
 
     async def watch_job(self, job_id: str) -> AsyncIterator[JobEvent]:
         """First the job as it is, then its news. Raises `JobNotFoundError` if there is none."""
-        job, news = self.get_job(job_id), self._news.get(job_id)
+        job = self.get_job(job_id)
+        news = self._news.get(job_id)
         if news is None:
             yield JobEvent(job=job)
             return
@@ -198,7 +199,8 @@ class JobBook:
             ids = [job.id for job in self._jobs.values() if job.expires is not None and job.expires <= now]
             for job_id in ids:
                 del self._jobs[job_id]
-            unsaved, self._unsaved = self._unsaved, []
+            unsaved = self._unsaved
+            self._unsaved = []
             await self.save_jobs(unsaved)
             try:
                 await self._run_on_disk(self._store.remove_jobs, ids)

@@ -65,7 +65,8 @@ class PreviewDecoder:
         # The last frame of each latent frame, which holds several but for the first.
         stride = (len(frames) - 1) / max(len(grids) - 1, 1)
         for index, grid in enumerate(grids):
-            inputs, colors = _append_ones(grid), _average_colors(frames[round(index * stride)], grid, side)
+            inputs = _append_ones(grid)
+            colors = _average_colors(frames[round(index * stride)], grid, side)
             if self._squares.shape[0] != inputs.shape[1]:
                 self._squares = torch.zeros(inputs.shape[1], inputs.shape[1], dtype=torch.float64)
                 self._products = torch.zeros(inputs.shape[1], colors.shape[1], dtype=torch.float64)
@@ -143,7 +144,8 @@ class CallPreviews:
         on_preview: Callable[[int, list[Image.Image]], None],
     ) -> None:
         self._decoder, self._scheduler, self._steps = decoder, scheduler, frozenset(steps)
-        self._size, self._on_preview = size, on_preview
+        self._size = size
+        self._on_preview = on_preview
         before = {step - 1 for step in steps if step > 0} if can_estimate_clean(scheduler) else set()
         self.latents_at = self._steps | before
         self.last_latents: Tensor | None = None
@@ -151,8 +153,10 @@ class CallPreviews:
 
     def take_latents(self, step: int, latents: Tensor) -> None:
         """Takes the latents after a step, and shows what is to be shown of them."""
-        before, last = self.last_latents, self.last_step
-        self.last_latents, self.last_step = latents.detach().clone(), step
+        before = self.last_latents
+        last = self.last_step
+        self.last_latents = latents.detach().clone()
+        self.last_step = step
         if step not in self._steps or not self._decoder.num_pictures:
             return
         clean = latents
@@ -184,7 +188,8 @@ def estimate_clean_latents(scheduler: Any, step: int, before: Tensor, after: Ten
     if len(sigmas) < 2:
         return after
     if _mixes_linearly(scheduler):
-        scales, noises = 1 - sigmas, sigmas
+        scales = 1 - sigmas
+        noises = sigmas
     else:  # sigmas are those of latents whose picture has the scale 1
         scales = (1 + sigmas**2) ** -0.5
         noises = sigmas * scales
@@ -220,7 +225,9 @@ def _average_colors(picture: Image.Image, grid: Tensor, side: int) -> Tensor:
 
 def _solve_ridge(squares: Tensor, products: Tensor) -> Tensor:
     """The weights `[C + 1, colours]` of a ridge regression, whose constant is free."""
-    count, mean, mean_color = squares[-1, -1], squares[-1, :-1] / squares[-1, -1], products[-1] / squares[-1, -1]
+    count = squares[-1, -1]
+    mean = squares[-1, :-1] / squares[-1, -1]
+    mean_color = products[-1] / squares[-1, -1]
     covariance = squares[:-1, :-1] / count - torch.outer(mean, mean)
     ridge = RIDGE * covariance.diagonal().mean().clamp(min=1e-12) * torch.eye(len(covariance), dtype=torch.float64)
     weights = torch.linalg.solve(covariance + ridge, products[:-1] / count - torch.outer(mean, mean_color))

@@ -33,7 +33,8 @@ class JobQueue:
         self._owners: OrderedDict[str, OrderedDict[str, Job]] = OrderedDict()
         """Owner -> id -> job; owners in the order of their turns, jobs in the order in which they came."""
         self._num_reserved = 0
-        self._seconds, self._num_drawn = 0.0, 0
+        self._seconds = 0.0
+        self._num_drawn = 0
 
     def __len__(self) -> int:
         return sum(map(len, self._owners.values()))
@@ -119,7 +120,8 @@ def describe_shape(job: Job) -> Hashable | None:
 
     A job that starts from a picture or that shows previews is drawn alone.
     """
-    request, options = job.request, job.request.options
+    request = job.request
+    options = job.request.options
     if options.image is not None or request.num_previews:
         return None
     values = tuple(getattr(options, f.name) for f in dataclasses.fields(options) if f.name not in _DIFFERING)

@@ -57,7 +57,8 @@ class JobStore:
     """
 
     def __init__(self, folder: Path, keep_results: float) -> None:
-        self._folder, self._keep_results = folder, keep_results
+        self._folder = folder
+        self._keep_results = keep_results
         self._path = folder / "jobs.db"
         try:
             (folder / "jobs").mkdir(mode=0o700, parents=True, exist_ok=True)

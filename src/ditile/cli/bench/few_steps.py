@@ -109,7 +109,8 @@ def draw_settings(work: Workload, settings: Sequence[DrawnSetting], captions: Se
 
 def _draw_captions(runner: Callable[..., Any], work: Workload, steps: int, captions: Sequence[str]) -> Pictures:
     size = {name: getattr(work, name) for name in ("height", "width") if getattr(work, name) is not None}
-    call, pictures = defaults(work.model) | size | {"num_inference_steps": steps, "output_type": "np"}, []
+    call = defaults(work.model) | size | {"num_inference_steps": steps, "output_type": "np"}
+    pictures = []
     for seed, caption in enumerate(captions):
         result = runner(caption, output_on="first", generator=torch.Generator().manual_seed(seed), **call)
         if result is not None:
@@ -141,7 +142,8 @@ def make_few_steps_table(rows: Sequence[dict[str, Any]]) -> Table:
     for name in ("PSNR, dB", "lowest", "right, %", "at most, serial", "at most, sequence"):
         shown.add_column(name, justify="right")
     for alike in _group_by_setting(rows):
-        first, plan = alike[0], Plan.parse(alike[0]["plan"])
+        first = alike[0]
+        plan = Plan.parse(alike[0]["plan"])
         patched = plan.pipefusion > 1
         bounds = [f"{row['bound']:.2f}x" for row in alike]
         shown.add_row(

@@ -52,7 +52,8 @@ def create_two_hosts(rate: str | None) -> Iterator[tuple[Host, Host]]:
         here, there = (f"{host.interface} netns {host.prefix[-1]}" for host in hosts)
         _run_network_command(f"ip link add {here} type veth peer name {there}")
         for host in hosts:
-            within, interface = " ".join(host.prefix), host.interface
+            within = " ".join(host.prefix)
+            interface = host.interface
             _run_network_command(f"{within} ip address add {host.address}/24 dev {interface}")
             for name in ("lo", interface):
                 _run_network_command(f"{within} ip link set {name} up")

@@ -18,7 +18,8 @@ from ditile.distributed import files
 from ditile.errors import LoadError
 from ditile.planner.calibrate import LIMIT
 
-RUNS, ROWS = "runs.jsonl", "rows.jsonl"
+RUNS = "runs.jsonl"
+ROWS = "rows.jsonl"
 MAX_RUNS_BYTES = 2**30
 Run = dict[str, Any]
 Row = dict[str, Any]
@@ -154,7 +155,8 @@ def _summarize_runs_of_key(key: str, runs: Sequence[Run]) -> Row:
 
 def _compare_with_one_rank(row: Row, timed: Sequence[Run]) -> Row:
     """The entries of a plan's row: ratios to one rank within rounds, bytes, exposed communication."""
-    pictures, last = BenchCell(row["plan"]).num_pictures, timed[-1]
+    pictures = BenchCell(row["plan"]).num_pictures
+    last = timed[-1]
     ratios = [pictures * run["one_rank_s"] / run["seconds"] for run in timed]
     of_ranks = [[run["exposed"][rank] for run in timed] for rank in range(len(last["exposed"]))]
     shares, warmups = (

@@ -57,7 +57,8 @@ class Worlds:
         """
         limit = datetime.timedelta(seconds=timeout)
         join_torchrun(timeout)
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         backend = "cpu:gloo,cuda:nccl" if "nccl" in dist.get_backend_config(dist.group.WORLD) else "gloo"
         directory = env.read_shared_directory()
         if directory is None:

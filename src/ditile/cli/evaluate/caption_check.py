@@ -241,7 +241,8 @@ def _judge_thing(mask: Mask, thing: Thing) -> ThingVerdict:
     if area < MIN_PART * measure_template(thing.shape)[0] * SIZES["small"] ** 2:
         return ThingVerdict(color=False)
     x, y = make_pixel_grid(height, width)
-    center_x, center_y = float(x[mask].mean()), float(y[mask].mean())
+    center_x = float(x[mask].mean())
+    center_y = float(y[mask].mean())
     overlap = {shape: compute_overlap(mask, shape, area, center_x, center_y) for shape in SHAPES}
     best = max(overlap, key=lambda shape: overlap[shape])
     radius = np.sqrt(area / measure_template(thing.shape)[0])

@@ -36,7 +36,9 @@ from ditile.cli.evaluate.caption_check import (
 Video = NDArray[np.uint8]  # [F, H, W, 3]
 
 RADII = {"large": 0.24, "small": 0.155}
-LOW, MIDDLE, HIGH = 0.26, 0.5, 0.74
+LOW = 0.26
+MIDDLE = 0.5
+HIGH = 0.74
 Place = tuple[float, float]
 MOVES: dict[str, tuple[Place, Place]] = {
     "moves from left to right": ((LOW, MIDDLE), (HIGH, MIDDLE)),
@@ -166,7 +168,8 @@ def _judge_mover(mover: Mover, masks: Sequence[Mask]) -> dict[str, bool]:
     first, middle, last = sights
     if first is None or middle is None or last is None:
         return {"color": False}
-    way_x, way_y = mover.end[0] - mover.start[0], mover.end[1] - mover.start[1]
+    way_x = mover.end[0] - mover.start[0]
+    way_y = mover.end[1] - mover.start[1]
     path_off = np.hypot(last.x - first.x - way_x, last.y - first.y - way_y)
     halfway_off = np.hypot(middle.x - (first.x + last.x) / 2, middle.y - (first.y + last.y) / 2)
     return {
@@ -187,7 +190,8 @@ def _look_at_thing(mask: Mask) -> _Sight | None:
     if area < MIN_PART * measure_template("ring")[0] * RADII["small"] ** 2:
         return None
     x, y = make_pixel_grid(*mask.shape)
-    center_x, center_y = float(x[mask].mean()), float(y[mask].mean())
+    center_x = float(x[mask].mean())
+    center_y = float(y[mask].mean())
     overlaps = {shape: compute_overlap(mask, shape, area, center_x, center_y) for shape in SHAPES}
     best = max(overlaps, key=lambda shape: overlaps[shape])
     unit_area, unit_x, unit_y = measure_template(best)

@@ -23,7 +23,9 @@ from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.distributed import files
 from ditile.errors import LoadError, ModelError
 
-JOB_FILE, ROWS_FILE, PICTURES_FOLDER = "job.json", "pictures.jsonl", "pictures"
+JOB_FILE = "job.json"
+ROWS_FILE = "pictures.jsonl"
+PICTURES_FOLDER = "pictures"
 MAX_ROWS_BYTES = 2**30
 IN_A_ROW = {"plan": str, "cache": str, "caption": int, "prompt": str, "seed": int}
 """What a row must have, and its types."""
@@ -82,7 +84,8 @@ class EvaluationFolder:
         except (OSError, ValueError) as error:
             raise LoadError(f"{path} cannot be read: {error}") from error
         for row in filter(None, map(_parse_picture_row, lines)):
-            setting, place = EvaluationSetting(row["plan"], row["cache"]), row["caption"]
+            setting = EvaluationSetting(row["plan"], row["cache"])
+            place = row["caption"]
             expected = [captions[place].text, seed + place] if place < len(captions) else [row["prompt"], row["seed"]]
             if [row["prompt"], row["seed"]] != expected:
                 raise ModelError(

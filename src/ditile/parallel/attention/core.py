@@ -51,7 +51,10 @@ class AttentionCore:
         kind: str = "N",
         turn: Tensor,
     ) -> None:
-        self._now, self._exchange, self._keys, self._masks = now, exchange, keys, masks
+        self._now = now
+        self._exchange = exchange
+        self._keys = keys
+        self._masks = masks
         self._further, self._kind = kind if FURTHER in kind else "", drop_further_keys(kind)
         self.attend = CustomOp(self.attend_to_tokens, turn)
         self.overlaps = exchange.overlaps
@@ -66,7 +69,8 @@ class AttentionCore:
         if torch.compiler.is_compiling():
             q, k, v = (make() for make in makers)
             return self.attend(q, k, v, mask=mask, scale=scale)
-        tokens, heads = self._now.get_layer_tokens(self._kind), 0
+        tokens = self._now.get_layer_tokens(self._kind)
+        heads = 0
 
         def make_without_dummies(make: DeferredTensor) -> Tensor:
             nonlocal heads
@@ -96,14 +100,16 @@ class AttentionCore:
         keys = tokens = tokens or self._now.get_layer_tokens(kind[0])
         if len(kind) > 1:
             keys = self._now.get_layer_tokens(kind[1])
-        heads, further = q.shape[2], None
+        heads = q.shape[2]
+        further = None
         if self._further and k.shape[1] > q.shape[1]:
             k, v, mask, further = self._take_further_keys(q, k, v, mask, tokens)
         # Queries of dummies cost less than to leave them out and to bring the output to its length again.
         if tokens.dummies and (tokens.are_none or mask is not None or not self._exchange.takes_dummies):
             q = q[:, tokens.real_tokens]
         if keys.dummies:
-            k, v = k[:, keys.real_tokens], v[:, keys.real_tokens]
+            k = k[:, keys.real_tokens]
+            v = v[:, keys.real_tokens]
         if keys is not tokens and mask is not None and mask.ndim > 2 and mask.shape[-2] > 1:
             raise make_pairs_error(mask)
         q, k, v = self._exchange.exchange_tokens_for_heads(q, k, v, tokens, keys)
@@ -117,7 +123,9 @@ class AttentionCore:
         Raises:
             ModelError: if a mask tells queries apart, or is of another number of keys.
         """
-        own, count, heads = q.shape[1], k.shape[1] - q.shape[1], q.shape[2]
+        own = q.shape[1]
+        count = k.shape[1] - q.shape[1]
+        heads = q.shape[2]
         at = tokens.locate_further_keys(self._further, own)
         (k, more_k), (v, more_v) = (_take_apart(x, at, count, 1) for x in (k, v))
         more_mask = None
@@ -168,7 +176,8 @@ class AttentionCore:
 class NoExchange:
     """Every rank has all heads of its tokens."""
 
-    overlaps, takes_dummies = False, True
+    overlaps = False
+    takes_dummies = True
 
     def exchange_tokens_for_heads(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
@@ -198,7 +207,9 @@ class LocalKeyMaskSource:
         Raises:
             ModelError: if it tells queries apart and is not of all keys.
         """
-        mask, own, runs = expand_mask(mask, batch), tokens.rank_lengths[tokens.index], tokens.runs[tokens.index]
+        mask = expand_mask(mask, batch)
+        own = tokens.rank_lengths[tokens.index]
+        runs = tokens.runs[tokens.index]
         is_partial = own != tokens.length
         if is_partial and mask.shape[2] == tokens.length:
             mask = take_runs(mask, runs, 2)
@@ -285,7 +296,8 @@ class StaleKeys:
 
     def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
         """Writes the mask of fresh keys into the store; returns that of the keys that are attended to now."""
-        now, joined = self.now, mask.join_ring_masks()
+        now = self.now
+        joined = mask.join_ring_masks()
         if mask.covers_sequence:
             return joined
         kept = store.write_mask(joined, merge_rank_runs(tokens), now.batch_range, now.batch)

@@ -137,7 +137,8 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, lse: b
     if name not in known:
         raise ModelError(f"attention={name!r} is not known; try one of {', '.join(known)}")
     backend = AttentionBackendName(name)
-    kernel, x = DiffusersKernel(backend), torch.zeros(1, 32, 2, 64, device=device, dtype=dtype)
+    kernel = DiffusersKernel(backend)
+    x = torch.zeros(1, 32, 2, 64, device=device, dtype=dtype)
     try:
         _check_attention_backend_requirements(backend)
         _maybe_download_kernel_for_backend(backend)
@@ -164,7 +165,8 @@ def run_fused_kernel(
     Raises:
         ModelError: if the kernel named takes no mask, and there is one.
     """
-    size, length = q.shape[3], q.shape[1]
+    size = q.shape[3]
+    length = q.shape[1]
     scale = size**-0.5 if scale is None else scale
     k, v = _repeat_grouped_heads(q, k, v)
     on_cpu = q.device.type == "cpu"
@@ -227,7 +229,8 @@ def register_backend(kernel: AttentionBackendName | None) -> AttentionBackendNam
     """
     value = "ditile" if kernel is None else f"ditile {kernel.value}"
     name = str.__new__(AttentionBackendName, value)
-    name._name_, name._value_ = value.upper(), value
+    name._name_ = value.upper()
+    name._value_ = value
     _AttentionBackendRegistry.register(name)(functools.partial(dispatch_to_core, DiffusersKernel(kernel)))
     return name
 

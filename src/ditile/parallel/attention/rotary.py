@@ -74,7 +74,8 @@ class RotaryEmbedding:
         ):
             return apply_rotary_emb(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
         cos, sin = freqs_cis
-        table, source = self._latest(), (id(sin), id(cos), sequence_dim, sin._version)
+        table = self._latest()
+        source = (id(sin), id(cos), sequence_dim, sin._version)
         if table is None or table.source != source:
             table = self._find_table(source, cos, sin, x.device)
         swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -107,7 +108,8 @@ class RotaryEmbedding:
 
     def copy_processor(self, processor: Any) -> Any:
         """A copy of such a processor, which applies rotary embeddings as this does."""
-        stock, made = type(processor), copy.copy(processor)
+        stock = type(processor)
+        made = copy.copy(processor)
         if stock not in self._classes:
             self._classes[stock] = _make_processor_class(stock, self.rotate_pairs)
         made.__class__ = self._classes[stock]

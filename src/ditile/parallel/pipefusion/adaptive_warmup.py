@@ -46,7 +46,9 @@ class AdaptiveWarmup:
     """
 
     def __init__(self, mesh: Mesh, relative_change: RelativeChange, bound: float) -> None:
-        self._mesh, self._relative_change, self._bound = mesh, relative_change, bound
+        self._mesh = mesh
+        self._relative_change = relative_change
+        self._bound = bound
         self._change_sums: list[AsyncSum] = []
         self._known: list[float] = []
         self._changes: ChangeCopy | None = None

@@ -171,5 +171,6 @@ def _iterate_matrix_sizes(module: nn.Module) -> Iterator[int]:
 @functools.cache
 def _is_inside_pattern(path: str, pattern: str) -> bool:
     """Whether a module is the pattern's, or inside of it."""
-    names, wanted = path.split("."), pattern.split(".")
+    names = path.split(".")
+    wanted = pattern.split(".")
     return len(names) >= len(wanted) and all(w in ("*", n) for n, w in zip(names, wanted, strict=False))

@@ -86,7 +86,8 @@ class _HostBlock:
     """
 
     def __init__(self, block: nn.Module, copies: HostCopies) -> None:
-        self._block, self._copies = block, copies
+        self._block = block
+        self._copies = copies
         self.tensors: list[_HostTensor] = []
         self.flat = torch.empty(0, dtype=torch.uint8)
         self._on_device: dict[int, list[Tensor]] = {}
@@ -107,7 +108,8 @@ class _HostBlock:
             return False
         sizes = [part.numel() * part.element_size() for each in here for part in _list_plain_tensors(each.tensor)]
         self.flat = self._copies.allocate_host_memory(count_flat_bytes(sizes))
-        self.tensors, self._on_device = [], {}
+        self.tensors = []
+        self._on_device = {}
         for each, placed in zip(here, self._place_tensors(here, self.flat, copied=True), strict=True):
             if is_traceable_wrapper_subclass(each.tensor):
                 each.container[each.name] = _make_alike(each.tensor, placed)
@@ -146,7 +148,8 @@ class _HostBlock:
                 return transform_subclass(part, place_part)
             start = -(-start // ALIGNMENT) * ALIGNMENT
             stop = start + part.numel() * part.element_size()
-            view, start = flat[start:stop].view(part.dtype).view(part.shape), stop
+            view = flat[start:stop].view(part.dtype).view(part.shape)
+            start = stop
             return view.copy_(part) if copied else view
 
         with torch.no_grad():
@@ -182,7 +185,8 @@ class BlockOffload:
 
     def __init__(self, models: Sequence[TransformerHooks], owned: range, copies: HostCopies) -> None:
         self._modules = [model.chain[k].block for model in models for k in owned]
-        self._copies, self.num_copies = copies, 0
+        self._copies = copies
+        self.num_copies = 0
         self._blocks = {module: _HostBlock(module, copies) for module in self._modules}
         self._buffers: list[_DeviceBuffer] = []
         self._previous: _HostBlock | None = None
@@ -211,7 +215,8 @@ class BlockOffload:
         """The device has buffers within the context."""
         self.pack_weights()
         size = max(block.flat.numel() for block in self._blocks.values())
-        number, ready = min(NUM_BUFFERS, len(self._blocks)), self._copies.mark_computed()
+        number = min(NUM_BUFFERS, len(self._blocks))
+        ready = self._copies.mark_computed()
         self._buffers = [_DeviceBuffer(size, self._copies.device, ready) for _ in range(number)]
         try:
             yield
@@ -220,7 +225,9 @@ class BlockOffload:
                 # A copy that no block waited for may be under way to memory that is given back here.
                 if buffer.copied is not None:
                     self._copies.wait_for_copy(buffer.copied)
-            self._buffers, self._current, self._previous = [], 0, None
+            self._buffers = []
+            self._current = 0
+            self._previous = None
             for block in self._blocks.values():
                 block.forget_buffers()
 
@@ -266,7 +273,8 @@ class BlockOffload:
 def explain_offload_refusal(models: Sequence[TransformerHooks]) -> str | None:
     """Why the weights of the blocks of some models cannot be streamed as they are now, or None."""
     for model in models:
-        name, outside = type(model.transformer).__name__, model.anatomy.outside
+        name = type(model.transformer).__name__
+        outside = model.anatomy.outside
         if not model.chain:
             return f"offload=blocks: nothing is known of the blocks of {name}; leave it out"
         if outside:

@@ -57,7 +57,8 @@ class CudaGraphRecorder:
 
     def __call__(self, fn: Callable[[], None], written: Sequence[Tensor]) -> Callable[[], None]:
         """Records a function. Waits for nothing: messages may be under way."""
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        graph = torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             # Threads of the process group ask for events meanwhile.
@@ -140,7 +141,8 @@ class BlockGraphs:
     """
 
     def __init__(self, record: Recorder, device: torch.device) -> None:
-        self._record, self._device = record, device
+        self._record = record
+        self._device = device
         self.kept_buffers: dict[Hashable, Tensor] = {}
         # Recordings hold what they read, so what no recording reads any more goes.
         self._inputs: WeakValueDictionary[Hashable, _StaticInput] = WeakValueDictionary()

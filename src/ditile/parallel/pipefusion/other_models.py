@@ -64,7 +64,8 @@ class OtherModels:
             if key in self.results:
                 return self.results[key]
             # It may have parts of the transformer, as Z-Image's has: nothing of what these return is remembered.
-            surveyed, now.is_surveyed = now.is_surveyed, True
+            surveyed = now.is_surveyed
+            now.is_surveyed = True
             try:
                 result = forward(*args, **kwargs)
             finally:

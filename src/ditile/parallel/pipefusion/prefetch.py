@@ -47,7 +47,9 @@ class ReceivePrefetcher:
         shape: Callable[[MessageKey], tuple[int, ...] | None],
         can_post: Callable[[MessageKey], bool],
     ) -> None:
-        self.channel, self._shape, self._can_post = channel, shape, can_post
+        self.channel = channel
+        self._shape = shape
+        self._can_post = can_post
         self.looks_ahead = False
         self._expected: deque[MessageKey] = deque()
 

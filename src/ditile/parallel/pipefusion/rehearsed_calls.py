@@ -131,8 +131,10 @@ class RehearsedCall:
         """The generation has what the rehearsal found."""
         now.forms = self.forms
         now.prediction_pieces.update(self.prediction_pieces)
-        now.whole_steps, now.reference_rows = self.whole_steps, self.reference_rows
-        now.live_arguments, now.reads_latents_everywhere = self.live_arguments, self.reads_latents_everywhere
+        now.whole_steps = self.whole_steps
+        now.reference_rows = self.reference_rows
+        now.live_arguments = self.live_arguments
+        now.reads_latents_everywhere = self.reads_latents_everywhere
         if self.lets_group_rest:
             now.warmup_split = None
 
@@ -164,7 +166,8 @@ class RehearsedCalls:
 
     def list_calls(self, shapes: Hashable) -> list[RehearsedCall]:
         """A call begins: those that it may be like, given what `describe_call_shapes` says of it."""
-        self._shapes, self._noted = shapes, None
+        self._shapes = shapes
+        self._noted = None
         return [call for (described, _), call in self._kept.items() if described == shapes]
 
     def note_call(self, found: RehearsedCall | None) -> None:

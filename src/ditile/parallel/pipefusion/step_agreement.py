@@ -55,7 +55,9 @@ class StepAgreement:
     """
 
     def __init__(self, group: dist.ProcessGroup | None, traffic: Traffic, is_stopped: Callable[[], bool]) -> None:
-        self._group, self._traffic, self._is_stopped = group, traffic, is_stopped
+        self._group = group
+        self._traffic = traffic
+        self._is_stopped = is_stopped
         self.ends_early = False
         self._wishes: list[AsyncMax] = []
         self._finite: dict[int, Tensor] = {}  # of each step on the device, where they wait to be read

@@ -38,7 +38,10 @@ class GatheredKeyMaskSource:
 
     def __init__(self, axis: Axis, ulysses: Axis, traffic: Traffic) -> None:
         assert axis.group is not None
-        self._axis, self._group, self._ulysses, self._traffic = axis, axis.group, ulysses, traffic
+        self._axis = axis
+        self._group = axis.group
+        self._ulysses = ulysses
+        self._traffic = traffic
         self._cached_masks: dict[Hashable, CachedMask] = {}
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
@@ -53,7 +56,8 @@ class GatheredKeyMaskSource:
         Raises:
             ModelError: if it tells queries apart and is not of the whole sequence, or is of another number of keys.
         """
-        flat, own = expand_mask(mask, batch), tokens.rank_lengths[tokens.index] + tokens.dummies
+        flat = expand_mask(mask, batch)
+        own = tokens.rank_lengths[tokens.index] + tokens.dummies
         if flat.shape[2] > 1 and flat.shape[2:] != (tokens.length, tokens.length):
             raise make_pairs_error(flat)
         if flat.shape[-1] != own and not _covers_all_keys(flat, tokens):

@@ -33,13 +33,17 @@ class RingKeys:
 
     def __init__(self, axis: Axis, kernel: AttentionKernel, traffic: Traffic) -> None:
         assert axis.group is not None
-        self._axis, self._group, self._kernel, self._traffic = axis, axis.group, kernel, traffic
+        self._axis = axis
+        self._group = axis.group
+        self._kernel = kernel
+        self._traffic = traffic
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
         size = self._axis.num_ranks
         lengths = [sum(map(len, runs)) for runs in collect_rank_runs(tokens, size)]
-        block, merged = torch.stack([k, v]), None
+        block = torch.stack([k, v])
+        merged = None
         for turn in range(size):
             coming = None
             if turn < size - 1:

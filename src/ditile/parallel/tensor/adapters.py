@@ -77,10 +77,12 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
             handle.remove()
         if encoder_hidden_states is None:
             return own
-        query, heads = queries[0], (len(hidden_states), -1, attn.heads, attn.head_dim)
+        query = queries[0]
+        heads = (len(hidden_states), -1, attn.heads, attn.head_dim)
         added: Any = 0
         for picture, scale, to_k, to_v in zip(ip_hidden_states, self.scale, self.to_k_ip, self.to_v_ip, strict=False):
-            key, value = to_k(picture).view(heads), to_v(picture).view(heads)
+            key = to_k(picture).view(heads)
+            value = to_v(picture).view(heads)
             out = dispatch_attention_fn(
                 query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
             )

@@ -39,11 +39,14 @@ class SharedStreams:
     """
 
     def __init__(self, tokens: StreamLengths, axis: Axis, collectives: TensorCollectives) -> None:
-        self._tokens, self._axis, self._collectives = tokens, axis, collectives
+        self._tokens = tokens
+        self._axis = axis
+        self._collectives = collectives
 
     def set_stream_lengths(self, image: int, text: int) -> None:
         """Keeps the lengths for the gathers inside the blocks."""
-        self._tokens.image, self._tokens.text = image, text
+        self._tokens.image = image
+        self._tokens.text = text
 
     def locate_own_share(self, length: int) -> slice:
         """This rank's share of a stream."""

@@ -124,7 +124,9 @@ class Halo:
 def plan_halo_exchange(rows: PictureRows, window: RowWindow, rank: int) -> Halo:
     """What a rank does in an operation on a picture that is cut so."""
     made = window.divide_output_rows(rows)
-    ranks, own, out = range(len(rows.rows_per_rank)), rows.select_rank_rows(rank), made.select_rank_rows(rank)
+    ranks = range(len(rows.rows_per_rank))
+    own = rows.select_rank_rows(rank)
+    out = made.select_rank_rows(rank)
     needed = [window.find_input_rows(made.select_rank_rows(peer), rows.picture_height) for peer in ranks]
 
     def list_peer_rows(peers: range, wanted: dict[int, range]) -> tuple[PeerRows, ...]:
@@ -190,8 +192,10 @@ class GroupLinks:
     """
 
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
-        self.index, self.num_ranks = axis.index, axis.num_ranks
-        self._group, self._traffic = axis.group, traffic
+        self.index = axis.index
+        self.num_ranks = axis.num_ranks
+        self._group = axis.group
+        self._traffic = traffic
 
     def start_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor
@@ -215,7 +219,8 @@ class Strip:
     def __init__(self, links: RowLinks, block_size: int | None = None) -> None:
         self.rows = PictureRows.split_evenly(0, links.num_ranks)
         self.block_size = block_size
-        self._links, self._rank = links, links.index
+        self._links = links
+        self._rank = links.index
         self._known: list[PictureRows] = []
 
     @property
@@ -241,7 +246,8 @@ class Strip:
             unit: a power of two: rows of which strips have a whole number, or else of half as many, and so on, so that
                 each has whole rows at the lowest resolution of a coder.
         """
-        height, num_ranks = picture.shape[-2], self._links.num_ranks
+        height = picture.shape[-2]
+        num_ranks = self._links.num_ranks
         while unit > 1 and (height % unit or height < unit * num_ranks):
             unit //= 2
         rows = PictureRows.split_evenly(height // unit, num_ranks)
@@ -320,7 +326,8 @@ class Strip:
     def gather_picture_on_first(self, x: Tensor) -> Tensor:
         """The whole picture on the first rank; elsewhere zeros around this rank's own rows."""
         self.find_rows(x.shape[-2])
-        sizes, first = self.rows.rows_per_rank, self._rank == 0
+        sizes = self.rows.rows_per_rank
+        first = self._rank == 0
         peers = [rank for rank in range(1, len(sizes)) if sizes[rank]]
         sends = [] if first or not x.numel() else [(0, x)]
         receives = [(rank, (*x.shape[:-2], sizes[rank], x.shape[-1])) for rank in peers] if first else []

@@ -95,14 +95,14 @@ class StripConvolution:
         if prepare is not None:
             x = prepare(x)
         if self.window.scale > 1:
-            x, first = (
-                functional.interpolate(x, scale_factor=float(self.window.scale), mode="nearest"),
-                first * self.window.scale,
-            )
+            x = functional.interpolate(x, scale_factor=float(self.window.scale), mode="nearest")
+            first = first * self.window.scale
         last = first + x.shape[-2]
-        start, stop = max(reach.start - first, 0), x.shape[-2] - max(last - reach.stop, 0)
+        start = max(reach.start - first, 0)
+        stop = x.shape[-2] - max(last - reach.stop, 0)
         x = x.narrow(-2, start, stop - start)
-        above, below = max(first - reach.start, 0), max(reach.stop - last, 0)
+        above = max(first - reach.start, 0)
+        below = max(reach.stop - last, 0)
         if above == below and (self.mode == "constant" or not above):
             return self.convolve(x, above)
         # The other modes pad as many dimensions as they are told, which are those behind the channels.
@@ -150,7 +150,8 @@ def build_normalizer(norm: nn.GroupNorm | GroupNormParameters, x: Tensor, strip:
         return of_group.repeat_interleave(channels // norm.num_groups, dim=1).flatten()
 
     weight, bias = (None if p is None else p.to(mean.dtype).repeat(batch) for p in (norm.weight, norm.bias))
-    mean, variance = expand_to_channels(mean), expand_to_channels(variance)
+    mean = expand_to_channels(mean)
+    variance = expand_to_channels(variance)
 
     def normalize_rows(rows: Tensor) -> Tensor:
         # A batch norm with given statistics scales and shifts each channel, in one pass and without a copy. The
@@ -170,7 +171,8 @@ def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
     if not x.numel():
         return x.new_zeros(3, x.shape[0], groups, dtype=wide)
     flat = x.contiguous().view(x.shape[0], groups, -1)
-    means, variances = [], []
+    means = []
+    variances = []
     for part in flat.split(max(AT_ONCE // (flat.shape[0] * flat.shape[2]), 1), dim=1):
         mean = part.mean(2, dtype=wide)
         means.append(mean)
@@ -240,7 +242,8 @@ class RowFunctions(TorchFunctionMode):
         super().__init__()
         self._strip = strip
         self._padding: RowPadding | None = None
-        self._frames, self._width = 1, 1
+        self._frames = 1
+        self._width = 1
         self._is_paused = False
         self._handlers: dict[Any, Callable[..., Any]] = {
             functional.conv2d: self._convolve,
@@ -292,7 +295,8 @@ class RowFunctions(TorchFunctionMode):
 
     def _take_padding(self, x: Tensor) -> RowPadding | None:
         """The rows that a tensor was padded by, which may be folded otherwise since; raises if another one was."""
-        found, self._padding = self._padding, None
+        found = self._padding
+        self._padding = None
         if found is not None and found.shape[-2:] != x.shape[-2:]:
             self._refuse_padding()
         return found
@@ -313,7 +317,8 @@ class RowFunctions(TorchFunctionMode):
         strides, paddings, dilations = (
             (each,) * dims if isinstance(each, int) else tuple(each) for each in (stride, padding, dilation)
         )
-        before, kernel = self._take_padding(input), (weight.shape[-2] - 1) * dilations[-2] + 1
+        before = self._take_padding(input)
+        kernel = (weight.shape[-2] - 1) * dilations[-2] + 1
         is_pointwise = kernel == 1 and strides[-2] == 1 and not paddings[-2] and before is None
         if is_pointwise and input.shape[-2]:
             return self._note_shape(func(input, weight, bias, stride, padding, dilation, groups))
@@ -343,7 +348,8 @@ class RowFunctions(TorchFunctionMode):
     ) -> Tensor:  # fmt: skip
         """Queries of the strip, keys and values of all rows; attention along time is left alone."""
         rows = self._strip.rows.rows_per_rank
-        own, length = self._strip.own_height, key.shape[-2]
+        own = self._strip.own_height
+        length = key.shape[-2]
         per_row = self._width if not own or length == own * self._width else self._width * self._frames
         is_of_rows = length == own * per_row
         if length == self._frames > 1 and not (is_of_rows and length):

@@ -37,7 +37,9 @@ class _ThreadLinks:
     """Links between threads, each of which is a rank."""
 
     def __init__(self, index: int, num_ranks: int, queues: dict[tuple[int, int], queue.Queue[Any]]) -> None:
-        self.index, self.num_ranks, self._queues = index, num_ranks, queues
+        self.index = index
+        self.num_ranks = num_ranks
+        self._queues = queues
 
     def start_exchange(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor
@@ -81,7 +83,8 @@ def prove_rows(vae: Any, install: Install) -> None:
     Raises:
         ModelError: if it cannot be called on small latents, or differs.
     """
-    kind, twin = type(vae).__name__, copy.deepcopy(vae).float().cpu()
+    kind = type(vae).__name__
+    twin = copy.deepcopy(vae).float().cpu()
     latents = _make_latents(twin)
     try:
         with torch.no_grad():

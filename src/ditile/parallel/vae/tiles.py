@@ -82,7 +82,10 @@ class SharedCoder:
     """
 
     def __init__(self, coder: nn.Module, meta: nn.Module, links: RowLinks, tiles: ArrivingTiles) -> None:
-        self._forward, self._meta, self._links, self._tiles = coder.forward, meta, links, tiles
+        self._forward = coder.forward
+        self._meta = meta
+        self._links = links
+        self._tiles = tiles
         self._name = type(coder).__name__
         self._shapes: dict[Any, torch.Size] = {}
         self.count = 0
@@ -92,7 +95,8 @@ class SharedCoder:
         if torch.is_grad_enabled() and sample.requires_grad:
             raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
         links = self._links
-        owner, self.count = self.count % links.num_ranks, self.count + 1
+        owner = self.count % links.num_ranks
+        self.count = self.count + 1
         with torch.no_grad():
             if owner != links.index:
                 shape = self._find_shape(sample, args, kwargs)

@@ -79,8 +79,11 @@ class ParallelVAE:
         check_whole_number(block_size, "block_size", error=PlanError, optional=True, hint=hint)
         if gather not in ("all", "first"):
             raise PlanError(f"gather={gather!r} is not known; try all or first")
-        self.vae, self.axis, self.traffic = vae, axis, traffic
-        self.block_size, self.gather = block_size, gather
+        self.vae = vae
+        self.axis = axis
+        self.traffic = traffic
+        self.block_size = block_size
+        self.gather = gather
         check_vae_divisible(vae)
 
     @contextmanager
@@ -135,7 +138,8 @@ def _install_coder_forward(
     gather: Callable[[Tensor], Tensor],
     unit: int,
 ) -> None:
-    whole, may_be_empty = coder.forward, isinstance(coder, Encoder | Decoder)
+    whole = coder.forward
+    may_be_empty = isinstance(coder, Encoder | Decoder)
 
     def code_own_rows(sample: Tensor, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and sample.requires_grad:

@@ -72,11 +72,13 @@ class PipelineConfigs:
             LoadError: if they cannot be read.
             ModelError: if there is no transformer.
         """
-        index, places = read_model_index(source), dict[str, Path | str]()
+        index = read_model_index(source)
+        places = dict[str, Path | str]()
         if MODULAR_MARK in index:
             index, places = _read_modular_index(source, index)
         try:
-            pipeline, name = getattr(diffusers, index["_class_name"]), index.get("transformer", (None, None))[1]
+            pipeline = getattr(diffusers, index["_class_name"])
+            name = index.get("transformer", (None, None))[1]
             if name is None:
                 raise ModelError(f"{pipeline.__name__} has no transformer, so it cannot be cut into stages")
             kind = getattr(diffusers, name)
@@ -163,7 +165,8 @@ def _read_modular_index(source: Path | str, index: Mapping[str, Any]) -> tuple[d
     places = dict[str, Path | str]()
     for part, entry in index.items():
         if part not in parts and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
-            where, hint = entry[2].get("pretrained_model_name_or_path"), entry[2].get("type_hint") or entry[:2]
+            where = entry[2].get("pretrained_model_name_or_path")
+            hint = entry[2].get("type_hint") or entry[:2]
             if where is not None and entry[2].get("subfolder") == part:
                 parts[part], places[part] = hint, Path(where) if Path(where).exists() else where
     return {"_class_name": name, **parts}, places

@@ -32,7 +32,9 @@ ARGUMENTS = {
     "last_image": ("last_image",),
 }
 """Condition, as the option of a request -> the names that calls of diffusers have for it."""
-_REFERENCE, _CONTROL_MASK, _KEYFRAMES = "image_reference", "control_mask", "conditions"
+_REFERENCE = "image_reference"
+_CONTROL_MASK = "control_mask"
+_KEYFRAMES = "conditions"
 _REFERENCES = "references"
 MOST_PICTURES = 16
 """Pictures of one edit, where a class composes several."""
@@ -72,7 +74,8 @@ def _read_modular_call(pipe: Any) -> CallConditions:
     arguments = {
         name: found for name, known in ARGUMENTS.items() if (found := next(filter(parameters.get, known), None))
     }
-    needed, image = list_required_inputs(pipe), parameters.get(arguments.get("image", ""))
+    needed = list_required_inputs(pipe)
+    image = parameters.get(arguments.get("image", ""))
     if "image" not in parameters:  # else a mask lies on other things than a picture
         arguments.pop("mask", None)
     # What noise is added to, and the first frame of a video, is one picture.
@@ -212,7 +215,8 @@ def choose_requested_class(wanted: GenerateOptions) -> tuple[Any, Any]:
     own = find_pipeline_kind(source)
     if own is None:
         return None, None
-    config, has_controlnet = read_model_index(source), wanted.controlnet is not None
+    config = read_model_index(source)
+    has_controlnet = wanted.controlnet is not None
     return choose_pipeline_class(own, [*wanted.conditions], config, has_controlnet=has_controlnet), own
 
 

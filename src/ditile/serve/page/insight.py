@@ -14,7 +14,9 @@ from ditile.serve.jobs import Drawn, Job
 TRACE = "trace.json"
 """Output file of a traced job."""
 _MOST_BARS = 4000
-_ROW, _GAP, _LEFT = 22, 4, 64
+_ROW = 22
+_GAP = 4
+_LEFT = 64
 _WIDTH = 1000
 """Of a chart, in pixels; a narrower page scrolls it."""
 FRESH, STALE = "#2a9d8f", "#e9c46a"
@@ -106,7 +108,8 @@ def render_gantt(trace: Mapping[str, Any]) -> str:
     marks = [_label_row(f"rank {rank}", rank) for rank in range(num_ranks)]
     first_of_step: dict[int, float] = {}
     for event in shown:
-        x, step = _LEFT + (event["ts"] - begin) * scale, event["args"]["step"]
+        x = _LEFT + (event["ts"] - begin) * scale
+        step = event["args"]["step"]
         note = f"rank {event['tid']}, step {step + 1}: {event['name']}, {event['dur'] / 1000:.1f} ms"
         color = _choose_color(event["cat"], event["args"]["patch"], patches)
         marks.append(_draw_bar(x, event["tid"], max(event["dur"] * scale, 0.4), color, note))
@@ -144,7 +147,8 @@ def _list_plan_rows(plan: Plan, drawn: Drawn) -> list[tuple[str, str]]:
         waited = sum(sum(seconds) for seconds in report.get("waited", {}).values())
         spent = sum(report.get("step_seconds", []))
         idle = f", waited {100 * waited / spent:.0f} % of its steps" if spent else ""
-        sent, peak = report["bytes_sent"] / 2**20, report["peak_memory_bytes"] / 2**20
+        sent = report["bytes_sent"] / 2**20
+        peak = report["peak_memory_bytes"] / 2**20
         rows.append((f"rank {rank}", f"sent {sent:.1f} MiB, peak of {peak:.0f} MiB{idle}"))
     return rows
 
@@ -157,7 +161,8 @@ def _list_predictions(plan: Mapping[str, Any], drawn: Drawn) -> list[tuple[str, 
     predicted = plan.get("predicted") or {}
     if not predicted.get("plans"):
         return [*rows, ("predicted", "nothing: run <code>ditile calibrate</code> on this machine once")]
-    price, call = predicted["plans"][0], predicted["call"]
+    price = predicted["plans"][0]
+    call = predicted["call"]
     scope = f"{call['width']}x{call['height']}, {call['steps']} steps"
     rows.append(("predicted, steps", f"{price['latency_s']:.3f} s ({html.escape(scope)})"))
     parts = {"compute": "compute_s", "idle": "bubble_s", "messages": "exposed_comm_s"}
@@ -173,7 +178,8 @@ def _render_left_out(drawn: Drawn) -> str:
     contexts = drawn.facts.get("left_out") or []
     if not contexts:
         return "<p>This server has no cache; <code>ditile serve --cache</code> has one.</p>"
-    marks, notes = [], []
+    marks = []
+    notes = []
     cell = (_WIDTH - _LEFT) / max(drawn.num_steps, 1)
     for row, context in enumerate(contexts):
         cached = {step for steps in context["cached_steps"] for step in steps}
@@ -220,7 +226,9 @@ def _label_row(text: str, row: int) -> str:
 
 def _label_steps(places: Sequence[tuple[float, int]], num_rows: int) -> list[str]:
     """Numbers of steps below a chart, as many as there is place for."""
-    y, marks, last = num_rows * (_ROW + _GAP) + 11, [], -1e9
+    y = num_rows * (_ROW + _GAP) + 11
+    marks = []
+    last = -1e9
     for x, step in places:
         if x - last >= 24:
             marks.append(f'<text x="{x:.1f}" y="{y}">{step}</text>')

@@ -58,7 +58,8 @@ Update = dict[Any, Any]
 
 def build_theme() -> gr.themes.Base:
     """Gradio's own colours with the fonts of the machine, as other fonts would come from other servers."""
-    sans, mono = ("system-ui", "sans-serif"), ("ui-monospace", "monospace")
+    sans = ("system-ui", "sans-serif")
+    mono = ("ui-monospace", "monospace")
     return gr.themes.Default(font=sans, font_mono=mono)
 
 
@@ -71,7 +72,8 @@ class Page:
     """
 
     def __init__(self, service: Service, folder: Path) -> None:
-        self._service, self._folder = service, folder
+        self._service = service
+        self._folder = folder
 
     def build_blocks(self) -> gr.Blocks:
         """The page as Gradio mounts it."""
@@ -217,7 +219,8 @@ class Page:
 
     async def _draw_form(self, values: Update, request: gr.Request) -> AsyncIterator[Update]:
         """Draws what the form says; a page that is closed meanwhile ends it."""
-        owner, service = find_page_owner(request), self._service
+        owner = find_page_owner(request)
+        service = self._service
         idle = {self._running: "", self._draw: gr.update(interactive=True), self._cancel: gr.update(interactive=False)}
         try:
             kind, order = await self._read_form(values)
@@ -321,7 +324,8 @@ class Page:
             job = self._service.find_job(job_id, find_page_owner(request))
         except (DitileError, IndexError):
             return {self._prompt: gr.skip()}
-        options, drawn = job.request.options, job.drawn
+        options = job.request.options
+        drawn = job.drawn
         assert drawn is not None and options.seed is not None
         image = None if options.image is None else await self._save_file(job, INPUT_IMAGE, "picture.png")
         lora, scale = next(iter(job.request.loras.items()), (NO_LORA, 1.0))
@@ -419,7 +423,8 @@ def _render_failure(error: DitileError) -> str:
 
 
 def _describe_settings(job: Job, picture: int) -> str:
-    options, drawn = job.request.options, job.drawn
+    options = job.request.options
+    drawn = job.drawn
     assert drawn is not None
     facts: dict[str, Any] = {
         "seed": drawn.seeds[picture],

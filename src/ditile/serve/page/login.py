@@ -46,7 +46,8 @@ class PageKeys:
 
     def find_word(self, key: str) -> str | None:
         """The word of a key; None if the key is not known."""
-        given, found = key.strip().encode(), None
+        given = key.strip().encode()
+        found = None
         for _, known, word in self._keys:
             # Each is compared, so that the time says nothing of which one is nearly right.
             if hmac.compare_digest(known, given) and found is None:
@@ -59,7 +60,8 @@ class PageKeys:
             morsel = SimpleCookie(cookies).get(COOKIE)
         except CookieError:
             return None
-        given, found = ("" if morsel is None else morsel.value).encode(), None
+        given = ("" if morsel is None else morsel.value).encode()
+        found = None
         for owner, _, word in self._keys:
             if hmac.compare_digest(word.encode(), given) and found is None:
                 found = owner

@@ -133,7 +133,8 @@ class Replica:
 
         try:
             places: list[ActorPlace] = await asyncio.gather(*(actor.find_place.remote() for actor in self._actors))
-            per_node, seen = Counter(place.node for place in places), Counter[str]()
+            per_node = Counter(place.node for place in places)
+            seen = Counter[str]()
             for number, (actor, own) in enumerate(zip(self._actors, places, strict=True)):
                 threads = self._setup.engine.threads or 1
                 place = RankPlace(number, len(places), seen[own.node], per_node[own.node], threads)

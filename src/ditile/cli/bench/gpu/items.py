@@ -19,7 +19,9 @@ COMPILED = "4 patches, compiled"
 RECORDED = "4 patches, cuda_graphs"
 IDLE_CACHE = "a cache that leaves out nothing"
 CACHES = ("F=1 W=1 R=0.12", "F=1 W=1 R=0.3")
-CACHE_DIT, DIFFUSERS, XDIT = "cache-dit", "diffusers, ulysses", "xDiT, ulysses"
+CACHE_DIT = "cache-dit"
+DIFFUSERS = "diffusers, ulysses"
+XDIT = "xDiT, ulysses"
 FEW = ("warmup=1", "warmup=2 warmup_mode=sequence")
 WIRE = "wire_dtype"
 
