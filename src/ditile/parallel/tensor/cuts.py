@@ -5,7 +5,8 @@ A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for 
 
 One that was derived names Linears where a class leaves sizes to its config, so that it holds for every config:
 
-    ["colwise", 1, 1, 4]            its outputs are blocks in these proportions
+    ["colwise", 1, 1]               its outputs are blocks in these proportions
+    ["colwise", "inner", "hidden"]  its outputs are blocks of as many features as these attributes of its owner say
     ["rowwise", "a.to_q", "a.up/1"] its inputs are as many as a.to_q makes, and then as many as the second block of a.up
     ["rms_norm", "a.to_q"]          across heads, where it has as many channels as a.to_q makes features
     ["gathered"]                    its outputs, if the ranks divide them, are few: each rank gets those of all
@@ -137,6 +138,7 @@ class TensorCuts:
         if not loaded:
             _check_tensor_degree(transformer, styles, size)
             _check_linears_named(transformer, styles, matched)
+            _check_blocks_alike(transformer, table)
         return cls(styles, index, size, arguments)
 
     def select_shard(self, name: str, shape: Sequence[int]) -> TensorCut | None:
@@ -218,7 +220,7 @@ def _parse_cut_style(
         elif kind == "rowwise":
             blocks = _measure_parts(sizes, table, transformer, path) if sizes else (1,)
         else:
-            blocks = sizes or _find_value_and_gate(kind, transformer, path)
+            blocks = _measure_columns(kind, sizes, transformer, path)
     elif type(given) in _PACKED:
         kind, attribute = _PACKED[type(given)]
         blocks = given.blocks or getattr(unwrap_lora_base(module), attribute, None)
@@ -284,16 +286,35 @@ def _measure_parts(
         pattern, _, index = part.partition("/")
         made = _find_named_linear(pattern, transformer, path).out_features
         kind, *blocks = table[pattern]
-        blocks = blocks or _find_value_and_gate(kind, transformer, _fill_pattern(pattern, path))
+        blocks = [*_measure_columns(kind, blocks, transformer, _fill_pattern(pattern, path))]
         sizes.append(made * blocks[int(index or 0)] // sum(blocks))
-    inputs = unwrap_lora_base(transformer.get_submodule(path)).in_features
-    if sum(sizes) != inputs:
+    _check_sum(path, "inputs", unwrap_lora_base(transformer.get_submodule(path)).in_features, sizes, transformer)
+    return sizes
+
+
+def _measure_columns(kind: str, blocks: Sequence[int | str], transformer: nn.Module, path: str) -> Sequence[int]:
+    """The outputs of a Linear that lie side by side: how many, or in which proportions.
+
+    Raises:
+        ModelError: if those that attributes count are not all of its outputs.
+    """
+    if not blocks:
+        return _find_value_and_gate(kind, transformer, path)
+    owner = transformer.get_submodule(path.rpartition(".")[0])
+    sizes = [int(vars(owner).get(block, 0)) if isinstance(block, str) else block for block in blocks]
+    if isinstance(blocks[0], str):
+        _check_sum(path, "outputs", unwrap_lora_base(transformer.get_submodule(path)).out_features, sizes, transformer)
+    return sizes
+
+
+def _check_sum(path: str, what: str, features: Any, sizes: Sequence[int], transformer: nn.Module) -> None:
+    """Raises `ModelError` if parts are not all features of a Linear: by this config, the model packs them otherwise."""
+    if sum(sizes) != features:
         raise ModelError(
-            f"{path} has {inputs} inputs, and {' + '.join(map(str, sizes))} were expected, so this "
+            f"{path} has {features} {what}, and {' + '.join(map(str, sizes))} were expected, so this "
             f"{type(transformer).__name__} packs features otherwise than when its cuts were derived; give "
             "ModelSpec(tensor=...) a table, or use ulysses or ring"
         )
-    return sizes
 
 
 def _find_value_and_gate(kind: str, transformer: nn.Module, path: str) -> Sequence[int]:
@@ -324,8 +345,8 @@ def _check_linear_shardable(path: str, module: nn.Module) -> None:
 def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle], size: int) -> None:
     """Every head and every feature of a block must have its rank."""
     sizes_to_divide: list[tuple[int, str]] = []
-    for path, attention in find_sharded_attentions(transformer, styles).items():
-        _check_attention_shardable(path, attention, styles)
+    attentions = find_sharded_attentions(transformer, styles)
+    for path, attention in attentions.items():
         sizes_to_divide += [(heads, f"heads of {path}") for heads in _list_head_counts(attention)]
     for path, style in styles.items():
         parameter = next(unwrap_lora_base(transformer.get_submodule(path)).parameters(), None)
@@ -340,6 +361,9 @@ def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle],
         most = math.gcd(*(number for number, _ in sizes_to_divide))
         legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
         raise PlanError(f"tensor={size} does not divide the {wrong[0]} {wrong[1]}; try {legal}")
+    # After the numbers: keys of one head have a norm as wide as all of their heads, and cannot be cut anyway.
+    for path, attention in attentions.items():
+        _check_attention_shardable(path, attention, styles)
 
 
 def _list_head_counts(attention: Any) -> list[int]:
@@ -385,6 +409,22 @@ def _check_linears_named(transformer: nn.Module, styles: Mapping[str, CutStyle],
                         "the one did not have that the table was derived from; use ulysses or ring, or give "
                         "ModelSpec(tensor=...)"
                     )
+
+
+def _check_blocks_alike(transformer: nn.Module, table: Mapping[str, Any]) -> None:
+    """Raises `ModelError` if attention of some blocks lacks what the same of others has, by a table that was derived.
+
+    What such a module makes without a Linear of its own would be this rank's heads alone.
+    """
+    for pattern in (pattern for pattern, given in table.items() if isinstance(given, list | tuple)):
+        owner, _, name = pattern.rpartition(".")
+        owners = dict(match_modules(transformer, owner)) if owner else {}
+        having = {path for path, module in owners.items() if getattr(module, name, None) is not None}
+        for path in owners.keys() - having if having else ():
+            raise ModelError(
+                f"{path} has no {name}, and {min(having)} has, so this config has blocks of another kind than those "
+                "that its cuts were derived from; use ulysses or ring, or give ModelSpec(tensor=...)"
+            )
 
 
 def _find_owner(transformer: nn.Module, path: str) -> str:

@@ -326,7 +326,7 @@ class _FlowWatch(TorchFunctionMode):
                 continue
             columns |= use.sources
             for name in sorted(use.sources):
-                styles[name] = _describe_columns(self._list_blocks(name))
+                styles[name] = ["colwise", *self._describe_columns(name)]
             styles[path] = ["rowwise", *(self._describe_part(part) for part in use.parts)]
             if isinstance(styles[path][1], int) and len(use.parts) == 1:
                 del styles[path][1]
@@ -343,6 +343,20 @@ class _FlowWatch(TorchFunctionMode):
                 styles[path] = ["rms_norm", min(sources)]
         return styles
 
+    def _describe_columns(self, path: str) -> list[Any]:
+        """What a Linear makes side by side: proportions, or where parts differ, what its owner calls their sizes."""
+        blocks = self._list_blocks(path)
+        if len(blocks) == 1:
+            return []
+        common = math.gcd(*blocks)
+        proportions = [block // common for block in blocks]
+        owner = self._modules.get(path.rpartition(".")[0])
+        if owner is None or len(set(blocks)) == 1:
+            return proportions
+        # A config may change the proportions of parts that are not alike.
+        sizes = {value: name for name, value in reversed(vars(owner).items()) if type(value) is int}
+        return [sizes[block] for block in blocks] if sizes.keys() >= set(blocks) else proportions
+
     def _describe_part(self, part: Part) -> str | int:
         """The Linear that makes as many features, or that and which of its blocks; the number where none does."""
         for name in (name for name in self._uses if name in part.sources):  # in the order of calls: queries first
@@ -350,8 +364,3 @@ class _FlowWatch(TorchFunctionMode):
             if part.width in blocks:
                 return name if len(blocks) == 1 else f"{name}/{blocks.index(part.width)}"
         return part.width
-
-
-def _describe_columns(blocks: Sequence[int]) -> list[Any]:
-    common = math.gcd(*blocks)
-    return ["colwise", *(block // common for block in blocks)] if len(blocks) > 1 else ["colwise"]
