@@ -73,7 +73,7 @@ def test_experts_that_choose_among_all_tokens_are_refused() -> None:
     """The table has no row for them either, though the forwards of model and block are those of a model without."""
     transformer, calls = record_calls(ZOO["nucleus-moe"].make(), ZOO["nucleus-moe"])
     assert find_anatomy(transformer) is None
-    with pytest.raises(ModelError, match=r"transformer_blocks\.0 computes a token from others beside its attention"):
+    with pytest.raises(ModelError, match=r"transformer_blocks\.0 computes a token from others, and not by torch"):
         derive_anatomy(transformer, list(calls.values()))
     before = compute_source_hash(transformer, ["transformer_blocks"])
     for block in transformer.transformer_blocks:  # type: ignore[union-attr]

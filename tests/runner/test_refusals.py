@@ -70,7 +70,7 @@ PIPELINES: dict[str, tuple[Callable[[], Any], str]] = {
     "perturbed": (_perturbed, "PixArtSigmaPAGPipeline puts an attention of its own.*use data or tensor"),
     "U-Net": (tiny.stable_diffusion, "UNet2DConditionModel is not in the table.*data and cfg work without one"),
     "unknown": (_instead(tiny.pixart, _unknown),
-                "NucleusMoEImageTransformer2DModel .*PixArtSigmaPipeline could not be called.*a plan of data or cfg"),
+                "NucleusMoEImageTransformer2DModel does not fit .*PixArtSigmaPipeline could.* give it its own model"),
     "peft": (_instead(tiny.pixart, _peft), r"PeftModel wraps a PixArtTransformer2DModel.*get_base_model\(\)"),
     "own": (_with_processor(tiny.flux, "transformer_blocks.0.attn", OwnProcessor),
             r"transformer_blocks.0.attn has .* OwnProcessor, and known.*: FluxAttnProcessor, FluxIP.*; set it back"),

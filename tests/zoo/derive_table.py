@@ -138,7 +138,7 @@ def prove_rows(derived: Iterable[Derived]) -> Iterator[Derived]:
 def prove_calls(transformer: nn.Module, calls: Mapping[str, dict[str, Any]], patches: int = 3) -> float:
     """The largest difference that the proof finds: of each variant, and of two prompts as branches of guidance."""
     order = ("call", "other_prompt", "two_images", "padded_prompt")
-    proofs = list_proofs([calls[variant] for variant in order if variant in calls])
+    proofs = list_proofs(transformer, [calls[variant] for variant in order if variant in calls])
     return max(prove_anatomy(transformer, proof, build_single_runner, patches=patches) for proof in proofs)
 
 

@@ -24,7 +24,7 @@ from ditile.hooks.attention_processors import uses_dispatch
 from ditile.hooks.block_policy import ADAPTER_PROCESSORS, BlockHook, LayerAttention, list_adapter_calls
 from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.key_padding import make_pairs_error
-from ditile.hooks.overrides import override_attribute
+from ditile.hooks.overrides import override_attribute, replace_globals
 from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS
 from ditile.plan.spec import ModelSpec
 
@@ -159,6 +159,20 @@ class CallsInTurn:
             self._known = range(turns, turns + 1)
 
 
+def copy_multi_head_attention(attend: Callable[..., Tensor]) -> Callable[..., Any]:
+    """The function of torch's `nn.MultiheadAttention`, with another function in place of scaled dot-product attention.
+
+    It returns no weights of attention: whoever asked for them and does not use them, as is the default, misses none.
+    """
+    function = replace_globals(functional.multi_head_attention_forward, {"scaled_dot_product_attention": attend})
+
+    @functools.wraps(function)
+    def attend_without_weights(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{**kwargs, "need_weights": False})
+
+    return attend_without_weights
+
+
 class AttentionRedirect(TorchFunctionMode):
     """While it is entered, scaled dot-product attention goes to a core.
 
@@ -173,12 +187,19 @@ class AttentionRedirect(TorchFunctionMode):
         super().__init__()
         self._core = core
         self.calls = 0
+        self._multi_head = copy_multi_head_attention(self._count_and_attend)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+        if func is functional.scaled_dot_product_attention:
+            self.calls += 1
+            return self._attend_with_core(*args, **(kwargs or {}))
+        if func is functional.multi_head_attention_forward:
+            return self._multi_head(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _count_and_attend(self, *args: Any, **kwargs: Any) -> Tensor:
         self.calls += 1
-        return self._attend_with_core(*args, **(kwargs or {}))
+        return self._attend_with_core(*args, **kwargs)
 
     def _attend_with_core(
         self,

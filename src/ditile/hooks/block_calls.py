@@ -25,7 +25,7 @@ from ditile.errors import ModelError, StateError
 from ditile.hooks.batch_rows import join_batch_results
 from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, SurveyedBlocks, TokenState, advise_whole_tokens
 from ditile.hooks.generation import Generation
-from ditile.hooks.overrides import list_parameter_names
+from ditile.hooks.overrides import find_latents_parameter, list_parameter_names
 from ditile.hooks.pieces import (
     Piece,
     RehearsedPrediction,
@@ -87,6 +87,7 @@ class BlockCalls:
         self._now, self._memo, self._read_grid = now, memo, read_grid
         self._advice = advise_whole_tokens(transformer, anatomy)
         self._names, self._key = list_parameter_names(transformer), id(transformer)
+        self._latents = find_latents_parameter(transformer)
         self._divided = _DividedPass(policy, anatomy, self._last)
         self._every = range(len(chain))
         self._active: Collection[int] = self._every
@@ -104,7 +105,7 @@ class BlockCalls:
             inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
             given = (now.branch, self._key, mode, *inputs, *_describe_inputs(inputs.values()))
-            if now.recognises_call is not None and now.recognises_call(given, inputs, self._names[0]):
+            if now.recognises_call is not None and now.recognises_call(given, inputs, self._latents):
                 return now.take_rehearsed_result()
             form = now.forms.get(given)
             if form is None or now.surveys_again:
@@ -132,8 +133,7 @@ class BlockCalls:
         """A block's forward, for the tokens at hand."""
         names, index, anatomy, now = list_parameter_names(hook.block), hook.index, hook.anatomy, self._now
         # What a block at which nothing happens returns of what it is given.
-        streams = {"image": anatomy.image, "text": anatomy.text or ""}
-        pass_on = operator.itemgetter(*(streams[name] for name in anatomy.returns))
+        pass_on = _make_pass_on(anatomy)
 
         def forward_at_hook(*args: Any, **kwargs: Any) -> Any:
             call = dict(zip(names, args, strict=False)) | kwargs
@@ -159,7 +159,7 @@ class BlockCalls:
 
     def _run_micro_batches(self, forward: Forward, inputs: Mapping[str, Any], micro_batches: Sequence[range]) -> Any:
         rows, known = micro_batches[-1].stop, self._anatomy.inputs
-        if (name := find_unknown_rows(inputs, known, self._names[0], rows)) is not None:
+        if (name := find_unknown_rows(inputs, known, self._latents, rows)) is not None:
             raise ModelError(
                 f"whether {name} of {type(self._transformer).__name__} has a row for each of {rows} pictures is not "
                 "known, so warmup_mode=pipelined cannot split it; use warmup_mode=serial"
@@ -207,9 +207,9 @@ class BlockCalls:
         padding = frozenset[int]()
         if self._now.schedule.references is not None and self._anatomy.is_one_sequence:
             with UnmixedTokens():
-                flags = self._flag_nan_tokens(forward, poison_latents(inputs, self._names[0]))
+                flags = self._flag_nan_tokens(forward, poison_latents(inputs, self._latents))
             padding = frozenset() if flags is None else frozenset((~flags).nonzero().flatten().tolist())
-        poisoned = poison_latents(inputs, self._names[0], *self._now.live_arguments)
+        poisoned = poison_latents(inputs, self._latents, *self._now.live_arguments)
         self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
         result = self._memo.survey_call(run, self._anatomy.lists, survey)
@@ -229,7 +229,7 @@ class BlockCalls:
 
         None where a row of the latents is not one row of tokens in each frame, or rows are too few to be cut.
         """
-        name, grids = self._names[0], []
+        name, grids = self._latents, []
         latents = inputs[name]
         if not isinstance(latents, Tensor) or latents.ndim != 5:
             return None
@@ -280,6 +280,16 @@ def _describe_inputs(values: Iterable[Any]) -> list[Any]:
 
 def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any], **call: Any) -> Any:
     return forward(*(call.pop(name) for name in names), *rest, **call)
+
+
+def _make_pass_on(anatomy: ListAnatomy) -> Callable[[Mapping[str, Any]], Any]:
+    """What makes of a block's arguments what it returns if nothing happens at it."""
+    streams = {"image": anatomy.image, "text": anatomy.text}
+    names = [streams[name] for name in anatomy.returns]
+    # Of one name it gives a value and no tuple, and None is the name of none.
+    if anatomy.is_tuple and (len(names) == 1 or None in names):
+        return lambda call: _give_streams(anatomy, *_read_streams(anatomy, call))
+    return operator.itemgetter(*names)
 
 
 def _read_streams(anatomy: ListAnatomy, call: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -101,6 +102,22 @@ def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
 def list_parameter_names(module: nn.Module) -> list[str]:
     """The parameters of a module's own forward, whatever hooks lie around it."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
+_TIME_OR_TEXT = re.compile(
+    r"(t|time|time_?steps?|sigmas?|temb|text|text_embeds?|txt|context|cond|prompt_embeds|encoder_hidden_states|y|labels?)"
+)
+"""Parameters that a model or block of one's own may have before its latents."""
+
+
+def find_latents_parameter(transformer: nn.Module) -> str:
+    """The parameter of a transformer that takes its latents."""
+    return find_first_input(list_parameter_names(transformer))
+
+
+def find_first_input(names: Sequence[str]) -> str:
+    """The first of some parameters that is no time and no text by its name; the first if all are."""
+    return next((name for name in names if not _TIME_OR_TEXT.fullmatch(name)), names[0])
 
 
 def locate_override(module: nn.Module, mine: object) -> tuple[Any, str] | None:

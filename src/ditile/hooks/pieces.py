@@ -32,7 +32,7 @@ def has_nan(values: Any) -> bool:
 
 
 def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The same call with NaN for some arguments: the first parameter of a transformer is its latents."""
+    """The same call with NaN for some arguments, such as the latents."""
     given = {name: inputs[name] for name in names if name in inputs}
     return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), given)}
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
-from ditile.hooks.overrides import list_parameter_names
+from ditile.hooks.overrides import find_latents_parameter
 from ditile.hooks.pieces import find_nan_tokens, poison_latents
 from ditile.hooks.token_arguments import Runs, cut_argument, is_cut, take_runs
 from ditile.models.block_lists import find_model_entry
@@ -58,7 +58,7 @@ def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:
     Raises:
         ModelError: if something in it cannot be divided; the message names the block and the argument.
     """
-    chain, first = list_chain(transformer), list_parameter_names(transformer)[0]
+    chain, first = list_chain(transformer), find_latents_parameter(transformer)
     if apart := find_model_entry(transformer).apart:
         raise ModelError(f"{type(transformer).__name__}: the last blocks of {next(iter(apart))} are not in the chain")
     records = [record_blocks(transformer, chain, call) for call in calls]
@@ -171,7 +171,8 @@ class _Derivation:
             dims = [1]
         if len(first) != len(second) or len(dims) != 1:
             raise ModelError(
-                f"{self._name}: image tokens {tuple(first)} and {tuple(second)} do not say what is a token"
+                f"{self._name}: image tokens {tuple(first)} and {tuple(second)} do not say what is a token, and no "
+                f"attention of {self._chain[0].name} has as many queries"
             )
         return dims[0]
 
@@ -240,7 +241,10 @@ class _Derivation:
             attention[path], found = self._derive_attention(index, block, path)
             order = self._agree(f"{block.name}.{path}: the order of keys", order, found, "none")
         if not attention:
-            raise ModelError(f"{self._name}: {block.name} computes attention in a way of its own")
+            raise ModelError(
+                f"{self._name}: {block.name} computes attention in a way of its own, and not by torch's "
+                "scaled_dot_product_attention or MultiheadAttention, or diffusers' dispatch"
+            )
         returns = flow.returns if text is not None or "text" not in flow.returns else ("image",)
         outputs = records[0].outputs
         if outputs is not None and len(outputs) != len(flow.returns):
@@ -313,7 +317,11 @@ class _Derivation:
                 kinds.append(LOCAL)
             else:
                 pairs = sorted({(call.queries, call.keys) for call in calls})
-                raise ModelError(f"{where} has queries and keys of lengths {pairs}, and no kind of them is known")
+                shape = tuple(self._records[0][index].arguments[block.flow.image].shape)
+                raise ModelError(
+                    f"{where} has queries and keys of lengths {pairs}, and its block has tokens {shape}: attention "
+                    "within windows, or tokens in rows and columns, cannot be divided"
+                )
         return tuple(kinds), order
 
     def _find_further_keys(self, index: int, path: str, turn: int) -> str:
@@ -387,8 +395,8 @@ class _Derivation:
         )
         if want is not None and not torch.allclose(part, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
             raise ModelError(
-                f"{self._name}: {block.name} computes a token from others beside its attention, as experts do that "
-                "choose among all tokens; use a plan of data or cfg"
+                f"{self._name}: {block.name} computes a token from others, and not by torch's or diffusers' attention "
+                "alone, as attention does that is written out, and experts that choose among all tokens"
             )
 
     def _choose_part(self) -> tuple[range, range]:

@@ -30,6 +30,8 @@ from ditile.hooks.pieces import RehearsedPrediction
 
 DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
 """Of a component that a pipeline calls in its loop."""
+_BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
+"""In the name of a component of a pipeline of one's own that it does not call in its loop."""
 
 
 def is_modular(pipe: Any) -> bool:
@@ -97,7 +99,29 @@ def list_denoiser_names(pipe: Any) -> list[str]:
     if is_modular(pipe):
         names = sorted(filter(DENOISER_NAME.fullmatch, pipe.component_names))
     held = [name for name in names if isinstance(getattr(pipe, name, None), nn.Module)]
+    if not held and not is_modular(pipe):
+        held = _list_own_models(pipe)[:1]
     return [name for name in held if name[0] == held[0][0]]
+
+
+def _list_own_models(pipe: Any) -> list[str]:
+    """The attributes of a pipeline that hold a model of nobody's library; none if there are several."""
+    held = [
+        name
+        for name, part in (getattr(pipe, "components", None) or {}).items()
+        if isinstance(part, nn.Module) and type(part).__module__.partition(".")[0] not in ("diffusers", "transformers")
+    ]
+    models = [name for name in held if not _BESIDE_THE_LOOP.search(name)]
+    return models if len(models) == 1 else []
+
+
+def find_pipeline_device(pipe: Any) -> torch.device:
+    """Where a pipeline is. One with a plain module of torch, which does not say so, does not say so itself."""
+    device = getattr(pipe, "device", None)
+    if device is None:
+        parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+        device = next((x.device for part in parts for x in part.parameters()), "cpu")
+    return torch.device(device)
 
 
 def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
@@ -112,7 +136,7 @@ def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
     if not models:
         raise ModelError(
             f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; "
-            f"{'load_components() loads them' if is_modular(pipe) else 'give a pipeline of diffusers'}"
+            f"{'load_components() loads them' if is_modular(pipe) else 'give the model of its loop one of these names'}"
         )
     return models
 

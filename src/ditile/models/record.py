@@ -14,11 +14,13 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from ditile.errors import ModelError
+from ditile.hooks.attention_hooks import copy_multi_head_attention
 from ditile.hooks.attention_processors import find_attention_processors
 from ditile.hooks.overrides import override_attribute
-from ditile.hooks.pieces import find_run
+from ditile.hooks.pieces import find_run, has_nan
 from ditile.models.block_lists import find_block_lists
 from ditile.models.pipeline_calls import hide_block_tracebacks
 from ditile.plan.anatomy import describe_mode
@@ -82,13 +84,18 @@ class AttentionWatch(TorchFunctionMode):
     def __init__(self, note: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor | None]) -> None:
         super().__init__()
         self._note = note
+        self._multi_head = copy_multi_head_attention(self._note_and_attend)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
-            instead = self._note_call(*args, **(kwargs or {}))
-            if instead is not None:
-                return instead
+            return self._note_and_attend(*args, **(kwargs or {}))
+        if func is functional.multi_head_attention_forward:
+            return self._multi_head(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _note_and_attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        instead = self._note_call(*args, **kwargs)
+        return functional.scaled_dot_product_attention(*args, **kwargs) if instead is None else instead
 
     def _note_call(
         self,
@@ -238,6 +245,36 @@ def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
     return tuple(None if part is None else streams[name] for name, part in zip(flow.returns, out, strict=False))
 
 
+def find_skip(transformer: nn.Module, chain: Sequence[ChainBlock], call: Call) -> tuple[str, str] | None:
+    """A block whose tokens come to something else than the next block, and what that is; None if there is none."""
+    for at, source in enumerate(chain[:-1]):
+        receivers: list[str] = []
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for place, block in enumerate(chain):
+                fill = float("nan") if place == at else 0.0
+                receiver = block.name if place > at + 1 else ""
+                _replace_outputs(stack, block.block, fill, receiver, receivers)
+            if has_nan(transformer(**call)):
+                receivers.append("what comes after the blocks")
+        if receivers:
+            return source.name, receivers[0]
+    return None
+
+
+def _replace_outputs(stack: ExitStack, block: nn.Module, fill: float, receiver: str, receivers: list[str]) -> None:
+    """Until the stack is closed, a block returns one number everywhere, and `receiver` is noted if it is given NaN."""
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def forward_and_fill(*args: Any, **kwargs: Any) -> Any:
+        if receiver and has_nan([args, kwargs]):
+            receivers.append(receiver)
+        return pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, fill), forward(*args, **kwargs))
+
+    override_attribute(stack, block, "forward", forward_and_fill)
+
+
 class _Recorded(Exception):
     """The call that was wanted has been recorded: the pipeline is left."""
 
@@ -275,14 +312,20 @@ def capture_call(
         run: computes a call of the model, where it is not to be run itself.
 
     Raises:
-        ModelError: if the pipeline never calls it.
+        ModelError: if the pipeline never calls it, or with arguments that it does not take.
     """
     captured, stepped = list[CapturedCall](), list[bool]()
     forward: Callable[..., Any] = run or transformer.forward
 
     @functools.wraps(transformer.forward)
     def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
-        call = CapturedCall(bind_arguments(transformer, args, kwargs))
+        try:
+            call = CapturedCall(bind_arguments(transformer, args, kwargs))
+        except TypeError as error:
+            raise ModelError(
+                f"{type(transformer).__name__} does not fit its pipeline: {type(pipe).__name__} could not be called to "
+                f"look at it, as it gives its model other arguments than this takes ({error}); give it its own model"
+            ) from error
         if stepped and describe_mode(call) != describe_mode(captured[0]):
             call.before = captured[0]
             captured.insert(0, call)

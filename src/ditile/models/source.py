@@ -15,11 +15,14 @@ from typing import Any
 
 from torch import nn
 
+from ditile.hooks.overrides import find_first_input
 from ditile.plan.spec import Flow
 
 IMAGE_PARAMETER = "hidden_states"
 TEXT_PARAMETERS = ("encoder_hidden_states", "context", "text_embed", "text", "txt")
 """Parameters that take text in blocks that do not return it."""
+NONE = "None"
+"""The name of what a block returns in place of a stream that it does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +67,9 @@ def list_forward_parameters(block: nn.Module) -> list[str]:
 
 def find_token_parameters(parameters: Sequence[str]) -> tuple[str, str | None]:
     """The parameters that take the image tokens ("" if there is no parameter) and the text (None if there is none)."""
-    image = IMAGE_PARAMETER if IMAGE_PARAMETER in parameters else next(iter(parameters), "")
+    image = find_first_input(parameters) if parameters else ""
+    if IMAGE_PARAMETER in parameters:
+        image = IMAGE_PARAMETER
     return image, next((name for name in TEXT_PARAMETERS if name in parameters and name != image), None)
 
 
@@ -115,6 +120,9 @@ def _infer_from_returns(returns: list[tuple[str, ...]], parameters: Sequence[str
     names = returns[0]
     if len(names) == 1:
         return Flow(("image",), image, None)
+    # A stream that the block does not have.
+    if len(names) == 2 and NONE in names:
+        return Flow(("image", "text") if names[1] == NONE else ("text", "image"), image, None)
     if len(names) == 2 and image in names:
         other = names[1 - names.index(image)]
         if other in parameters:
@@ -135,7 +143,7 @@ def _infer_from_results(results: tuple[str, ...], arguments: Mapping[str, str], 
 def _name_returned_values(value: ast.expr) -> tuple[str, ...]:
     """The names in a returned expression; "" is a tensor without a name, "*" may be anything."""
     if isinstance(value, ast.Tuple):
-        return tuple(item.id if isinstance(item, ast.Name) else "*" for item in value.elts)
+        return tuple(_name_item(item) for item in value.elts)
     if isinstance(value, ast.Name):
         return (value.id,)
     if isinstance(value, ast.BinOp):
@@ -146,6 +154,13 @@ def _name_returned_values(value: ast.expr) -> tuple[str, ...]:
         if isinstance(root, ast.BinOp) or (isinstance(root, ast.Name) and root.id != "self"):
             return ("",)
     return ("*",)
+
+
+def _name_item(item: ast.expr) -> str:
+    """The name of what is returned in a tuple."""
+    if isinstance(item, ast.Constant) and item.value is None:
+        return NONE
+    return item.id if isinstance(item, ast.Name) else "*"
 
 
 def _parse_methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:

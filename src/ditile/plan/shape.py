@@ -22,6 +22,8 @@ from ditile.plan.spec import ModelSpec
 FRAME_COUNTS = ("num_frames", "frames", "video_length")
 """Names of a call's argument, of which a class has one at most."""
 _PER_PROMPT = re.compile("num_[a-z]+_per_prompt")
+_ONE_FOR_EACH = re.compile("label|class|embed|cond|text|caption|prompt|image|video|^[cyz]$")
+"""In the names of arguments of a pipeline of one's own that say what is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +205,13 @@ def count_images(call: Mapping[str, Any]) -> int:
         if (value := call.get(name)) is not None:
             is_batch = isinstance(value, list | tuple) or getattr(value, "ndim", 0) > (3 if name == "image" else 0)
             return (len(value) if is_batch else 1) * each
-    return len(latents) if (latents := call.get("latents")) is not None else each
+    if (latents := call.get("latents")) is not None:
+        return len(latents)
+    for name, value in call.items():
+        is_batch = isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
+        if is_batch and _ONE_FOR_EACH.search(name) and not name.startswith("negative"):
+            return len(value) * each
+    return each
 
 
 def check_image_size(call: Mapping[str, Any], unit: int) -> None:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from ditile.errors import ModelError, PlanError
 from ditile.hooks.block_hooks import TransformerHooks
 from ditile.hooks.block_policy import BlockHook
-from ditile.hooks.overrides import list_parameter_names
+from ditile.hooks.overrides import find_latents_parameter
 from ditile.models.anatomies import build_block_hooks, find_derived_cuts
 from ditile.models.pipeline_calls import list_call_parameters
 from ditile.models.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
@@ -470,7 +470,7 @@ class PlanSubject:
 
     def _find_grid(self, height: int, width: int, first: RecordedCall) -> Grid:
         """The rows that patches are cut at: of every frame of latents `[B, .., H, W]`, else of the flattened order."""
-        latents = first.arguments.get(list_parameter_names(self.transformer)[0])
+        latents = first.arguments.get(find_latents_parameter(self.transformer))
         rows, columns = height // self.token_side, width // self.token_side
         if not self.is_derived:
             read_grid = self.model_spec.grid

@@ -459,9 +459,11 @@ def move_pipeline(pipe: Any, device: torch.device) -> None:
         for name, part in parts.items()
         if name not in offloaded and any(x.device != device for x in (*part.parameters(), *part.buffers()))
     ]
-    if away and not offloaded:
+    # What diffusers asks of each part before it moves them, a plain module of torch does not have.
+    is_plain = any(not hasattr(part, "dtype") for part in parts.values())
+    if away and not offloaded and not is_plain:
         pipe.to(device)
-    for part in away if offloaded else ():
+    for part in away if offloaded or is_plain else ():
         part.to(device)
 
 

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.errors import DitileError, ModelError, StateError
+from ditile.hooks.overrides import find_latents_parameter
 from ditile.hooks.pieces import list_predictions
 from ditile.hooks.token_arguments import find_unknown_rows, slice_rows
 from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
 from ditile.models.block_lists import find_block_lists
-from ditile.models.pipeline_calls import find_denoisers
+from ditile.models.pipeline_calls import find_denoisers, find_pipeline_device
 from ditile.models.probe import derive_from_pipeline
-from ditile.models.record import CapturedCall
+from ditile.models.record import CapturedCall, find_skip, list_chain
 from ditile.models.registry import find_model_spec
 from ditile.parallel.tensor.derive import derive_tensor_cuts
 from ditile.plan.plan import Plan
@@ -133,7 +134,7 @@ def prove_anatomy(
 
 def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
     """The difference of a call on each row of the batch alone to that on all, where its arguments are known."""
-    anatomy, name = find_anatomy(transformer), next(iter(call))
+    anatomy, name = find_anatomy(transformer), find_latents_parameter(transformer)
     latents = call[name]
     rows = len(latents) if isinstance(latents, list) else int(latents.shape[0])
     if anatomy is None or rows == 1 or find_unknown_rows(call, anatomy.inputs, name, rows) is not None:
@@ -151,21 +152,34 @@ def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
     return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(joined, whole, strict=True))
 
 
-def ensure_anatomies(pipe: Any, build: BuildRunner) -> None:
+def list_unknown_models(pipe: Any) -> list[nn.Module]:
+    """The models of a pipeline whose anatomies are neither in the table nor derived yet."""
+    unknown = []
+    for transformer in find_denoisers(pipe).values():
+        spec = find_model_spec(transformer)
+        if find_anatomy(transformer) is None and (spec is None or spec.anatomy is None):
+            unknown.append(transformer)
+    return unknown
+
+
+def ensure_anatomies(pipe: Any, build: BuildRunner, example: Mapping[str, Any] | None = None) -> None:
     """Derives and proves the anatomies of the models of a pipeline that are not in the table.
 
     Torch's random state is afterwards what it was: what is drawn next does not depend on the plan.
 
+    Args:
+        pipe: the pipeline.
+        build: makes a runner of a pipeline under a plan of one rank.
+        example: the arguments of a call of the pipeline; without them it is called with a prompt and a size.
+
     Raises:
+        ProbeError: if the pipeline cannot be called with these arguments.
         ModelError: if one cannot be derived, or does not hold.
     """
-    for transformer in find_denoisers(pipe).values():
-        spec = find_model_spec(transformer)
-        if find_anatomy(transformer) is not None or (spec is not None and spec.anatomy is not None):
-            continue
+    for transformer in list_unknown_models(pipe):
         refuse_wrapper(transformer)
         with torch.random.fork_rng(_list_random_devices(pipe)):
-            _derive_and_prove(pipe, transformer, build)
+            _derive_and_prove(pipe, transformer, build, example)
 
 
 def prove_pipeline(pipe: Any, build: BuildRunner) -> float:
@@ -185,7 +199,7 @@ def prove_pipeline(pipe: Any, build: BuildRunner) -> float:
             twin = make_twin(transformer)
             _, calls = derive_from_pipeline(pipe, transformer, twin)
             try:
-                differences += [prove_anatomy(twin, branches, build) for branches in list_proofs(calls)]
+                differences += [prove_anatomy(twin, branches, build) for branches in list_proofs(twin, calls)]
             except DitileError as error:
                 name = type(transformer).__name__
                 raise StateError(f"{name}: {str(error).replace(StillPipeline.__name__, name)}") from error
@@ -196,19 +210,20 @@ def _list_random_devices(pipe: Any) -> set[int]:
     """The GPUs that a pipeline may draw numbers on: other ones need not get a context here."""
     if not torch.cuda.is_initialized():
         return set()
-    current, own = torch.cuda.current_device(), torch.device(pipe.device)
+    current, own = torch.cuda.current_device(), find_pipeline_device(pipe)
     return {current, own.index} if own.type == "cuda" and own.index is not None else {current}
 
 
-def _derive_and_prove(pipe: Any, transformer: nn.Module, build: BuildRunner) -> None:
+def _derive_and_prove(pipe: Any, transformer: nn.Module, build: BuildRunner, example: Mapping[str, Any] | None) -> None:
     try:
         twin = make_twin(transformer)
     except ModelError as error:
-        raise make_unknown_error(transformer, str(error)) from error
-    anatomy, calls = derive_from_pipeline(pipe, transformer, twin)
+        # The rest of it is what a cache could be told.
+        raise make_unknown_error(transformer, str(error).partition("; ")[0]) from error
+    anatomy, calls = derive_from_pipeline(pipe, transformer, twin, example)
     remember_anatomy(transformer, derive_tensor_cuts(twin, anatomy, calls[0]))
     try:
-        for branches in list_proofs(calls):
+        for branches in list_proofs(twin, calls):
             _check_proof(transformer, twin, branches, build)
     except BaseException:
         forget_anatomy(transformer)
@@ -249,11 +264,12 @@ def _select_unlike_blocks(blocks: Sequence[nn.Module], number: int) -> list[nn.M
     return selected
 
 
-def list_proofs(calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def list_proofs(transformer: nn.Module, calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     """The branches of guidance of each proof: each call alone, and the first with the next that has such latents."""
+    name = find_latents_parameter(transformer)
 
     def describe_latents(call: Mapping[str, Any]) -> list[Any]:
-        return [getattr(x, "shape", None) for x in pytree.tree_leaves(next(iter(call.values())))]
+        return [getattr(x, "shape", None) for x in pytree.tree_leaves(call[name])]
 
     first, *others = calls
     alike = [other for other in others if describe_latents(other) == describe_latents(first)]
@@ -264,19 +280,31 @@ def _check_proof(
     transformer: nn.Module, twin: nn.Module, branches: Sequence[Mapping[str, Any]], build: BuildRunner
 ) -> None:
     """Raises `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
-    remedy = "use a plan of data or cfg"
+    name, remedy = type(transformer).__name__, "use a plan of data or cfg"
     try:
         difference = prove_anatomy(twin, branches, build)
     except DitileError as error:
-        name = type(transformer).__name__
-        raise ModelError(f"{name}: {str(error).replace(StillPipeline.__name__, name)}; or {remedy}") from error
+        problem = f"{str(error).replace(StillPipeline.__name__, name)}; or {remedy}"
+        raise ModelError(f"{name}: {_explain_skip(twin, branches[0]) or problem}") from error
     except Exception as error:  # whatever the model runs into where it is given too much or too little
-        raise ModelError(
-            f"{type(transformer).__name__} cannot be computed patch by patch: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}; {remedy}"
-        ) from error
-    if not difference <= TOLERANCE:
-        raise ModelError(
-            f"{type(transformer).__name__}: a call computed patch by patch differs from the whole by {difference:.1e} "
-            f"of its largest value, and up to {TOLERANCE:.0e} is rounding; {remedy}"
-        )
+        problem = f"it cannot be computed patch by patch: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ModelError(f"{name}: {_explain_skip(twin, branches[0]) or f'{problem}; {remedy}'}") from error
+    if difference <= TOLERANCE:
+        return
+    problem = (
+        f"a call computed patch by patch differs from the whole by {difference:.1e} of its largest value, and up to "
+        f"{TOLERANCE:.0e} is rounding, so its blocks make something else of a part of the tokens, as with a table of "
+        f"positions of their own; {remedy}"
+    )
+    raise ModelError(f"{name}: {_explain_skip(twin, branches[0]) or problem}")
+
+
+def _explain_skip(twin: nn.Module, call: Mapping[str, Any]) -> str:
+    """That tokens skip blocks, where they do; empty where they do not."""
+    skip = find_skip(twin, list_chain(twin), call)
+    if skip is None:
+        return ""
+    return (
+        f"{skip[0]} hands its tokens to {skip[1]}, past the blocks between, and a divided model hands them from each "
+        "block to the next alone; use a plan of data or cfg"
+    )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,14 @@ from ditile.models.pipeline_calls import (
     describe_stale_statistics,
     explain_guider_refusal,
     explain_scheduler_refusal,
+    find_pipeline_device,
     hide_block_tracebacks,
     is_modular,
     list_call_parameters,
     read_call_values,
     skip_decode_blocks,
 )
+from ditile.models.probe import ProbeError
 from ditile.models.source import find_latent_cuts
 from ditile.models.step_memory import explain_hook_refusal
 from ditile.parallel.pipefusion.graphs import BlockGraphs, CudaGraphRecorder
@@ -61,12 +63,13 @@ from ditile.runner.compose import (
     find_loop_models,
     move_pipeline,
 )
-from ditile.runner.prove import ensure_anatomies
+from ditile.runner.prove import ensure_anatomies, list_unknown_models
 from ditile.runner.report import CallMeter, Report
 from ditile.runner.siblings import build_sibling_pipeline, share_settings
 from ditile.runner.table import describe_derived_model, describe_plan
 
 LOG = logging.getLogger("ditile")
+Result = TypeVar("Result")
 
 
 class Runner:
@@ -449,6 +452,132 @@ class Runner:
         return Shape.from_call(self._parts.spec, config, scale, size, arguments)
 
 
+class DeferredRunner(Runner):
+    """A runner that divides its pipeline at the first call, from whose arguments what is not known of it is derived.
+
+    Until then every rank has the whole pipeline, where it was.
+
+    Args:
+        pipe, plan, mesh: the pipeline, its plan, and the ranks.
+        device: this rank's.
+        compose: divides the pipeline, of which enough is known by then.
+        keep_weights: as of `parallelize`.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        compose: Callable[[], Composition],
+        *,
+        keep_weights: bool,
+    ) -> None:
+        self.pipe = pipe
+        self.plan = plan
+        self.mesh = mesh
+        self.trace = False
+        self.report = None
+        self._compose = compose
+        self._composition: Composition | None = None
+        self._origin = find_pipeline_device(pipe)
+        self._keep = keep_weights
+        self._restored = False
+        self._stop_event = None
+        self._pipes = {}
+        self.devices = gather_json(str(device), mesh.everyone)
+        self._use_pipeline(pipe, type(pipe))
+
+    @property
+    def _parts(self) -> Composition:
+        """The strategies of the plan, which the first call builds."""
+        if self._composition is None:
+            raise StateError(
+                f"{type(self.pipe).__name__} is divided at its first call, from whose arguments its model is derived; "
+                "call the runner first, or give parallelize the arguments of a call, as example=dict(...)"
+            )
+        return self._composition
+
+    @_parts.setter
+    def _parts(self, composition: Composition) -> None:
+        self._composition = composition
+
+    @note_shared_call()
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Runner`; the first call divides the pipeline before."""
+        if self._composition is None and not self._restored:
+            self._divide(args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    @property
+    def is_broken(self) -> bool:
+        """As `Runner`."""
+        return self._composition is not None and super().is_broken
+
+    def restore(self) -> None:
+        """As `Runner`; before the first call there is nothing to put back."""
+        if self._composition is not None:
+            super().restore()
+        elif not self._restored:
+            self.mesh.close_groups()
+            self._restored = True
+
+    def job(self) -> PlannedCall | None:
+        """As `Runner`; None before the first call."""
+        return None if self._composition is None else super().job()
+
+    def __str__(self) -> str:
+        """As `Runner`; before the first call a line."""
+        if self._composition is None:
+            return f"{self!r}; it is divided at its first call"
+        return super().__str__()
+
+    def _divide(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Derives what is not known from the arguments of a call, and divides the pipeline.
+
+        Raises:
+            ModelError: if a model cannot be derived, or does not hold.
+            StateError: if the ranks were called with different arguments.
+        """
+        own = inspect.signature(Runner.__call__).parameters
+        named = {name: value for name, value in kwargs.items() if name not in own}
+
+        def bind() -> dict[str, Any]:
+            call: dict[str, Any] = dict(self._signature.bind(*args, **named).arguments)
+            rest: dict[str, Any] = call.pop(self._rest, {})
+            return call | rest
+
+        call = _run_on_all_ranks(bind, self.mesh)
+        everyone = gather_json([None, digest.describe_call(call), {}], self.mesh.everyone)
+        _check_ranks_alike(everyone)
+        is_traced, kind = self.trace, type(self.pipe)
+        # enable_cache may have given it a class since whose call is this runner.
+        self.pipe.__class__ = self._kind
+        try:
+            _run_on_all_ranks(lambda: ensure_anatomies(self.pipe, build_single_runner, call), self.mesh)
+            super().__init__(self._compose(), origin=self._origin, keep_weights=self._keep)
+        finally:
+            self.pipe.__class__ = kind
+        self.trace = is_traced
+
+
+def _run_on_all_ranks(run: Callable[[], Result], mesh: Mesh) -> Result:
+    """What a function returns here; raises on every rank if it raises on one, for which the others would wait."""
+    refusal: DitileError | TypeError | None = None
+    result: Result | None = None
+    try:
+        result = run()
+    except (DitileError, TypeError) as error:
+        refusal = error
+    mine = refusal and [type(refusal).__name__, str(refusal)]
+    everyone = gather_json(mine, mesh.everyone)
+    if refusal is not None:
+        raise refusal
+    _check_ranks_alike([[each, {}, {}] for each in everyone])
+    return cast("Result", result)
+
+
 class DecodeChecks:
     """Finds out whether what a pipeline decodes in a call is finite: a picture of NaN would be a black one."""
 
@@ -497,6 +626,7 @@ def parallelize(
     cuda_graphs: bool = False,
     checks: AgeChecks | None = None,
     groups: Communicators | None = None,
+    example: Mapping[str, Any] | None = None,
 ) -> Runner:
     """Divides a diffusers pipeline as a plan says, over torchrun's ranks, `ditile.launch`'s or the script's own group.
 
@@ -517,6 +647,9 @@ def parallelize(
             between calls. Blocks with adapters or hooks run as ever.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
         groups: process groups that several runners share, of which only one runs at a time; by default its own.
+        example: the arguments of a call of the pipeline, from which its transformer is derived where ditile does not
+            know it and cannot make arguments up, as without a text encoder. By default those of the first call are
+            used, and until then the pipeline is whole on every rank.
 
     Raises:
         PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
@@ -528,20 +661,46 @@ def parallelize(
     check_pipeline(pipe)
     # Before groups are made: their first messages make a CUDA context on the current GPU.
     chosen = pick_device(device, find_local_rank())
-    mesh, origin = build_mesh(plan, groups, chosen), torch.device(pipe.device)
+    mesh, origin = build_mesh(plan, groups, chosen), find_pipeline_device(pipe)
     if checks is None and env.should_check_key_ages():
         checks = AgeChecks()
     if cp_plan is not None:
         LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
-    if attention is not None or not plan.divides_the_batch_alone:
-        ensure_anatomies(pipe, build_single_runner)
     graphs = build_block_graphs(plan, chosen, checks) if cuda_graphs else None
     options = CompositionOptions(keep_weights, text_after, attention, compile, checks, graphs)
-    composition = compose_strategies(pipe, plan, mesh, chosen, options)
-    # Behind all that may raise: the other ranks would wait here for a rank that raised.
-    mesh.connect_groups(composition.plan, chosen)
-    composition.pipefusion.connect_channels(chosen)
-    return Runner(composition, origin=origin, keep_weights=keep_weights)
+
+    def compose() -> Composition:
+        composition = compose_strategies(pipe, plan, mesh, chosen, options)
+        # After all that may raise: the other ranks would wait here for a rank that raised.
+        mesh.connect_groups(composition.plan, chosen)
+        composition.pipefusion.connect_channels(chosen)
+        return composition
+
+    if (attention is not None or not plan.divides_the_batch_alone) and not _derive_models(pipe, mesh, example):
+        return DeferredRunner(pipe, plan, mesh, chosen, compose, keep_weights=keep_weights)
+    return Runner(compose(), origin=origin, keep_weights=keep_weights)
+
+
+def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> bool:
+    """Derives the models of a pipeline that are not known; False on every rank if that needs an example.
+
+    Raises:
+        ModelError: if a model cannot be derived, or does not hold.
+    """
+
+    def derive() -> bool:
+        try:
+            ensure_anatomies(pipe, build_single_runner, example)
+        except ProbeError:
+            if example is not None:
+                raise
+            return False
+        return True
+
+    if not list_unknown_models(pipe):
+        return True
+    is_derived = _run_on_all_ranks(derive, mesh)
+    return all(gather_json(is_derived, mesh.everyone))
 
 
 def build_block_graphs(plan: Plan, device: torch.device, checks: AgeChecks | None) -> BlockGraphs:
@@ -594,6 +753,6 @@ def _check_value_alike(name: str, rank: int, value: Any, other_rank: int, other:
 
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:
     """A runner of a plan of one rank, whoever else there is, where the pipeline is."""
-    device = torch.device(pipe.device)
+    device = find_pipeline_device(pipe)
     composition = compose_strategies(pipe, plan, Mesh(0, 1), device, CompositionOptions(keep_weights=True))
     return Runner(composition, origin=device, keep_weights=True)

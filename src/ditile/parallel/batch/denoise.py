@@ -23,7 +23,7 @@ from ditile.errors import ModelError, StateError
 from ditile.hooks.batch_rows import BatchDimFinder
 from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.generation import Generation
-from ditile.hooks.overrides import list_parameter_names
+from ditile.hooks.overrides import find_latents_parameter, list_parameter_names
 from ditile.hooks.pieces import Piece
 from ditile.hooks.token_arguments import find_unknown_rows, slice_rows
 from ditile.models.step_memory import explain_branch_refusal
@@ -69,6 +69,7 @@ class DataCfgBatch:
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
         self._names, self._inputs, self._returns_list = list_parameter_names(self._model), inputs, False
+        self._latents = find_latents_parameter(self._model)
         self.begin_generation()
 
     @property
@@ -122,6 +123,7 @@ class DataCfgBatch:
         self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
         self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
         self._rows: list[tuple[str, list[int]]] = []  # of each prediction, where this rank makes none
+        self._returns_tensor = False  # and no tuple or object
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
         self._deferred = DeferredWork()
 
@@ -285,9 +287,13 @@ class DataCfgBatch:
         return pytree.tree_map_only(Tensor, self._deferred.defer, result) if is_absent or is_first else result
 
     def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Sequence[Tensor]]:
-        """The name of the noisy input, which is the first argument, and its value: a tensor, or a list of its rows."""
-        name = next((name for name in (*self._names[:1], "hidden_states", "sample") if name in kwargs), "")
-        name, batch = (self._names[0], args[0]) if args else (name, kwargs.get(name))
+        """The name of the noisy input, and its value: a tensor, or a list of its rows."""
+        name, at = self._latents, self._names.index(self._latents)
+        if at < len(args):
+            batch = args[at]
+        else:
+            name = next((name for name in (name, "hidden_states", "sample") if name in kwargs), "")
+            batch = kwargs.get(name)
         # A list of one has one row, whatever the model makes of longer ones.
         is_list = isinstance(batch, list) and (len(batch) == 1 or self._find_kinds(name) == (ROWS,))
         if not isinstance(batch, Tensor) and not is_list:
@@ -324,7 +330,7 @@ class DataCfgBatch:
             )
         if not is_cut:
             predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
-        self._agree_on_rows(predictions)
+        self._agree_on_rows(predictions, result)
         shapes = [(size, *prediction.shape[1:]) for prediction in predictions]
         wholes = self._predictions.get(branch)
         if wholes is None or now.micro_step.patch is None or [tuple(whole.shape) for whole in wholes] != shapes:
@@ -372,11 +378,13 @@ class DataCfgBatch:
 
     def _make_idle_result(self, now: Generation, batch: Sequence[Tensor], kwargs: dict[str, Any]) -> Any:
         """A rank without images does not call the model: zeros as large as the others' predictions."""
-        self._agree_on_rows(None)
+        self._agree_on_rows(None, None)
         now.advance_branch()
         # The dtype may be another than the latents': under autocast it is that of the last product.
         rows = len(batch)
         zeros = [batch[0].new_zeros((rows, *trailing), dtype=getattr(torch, dtype)) for dtype, trailing in self._rows]
+        if self._returns_tensor:
+            return zeros[0]
         if not kwargs.get("return_dict", True):
             return self._hand_on(tuple(zeros))
         if len(zeros) > 1:
@@ -386,11 +394,11 @@ class DataCfgBatch:
             )
         return self._hand_on(Transformer2DModelOutput(sample=zeros[0]))
 
-    def _agree_on_rows(self, predictions: Sequence[Tensor] | None) -> None:
-        """Where some replica is idle, rank 0 sends once the dtypes and shapes of predictions' rows; all call it."""
+    def _agree_on_rows(self, predictions: Sequence[Tensor] | None, result: Any) -> None:
+        """Where some replica is idle, rank 0 sends once the form, dtypes and shapes of predictions; all call it."""
         if not self._announced and self._data.has_idle_replica:
-            mine = None if predictions is None else [[describe_dtype(x), list(x.shape[1:])] for x in predictions]
-            self._rows = gather_json(mine, self._mesh.everyone)[0]
+            rows = [[describe_dtype(x), list(x.shape[1:])] for x in predictions or ()]
+            self._rows, self._returns_tensor = gather_json([rows, isinstance(result, Tensor)], self._mesh.everyone)[0]
         self._announced = True
 
     def _find_fresh_piece(self, now: Generation, branch: int, output: int) -> Piece | None:

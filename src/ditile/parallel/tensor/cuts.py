@@ -8,7 +8,7 @@ One that was derived names Linears where a class leaves sizes to its config, so 
     ["colwise", 1, 1]               its outputs are blocks in these proportions
     ["colwise", "inner", "hidden"]  its outputs are blocks of as many features as these attributes of its owner say
     ["rowwise", "a.to_q", "a.up/1"] its inputs are as many as a.to_q makes, and then as many as the second block of a.up
-    ["rms_norm", "a.to_q"]          across heads, where it has as many channels as a.to_q makes features
+    ["rms_norm", "a.to_q"]          across heads, where it has as many channels as a.to_q makes features, or a.qkv/0
     ["gathered"]                    its outputs, if the ranks divide them, are few: each rank gets those of all
     "a:rotary.0": ["heads", 1, "a.to_q"]    dimension 1 of the first tensor of an argument of a counts the heads of
                                             a.to_q, or their features
@@ -126,7 +126,7 @@ class TensorCuts:
         styles = {
             path: _parse_cut_style(given, table, transformer, path, module)
             for path, (given, module) in matched.items()
-            if not _is_norm_within_heads(given, transformer, path) and not _is_kept_whole(given, module, size)
+            if not _is_norm_within_heads(given, table, transformer, path) and not _is_kept_whole(given, module, size)
         }
         for path in list_adapter_linears(transformer):
             _check_linear_shardable(path, transformer.get_submodule(path))
@@ -240,12 +240,12 @@ def _parse_cut_style(
     return CutStyle(kind, tuple(blocks))
 
 
-def _is_norm_within_heads(given: Any, transformer: nn.Module, path: str) -> bool:
+def _is_norm_within_heads(given: Any, table: Mapping[str, Any], transformer: nn.Module, path: str) -> bool:
     """Whether a norm that is across heads where the table was derived is one of each head by this config."""
     if not isinstance(given, list | tuple) or given[0] != "rms_norm":
         return False
     width = _find_norm_width(transformer.get_submodule(path))
-    return width is not None and width != _find_named_linear(given[1], transformer, path).out_features
+    return width is not None and width != _measure_part(given[1], table, transformer, path)
 
 
 def _is_kept_whole(given: Any, module: nn.Module, size: int) -> bool:
@@ -278,18 +278,18 @@ def _measure_parts(
     Raises:
         ModelError: if these are not all of its inputs: by this config, the model packs them otherwise.
     """
-    sizes = []
-    for part in parts:
-        if isinstance(part, int):
-            sizes.append(part)
-            continue
-        pattern, _, index = part.partition("/")
-        made = _find_named_linear(pattern, transformer, path).out_features
-        kind, *blocks = table[pattern]
-        blocks = [*_measure_columns(kind, blocks, transformer, _fill_pattern(pattern, path))]
-        sizes.append(made * blocks[int(index or 0)] // sum(blocks))
+    sizes = [part if isinstance(part, int) else _measure_part(part, table, transformer, path) for part in parts]
     _check_sum(path, "inputs", unwrap_lora_base(transformer.get_submodule(path)).in_features, sizes, transformer)
     return sizes
+
+
+def _measure_part(part: str, table: Mapping[str, Any], transformer: nn.Module, path: str) -> int:
+    """How many features a Linear makes, or those of them that lie side by side with others: `a.to_q`, `a.up/1`."""
+    pattern, _, index = part.partition("/")
+    made: int = _find_named_linear(pattern, transformer, path).out_features
+    kind, *blocks = table[pattern]
+    sizes = [*_measure_columns(kind, blocks, transformer, _fill_pattern(pattern, path))]
+    return made * sizes[int(index or 0)] // sum(sizes)
 
 
 def _measure_columns(kind: str, blocks: Sequence[int | str], transformer: nn.Module, path: str) -> Sequence[int]:
@@ -414,16 +414,19 @@ def _check_linears_named(transformer: nn.Module, styles: Mapping[str, CutStyle],
 def _check_blocks_alike(transformer: nn.Module, table: Mapping[str, Any]) -> None:
     """Raises `ModelError` if attention of some blocks lacks what the same of others has, by a table that was derived.
 
-    What such a module makes without a Linear of its own would be this rank's heads alone.
+    What such a module makes without a Linear of its own would be this rank's heads alone. A last block may lack those
+    behind attention, whose results nobody reads.
     """
-    for pattern in (pattern for pattern, given in table.items() if isinstance(given, list | tuple)):
+    columns = [row for row, given in table.items() if isinstance(given, list | tuple) and given[0] == "colwise"]
+    for pattern in columns:
         owner, _, name = pattern.rpartition(".")
         owners = dict(match_modules(transformer, owner)) if owner else {}
-        having = {path for path, module in owners.items() if getattr(module, name, None) is not None}
-        for path in owners.keys() - having if having else ():
+        having = [path for path, module in owners.items() if getattr(module, name, None) is not None]
+        lacking = [path for path in owners if path not in having]
+        if having and lacking:
             raise ModelError(
-                f"{path} has no {name}, and {min(having)} has, so this config has blocks of another kind than those "
-                "that its cuts were derived from; use ulysses or ring, or give ModelSpec(tensor=...)"
+                f"{lacking[0]} has no {name}, and {having[0]} has, so this config has blocks of another kind than "
+                "those that its cuts were derived from; use ulysses or ring, or give ModelSpec(tensor=...)"
             )
 
 

@@ -168,7 +168,7 @@ class _FlowWatch(TorchFunctionMode):
         self._uses: dict[str, Use] = {}
         self._spans: dict[int, tuple[str, int]] = {}  # which Linear made it, and its first feature
         self._ends: dict[str, set[int]] = {}  # of what lies side by side in what a Linear makes
-        self._norms: dict[str, frozenset[str]] = {}
+        self._norms: dict[str, Part] = {}
         self._modulations: list[str] = []  # Linears that are given one row for each image: of a time or a size
         self._arguments: dict[str, tuple[torch.Size, str]] = {}  # shape, and kinds of the dimensions
         self._by_heads: dict[str, tuple[int, frozenset[str]]] = {}  # the dimension of heads, and whose they are
@@ -309,8 +309,11 @@ class _FlowWatch(TorchFunctionMode):
             x = args[0]
             sources = self._find_sources(x)
             linears = {name for name in sources if isinstance(self._modules.get(name), nn.Linear)}
-            if len(sources) == 1 and linears and x.shape[-1] == self._modules[min(linears)].out_features:
-                self._norms[path] = sources
+            if len(sources) == 1 and linears:
+                width, blocks = x.shape[-1], self._list_blocks(min(linears))
+                # One of each head has other widths.
+                if width in blocks:
+                    self._norms[path] = Part(width, sources)
 
     def list_styles(self) -> dict[str, list[Any]]:
         """Path of a module -> how it is cut."""
@@ -338,9 +341,9 @@ class _FlowWatch(TorchFunctionMode):
                     if other.rpartition(".")[0] == argument and size == shape:
                         styles[other.removeprefix(_ARGUMENT)] = ["heads", dim, min(linears)]
         styles |= {path: ["gathered"] for path in self._modulations if path not in styles}
-        for path, sources in self._norms.items():
-            if sources <= columns:
-                styles[path] = ["rms_norm", min(sources)]
+        for path, part in self._norms.items():
+            if part.sources <= columns:
+                styles[path] = ["rms_norm", self._describe_part(part)]
         return styles
 
     def _describe_columns(self, path: str) -> list[Any]:

@@ -1,0 +1,133 @@
+"""Pipelines of one's own without a text encoder: derived from the first call or an example, or refused in a line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import ditile
+from ditile import Plan
+from ditile.errors import ModelError, StateError
+from ditile.models.anatomies import find_anatomy, forget_anatomy
+from ditile.models.pipeline_calls import find_denoisers
+from ditile.models.probe import derive_from_pipeline, describe_change
+from ditile.runner.prove import make_twin
+from tests.pool import Pool
+from tests.zoo import shapes
+from tests.zoo.shapes import SHAPES, make_pipe
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_axis_draws_what_one_device_draws(pool: Pool, name: str) -> None:
+    """A failure names the axis: a user's own model is divided wrongly, or refused though it can be divided."""
+    assert pool.run(shapes.draw_plans, 2, name) == [{}, {}]
+
+
+@pytest.fixture
+def forgotten() -> Iterator[list[Any]]:
+    """Pipelines whose models are forgotten after the test."""
+    pipes: list[Any] = []
+    yield pipes
+    for pipe in pipes:
+        forget_anatomy(next(iter(find_denoisers(pipe).values())))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "transformer", "says"),
+    [
+        (
+            shapes.LabelPipeline,
+            shapes.SkipTransformer,
+            "SkipTransformer: blocks.0 hands its tokens to late_blocks.1, past the blocks between",
+        ),
+        (
+            shapes.LabelPipeline,
+            shapes.PositionTransformer,
+            "PositionTransformer: .* its blocks make something else of a part of the tokens, as with a table of posi",
+        ),
+        (
+            shapes.EmbedsPipeline,
+            shapes.WrittenOutTransformer,
+            "blocks.0 computes a token from others, and not by torch's or diffusers' attention alone",
+        ),
+    ],
+)
+def test_a_shape_that_cannot_be_divided_is_refused_with_its_reason(
+    forgotten: list[Any], pipeline: type[Any], transformer: type[Any], says: str
+) -> None:
+    """Before the first step, in one line; the remedy is the plan that works. A failure: a wrong picture."""
+    pipe = make_pipe(pipeline, transformer)
+    forgotten.append(pipe)
+    call = shapes.give_labels(1) if pipeline is shapes.LabelPipeline else shapes.give_embeds(1)
+    runner = ditile.parallelize(pipe, Plan(patches=2))
+    with pytest.raises(ModelError, match=says) as caught:
+        runner(**call)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("use a plan of data or cfg")
+    assert pipe.scheduler.step_index is None
+    want, got = (make(**call, generator=torch.Generator().manual_seed(7))[0] for make in (pipe, whole(pipe)))
+    assert torch.equal(got, want)
+
+
+def whole(pipe: Any) -> Any:
+    return ditile.parallelize(pipe, Plan())
+
+
+def test_a_runner_before_its_first_call_says_what_it_waits_for(forgotten: list[Any]) -> None:
+    """What needs a divided pipeline is refused in a line; what does not, works. A failure: an AttributeError."""
+    pipe = make_pipe(shapes.EmbedsPipeline, shapes.Transformer)
+    forgotten.append(pipe)
+    runner = ditile.parallelize(pipe, Plan(patches=2), keep_weights=True)
+    assert "divided at its first call" in str(runner) and runner.job() is None
+    assert not runner.is_broken and not runner.is_running
+    with pytest.raises(StateError, match="call the runner first, or give parallelize .* example=dict"):
+        runner.switch_pipeline(shapes.EmbedsPipeline)
+    with pytest.raises(TypeError, match="prompt_embeds"):
+        runner()
+    with pytest.raises(ModelError, match=r"could not be called with these arguments to look at it: TypeError: "):
+        runner(prompt_embeds=3)
+    drawn = runner(**shapes.give_embeds(1), output_on="first")
+    assert drawn is not None and "divided at" not in str(runner) and runner.report is not None
+    runner.restore()
+    with pytest.raises(StateError, match="this runner was restored"):
+        runner(**shapes.give_embeds(1))
+    other = ditile.parallelize(make_pipe(shapes.EmbedsPipeline, shapes.Transformer), Plan(patches=2))
+    other.restore()
+    with pytest.raises(StateError, match="this runner was restored"):
+        other(**shapes.give_embeds(1))
+
+
+def test_an_example_leaves_the_users_arguments_alone(forgotten: list[Any]) -> None:
+    """Its generator draws what it would have drawn, its callback is not called, and its tensors stay as they are."""
+    pipe = make_pipe(shapes.EmbedsPipeline, shapes.Transformer)
+    forgotten.append(pipe)
+    generator = torch.Generator().manual_seed(3)
+    before, embeds = generator.get_state(), shapes.give_embeds(1)
+    kept = {name: value.clone() for name, value in embeds.items()}
+    ditile.parallelize(pipe, Plan(patches=2), example=dict(embeds, generator=generator))
+    assert find_anatomy(pipe.transformer) is not None
+    assert torch.equal(generator.get_state(), before)
+    assert all(torch.equal(embeds[name], value) for name, value in kept.items())
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("two calls, by position", {"N", "T", "B"}), ("labels, one size", {"B"})])
+def test_sizes_texts_and_rows_are_told_apart(name: str, kinds: set[str]) -> None:
+    """By changing one thing of the example at a time. A failure: rows or tokens would be left whole."""
+    pipeline, transformer, give = SHAPES[name]
+    pipe = make_pipe(pipeline, transformer)
+    anatomy, calls = derive_from_pipeline(pipe, pipe.transformer, make_twin(pipe.transformer), give(1))
+    changes = [describe_change(calls[0], call, "x") for call in calls[1:]]
+    expected = {"N": "size", "T": "text", "B": "rows"}
+    assert sorted(filter(None, changes)) == sorted(expected[kind] for kind in kinds)
+    assert all(words[0][0] == "B" for parameter, words in anatomy.inputs.items() if parameter != "t")
+
+
+def test_ranks_must_make_the_first_call_alike(pool: Pool) -> None:
+    """A failure: ranks derive different models, or wait for each other."""
+    for message in pool.run(shapes.call_ranks_unlike, 2):
+        assert re.match("rank 1 was called with prompt_embeds=.* call all ranks alike", message)
