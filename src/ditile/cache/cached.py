@@ -22,7 +22,7 @@ from ditile.cache.judge import CacheCall, split_into_units
 from ditile.cache.report import ContextReport, build_context_report
 from ditile.errors import ModelError, StateError
 from ditile.hooks.compile import CompileFunction, exclude_from_compile
-from ditile.hooks.overrides import find_innermost_forward, locate_override, override_attribute
+from ditile.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
 from ditile.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 from ditile.plan.spec import BlockList
 
@@ -163,6 +163,25 @@ class TransformerCache:
     def is_in_call(self) -> bool:
         """Whether the call of a pipeline is under way, a runner's or the pipeline's own."""
         return self._clock is not None and (self._clock is not self._own_clock or self._own_clock.is_in_call)
+
+    @contextmanager
+    def lift_hooks(self) -> Iterator[None]:
+        """The transformer as it is without the cache, to be copied.
+
+        Raises:
+            StateError: if something unknown lies around a hook.
+        """
+        with ExitStack() as stack:
+            for hook in self._hooks:
+                hook.lift_hook(stack)
+            place = locate_override(self.transformer, self._mine)
+            if place == (self.transformer, "forward") and not self._had_own:
+                hide_attribute(stack, *place)
+            elif place is not None:
+                override_attribute(stack, *place, self._stock)
+            for name in ("cache_context", _CACHE_ATTRIBUTE):
+                hide_attribute(stack, self.transformer, name)
+            yield
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         name = type(self.transformer).__name__

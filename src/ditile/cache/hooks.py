@@ -7,18 +7,21 @@ Hooks that are installed later (for offloading, or those of a runner) lie around
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
-from ditile.errors import ModelError
+from ditile.errors import ModelError, StateError
 from ditile.hooks.block_policy import TokenState
 from ditile.hooks.compile import COMPILED_CALL_ATTRIBUTE, CompileFunction, get_compiled_call, normalize_call_strides
 from ditile.hooks.overrides import (
     find_forward_attribute,
+    hide_attribute,
     is_override_lost,
     list_parameter_names,
     locate_override,
+    override_attribute,
 )
 from ditile.plan.spec import Flow
 
@@ -102,6 +105,21 @@ class CacheHook:
         else:
             setattr(*place, self._stock)
         self._name = ""
+
+    def lift_hook(self, stack: ExitStack) -> None:
+        """Takes the hook off until a stack is closed.
+
+        Raises:
+            StateError: if something unknown lies around it.
+        """
+        place = self._locate_hook()
+        if place is None and not is_override_lost(self.block, self._mine):
+            name = type(self.block).__name__
+            raise StateError(f"a {name} that is cached cannot be copied: something lies around; call disable_cache")
+        if place == (self.block, self._name) and self._before is None:
+            hide_attribute(stack, *place)
+        elif place is not None:
+            override_attribute(stack, *place, self._stock)
 
     def _locate_hook(self) -> tuple[Any, str] | None:
         """The owner and the attribute that hold the hook; None if something unknown lies around it, or it is lost."""

@@ -85,7 +85,7 @@ class BlockCalls:
     ) -> None:
         self._transformer, self._last, self._anatomy, self._policy = transformer, len(chain) - 1, anatomy, policy
         self._now, self._memo, self._read_grid = now, memo, read_grid
-        self._advice = advise_whole_tokens(transformer, anatomy)
+        self._advice = advise_whole_tokens(transformer, anatomy, policy.plan)
         self._names, self._key = list_parameter_names(transformer), id(transformer)
         self._latents = find_latents_parameter(transformer)
         self._divided = _DividedPass(policy, anatomy, self._last)
@@ -151,10 +151,11 @@ class BlockCalls:
     def _check_visits(self, expected: int) -> None:
         """Raises `StateError` if the forward left out blocks, which may be those at which stages meet."""
         if self._visits != expected:
+            # A plan of tensor too looks at the blocks of a call before it makes it.
             raise StateError(
                 f"{type(self._transformer).__name__} ran {self._visits} blocks at {self._now.micro_step}, and "
-                f"{expected} when it was first called so; it must run the same blocks in every step, so "
-                f"{self._advice}"
+                f"{expected} when it was first called so; it must run the same blocks in every call, so use a plan of "
+                "data or cfg, in which calls are made as the pipeline makes them"
             )
 
     def _run_micro_batches(self, forward: Forward, inputs: Mapping[str, Any], micro_batches: Sequence[range]) -> Any:
@@ -247,7 +248,9 @@ class BlockCalls:
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
         now.called_models.add((self._key, now.is_whole))
+        self._visits = 0
         result = self._run_pass(_RehearsalPass(self._anatomy, self._last), forward, inputs)
+        self._check_visits(now.form.visits)
         pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
         assert now.rehearsed_patch is not None
         now.prediction_pieces.setdefault(now.branch, {})[now.rehearsed_patch] = pieces
@@ -288,15 +291,16 @@ def _make_pass_on(anatomy: ListAnatomy) -> Callable[[Mapping[str, Any]], Any]:
     names = [streams[name] for name in anatomy.returns]
     # Of one name it gives a value and no tuple, and None is the name of none.
     if anatomy.is_tuple and (len(names) == 1 or None in names):
-        return lambda call: _give_streams(anatomy, *_read_streams(anatomy, call))
+        return lambda call: give_streams(anatomy, *read_streams(anatomy, call))
     return operator.itemgetter(*names)
 
 
-def _read_streams(anatomy: ListAnatomy, call: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+def read_streams(anatomy: ListAnatomy, call: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """The image and the text among the arguments of a block."""
     return call[anatomy.image], call.get(anatomy.text) if anatomy.text is not None else None
 
 
-def _give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> Any:
+def give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> Any:
     """Full-size streams in the form in which a block returns them."""
     if not anatomy.is_tuple:
         return image
@@ -326,7 +330,7 @@ class _SurveyPass:
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
         """Notes lengths and what is NaN as the latents are, checks arguments, and passes on the streams."""
         anatomy = hook.anatomy
-        image, text = _read_streams(anatomy, call)
+        image, text = read_streams(anatomy, call)
         self._measure(hook, image, text)
         if self._checks:
             self._check_arguments(hook, call)
@@ -346,7 +350,7 @@ class _SurveyPass:
         self._before = (image, text, image._version)
         if hook.index == self._last and text is not None and not self._anatomy.is_one_sequence:
             self.poisons_text, text = True, torch.full_like(text, float("nan"))
-        return _give_streams(anatomy, image, text)
+        return give_streams(anatomy, image, text)
 
     def is_fed(self) -> bool:
         """Whether a block was given something that the forward makes of the latents, beside the tokens."""
@@ -365,7 +369,7 @@ class _SurveyPass:
     def _measure(self, hook: BlockHook, image: Tensor, text: Tensor | None) -> None:
         anatomy = hook.anatomy
         if hook.index == 0:
-            self._lengths["N"], self._rows = image.shape[anatomy.tokens], _put_tokens_second(image, anatomy).shape[0]
+            self._lengths["N"], self._rows = image.shape[anatomy.tokens], put_tokens_second(image, anatomy).shape[0]
             if self._anatomy.is_one_sequence:
                 run = find_nan_tokens(image, anatomy.tokens)
                 self._latents = run or range(0)
@@ -410,11 +414,11 @@ class _FirstBlockPass:
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
         """Passes on the streams."""
-        image, text = _read_streams(hook.anatomy, call)
+        image, text = read_streams(hook.anatomy, call)
         if not hook.index:
             self.flags = torch.isnan(image).movedim(hook.anatomy.tokens, 0).flatten(1).any(1)
             image = torch.nan_to_num(image)
-        return _give_streams(hook.anatomy, image, text)
+        return give_streams(hook.anatomy, image, text)
 
 
 class _RehearsalPass:
@@ -426,7 +430,7 @@ class _RehearsalPass:
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
         """Passes on the streams."""
         anatomy = hook.anatomy
-        image, text = _read_streams(anatomy, call)
+        image, text = read_streams(anatomy, call)
         if hook.index == self._last:
             assert now.rehearsed_patch is not None
             layout = now.branch_layout
@@ -436,7 +440,7 @@ class _RehearsalPass:
                 image.narrow(anatomy.tokens, start + run.start, len(run)).fill_(float("nan"))
             if text is not None and now.form.returns_text and layout.carries_text(now.rehearsed_patch):
                 text = torch.full_like(text, float("nan"))
-        return _give_streams(anatomy, image, text)
+        return give_streams(anatomy, image, text)
 
 
 class _DividedPass:
@@ -472,13 +476,13 @@ class _DividedPass:
         if index == self._last:
             image, text = self._leave_blocks(now, anatomy, state, image, text)
             self.forget_tokens()
-            return _give_streams(anatomy, image, text)
+            return give_streams(anatomy, image, text)
         if self._has_all_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
             image, text = self._join_streams(anatomy, state)
         elif index + 1 in now.form.glued:
             image, text = self._place_tokens(now, hook, state, image, text)
         self._passed = (image, text, image._version, index)
-        return image if not anatomy.is_tuple else _give_streams(anatomy, image, text)
+        return image if not anatomy.is_tuple else give_streams(anatomy, image, text)
 
     def forget_tokens(self) -> None:
         """What is no longer read must not lie in memory behind the last block."""
@@ -526,9 +530,9 @@ class _DividedPass:
 
     def _split_streams(self, length: int, anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> TokenState:
         """The tokens of streams as the model has them; `length` is that of the text within the image's stream."""
-        image = _put_tokens_second(image, anatomy)
+        image = put_tokens_second(image, anatomy)
         if anatomy.joint == "none":
-            return TokenState(image, None if text is None else _put_tokens_second(text, anatomy))
+            return TokenState(image, None if text is None else put_tokens_second(text, anatomy))
         own = image.shape[1] - length
         if anatomy.joint == "image_first":
             state = TokenState(image[:, :own], image[:, own:])
@@ -596,7 +600,7 @@ def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:
     return cut_argument(value, kinds, now.get_argument_runs(now.token_patch))
 
 
-def _put_tokens_second(x: Tensor, anatomy: ListAnatomy) -> Tensor:
+def put_tokens_second(x: Tensor, anatomy: ListAnatomy) -> Tensor:
     """`[B, tokens, C]` of `[tokens, B, C]` or `[tokens, C]`: a view."""
     if anatomy.tokens:
         return x

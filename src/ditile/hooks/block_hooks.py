@@ -221,7 +221,7 @@ class TransformerHooks:
                 remedy = "set it back, or unload the IP-adapter that brought it"
                 return (
                     f"{hook.name}.{path} has the attention processor {type(processor).__name__}, and known to work "
-                    f"under PipeFusion: {known}; {UNFUSE if has_fused_projections(attention) else remedy}"
+                    f"in a divided model: {known}; {UNFUSE if has_fused_projections(attention) else remedy}"
                 )
         return None
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS, Anatomy, ListAnatomy, drop_further_keys, sees_text
 from ditile.plan.layout import Grid
+from ditile.plan.plan import Plan
 
 ADAPTER_PROCESSORS = (FluxIPAdapterAttnProcessor, SD3IPAdapterJointAttnProcessor2_0)
 """Processors that do what their class's own does, and attend to the pictures of IP-adapters besides."""
@@ -110,7 +111,13 @@ def list_adapter_calls(processor: Any) -> tuple[str, ...]:
 
 
 class BlockPolicy(Protocol):
-    """What happens at the blocks of a model."""
+    """What happens at the blocks of a model.
+
+    Attributes:
+        plan: how it is divided.
+    """
+
+    plan: Plan
 
     @property
     def row_parts(self) -> int:
@@ -201,7 +208,11 @@ class CallForm(NamedTuple):
         return [name for name, flag in zip(self.fed, flags, strict=True) if flag]
 
 
-def advise_whole_tokens(transformer: Any, anatomy: Anatomy) -> str:
-    """The plans of a model that divide no tokens: without cuts that were derived or are its class's, no tensor."""
-    has_tensor = bool(anatomy.tensor or getattr(transformer, "_tp_plan", None))
+def advise_whole_tokens(transformer: Any, anatomy: Anatomy, plan: Plan) -> str:
+    """The plans of a model that divide no tokens, other than a plan that was tried.
+
+    Without cuts that were derived or are its class's there is no tensor.
+    """
+    has_cuts = bool(anatomy.tensor or getattr(transformer, "_tp_plan", None))
+    has_tensor = has_cuts and plan.tensor == 1
     return f"use a plan of {'data, cfg or tensor' if has_tensor else 'data or cfg'}"

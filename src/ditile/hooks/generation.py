@@ -208,6 +208,12 @@ class Generation:
         return self.branches(self.micro_step.step, max(self.branch, 1) if self.calls is None else self.calls)
 
     @property
+    def have_unlike_rows(self) -> bool:
+        """Whether a patch has other places in one row of a prediction than in another one."""
+        patches = (pieces for branch in self.prediction_pieces.values() for pieces in branch.values())
+        return any(not piece.has_rows for pieces in patches for piece in pieces)
+
+    @property
     def branch_layout(self) -> Layout:
         """The layout of the branch that is being computed."""
         return self.layouts[self.branch, self.is_whole]

@@ -63,6 +63,13 @@ def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> N
     stack.callback(undo_override)
 
 
+def hide_attribute(stack: ExitStack, owner: Any, name: str) -> None:
+    """Takes an attribute off an instance until the stack is closed."""
+    value = vars(owner).pop(name, _ABSENT)
+    if value is not _ABSENT:
+        stack.callback(vars(owner).__setitem__, name, value)
+
+
 def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:
     """A copy of a function that finds other values under some global names; its module stays as it is.
 

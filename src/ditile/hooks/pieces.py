@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +21,51 @@ from ditile.plan.layout import Grid, merge_ranges
 def list_predictions(result: Any) -> list[Tensor]:
     """The tensors that a model returns, bare, in a tuple or in one of diffusers' output objects.
 
-    A list has a prediction for each row of the batch, which are stacked.
+    A list has a prediction for each row of the batch, which are stacked. An object of a class of the user's has them in
+    its attributes, or its items.
     """
+    _open_result_class(result)
     leaves = pytree.tree_leaves(result, is_leaf=lambda value: isinstance(value, list))
     return [torch.stack(x) if isinstance(x, list) else x for x in leaves if isinstance(x, Tensor | list)]
 
 
+def _open_result_class(result: Any) -> None:
+    """Lets torch look into what a model returns, as into the outputs of diffusers: diffusers says the same of those."""
+    cls = type(result)
+    is_open = cls in pytree.SUPPORTED_NODES or isinstance(result, Tensor | tuple | list)
+    if is_open or result is None or not (hasattr(result, "__dict__") or dataclasses.is_dataclass(cls)):
+        return
+    if isinstance(result, dict):
+        pytree.register_pytree_node(cls, _list_items, functools.partial(_rebuild_dict, cls))
+    else:
+        pytree.register_pytree_node(cls, _list_attributes, functools.partial(_rebuild_result, cls))
+
+
+def _list_items(result: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    return list(result.values()), list(result)
+
+
+def _rebuild_dict(cls: type, values: Iterable[Any], names: Iterable[str]) -> Any:
+    return cls(zip(names, values, strict=True))
+
+
+def _list_attributes(result: Any) -> tuple[list[Any], list[str]]:
+    names = list(getattr(result, "__dict__", ()))
+    if dataclasses.is_dataclass(result):
+        names = [field.name for field in dataclasses.fields(result)]
+    return [getattr(result, name) for name in names], names
+
+
+def _rebuild_result(cls: type, values: Iterable[Any], names: Iterable[str]) -> Any:
+    result: Any = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(result, name, value)
+    return result
+
+
 def has_nan(values: Any) -> bool:
     """Whether some tensor in values has a NaN. Waits for the device."""
+    _open_result_class(values)
     flags = [torch.isnan(x).any() for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
     return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 

@@ -39,9 +39,11 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
         for where, hook in _list_hooks(model):
             looks_at_tokens = hook._is_stateful or isinstance(hook, SmoothedEnergyGuidanceHook)
             if looks_at_tokens and not isinstance(hook, fitting):
+                axes = "data, cfg and tensor" if hasattr(hook, "state_manager") else "data and tensor"
+                scheme = " with split_scheme=row" if plan.split_scheme != "row" else ""
                 return (
                     f"{where} has diffusers' {type(hook).__name__}, which remembers or compares tokens of whole calls, "
-                    f"and '{plan}' divides these; {_REMEDY}, or use a plan of data, cfg and tensor alone"
+                    f"and '{plan}' divides these; {_REMEDY}, or use a plan of {axes} alone{scheme}"
                 )
     return None
 

@@ -70,6 +70,7 @@ from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import Weights, count_images
 from ditile.plan.spec import ModelSpec
 from ditile.plan.stages import select_local_blocks
+from ditile.runner.trial import CodeTrial, list_user_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class Composition:
         graphs: records blocks as CUDA graphs, where that is asked for.
         offload: streams the weights of blocks from the host's memory, where the plan wants it.
         serial_plan: with warmup_mode=auto that of calls in which the weights of blocks cannot be sent.
+        trial: tries what the user put on the models.
     """
 
     pipe: Any
@@ -106,7 +108,8 @@ class Composition:
     compile: bool
     graphs: BlockGraphs | None
     offload: BlockOffload | None
-    serial_plan: Plan | None = None
+    serial_plan: Plan | None
+    trial: CodeTrial
 
     @property
     def model(self) -> nn.Module:
@@ -180,6 +183,8 @@ class Composition:
         batch = DataCfgBatch(
             self.mesh, models, images=images, batch_dims=dims, inputs=self.block_hooks.anatomy.inputs or None
         )
+        # Before anything of the call lies on the models, of which it makes copies.
+        install_trial = self.trial.prepare_call(self.loop, batch)
         # Before the hooks of blocks, which lie around those of caches.
         for cache in self.model_caches:
             cache.renew_hooks()
@@ -191,7 +196,12 @@ class Composition:
                 stack.enter_context(self.offload.install_for_call())
             stack.enter_context(self._install_block_hooks())
             # Behind the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
-            batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first)
+            coder = getattr(self.pipe, "vae", None)
+            # What the user put on a VAE may let images see each other.
+            decodes_apart = not isinstance(coder, nn.Module) or not list_user_code(coder)
+            batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first, decodes_apart=decodes_apart)
+            # Around the batch: the trial is of a whole call.
+            install_trial(stack)
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
@@ -405,7 +415,8 @@ def compose_strategies(
     )
     attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
-    return Composition(pipe, plan, mesh, device, *built, compiles, options.graphs, offload, serial_plan)
+    trial = CodeTrial(pipe, block_hooks.models, plan, mesh, own)
+    return Composition(pipe, plan, mesh, device, *built, compiles, options.graphs, offload, serial_plan, trial)
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:

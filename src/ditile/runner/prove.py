@@ -18,6 +18,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ditile.cache.cached import find_transformer_cache
 from ditile.errors import DitileError, ModelError, StateError
 from ditile.hooks.overrides import find_latents_parameter
 from ditile.hooks.pieces import list_predictions
@@ -235,7 +236,10 @@ def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
 
     Of each list it has the first blocks, and one of each other kind, such as those that have experts.
     """
+    cache = find_transformer_cache(transformer)
     with ExitStack() as stack:
+        if cache is not None:
+            stack.enter_context(cache.lift_hooks())
         for each in find_block_lists(transformer):
             path, _, name = each.name.rpartition(".")
             owner = transformer.get_submodule(path)

@@ -340,6 +340,8 @@ class Runner:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[str, str], options: dict[str, Any]
     ) -> dict[str, Any]:
         """The arguments by name. Raises on every rank if one rank refuses the call, or ranks were called unlike."""
+        trial = self._parts.trial
+        trial.is_due = trial.find_new_code()
         if self.mesh.everyone is None:
             return self._bind_call(args, kwargs, output)
         refusal: DitileError | TypeError | None = None
@@ -354,14 +356,17 @@ class Runner:
         given = digest.describe_call({"pipeline": self._kind.__name__} | call | options) | digest.describe_state(
             self.pipe, self._parts.device
         )
-        mine = [refusal and [type(refusal).__name__, str(refusal)], given | {"cache": caches}]
+        mine: list[Any] = [refusal and [type(refusal).__name__, str(refusal)], given | {"cache": caches}]
         rests = self._parts.serial_plan is not None and self._parts.explain_streaming_refusal() is not None
-        everyone = gather_json([*mine, digest.describe_loras(self.pipe.components), rests], self.mesh.everyone)
+        mine += [digest.describe_loras(self.pipe.components), rests, trial.is_due]
+        everyone = gather_json(mine, self.mesh.everyone)
         if refusal is not None:
             raise refusal
         _check_ranks_alike([each[:3] for each in everyone])
         # LoRAs, or other weights than when the pipeline was divided, on one stage are enough.
-        self._parts.loop.lets_group_rest = any(rests for *_, rests in everyone)
+        self._parts.loop.lets_group_rest = any(rests for *_, rests, _ in everyone)
+        # A hook on one rank is enough: all must make the call of a trial.
+        trial.is_due = any(is_due for *_, is_due in everyone)
         return call
 
     def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[str, str]) -> dict[str, Any]:

@@ -93,12 +93,15 @@ class DataCfgBatch:
         whole = self._now.whole_steps
         return step not in self._changed_steps and (step in whole) == (step - 1 in whole)
 
-    def install_batch_hooks(self, stack: ExitStack, pipe: Any, now: Generation, *, first: bool) -> None:
+    def install_batch_hooks(
+        self, stack: ExitStack, pipe: Any, now: Generation, *, first: bool, decodes_apart: bool = True
+    ) -> None:
         """Hooks the batch into the model, and the images into the decoder, until the stack is closed.
 
         Args:
             now: the generation under way.
             first: whether rank 0 alone needs the pictures.
+            decodes_apart: whether each replica decodes its own images; otherwise each decodes all of them.
         """
         if self._data.size == self._cfg.size == 1:
             return
@@ -109,6 +112,8 @@ class DataCfgBatch:
 
         for model in self._models:
             wrap_model_call(stack, pipe, model, wrap_forward)
+        if not decodes_apart:
+            return
         to: Receivers = ("none" if self._mesh.image.index else "first") if first else "all"
         self._data.install_decoder(stack, getattr(pipe, "vae", None), to, lambda: self._over)
 
@@ -346,22 +351,42 @@ class DataCfgBatch:
         """The arguments of a call on some rows, and whether they were cut: some models can only be called on all."""
         if batch_slice.slice_size == batch_slice.batch_size:
             return list(args), kwargs, False
+        cut = self.change_rows(args, kwargs, functools.partial(_select_rows, batch_slice))
+        return (list(args), kwargs, False) if cut is None else (*cut, True)
+
+    def list_rows(self, args: Sequence[Any], kwargs: dict[str, Any]) -> BatchSlice:
+        """All rows of a call."""
+        _, batch = self._find_noisy_input(args, kwargs)
+        return BatchSlice.from_batch_size(len(batch), self.num_images)
+
+    def change_rows(
+        self, args: Sequence[Any], kwargs: dict[str, Any], change: Callable[[Any], Any]
+    ) -> tuple[list[Any], dict[str, Any]] | None:
+        """The arguments of a call, of which what has rows is changed; None where it is not known what has.
+
+        Args:
+            args, kwargs: of the call.
+            change: of a tensor `[rows, ...]`, or a list with an item for each row.
+
+        Raises:
+            ModelError: if the input is a list, and it is not known what else has rows.
+        """
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
         inputs = dict(zip(names, args, strict=True)) | kwargs
         noisy, batch = self._find_noisy_input(args, kwargs)
         if self._inputs is not None and find_unknown_rows(inputs, self._inputs, noisy, len(batch)) is None:
-            cut = slice_rows(inputs, self._inputs, functools.partial(_select_rows, batch_slice))
-            return [cut.pop(name) for name in names], cut, True
+            changed = slice_rows(inputs, self._inputs, change)
+            return [changed.pop(name) for name in names], changed
         if not isinstance(batch, Tensor):
             raise ModelError(
                 f"{type(self._model).__name__} takes its input as a list, and what else of its arguments has rows is "
                 "not known; use a plan with data=1 and cfg=1"
             )
-        dims = self._batch_dims.find_dims(inputs, noisy, batch_slice.batch_size)
+        dims = self._batch_dims.find_dims(inputs, noisy, len(batch))
         if dims is None:
-            return list(args), kwargs, False
-        cut = dims.slice_arguments(inputs, batch_slice.select_batch)
-        return [cut.pop(name) for name in names], cut, True
+            return None
+        changed = dims.slice_arguments(inputs, change)
+        return [changed.pop(name) for name in names], changed
 
     def _skip_foreign_call(self, now: Generation, batch_slice: BatchSlice) -> None:
         """Skips a call of another half: its prediction is NaN until it arrives."""

@@ -99,9 +99,14 @@ def extract_predictions(result: Any, rows: int) -> list[Tensor]:
     """The tensors that a model returns, such as the predictions of a video and its sound.
 
     Raises:
-        ModelError: if one of them has not that many rows.
+        ModelError: if there is none, or one of them has not that many rows.
     """
     predictions = list_predictions(result)
+    if not predictions:
+        raise ModelError(
+            f"a model returned a {type(result).__name__}, in which no tensor is found; let it return a "
+            "tensor or a tuple, or use a plan with data=1 and cfg=1"
+        )
     for prediction in predictions:
         if not prediction.ndim or prediction.shape[0] != rows:
             raise ModelError(

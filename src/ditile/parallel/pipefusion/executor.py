@@ -63,7 +63,7 @@ class PipeFusion:
         self.stage, self.stages, self.owned = mesh.stage_index, mesh.num_stages, owned
         self.is_last_stage = self.stage == self.stages - 1
         self._active_blocks = frozenset((0, *owned, owned.stop))
-        self._plan, self._joint, self._trace, self.warmup_group = plan, joint, trace, warmup_group
+        self.plan, self._joint, self._trace, self.warmup_group = plan, joint, trace, warmup_group
         self._patches, self._streams = plan.num_patches, streams
         self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
         self._widths: dict[int, tuple[int, int]] = {}  # of image and text tokens, by branch
@@ -88,7 +88,7 @@ class PipeFusion:
                 self._can_post_activation,
             )
             # Where references are left out, they are one patch.
-            fewest = self._patches - (self._plan.references not in (None, 1))
+            fewest = self._patches - (self.plan.references not in (None, 1))
             self._activations_in.looks_ahead = fewest >= self.stages
         if self.stage < last:
             group = mesh.select_downstream_group(self.stage)
@@ -241,9 +241,9 @@ class PipeFusion:
     @property
     def row_parts(self) -> int:
         """In how many parts rows of tokens are cut, by patches or by ranks."""
-        if self._plan.references is not None:  # which may be whole frames: any run of tokens
+        if self.plan.references is not None:  # which may be whole frames: any run of tokens
             return 1
-        return max(self._patches, self._plan.distrifusion)
+        return max(self._patches, self.plan.distrifusion)
 
     @property
     def divides_tokens(self) -> bool:
@@ -260,7 +260,7 @@ class PipeFusion:
         if form.returns_text and now.warmup_split is not None:
             if self.warmup_group is None or not self.warmup_group.may_rest:
                 raise PlanError(
-                    f"warmup_mode={self._plan.warmup_mode}: the model makes a result of two streams, as of a video and "
+                    f"warmup_mode={self.plan.warmup_mode}: the model makes a result of two streams, as of a video and "
                     "its sound, and ranks that share out synchronous steps send one; use serial or pipelined"
                 )
             # In the rehearsal, behind which the loop goes on with a schedule without the group.
@@ -282,7 +282,7 @@ class PipeFusion:
                 )
             now.forget_layout()
             now.memory.forget_branch_keys(now.branch)
-        self._plan.check(Facts(rows=form.grid.rows))
+        self.plan.check(Facts(rows=form.grid.rows))
         # The last stage steps the latents, so it has what the first one gets.
         if self.stages > 2 and (fed := form.list_fed_blocks()):
             if now.rehearsed_patch is None and not now.reads_latents_everywhere:
@@ -309,8 +309,8 @@ class PipeFusion:
         if not now.reference_rows:
             return Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         # Ranks of DistriFusion share out the references, as one patch, and the image.
-        cut = form.grid, self._patches + (self._plan.distrifusion > 1), form.text, self._joint
-        return Layout.cut_around_references(*cut, now.reference_rows, even=self._plan.references == 1)
+        cut = form.grid, self._patches + (self.plan.distrifusion > 1), form.text, self._joint
+        return Layout.cut_around_references(*cut, now.reference_rows, even=self.plan.references == 1)
 
     def begin_survey(self) -> None:
         """A call of a new form is looked at. With one stage no message comes before the blocks of the first call."""

@@ -170,6 +170,11 @@ class Loop:
         if isinstance(timesteps, StepTimesteps):
             self._scheduler.timesteps = timesteps.to_plain_tensor()
 
+    def withdraw_generation(self) -> None:
+        """Every rank refuses the first call of a model: nothing of a picture is under way."""
+        self._pipefusion.end_generation(clean=True)
+        self.generation.become(Generation())
+
     def _leave_pipeline(self) -> None:
         """Drops what belongs to the call, which this object outlives."""
         self.drop_generation()
@@ -293,8 +298,11 @@ class Loop:
         again = self._schedule.again | rehearsal.changed_steps
         self._schedule = replace(self._schedule, again=again, num_references=rehearsal.num_references)
         if self._has_partial_latents:
+            adaptive, rows_differ = self._schedule.adaptive, now.have_unlike_rows
             for each in self._streams:
-                each.end_rehearsal(self._plan.num_patches, rehearsal.num_references, adaptive=self._schedule.adaptive)
+                each.end_rehearsal(
+                    self._plan.num_patches, rehearsal.num_references, adaptive=adaptive, rows_differ=rows_differ
+                )
             now.pieces = [each.pieces for each in self._streams]
             uneven = any(sum(not piece.is_empty for piece in each) != 1 for each in zip(*now.pieces, strict=True))
             self._schedule = replace(self._schedule, uneven_latents=uneven)

@@ -148,13 +148,14 @@ class SteppedLatents:
         stepped = [patch for patch, piece in enumerate(self.pieces) if not piece.is_empty]
         return [patch for patch in patches if patch in stepped] or stepped[:1] or patches
 
-    def end_rehearsal(self, patches: int, references: int, *, adaptive: bool) -> None:
+    def end_rehearsal(self, patches: int, references: int, *, adaptive: bool, rows_differ: bool) -> None:
         """Checks what the rehearsals of all patches found.
 
         Args:
             patches: how many there are.
             references: how many of them, the first ones, are of reference pictures.
             adaptive: whether the latents may have to be brought up to date before any step.
+            rows_differ: whether a patch has other places in one row of a prediction than in another one.
 
         Raises:
             StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself
@@ -166,10 +167,13 @@ class SteppedLatents:
             piece.put(owners, piece.take(owners) + 1)
         is_mixed = any(not piece.is_empty for piece in self.pieces[:references])
         if is_mixed or int(owners.min()) < 1 or int(owners.max()) > 1 or len(self.pieces) != patches:
+            cause, remedy = "its transformer mixes tokens behind its blocks", "use"
+            if rows_differ:
+                cause = "one call has prompts of unlike length in front of their pictures"
+                remedy = "give prompts, and a negative prompt, of one length, or use"
             raise StateError(
-                f"the patches of {self._name} overlap in its latents, or leave some out, so its transformer mixes "
-                "tokens behind its blocks, or one call has prompts of unlike length in front of their pictures; give "
-                "a negative prompt as long as the prompt, or use a plan without pipefusion and patches"
+                f"the patches of {self._name} overlap in its latents, or leave some out, as {cause}; {remedy} a plan "
+                "without pipefusion and patches"
             )
         second = self._samples[1]
         self.is_blended = not torch.equal(first, second)
