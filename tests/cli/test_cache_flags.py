@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from ditile.cache.config import (
 from ditile.cli import main
 from ditile.cli.flag_aliases import merge_alias_values
 from ditile.cli.options import RunOptions
-from ditile.errors import DitileError, PlanError
+from ditile.errors import DitileError, ModelError, PlanError
 from ditile.plan.flags import collect_arguments, list_flags, normalize_flags
 from ditile.runner.requests.cache_options import QUANTIZE_TYPES, CacheOptions
 from ditile.runner.requests.options import GenerateOptions
@@ -65,11 +66,26 @@ def test_documented_defaults() -> None:
 
 def test_the_type_of_quantization() -> None:
     assert CacheOptions().quantize_type == "float8_weight_only"
-    for name in QUANTIZE_TYPES:
+    for name in set(QUANTIZE_TYPES) - {"bitsandbytes_4bit"}:
         assert read("-q", "--quantize-type", name).build_cache_arguments()["quantize_config"] == {"quant_type": name}
     assert read("--quantize").build_cache_arguments() == {
         "cache_config": None, "quantize_config": {"quant_type": "float8_weight_only"},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("package", "words", "says"),
+    [
+        ("peft", "--lora a/b", r"lora='a/b' needs peft, which is not installed; pip install 'ditile\[lora\]'"),
+        ("torchao", "-q", r"quant_type=float8_weight_only needs torchao.*'ditile\[quantize\]'"),
+        ("bitsandbytes", "-q --quantize-type bitsandbytes_4bit", "needs bitsandbytes.*pip install 'bitsandbytes'"),
+    ],
+)
+def test_a_package_that_is_absent(monkeypatch: pytest.MonkeyPatch, package: str, words: str, says: str) -> None:
+    """Is named before ranks are started. A failure means that each of them fails, after it has loaded the model."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModelError, match=says):
+        read(*words.split())
 
 
 def test_flags_that_are_other_options() -> None:

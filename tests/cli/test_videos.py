@@ -145,7 +145,7 @@ def test_a_cleaner_of_prompts_that_is_missing(monkeypatch: pytest.MonkeyPatch) -
     """A failure would mean a NameError within the call of the classes of diffusers that do without a check."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda *_: None)
     check_prompt_cleaner(diffusers.WanPipeline)
-    with pytest.raises(ModelError, match=r"WanImageToVideoPipeline cleans prompts by ftfy.*ditile\[video\]"):
+    with pytest.raises(ModelError, match=r"WanImageToVideoPipeline cleans prompts, and needs ftfy.*ditile\[video\]"):
         check_prompt_cleaner(diffusers.WanImageToVideoPipeline)
 
 

@@ -22,7 +22,9 @@ from safetensors.torch import load_file, save_file
 import ditile
 from ditile import DitileError, LoadError, ModelError, PlanError
 from ditile.models.known import ASSETS, find_known_model, list_bundled_models
+from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
+from ditile.runner import partial
 from ditile.runner.load import check_weight_source, defaults, find_model_source, load
 from ditile.runner.partial import load_partial_components
 from tests import tiny
@@ -47,6 +49,18 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
     """A failure means that a function is hidden once its module is imported."""
     assert not {module.name for module in pkgutil.iter_modules(ditile.__path__)} & {*ditile.__all__}
     assert ditile.load is load
+
+
+@pytest.mark.skipif(is_installed("torchvision"), reason="torchvision is installed")
+@pytest.mark.parametrize("processor", ["PixtralProcessor", "Qwen2VLProcessor"])
+def test_a_processor_that_needs_torchvision(folder: Path, monkeypatch: pytest.MonkeyPatch, processor: str) -> None:
+    """Such as those of FLUX.2 and Qwen-Image-Edit. A failure means that gigabytes are read before the refusal."""
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    index["tokenizer"] = ["transformers", processor]
+    (folder / "model_index.json").write_text(json.dumps(index), "utf-8")
+    monkeypatch.setattr(partial, "load_whole_models", lambda *_, **__: pytest.fail("weights were read"))
+    line = message(folder, ModelError)
+    assert f"a {processor}, needs torchvision" in line and "pip install 'ditile[vision]'" in line
 
 
 def test_bundled_models_load_in_float32() -> None:

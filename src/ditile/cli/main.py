@@ -39,6 +39,7 @@ from ditile.distributed.watch import START_SECONDS, begin_watch, needs_watch, re
 from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
 from ditile.models.known import find_known_model
 from ditile.plan.checks import find_nearest, suggest_nearest
+from ditile.plan.extras import require_extra
 from ditile.plan.flags import FlagParser, add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.budget import Budget
@@ -211,9 +212,11 @@ def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:
     known = find_known_model(wanted.model)
     if known is None or known.hub_id is not None:  # the class is asked, which needs diffusers
         _silence_libraries()
-    from ditile.runner.requests.pipelines import draws_videos
+    from ditile.runner.requests.pipelines import check_model_packages, draws_videos
 
     video = draws_videos(wanted.model)
+    if not run.dry_run:
+        check_model_packages(wanted.model)
     run = run.name_output(video=video)
     if video and not run.dry_run and is_writing_process():
         from ditile.runner.requests.videos import check_encoder
@@ -416,6 +419,7 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
 
 
 def _run_evaluate_command(arguments: argparse.Namespace) -> int:
+    require_extra("evaluate", "ditile evaluate", ["torchmetrics"])
     wanted, judge = _build_options(EvaluateOptions, arguments), _build_options(JudgeOptions, arguments)
     session = _build_options(SessionOptions, arguments)
     if is_writing_process():

@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import importlib.util
 import json
 import sys
 from typing import Any
 
 from ditile.distributed import env
 from ditile.errors import ModelError
+from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
 from ditile.runner.load import check_weight_source, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.options import ServeOptions
-
-PACKAGES = ("fastapi", "uvicorn", "sse_starlette", "prometheus_client", "multipart")
 
 
 def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
@@ -26,8 +24,7 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
     Raises:
         DitileError: if a package is missing, an option does not fit, or the server cannot listen.
     """
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
-        raise ModelError(f"the server needs {', '.join(missing)}, not installed here; pip install 'ditile[serve]'")
+    require_extra("serve", "the server")
     find_model_source(options.model)
     if cache.lora is not None:
         check_weight_source(cache.lora, "lora")

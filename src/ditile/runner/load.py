@@ -186,7 +186,8 @@ def load(
         variant: of the files, such as "fp16", for the components that have it.
 
     Raises:
-        ModelError: if the name, the dtype or the pipeline's class is not known, or cannot be divided as planned.
+        ModelError: if the name, the dtype or the pipeline's class is not known, or cannot be divided as planned, or a
+            component needs a package that is not installed.
         PlanError: if the plan does not fit the model, or does not use all ranks.
         LoadError: if files are missing, corrupt or pickles, or the hub cannot be reached.
     """
@@ -197,6 +198,7 @@ def load(
     from ditile.distributed.mesh import find_process_rank
     from ditile.distributed.watch import START_SECONDS, begin_watch
     from ditile.runner.partial import (
+        check_component_packages,
         find_pipeline_kind,
         load_modular_pipeline,
         load_partial_components,
@@ -211,6 +213,7 @@ def load(
     wanted = choose_weight_dtype(source, dtype)
     rank = 0 if plan is None else find_process_rank(require_plan(plan))
     with convert_build_errors(name), report_download_progress(source) if isinstance(source, str) else nullcontext():
+        check_component_packages(source)
         own = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
         own |= load_whole_models(source, wanted, variant, apart=own)
         own |= load_shared_components(source, apart=own)

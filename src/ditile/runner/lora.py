@@ -22,6 +22,7 @@ from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import is_placeholder
 from ditile.parallel.tensor.tensor import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
+from ditile.plan.extras import is_installed, require_extra
 
 LOG = logging.getLogger(__name__)
 
@@ -38,8 +39,10 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         kwargs: the other arguments of `load_lora_weights`.
 
     Raises:
-        ModelError: if the pipeline has no loader for LoRAs, or a plan cuts its weights so that it cannot be cut.
+        ModelError: if peft is not installed, the pipeline has no loader for LoRAs, or a plan cuts its weights so that
+            it cannot be cut.
     """
+    require_extra("lora", "a LoRA")
     if not hasattr(pipe, "load_lora_weights"):
         raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
     parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
@@ -116,6 +119,9 @@ def forget_loras(runner: Any, names: Collection[str]) -> None:
 
 def list_loaded_loras(pipe: Any) -> set[str]:
     """The names of the adapters that are loaded into a pipeline."""
+    # Without peft none can be loaded, and diffusers refuses to list them.
+    if not is_installed("peft"):
+        return set()
     listed = pipe.get_list_adapters() if hasattr(pipe, "get_list_adapters") else {}
     return {name for names in listed.values() for name in names}
 
@@ -190,6 +196,7 @@ class _LoraKeyFilter:
 
 def _register_empty_adapter(part: Any, adapter_name: str | None) -> None:
     """Makes an adapter known to a component that has no layer of it."""
+    require_extra("lora", "a LoRA")
     from diffusers.utils.peft_utils import get_adapter_name
     from peft import LoraConfig, inject_adapter_in_model
     from peft.utils.constants import DUMMY_TARGET_MODULES

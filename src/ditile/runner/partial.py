@@ -33,6 +33,7 @@ from ditile.models.pipeline_calls import DENOISER_NAME
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_call_guard, read_partial_encoder
+from ditile.plan.extras import require_extra
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.plan.stages import select_local_blocks
 from ditile.runner.checkpoint import Checkpoint, LocateFile, locate_in_folder
@@ -301,6 +302,27 @@ def read_model_index(source: Path | str) -> dict[str, Any]:
     if path is None:
         raise LoadError(f"{source} has no model_index.json, or the hub cannot be reached")
     return read_json_object(path)
+
+
+def check_component_packages(source: Path | str) -> None:
+    """Raises `ModelError` if a component of transformers needs torchvision, which is not installed."""
+    import transformers
+
+    for name, (library, class_name) in _read_components(source).items():
+        component = getattr(transformers, str(class_name), None) if library == "transformers" else None
+        if _lacks_torchvision(component):
+            require_extra("vision", f"{name} of {source}, a {class_name},", ["torchvision"])
+
+
+def _lacks_torchvision(component: Any) -> bool:
+    """Whether transformers has a placeholder for a class, or for the part of a processor that reads videos."""
+    from transformers import AutoVideoProcessor
+
+    # A placeholder raises for any other attribute than this one.
+    if "torchvision" in getattr(component, "_backends", ()):
+        return True
+    parts = component.get_attributes() if hasattr(component, "get_attributes") else ()
+    return "video_processor" in parts and "torchvision" in getattr(AutoVideoProcessor, "_backends", ())
 
 
 def _read_components(source: Path | str) -> dict[str, tuple[Any, Any]]:

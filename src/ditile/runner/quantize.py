@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.placeholders import count_parameter_bytes, is_plain_parameter
 from ditile.models.adapter import find_transformers
 from ditile.parallel.tensor.tensor import find_share
+from ditile.plan.extras import require_extra, require_quantizer
 
 LOG = logging.getLogger("ditile")
 EXCLUDED = ("embedder", "embed")
@@ -250,15 +250,12 @@ def _check_quant_type(
     model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, scales: QuantizationScales
 ) -> None:
     """Raises `ModelError` for a type that is known not to run, without a trial."""
-    package = "bitsandbytes" if name == "bitsandbytes_4bit" else "torchao"
     if name == "int4_w4a4":
         raise ModelError(
             "quant_type=int4_w4a4 has no kernel: torchao multiplies no 4-bit weights with 4-bit activations any more; "
             "try int4_weight_only or int8"
         )
-    if importlib.util.find_spec(package) is None:
-        extra = "ditile[quantize]" if package == "torchao" else package
-        raise ModelError(f"quant_type={name} needs {package}, which is not installed; pip install '{extra}'")
+    require_quantizer(name)
     if name == "bitsandbytes_4bit" and find_share(model) is not None:
         raise ModelError("quant_type=bitsandbytes_4bit cannot take a share of the weights; try int8_weight_only")
     if device.type == "meta":
@@ -311,6 +308,7 @@ def _list_quantizers(name: str, device: torch.device, scales: QuantizationScales
 
 
 def _quantize_by_torchao(config: Any, layer: nn.Linear) -> nn.Module:
+    require_extra("quantize", "torchao's quantization")
     from torchao.quantization import quantize_  # type: ignore[import-untyped]
 
     quantize_(layer, config(), filter_fn=lambda module, path: module is layer)
@@ -319,6 +317,7 @@ def _quantize_by_torchao(config: Any, layer: nn.Linear) -> nn.Module:
 
 def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
     """A Linear of bitsandbytes in the type NF4. Its weight is quantized by `to`, even to the device where it is."""
+    require_quantizer("bitsandbytes_4bit")
     import bitsandbytes  # type: ignore[import-not-found]
 
     width, out, weight = layer.in_features, layer.out_features, layer.weight
@@ -333,6 +332,7 @@ def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
 
 def _list_torchao_configs(name: str, device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
     """The configs of torchao for a type, the best first. None of them changes torch.compile's global settings."""
+    require_quantizer(name)
     from torchao import quantization as torchao  # type: ignore[import-untyped]
 
     on_cpu = device.type == "cpu"

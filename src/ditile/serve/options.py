@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import os
 import re
@@ -12,6 +11,7 @@ from pathlib import Path
 from ditile.distributed import env
 from ditile.errors import ModelError
 from ditile.plan.checks import check_counts, check_positive_number
+from ditile.plan.extras import require_extra
 from ditile.plan.flags import define_option
 from ditile.runner.requests.options import EngineOptions
 
@@ -81,6 +81,8 @@ class ServeOptions(EngineOptions):
             raise ModelError(f"port={self.port} is no port; try port=8000")
         if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
             raise ModelError(f"lora_dir={self.lora_dir!r} is no folder; give one that has .safetensors files")
+        if self.lora_dir is not None:
+            require_extra("lora", f"lora_dir={self.lora_dir!r}")
         for origin in self.list_origins():
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ModelError(f"cors={origin!r} is no origin; try cors=https://www.example.org, or with a port")
@@ -106,8 +108,7 @@ class ServeOptions(EngineOptions):
             raise ModelError(
                 f"ray={self.ray!r} is no address of a cluster, such as 10.0.0.1:6379; run this on one of its machines"
             )
-        if importlib.util.find_spec("ray") is None:
-            raise ModelError("ray is not installed; try pip install 'ditile[ray]'")
+        require_extra("ray", f"ray={self.ray!r}")
 
     @property
     def num_groups(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from ditile.errors import DitileError, ModelError
+from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.app import create_app, write_access_log
@@ -77,6 +78,7 @@ def choose_groups(options: ServeOptions, plan: Plan, cache: CacheOptions) -> Gro
         max_loras=options.max_loras,
     )
     if options.ray is not None:
+        require_extra("ray", f"ray={options.ray!r}")
         from ditile.serve.ray_replicas.groups import RayApplication
 
         return RayApplication(setup, options).make_group

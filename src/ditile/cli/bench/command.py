@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from ditile.distributed import cpus, env
 from ditile.distributed.launch import launch
 from ditile.errors import ModelError, PlanError
 from ditile.plan.cost import PlannedCall
+from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.calibrate import LIMIT
@@ -77,8 +77,6 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
     if compared.sweep_names == [QUALITY_SWEEP]:
         rows = measure_few_steps(compared, work)
         return BenchResult(rows=rows, remarks=[f"written: {compared.out}"], tables=[make_few_steps_table(rows)])
-    if not compared.no_figures and find_spec("matplotlib") is None:
-        raise ModelError("figures need matplotlib: pip install 'ditile[plots]', or give --no-figures")
     subject, place, profile = create_bench_subject(work), env.read_torchrun_place(), load_prediction_profile(compared)
     ranks = compared.ranks or (place.world if place is not None else max(2, torch.cuda.device_count()))
     wanted = {
@@ -129,6 +127,7 @@ def _write_results(
     )
     files, of_key = [runs.write_bench_rows(compared.out, rows)], {row["key"]: row for row in rows}
     if not compared.no_figures:
+        require_extra("plots", "a figure")
         from ditile.cli.bench import figures
 
         files += figures.draw_sweep_figures(

@@ -19,6 +19,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from ditile.cli.bench.cells import ONE_RANK
 from ditile.cli.bench.links import parse_link_rate
 from ditile.cli.bench.runs import Row
+from ditile.cli.bench.tables import make_rows_title
 from ditile.cli.palette import MARKERS, NAMES, assign_plan_colours, choose_plan_colour, name_plan_methods
 from ditile.distributed.files import write_atomically
 from ditile.plan.plan import WARMUP_MODES, Plan
@@ -415,18 +416,6 @@ def describe_row_method(row: Row, *, patches: bool = True, size: bool = False) -
         words.append(f"{plan.data} pictures")
     text = ", ".join(words) + (f" | {row['cache']}" if row["cache"] else "")
     return text + (f" | {row['width']}x{row['height']}" if size else "")
-
-
-def make_rows_title(rows: Sequence[Row]) -> str:
-    """The model, size, steps and machine that the rows have in common."""
-    first = rows[0]
-    sizes = {(row["width"], row["height"]) for row in rows}
-    size = [] if len(sizes) > 1 or first["height"] is None else [f"{first['width']} x {first['height']} px"]
-    steps = [] if first["steps"] is None else [f"{first['steps']} steps"]
-    machine = first["machine"]
-    gpus = machine["gpus"]
-    device = gpus[0] if gpus else f"{first['threads']} thread{'s' * (first['threads'] > 1)} a rank"
-    return ", ".join([first["model"], *size, *steps, device])
 
 
 def tabulate_warmups(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

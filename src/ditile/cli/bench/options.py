@@ -10,6 +10,7 @@ from ditile.cli.bench.links import parse_link_rate
 from ditile.cli.options import check_output_files
 from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_counts, check_whole_number
+from ditile.plan.extras import require_extra
 from ditile.plan.flags import define_option
 from ditile.runner.requests.options import DeviceOptions, ModelOptions
 
@@ -100,6 +101,9 @@ class Comparison:
             raise PlanError("--links are for --plans, or --sweep links alone")
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
+        # The suite leaves its figure out, and the sweep of qualities has none.
+        if not self.no_figures and self.suite is None and self.sweep_names != [QUALITY_SWEEP]:
+            require_extra("plots", "the figure of a bench", instead=", or give --no-figures")
 
     def check_output_folder(self, *others: Any) -> None:
         """Raises `ModelError` unless the folder can be written, over no file that this and `others` read."""

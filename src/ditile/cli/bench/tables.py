@@ -7,10 +7,21 @@ from collections.abc import Callable, Sequence
 from rich.table import Table
 
 from ditile.cli.bench.cells import ONE_RANK
-from ditile.cli.bench.figures import make_rows_title
 from ditile.cli.bench.runs import Row
 from ditile.distributed.console import make_numbered_tables
 from ditile.plan.units import format_bytes
+
+
+def make_rows_title(rows: Sequence[Row]) -> str:
+    """The model, size, steps and machine that the rows have in common."""
+    first = rows[0]
+    sizes = {(row["width"], row["height"]) for row in rows}
+    size = [] if len(sizes) > 1 or first["height"] is None else [f"{first['width']} x {first['height']} px"]
+    steps = [] if first["steps"] is None else [f"{first['steps']} steps"]
+    machine = first["machine"]
+    gpus = machine["gpus"]
+    device = gpus[0] if gpus else f"{first['threads']} thread{'s' * (first['threads'] > 1)} a rank"
+    return ", ".join([first["model"], *size, *steps, device])
 
 
 def make_bench_table(rows: Sequence[Row]) -> Table:

@@ -9,7 +9,6 @@ original's and with reference pictures. The results are a table, `evaluation.jso
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
 import platform
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +41,7 @@ from ditile.distributed.launch import launch
 from ditile.distributed.mesh import leave_process_group
 from ditile.errors import ModelError
 from ditile.models.registry import list_model_specs
+from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.planner.budget import FILE
 from ditile.runner.load import defaults, find_model_source
@@ -231,7 +231,7 @@ def _judge_and_write(
     judged: Judgement = panel.judge_settings(store, rows, settings, count)
     scored_rows = {(setting, place): rows[setting, place] for setting in settings for place in range(count)}
     store.write_picture_scores(scored_rows, captions, wanted.seed)
-    figure = importlib.util.find_spec("matplotlib") is not None
+    figure = is_installed("matplotlib")
     absent = judged.absent | ({} if figure else {PARETO_FILE: "matplotlib is not installed"})
     again = [row["original_again_psnr"] for row in rows.values() if row["original_again_psnr"] is not None]
     evaluation = {

@@ -14,6 +14,7 @@ from ditile.cache.config_text import NO_CACHE
 from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.cli.evaluate.store import select_pareto_front
 from ditile.cli.palette import MARKERS, assign_plan_colours
+from ditile.plan.extras import require_extra
 from ditile.runner.requests.pictures import read_picture, save_figure
 
 ROWS = 8
@@ -113,6 +114,7 @@ def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
     Each plan has a colour and each cache a marker. A setting whose pictures equal the original's, which have no finite
     PSNR, is drawn at the top.
     """
+    require_extra("plots", "the figure of an evaluation")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -158,6 +160,7 @@ def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
 
 def _add_legend(axes: Any, colours: Mapping[str, str], caches: Sequence[str]) -> None:
     """Colours of plans, markers of caches, and lines, beside the figure."""
+    require_extra("plots", "the figure of an evaluation")
     from matplotlib.patches import Patch
 
     plan_names = ["one process" if plan == ORIGINAL.plan else textwrap.fill(plan, 34) for plan in colours]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import math
 import warnings
@@ -27,6 +26,7 @@ from ditile.cli.evaluate.caption_check import judge_picture, parse_caption
 from ditile.distributed.pulse import is_out_of_memory
 from ditile.errors import ModelError
 from ditile.models.known import list_bundled_models
+from ditile.plan.extras import is_installed, require_extra
 
 Picture = NDArray[np.uint8]  # [H, W, 3]
 Pictures = NDArray[np.uint8]  # [N, H, W, 3]
@@ -35,8 +35,6 @@ ALEXNET, INCEPTION = "alexnet-owt-7be5be79.pth", "weights-inception-2015-12-05-6
 
 IMPORT_ERRORS = (ImportError, RuntimeError, AttributeError)
 """The errors of importing a package that lacks another one, or does not fit this torch."""
-
-EXTRA = "pip install 'ditile[evaluate]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +60,7 @@ class Metric:
 
 def check_torchmetrics() -> None:
     """Raises `ModelError` unless torchmetrics can be imported."""
-    if importlib.util.find_spec("torchmetrics") is None:
-        raise ModelError(f"evaluate needs torchmetrics: {EXTRA}")
+    require_extra("evaluate", "ditile evaluate", ["torchmetrics"])
     try:
         importlib.import_module("torchmetrics")
     except IMPORT_ERRORS as error:
@@ -71,17 +68,20 @@ def check_torchmetrics() -> None:
 
 
 def compute_psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
-    """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB."""
-    from torchmetrics.functional.image import peak_signal_noise_ratio
+    """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB.
 
-    x, y = _to_float_tensors(a), _to_float_tensors(b)
-    decibels = peak_signal_noise_ratio(x, y, data_range=1.0, reduction="none", dim=(1, 2, 3))
-    clipped: NDArray[np.float64] = decibels.clamp(max=100).numpy()
-    return clipped
+    It is written out because `ditile bench` compares pictures too, and needs no extra.
+    """
+    differences = (a.astype(np.float64) - b) / 255
+    mean_squares = np.square(differences).mean(axis=(1, 2, 3))
+    # The floor is that of 100 dB.
+    decibels: NDArray[np.float64] = -10 * np.log10(np.maximum(mean_squares, 1e-10))
+    return decibels
 
 
 def compute_ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
     """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default."""
+    require_extra("evaluate", "the SSIM", ["torchmetrics"])
     from torchmetrics.functional.image import structural_similarity_index_measure
 
     # torchmetrics divides the variance of a window by 49 pixels and scikit-image by 48. The factor 49 / 48 cancels in
@@ -137,6 +137,7 @@ def load_inception_features() -> Callable[[Picture], Tensor] | str:
     """
     if reason := _explain_absence(("torchvision", "torch_fidelity"), INCEPTION):
         return reason
+    require_extra("evaluate", "the FID", ["torchmetrics"])
     try:
         package: Any = importlib.import_module("torchmetrics.image.fid")
         model = package.NoTrainInceptionV3("inception-v3-compat", ["2048"], str(_find_hub_file(INCEPTION)))
@@ -162,6 +163,7 @@ def _load_lpips_metric() -> Metric | str:
     """LPIPS (arXiv 1801.03924) on AlexNet."""
     if reason := _explain_absence(("torchvision",), ALEXNET):
         return reason
+    require_extra("evaluate", "LPIPS", ["torchmetrics"])
     try:
         package: Any = importlib.import_module("torchmetrics.image.lpip")
         with warnings.catch_warnings():
@@ -195,6 +197,7 @@ class _ClipFeatures:
 
 def _load_clip_metric(name: str) -> Metric:
     """CLIPScore (arXiv 2104.08718, without its factor): 100 times the cosine of picture and caption, at least 0."""
+    require_extra("evaluate", f"clip={name!r}", ["torchmetrics"])
     from torchmetrics.functional.multimodal import clip_score
     from transformers import AutoTokenizer, CLIPModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -226,7 +229,7 @@ def _load_clip_metric(name: str) -> Metric:
 
 def _load_image_reward_metric() -> Metric | str:
     """ImageReward (arXiv 2304.05977)."""
-    if not importlib.util.find_spec("ImageReward"):
+    if not is_installed("ImageReward"):
         return "ImageReward is not installed"
     folder = Path.home() / ".cache" / "ImageReward"
     weights, config = folder / "ImageReward.pt", folder / "med_config.json"
@@ -269,8 +272,8 @@ def _build_all_right_metric(model: str, captions: Sequence[str]) -> Metric | str
 def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
     """The package or file of weights that is missing, in a phrase; None if all are there."""
     for package in packages:
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed: {EXTRA}"
+        if not is_installed(package):
+            return f"{package} is not installed: pip install 'ditile[evaluate]'"
     return None if _find_hub_file(weights).is_file() else f"{weights} is not in torch's hub folder"
 
 

@@ -22,6 +22,7 @@ from ditile.cli.evaluate.options import ORIGINAL, EvaluationSetting, JudgeOption
 from ditile.cli.evaluate.store import EvaluationFolder, PictureKey, PictureRow
 from ditile.distributed.console import show_progress_bar
 from ditile.errors import ModelError
+from ditile.plan.extras import require_extra
 from ditile.runner.requests.pictures import read_picture
 
 NUM_FEATURES = 2048
@@ -157,6 +158,7 @@ class SetDistances:
     """
 
     def __init__(self, extract_features: Callable[[Picture], Tensor]) -> None:
+        require_extra("evaluate", "the FID", ["torchmetrics"])
         from torchmetrics.image.fid import FrechetInceptionDistance
 
         # Features are made once and given to both distances, which then have nothing to extract.

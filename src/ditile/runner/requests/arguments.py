@@ -16,7 +16,13 @@ from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.conditions import bind_conditions, read_call_conditions
 from ditile.runner.requests.facts import collect_call_facts, collect_request_arguments, find_size_multiple
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pipelines import FRAME_RATES, check_num_frames, find_argument, find_frames_ratio
+from ditile.runner.requests.pipelines import (
+    FRAME_RATES,
+    check_num_frames,
+    check_prompt_cleaner,
+    find_argument,
+    find_frames_ratio,
+)
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -26,8 +32,10 @@ def build_call_arguments(pipe: DiffusionPipeline, wanted: GenerateOptions, base:
     """The call arguments that are plain values: the model's own options, overridden by the given ones.
 
     Raises:
-        ModelError: if this pipeline does not take an argument that is given, or cannot make the size or the frames.
+        ModelError: if this pipeline does not take an argument that is given, cannot make the size or the frames, or
+            needs a package that is not installed.
     """
+    check_prompt_cleaner(find_call_owner(pipe))
     rate = find_argument(pipe, FRAME_RATES)
     if rate is not None and rate not in base and wanted.fps is None:
         # The rate of the model's files is that of its videos, which the call may be told.

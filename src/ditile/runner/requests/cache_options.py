@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ditile.cache.cache_dit import parse_quantize_config
 from ditile.cache.config import (
     CACHE_WORDS,
     Calibration,
@@ -21,6 +22,7 @@ from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import env
 from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_choice
+from ditile.plan.extras import require_extra, require_quantizer
 from ditile.plan.flags import define_option, format_flag
 from ditile.plan.plan import AXES, Plan
 
@@ -113,7 +115,7 @@ class CacheOptions(Fields):
             raise ModelError(f"--quantize-type {self.quantize_type} is for --quantize; add it")
         if self.fuse_lora and self.lora is None:
             raise ModelError("--fuse-lora needs something to fuse; add --lora FILE")
-        self.build_cache_arguments()
+        self._check_packages(self.build_cache_arguments())
 
     def build_cache_arguments(self) -> dict[str, Any]:
         """The keyword arguments of `enable_cache`, from --config and the flags.
@@ -139,6 +141,17 @@ class CacheOptions(Fields):
         if self.quantize:
             arguments["quantize_config"] = arguments.get("quantize_config", {}) | {"quant_type": self.quantize_type}
         return arguments
+
+    def _check_packages(self, arguments: Mapping[str, Any]) -> None:
+        """Raises `ModelError` unless the packages that these options need are installed: before ranks are started."""
+        if self.lora is not None:
+            require_extra("lora", f"lora={self.lora!r}")
+        if "quantize_config" not in arguments:
+            return
+        config = parse_quantize_config(arguments["quantize_config"])
+        for part in (config, *config.by_component().values()):
+            for quant_type in (part.quant_type, *part.precision_plan.values()):
+                require_quantizer(quant_type)
 
     def describe_settings(self) -> dict[str, Any]:
         """The settings that change a picture, as JSON types; empty if there are none."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ditile.errors import DitileError, ModelError
 from ditile.models.known import find_known_model
+from ditile.plan.extras import require_extra
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.load import find_model_source
 
@@ -67,16 +67,25 @@ def name_pipeline(pipeline: Any) -> str:
     return str(getattr(pipeline, "__name__", type(pipeline).__name__))
 
 
-def check_prompt_cleaner(pipeline: type | None) -> None:
+def check_model_packages(model: str) -> None:
+    """Raises `ModelError` if the class of a model needs a package that is not installed. Bundled ones need none."""
+    known = find_known_model(model)
+    if known is not None and known.hub_id is None:
+        return
+    from ditile.runner.partial import check_component_packages, find_pipeline_kind
+
+    source = find_model_source(model, weights=False)
+    check_prompt_cleaner(find_pipeline_kind(source))
+    check_component_packages(source)
+
+
+def check_prompt_cleaner(pipeline: Any) -> None:
     """Raises `ModelError` if a class cleans prompts by ftfy, which is not installed: its call would fail."""
     clean = getattr(sys.modules.get(getattr(pipeline, "__module__", "")), "basic_clean", None)
     names: tuple[str, ...] = getattr(getattr(clean, "__code__", None), "co_names", ())
     if pipeline is None or "ftfy" not in names or "is_ftfy_available" in names:
         return
-    if importlib.util.find_spec("ftfy") is None:
-        raise ModelError(
-            f"{pipeline.__name__} cleans prompts by ftfy, which is not installed; pip install 'ditile[video]'"
-        )
+    require_extra("video", f"{name_pipeline(pipeline)} cleans prompts, and", ["ftfy"])
 
 
 def enable_required_tiling(pipe: Any) -> None:

@@ -6,7 +6,6 @@ Nothing here imports torch, and PyAV is imported only to write an MP4.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 import json
@@ -21,6 +20,7 @@ from PIL import Image, ImageSequence
 
 from ditile.distributed import files
 from ditile.errors import ModelError
+from ditile.plan.extras import require_extra
 from ditile.runner.requests.options import GIF_MOST_FPS
 from ditile.runner.requests.pictures import DECODE_ERRORS, MAX_PICTURE_BYTES, encode_png
 
@@ -44,11 +44,9 @@ def check_encoder(path: Path, fps: float | None = None) -> None:
     """
     if path.suffix.lower() == ".gif" and fps is not None and fps > GIF_MOST_FPS:
         raise ModelError(f"fps={fps:g}: a GIF shows {GIF_MOST_FPS} frames a second at most; name it {path.stem}.webp")
-    if path.suffix.lower() == ".mp4" and importlib.util.find_spec("av") is None:
-        raise ModelError(
-            f"out={str(path)!r} needs PyAV, which is not installed; pip install 'ditile[video]', or name it "
-            f"{path.stem}.webp or {path.stem}.gif"
-        )
+    if path.suffix.lower() == ".mp4":
+        instead = f", or name it {path.stem}.webp or {path.stem}.gif"
+        require_extra("video", f"out={str(path)!r}", ["av"], instead)
 
 
 def build_poster_path(path: Path) -> Path:
@@ -139,8 +137,8 @@ def read_video(path: str | Path, option: str, most: int | None = None) -> list[I
         ModelError: if it cannot be read, has fewer frames than are wanted, or more than `MAX_FRAMES`.
     """
     suffix = Path(path).suffix.lower()
-    if suffix not in (".gif", ".webp") and importlib.util.find_spec("av") is None:
-        raise ModelError(f"{option}={str(path)!r} needs PyAV, which is not installed; pip install 'ditile[video]'")
+    if suffix not in (".gif", ".webp"):
+        require_extra("video", f"{option}={str(path)!r}", ["av"])
     decode = _decode_animation if suffix in (".gif", ".webp") else _decode_stream
     try:
         content = io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))
@@ -161,6 +159,7 @@ def _decode_animation(content: io.BytesIO) -> Iterator[Image.Image]:
 
 
 def _decode_stream(content: io.BytesIO) -> Iterator[Image.Image]:
+    require_extra("video", "a video that is no GIF or WebP", ["av"])
     import av
 
     with av.open(content) as container:
@@ -171,6 +170,7 @@ def _decode_stream(content: io.BytesIO) -> Iterator[Image.Image]:
 
 
 def _encode_mp4(video: Video, _: str, fps: float, texts: Mapping[str, str]) -> bytes:
+    require_extra("video", "an MP4", ["av"])
     import av
 
     encoded = io.BytesIO()

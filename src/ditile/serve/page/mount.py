@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from starlette.routing import Match, Mount
 from starlette.types import Scope
 
 from ditile.distributed import env
+from ditile.plan.extras import is_installed
 from ditile.serve.api.answers import find_owner
 from ditile.serve.page import login
 
@@ -43,7 +43,7 @@ def mount_page(app: FastAPI, service: Service) -> None:
         app: of the server; its lifespan runs the queue of the page.
         service: that draws.
     """
-    if service.options.no_page or importlib.util.find_spec("gradio") is None:
+    if service.options.no_page or not is_installed("gradio"):
         hint = "serve without --no-page" if service.options.no_page else "pip install 'ditile[page]'"
         app.add_api_route("/", _build_note(hint), methods=["GET"], include_in_schema=False)
         return

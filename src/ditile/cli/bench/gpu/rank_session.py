@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from ditile.distributed import env
 from ditile.distributed.mesh import find_local_rank, pick_device
 from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError
+from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.runner.load import defaults, load
 from ditile.runner.requests.prepare import silence_libraries
@@ -379,7 +379,7 @@ PEERS: Mapping[str, Peer] = {
 
 def answer_other_library(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
     """Seconds of another library on the same pipeline, where it is installed."""
-    if find_spec(PACKAGES[item.what]) is None:
+    if not is_installed(PACKAGES[item.what]):
         return {"skipped": f"{PACKAGES[item.what]} is not installed"}
     if session.world > 1 and session.device.type != "cuda":
         return {"skipped": f"{item.what} divides pictures over GPUs alone"}

@@ -13,7 +13,6 @@ import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from ditile.distributed import env
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import pick_device
 from ditile.errors import DitileError, PlanError, StateError
+from ditile.plan.extras import is_installed
 from ditile.plan.units import format_number
 
 LINES = "gpu.jsonl"
@@ -84,10 +84,14 @@ def run_gpu_suite(compared: Comparison, work: Workload) -> tuple[list[dict[str, 
         run_items_on_ranks(task, number, path)
     rows = read_lines(path)[lines_before:]
     shown = make_suite_tables(rows)
-    files = [path, *([] if compared.no_figures else _draw_figure(rows, folder))]
+    figures = [] if compared.no_figures else _draw_figure(rows, folder)
+    files = [path, *figures]
     took = f"{format_number(time.time() - began)} s"
     before = f" (behind {lines_before} lines of earlier runs)" if lines_before else ""
-    return rows, shown, [f"took {took}; written: {', '.join(map(str, files))}{before}"]
+    remarks = [f"took {took}; written: {', '.join(map(str, files))}{before}"]
+    if not (compared.no_figures or is_installed("matplotlib")):
+        remarks.append("no figure, as matplotlib is not installed; pip install 'ditile[plots]'")
+    return rows, shown, remarks
 
 
 def fill_workload(work: Workload, gpus: int, ranks: int, *, small: bool) -> Workload:
@@ -180,7 +184,7 @@ def _describe_answer(row: dict[str, Any]) -> str:
 def _draw_figure(rows: Sequence[dict[str, Any]], folder: Path) -> list[Path]:
     """Bars of the seconds of each timed call as a share of the plain pipeline's."""
     timed = [row for row in rows if "seconds" in row]
-    if find_spec("matplotlib") is None or not timed:
+    if not is_installed("matplotlib") or not timed:
         return []
     from matplotlib import pyplot as plt
 
