@@ -56,10 +56,10 @@ def measured(family: str, text: str, side: int) -> tuple[int, int]:
     plan = Plan.parse(text)
     cell = BenchCell(str(plan), "", "", side, side)
     runner = parallelize(subject.create_pipeline(plan), plan, device="cpu")
-    runner(**subject.make_call_arguments(runner.pipe, cell))
+    runner(**subject.make_call_arguments(runner.pipe, cell, torch.device("cpu")))
     gc.collect()
     with LiveBytes() as live:
-        runner(**subject.make_call_arguments(runner.pipe, cell))
+        runner(**subject.make_call_arguments(runner.pipe, cell, torch.device("cpu")))
     words = make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), PROFILE).text_tokens
     foretold = count_rank_memory(subject.planner_subject, subject.make_cost_job(cell), PROFILE, dist.get_rank(), words)
     offload = runner._parts.offload

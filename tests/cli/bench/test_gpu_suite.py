@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from ditile.cli.bench.gpu.items import SuiteItem, SuiteTask
-from ditile.cli.bench.gpu.rank_session import ANSWERS
+from ditile.cli.bench.gpu.items import CACHES, WIDE, SuiteItem, SuiteTask
+from ditile.cli.bench.gpu.rank_session import ANSWERS, SuiteSession
 from ditile.cli.bench.gpu.suite import fill_workload, read_lines, run_items_on_ranks
 from ditile.cli.bench.options import Workload
 from ditile.cli.main import main
+from tests.simulated_gpu.gpu import SimulatedGpu
+from tests.simulated_gpu.messages import simulate_gpu
 
 
 def test_every_part_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,3 +46,21 @@ def test_an_item_that_ends_its_rank_is_a_line_and_the_next_goes_on(tmp_path: Pat
     assert answered["equal"] and answered["ranks"] == 1
     run_items_on_ranks(replace(task, items=items[2:], ends_at=0.0), 1, path)
     assert json.loads(path.read_text().splitlines()[-1])["skipped"] == "no time left"
+
+
+@pytest.mark.parametrize("family", ["flux", "pixart"])
+def test_calls_are_timed_on_a_gpu(family: str, tmp_path: Path) -> None:
+    """On a simulated one, which refuses an operator on tensors of two devices as a real one does. A failure means that
+    every timed item of a rented machine is an error."""
+    gpu = SimulatedGpu(keeps_numbers=True)
+    work = Workload(model=f"random-{family} blocks=3 heads=2 head_dim=16", device="cuda:0", dtype="float32")
+    task = SuiteTask(
+        items=(), work=replace(work, steps=2, output="latent"), out=str(tmp_path / "gpu.jsonl"), ends_at=0.0, small=True
+    )
+    with torch.no_grad(), simulate_gpu(gpu):
+        session = SuiteSession(task)
+        for part, what in (("methods", "patches=4"), ("caches", CACHES[0])):
+            row = ANSWERS[part](session, SuiteItem(part, what, 128))
+            assert row["finite"] and row["relative"] < 0.1
+        assert ANSWERS["exact"](session, SuiteItem("exact", WIDE))["equal"]
+    assert not gpu.record.findings

@@ -136,9 +136,21 @@ class RandomModel:
         return pipe if device is None else pipe.to(device)
 
     def make_call_arguments(
-        self, height: int, width: int, steps: int, dtype: torch.dtype = torch.float32
+        self,
+        height: int,
+        width: int,
+        steps: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | None = None,
     ) -> dict[str, Any]:
-        """The arguments of a call that returns latents. PixArt has batched guidance, FLUX has embedded guidance."""
+        """The arguments of a call that returns latents. PixArt has batched guidance, FLUX has embedded guidance.
+
+        Args:
+            height, width: pixels.
+            steps: denoising steps.
+            dtype: of the embeddings.
+            device: where the embeddings are, as pipelines do not move what stands for a prompt; by default the CPU.
+        """
         generator = torch.Generator().manual_seed(1)
         call: dict[str, Any] = {
             "height": height,
@@ -148,9 +160,10 @@ class RandomModel:
             "generator": torch.Generator().manual_seed(0),
         }
         if self.family == "flux":
-            embeds = torch.randn(1, 512, TEXT, generator=generator).to(dtype)
+            embeds = torch.randn(1, 512, TEXT, generator=generator).to(device, dtype)
             return call | {"prompt_embeds": embeds, "pooled_prompt_embeds": embeds[:, 0]}
-        embeds, mask = torch.randn(1, 300, TEXT, generator=generator).to(dtype), torch.ones(1, 300)
+        embeds = torch.randn(1, 300, TEXT, generator=generator).to(device, dtype)
+        mask = torch.ones(1, 300, device=device)
         return call | {
             "prompt": None,
             "negative_prompt": None,

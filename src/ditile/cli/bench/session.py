@@ -246,7 +246,7 @@ class _WorldBenchmark:
             if plain and self.rank > 0:
                 yield None
                 return
-            arguments = self.subject.make_call_arguments(self.whole if plain else target.pipe, cell)
+            arguments = self.subject.make_call_arguments(self.whole if plain else target.pipe, cell, self.device)
             arguments |= {"output_type": "latent"} if latent else {}
             arguments |= {} if plain else {"output_on": "first"}
 

@@ -85,8 +85,8 @@ class StoredSubject:
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
-        """New arguments of a call, for as many pictures as the cell has."""
+    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
+        """New arguments of a call, for as many pictures as the cell has. The pipeline moves what its prompt becomes."""
         call = build_call_arguments(pipe, self._make_generate_options(cell), defaults(self.name))
         if cell.num_pictures > 1:
             call["num_images_per_prompt"] = cell.num_pictures
@@ -135,11 +135,8 @@ class RandomSubject:
         return SIZE
 
     def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
-        """The arguments of a call, with embeddings in place of a prompt."""
-        call = self.random_model.make_call_arguments(
-            *self._choose_height_and_width(cell), self.get_num_steps(), self.torch_dtype
-        )
-        return call | {"num_images_per_prompt": cell.num_pictures}
+        """The arguments of a call, with embeddings in place of a prompt, on the CPU."""
+        return self._make_arguments_on(torch.device("cpu"), cell)
 
     def make_cost_job(self, cell: BenchCell) -> PlannedCall:
         """A cell as numbers. Raises `DitileError` if the cell does not fit the model."""
@@ -151,9 +148,9 @@ class RandomSubject:
         """The whole pipeline, whatever the plan: `parallelize` divides it."""
         return self.random_model.create_pipeline(SIZE, self.torch_dtype)
 
-    def make_call_arguments(self, pipe: Any, cell: BenchCell) -> dict[str, Any]:
-        """The arguments of a call, with the output type that is measured."""
-        return self.make_planning_arguments(cell) | {"output_type": _choose_output_type(self.work)}
+    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
+        """The arguments of a call on a device, with the output type that is measured."""
+        return self._make_arguments_on(device, cell) | {"output_type": _choose_output_type(self.work)}
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -161,6 +158,11 @@ class RandomSubject:
         wanted = self.work.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
         dtype: torch.dtype = getattr(torch, wanted)
         return dtype
+
+    def _make_arguments_on(self, device: torch.device, cell: BenchCell) -> dict[str, Any]:
+        height, width = self._choose_height_and_width(cell)
+        call = self.random_model.make_call_arguments(height, width, self.get_num_steps(), self.torch_dtype, device)
+        return call | {"num_images_per_prompt": cell.num_pictures}
 
     def _choose_height_and_width(self, cell: BenchCell) -> tuple[int, int]:
         return cell.height or SIZE, cell.width or SIZE

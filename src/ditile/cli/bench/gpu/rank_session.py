@@ -133,7 +133,7 @@ class SuiteSession:
 
     def make_call(self, size: int) -> dict[str, Any]:
         """New arguments of the call that is timed; it returns latents."""
-        return self.subject.make_call_arguments(self.pipe, BenchCell("", "", "", size, size))
+        return self.subject.make_call_arguments(self.pipe, BenchCell("", "", "", size, size), self.device)
 
     def time_call(self, draw: Callable[..., Any], size: int) -> TimedCall:
         """Times a pipeline or runner on all ranks that call it."""
@@ -236,7 +236,8 @@ def _answer_wide_picture(session: SuiteSession) -> dict[str, Any]:
     for plan in (None, Plan(patches=3, warmup=2)):
         pipe = model.create_pipeline(height, torch.bfloat16, session.device)
         draw = pipe if plan is None else parallelize(pipe, plan, session.device)
-        drawn.append(draw(**model.make_call_arguments(height, width, 2, torch.bfloat16)).images)
+        call = model.make_call_arguments(height, width, 2, torch.bfloat16, session.device)
+        drawn.append(draw(**call).images)
     return {"equal": bool(torch.equal(*drawn))}
 
 
