@@ -1,26 +1,38 @@
-# make demo | demo-video | test | test-families | test-cluster | test-cuda-sizes | test-fast | faults | benchmarks-check | check | docs:
-# each makes .venv first, and makes it anew when the versions in it would change.
+# make demo | demo-video | test | test-families | test-cluster | test-cuda-sizes | test-installed | test-fast | nightly |
+# faults | benchmarks-check | check | docs: each makes .venv first with what it needs, and makes it anew when the versions
+# in it would change. demo needs ditile alone; the tests need the packages of developers too.
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
-STAMP := $(VENV)/.made-$(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
+VERSIONS := $(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])")
+BASE := $(VENV)/.base-$(VERSIONS)
+VIDEO := $(VENV)/.video-$(VERSIONS)
+STAMP := $(VENV)/.made-$(VERSIONS)
+# Python compiles what it imports, which is a small part of what is installed.
+INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 DEMO := ditile-demo.png
 VIDEO_DEMO := ditile-demo-video.mp4
 
-.PHONY: demo demo-video test test-families test-cluster test-cuda-sizes test-fast faults benchmarks-check check docs environment
+.PHONY: demo demo-video test test-families test-cluster test-cuda-sizes test-installed test-fast nightly faults \
+  benchmarks-check check docs environment
 
-demo: environment
+demo: $(BASE)
+	@echo "drawing a picture on two processes, in half a minute"
 	$(RUN) -m ditile generate "a large red circle on the left on a gray background" \
 	  --model shapes-flux --pipefusion 2 --patches 4 --out $(DEMO)
 	@echo "the picture is $(CURDIR)/$(DEMO)"
 
-demo-video: environment
+demo-video: $(VIDEO)
+	@echo "drawing a video on two processes, in half a minute"
 	$(RUN) -m ditile generate "a large red circle moves from left to right on a gray background" \
 	  --model shapes-wan --pipefusion 2 --patches 2 --out $(VIDEO_DEMO)
 	@echo "the video is $(CURDIR)/$(VIDEO_DEMO)"
 
+# All tests but those that another stage of .ci/run runs: the rules of the house are in `make check`, the zoo is in
+# `make test-families`.
 test: environment
-	$(RUN) -m pytest -n 3 --dist worksteal -m 'not alone and not families and not cluster and not sizes'
+	$(RUN) -m pytest -n 3 --dist worksteal --ignore tests/house --ignore tests/zoo \
+	  -m 'not alone and not cluster and not installed and not sizes'
 	$(RUN) -m pytest -n 2 --dist worksteal -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
 
 # Every pipeline of diffusers, tiny, under every axis: tests/zoo.
@@ -34,6 +46,16 @@ test-cluster: environment
 # A rank each of real models without weights, on simulated GPUs, in some minutes.
 test-cuda-sizes: environment
 	$(RUN) -m pytest -n 2 --dist worksteal -m sizes tests/planner/test_cuda_sizes.py
+
+# The wheel in environments of its own, outside of the checkout: without extras, and with the server's.
+test-installed: environment
+	$(RUN) -m pytest -m 'installed and not nightly' tests/packaging
+
+# Everything: what runs on every commit, each extra by itself, and the faults of processes. Some hours.
+nightly: environment
+	.ci/run
+	$(RUN) -m pytest -m nightly tests/packaging
+	$(MAKE) faults
 
 # What to run while working: tests/fast.txt names them, a file or a test a line.
 test-fast: environment
@@ -54,13 +76,24 @@ check: environment
 
 # The API reference, made from docstrings: build/docs/ditile.html
 docs: environment
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(INSTALL) -e '.[docs]'
 	$(RUN) scripts/docs
 
 environment: $(STAMP)
 
-$(STAMP):
+$(BASE):
+	@echo "installing ditile into $(VENV): 0.3 GB besides torch, in a minute or two, and longer where packages are downloaded"
 	rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,plots,quantize]'
+	$(INSTALL) -e .
+	touch $@
+
+$(VIDEO): $(BASE)
+	@echo "installing what writes videos into $(VENV), 0.1 GB"
+	$(INSTALL) -e '.[video]'
+	touch $@
+
+$(STAMP): $(BASE)
+	@echo "installing the packages of developers into $(VENV): 1.5 GB, in some minutes"
+	$(INSTALL) -e '.[dev,plots,quantize]'
 	touch $@

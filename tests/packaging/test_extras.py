@@ -1,0 +1,245 @@
+"""What README says to install is enough: the wheel in environments of its own, each with the main job of an extra.
+
+A failure means that something works for the developers alone, who have everything.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from ditile.plan.extras import EXTRAS
+from tests.packaging.environments import Environment, build_wheel
+
+PROMPT = "a large red circle on the left on a gray background"
+SHORT = ("--steps", "2", "--threads", "1")
+BROUGHT_BY_THE_BASE = {"pydantic"}
+"""Packages of extras that a dependency of the base needs too."""
+FIND_PACKAGES = """
+import json
+from ditile.plan.extras import EXTRAS, is_installed
+print(json.dumps([package for packages in EXTRAS.values() for package in packages if is_installed(package)]))
+"""
+MAKE_LORA = """
+import torch, ditile
+from diffusers import FluxPipeline
+from diffusers.utils import convert_state_dict_to_diffusers
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
+pipe = ditile.load("shapes-flux")
+torch.manual_seed(0)
+pipe.transformer.add_adapter(LoraConfig(r=2, init_lora_weights=False, target_modules=["to_q", "to_v"]))
+layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(pipe.transformer))
+FluxPipeline.save_lora_weights(".", transformer_lora_layers=layers)
+"""
+START_SECONDS, STOP_SECONDS = 120.0, 60.0
+
+pytestmark = pytest.mark.installed
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    return build_wheel(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def base(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """An environment with the wheel and no extra."""
+    return Environment(tmp_path_factory.mktemp("base"), wheel)
+
+
+Make = Callable[..., Environment]
+
+
+@pytest.fixture
+def make(wheel: Path, base: Environment, tmp_path: Path) -> Make:
+    """Makes an environment with these extras and no others."""
+
+    def make_environment(*extras: str) -> Environment:
+        made = Environment(tmp_path, wheel, extras, base)
+        check_packages(made, extras)
+        return made
+
+    return make_environment
+
+
+def check_packages(made: Environment, extras: tuple[str, ...]) -> None:
+    """The packages of these extras can be imported, and those of no other one."""
+    wanted = {package for extra in extras for package in EXTRAS[extra]}
+    assert set(json.loads(made.run_python(FIND_PACKAGES))) - BROUGHT_BY_THE_BASE == wanted - BROUGHT_BY_THE_BASE
+
+
+@contextmanager
+def serve(made: Environment, *flags: str) -> Iterator[str]:
+    """The address of a server, which is told to end afterwards and must do so in order."""
+    log = made.work / "server.log"
+    words = ["-m", "ditile", "serve", "--port", "0", "--state", str(made.work / "state"), *flags]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(made.python), *words], cwd=made.work, env=made.build_variables(), stdout=output, stderr=output
+        )
+    try:
+        yield wait_for_address(process, log)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_SECONDS) == 0, log.read_text("utf-8")
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """The address in the server's log, when its ranks are ready too."""
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        _, found, address = log.read_text("utf-8").rpartition(" on http://")
+        if found and "\n" in address:
+            url = "http://" + address.split()[0]
+            if read_json(f"{url}/health")["status"] == "ok":
+                return url
+        time.sleep(0.2)
+    raise AssertionError(log.read_text("utf-8"))
+
+
+def read_json(url: str, fields: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The answer of a server, of a request that fails too."""
+    body = None if fields is None else json.dumps(fields).encode()
+    request = urllib.request.Request(url, body, {"content-type": "application/json"})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), KeepErrors)
+    with opener.open(request, timeout=START_SECONDS) as answer:
+        found: dict[str, Any] = json.load(answer)
+        return found
+
+
+class KeepErrors(urllib.request.HTTPErrorProcessor):
+    """Answers of errors are answers."""
+
+    def http_response(self, request: Any, response: Any) -> Any:
+        return response
+
+
+def check_picture(path: Path) -> None:
+    """A file is a picture that can be read."""
+    with Image.open(path) as picture:
+        picture.load()
+
+
+def test_the_base_draws(base: Environment) -> None:
+    check_packages(base, ())
+    done = base.run(
+        "ditile", "generate", PROMPT, "--model", "shapes-flux", "--pipefusion", "2", *SHORT, "--out", "a.png"
+    )
+    assert done.returncode == 0, done.stderr
+    check_picture(base.work / "a.png")
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (("serve",), "serve"),
+        (("evaluate",), "evaluate"),
+        (("bench", "--plans", "ulysses=2"), "plots"),
+        (("generate", PROMPT, "--lora", "owner/name"), "lora"),
+        (("serve", "--lora-dir", "."), "lora"),
+        (("serve", "--ray"), "ray"),
+        (("generate", PROMPT, "--quantize"), "quantize"),
+        (("generate", PROMPT, "--model", "shapes-wan", "--out", "a.mp4"), "video"),
+        (("generate", PROMPT, "--model", "shapes-wan", "--video", "a.mp4"), "video"),
+    ],
+)
+def test_the_base_names_the_extra(base: Environment, words: tuple[str, ...], extra: str) -> None:
+    """In one line, before torch is imported or a rank started."""
+    assert f"pip install 'ditile[{extra}]'" in base.read_refusal(*words)
+
+
+def test_the_base_compares_plans(base: Environment) -> None:
+    words = ("--plans", "ulysses=2", "--no-figures", "--rounds", "1", "--steps", "2", "--out", "bench")
+    assert "ulysses=2" in base.run_ditile("bench", *words)
+
+
+def test_serve(make: Make) -> None:
+    """Without peft, which diffusers wants wherever it is asked for LoRAs."""
+    with serve(make("serve"), "--model", "shapes-flux", "--pipefusion", "2", "--threads", "1") as url:
+        drawn = read_json(f"{url}/v1/images/generations", {"prompt": PROMPT, "num_inference_steps": 2})
+        assert len(drawn["data"]) == 1, drawn
+
+
+@pytest.mark.nightly
+def test_the_base_asks_a_gpu_everything(base: Environment) -> None:
+    words = ("--suite", "gpu", "--device", "cpu", "--small", "--out", "suite")
+    shown = base.run_ditile("bench", *words)
+    assert "error" not in shown and "pip install 'ditile[plots]'" in shown
+
+
+@pytest.mark.nightly
+def test_page(make: Make) -> None:
+    made = make("serve", "page")
+    with serve(made, "--model", "shapes-flux", "--threads", "1") as url, urllib.request.urlopen(url) as answer:
+        assert "gradio" in answer.read().decode()
+
+
+@pytest.mark.nightly
+def test_video(make: Make) -> None:
+    made = make("video")
+    made.run_ditile("generate", PROMPT, "--model", "shapes-wan", *SHORT, "--frames", "5", "--out", "a.mp4")
+    assert (made.work / "a.mp4").read_bytes()[4:8] == b"ftyp"
+
+
+@pytest.mark.nightly
+def test_lora(make: Make) -> None:
+    made = make("lora")
+    made.run_python(MAKE_LORA)
+    lora = ("--lora", "pytorch_lora_weights.safetensors")
+    made.run_ditile("generate", PROMPT, "--model", "shapes-flux", "--pipefusion", "2", *SHORT, *lora, "--out", "a.png")
+    check_picture(made.work / "a.png")
+
+
+@pytest.mark.nightly
+def test_quantize(make: Make) -> None:
+    made = make("quantize")
+    words = ("--quantize", "--quantize-type", "int8_weight_only", "--out", "a.png")
+    made.run_ditile("generate", PROMPT, "--model", "shapes-flux", *SHORT, *words)
+    check_picture(made.work / "a.png")
+
+
+@pytest.mark.nightly
+def test_vision(make: Make) -> None:
+    """Processors that see can be built."""
+    made = make("vision")
+    source = "import transformers\nfrom ditile.runner.partial import _lacks_torchvision\n"
+    for name in ("PixtralProcessor", "Qwen2VLProcessor"):
+        assert made.run_python(f"{source}print(_lacks_torchvision(transformers.{name}))").endswith("False\n")
+
+
+@pytest.mark.nightly
+def test_plots(make: Make) -> None:
+    made = make("plots")
+    made.run_ditile("bench", "--plans", "ulysses=2", "--rounds", "1", "--steps", "2", "--out", "bench")
+    check_picture(next((made.work / "bench").glob("*.png")))
+
+
+@pytest.mark.nightly
+def test_evaluate(make: Make) -> None:
+    made = make("evaluate")
+    words = ("--model", "shapes-flux-turbo", "--plans", "pipefusion=2", "--num", "2", "--out", "evaluation")
+    made.run_ditile("evaluate", *words)
+    evaluation = json.loads((made.work / "evaluation" / "evaluation.json").read_text("utf-8"))
+    assert {"psnr", "ssim"} <= evaluation["metrics"].keys()
+    assert evaluation["absent"]["pareto.png"] == "matplotlib is not installed"
+
+
+@pytest.mark.nightly
+def test_ray(make: Make) -> None:
+    """A cluster takes minutes; without one the address is refused, by Ray itself."""
+    line = make("serve", "ray").read_refusal("serve", "--ray", "127.0.0.1:1", "--model", "shapes-flux")
+    assert "no cluster can be reached" in line
