@@ -146,7 +146,8 @@ def _describe_unknown_model(name: Any) -> str:
 
 def is_hub_id(name: str) -> bool:
     """Whether a name has the form of a hub id with its owner."""
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
 
     try:
         validate_repo_id(name)
