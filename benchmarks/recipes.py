@@ -1,6 +1,6 @@
 """Makes docs/recipes.md: the commands that the planner would choose for the most used families, on 1 to 8 GPUs.
 
-    python -m benchmarks.recipes                       # about a minute
+    python -m benchmarks.recipes                       # about two minutes
     python -m benchmarks.recipes --only z-image-turbo  # the sections of some models; others stay
 
 The page's own words stay; a section has its place between `<!-- MODEL -->` and `<!-- end of MODEL -->`.
@@ -20,15 +20,30 @@ from ditile.errors import PlanError
 from ditile.plan.plan import FEW_STEPS, Plan
 from ditile.plan.units import format_number
 from ditile.planner.hardware import load_profile
+from ditile.planner.memory import count_host_memory
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import SearchRequest, search_plans
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import find_model_source
 
 PAGE = DOCS / "recipes.md"
-DEVICES = (1, 2, 4, 8)
-MACHINES = {"l40-pcie": "L40, PCIe", "h100-nvlink": "H100, NVLink"}
-"""Hardware, as `ditile plan` names it -> what the page calls it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Hardware, as `ditile plan` names it, what the page calls it, and how many of it a machine has."""
+
+    hardware: str
+    name: str
+    devices: tuple[int, ...] = (1, 2, 4, 8)
+
+
+MACHINES = (
+    Machine("rtx-4090", "RTX 4090", (1, 2)),
+    Machine("rtx-5090", "RTX 5090", (1, 2)),
+    Machine("l40-pcie", "L40, PCIe"),
+    Machine("h100-nvlink", "H100, NVLink"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,7 @@ RECIPES = (
     Recipe("Z-Image", "z-image-turbo"),
     Recipe("Wan 2.2, image to video", "wan2.2-i2v-14b", "the boat sails away", ("boat.png",)),
     Recipe("Krea 2", "krea-2-turbo"),
+    Recipe("Qwen-Image", "qwen-image"),
     Recipe("Qwen-Image-Edit", "qwen-image-edit-2511", "make it a snowy night", ("photo.png",)),
     Recipe("FLUX.2", "flux.2-dev"),
     Recipe("Wan 2.1", "wan2.1-t2v-14b"),
@@ -85,18 +101,22 @@ def describe_recipe_call(subject: PlanSubject, call: dict[str, Any]) -> str:
 
 
 def _iterate_rows(recipe: Recipe, subject: PlanSubject, call: dict[str, Any]) -> Iterator[str]:
-    for hardware, name in MACHINES.items():
-        profile = load_profile(hardware)
-        for devices in DEVICES:
+    for machine in MACHINES:
+        profile = load_profile(machine.hardware)
+        for devices in machine.devices:
+            place = f"{devices} x {machine.name}"
             try:
                 found = search_plans(subject, call, profile, SearchRequest(devices=devices, all_devices=True))
             except PlanError as error:
                 reason = str(error).partition(";")[0].replace("no plan", f"no plan of {devices}", 1)
-                yield f"| {devices} x {name} | | | {reason} |"
+                yield f"| {place} | | | {reason} |"
                 continue
             best = found.prices[0]
-            cells = (format_number(best.call_s), f"{best.memory_bytes / 1e9:.0f} GB")
-            yield f"| {devices} x {name} | {' | '.join(cells)} | `{recipe.write_command(best.plan)}` |"
+            memory = f"{best.memory_bytes / 1e9:.0f} GB"
+            if best.plan.offload == "blocks":
+                job = subject.make_plan_job(best.plan, subject.make_call_shape(call, profile.element_size))
+                memory += f", host {count_host_memory(subject, job).kept / 1e9:.0f} GB"
+            yield f"| {place} | {format_number(best.call_s)} | {memory} | `{recipe.write_command(best.plan)}` |"
 
 
 def main() -> None:
