@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import socket
@@ -18,6 +19,7 @@ from PIL import Image
 from ditile import ModelError, Plan
 from ditile.cli import main
 from ditile.cli.dry_run import describe_dry_run
+from ditile.cli.options import RunOptions
 from ditile.models.known import ASSETS
 from ditile.plan.shape import check_image_size
 from ditile.runner import runner as dividing
@@ -78,11 +80,25 @@ def test_a_dry_run_shows_the_schedule_without_weights(capsys: pytest.CaptureFixt
 def test_two_calls_of_a_step_are_two_cells() -> None:
     """True guidance asks for two predictions, which follow each other on every stage."""
     wanted = GenerateOptions(prompt="a circle", model="shapes-flux", steps=3, true_cfg=3.0, negative_prompt="a ring")
-    text = describe_dry_run(wanted, Plan(pipefusion=2, patches=2), {"cache_config": None})
+    text = describe_dry_run(wanted, Plan(pipefusion=2, patches=2), {"cache_config": None}, RunOptions())
     assert text.splitlines()[-2:] == [
         "stage 0  |====..00110011.|",
         "stage 1  |..====.00110011|",
     ]
+
+
+def test_a_dry_run_says_what_stays_in_the_hosts_memory() -> None:
+    """Blocks that are brought from there, and text encoders that wait there. A failure means a plan without memory."""
+    wanted = GenerateOptions(prompt="a circle", model="flux.1-dev")
+
+    def describe(plan: Plan, **engine: Any) -> str:
+        return describe_dry_run(wanted, plan, {"cache_config": None}, RunOptions(**engine))
+
+    stages = Plan(pipefusion=2, patches=2)
+    assert "host's memory" not in describe(stages)
+    in_bfloat16 = "host's memory, of all ranks together in bfloat16: "
+    assert f"{in_bfloat16}40.80 GB of weights stay there" in describe(dataclasses.replace(stages, offload="blocks"))
+    assert f"{in_bfloat16}19.54 GB of weights stay there" in describe(stages, text_after="offload")
 
 
 LONG = "a" * 300 + ".png"

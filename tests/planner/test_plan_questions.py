@@ -66,6 +66,12 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
         (f"{FLUX} --memory many", "memory='many' is no amount; write 48GB or 40GiB"),
         (f"{FLUX} --memory 1GB --price pipefusion=2", "needs 27.55 GB a device, and there are 1.00 GB"),
         (f"{FLUX} --memory 2GB", "offload=blocks' needs least"),
+        (f"{FLUX} --host-memory many", "host_memory='many' is no amount; write 48GB or 40GiB"),
+        (f"{FLUX} --host-memory 8GB --price offload=blocks", "keeps 40.80 GB of weights in the host's memory, and"),
+        (
+            f"{FLUX} --host-memory 8GB --memory 14GB --devices 1",
+            "there are 8.00 GB; more of it, quantize",
+        ),
         (f"{FLUX} --max-latency 0.1 --price pipefusion=8", "s, and max_latency=0.1"),
         (f"{FLUX} --warmup 2 --price pipefusion=2", "warmup=2 is for a search; say it in price='pipefusion=2'"),
         (f"{FLUX} --price ", "price='' says nothing; write name=value"),
@@ -203,6 +209,27 @@ def test_a_faster_plan_that_does_not_fit_is_named(capsys: pytest.CaptureFixture[
     assert "plans searched" in shown
 
 
+def test_the_answer_says_what_a_host_must_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks that divide tokens keep the weights twice, and those of stages once.
+
+    A failure means a machine with two GPUs that runs out of the host's memory while it loads."""
+    words = ["plan", "--model", "flux.1-dev", "--hardware", "rtx-4090", "--price"]
+
+    def read_host(plan: str) -> dict[str, int]:
+        assert main([*words, plan, "--json", "-"]) == 0
+        host: dict[str, int] = json.loads(capsys.readouterr().out)["plans"][0]["memory_of_host"]
+        return host
+
+    stages, copies = read_host("pipefusion=2 patches=2 offload=blocks"), read_host("ulysses=2 offload=blocks")
+    assert copies["kept"] == 2 * stages["kept"] > 0
+    assert copies["loading"] >= copies["kept"] and stages["loading"] > stages["kept"]
+    assert read_host("pipefusion=8 patches=8 text=split")["kept"] == 0
+    assert main([*words, "pipefusion=2 patches=2 offload=blocks", "--host-memory", "42GB"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "weights of blocks come from the host's memory" in shown and "all ranks of a host keep 40.80 GB" in shown
+    assert "warning: while they load, the ranks of a host need up to 43.81 GB of its memory, and there are 42" in shown
+
+
 def test_the_answer_says_what_it_priced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The call, and a calibration that says little. Tables fit 80 columns, and a plan is a line that can be copied."""
     measured = json.loads((ASSETS / "profiles" / "epyc-2-cores.json").read_text("utf-8"))
@@ -290,3 +317,14 @@ def test_a_search_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch
         assert seen == [False] and gc.isenabled() == is_on
     finally:
         gc.enable()
+
+
+def test_text_encoders_are_split_where_their_parts_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of FLUX.1, and not those of Qwen-Image and Wan. A failure means that `--plan auto` chooses what is refused
+    when the encoders are loaded."""
+    for name, splits in (("flux.1-dev", True), ("qwen-image", False), ("wan2.2-t2v-14b", False), ("ltx-2", False)):
+        one = PlanSubject.from_configs(name, CONFIGS / name)
+        assert (("text", "split") in one.memory_saving_options) == splits
+    words = ["plan", "--model", "qwen-image", "--hardware", "h100-nvlink", "--price", "ulysses=2 text=split"]
+    assert main(words) == 2
+    assert "text=split cannot cut a Qwen2_5_VLForConditionalGeneration" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from ditile.hooks.fused import can_fuse_gelu
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.footprint import LiveBytes
-from ditile.planner.memory import count_rank_memory
+from ditile.planner.memory import count_host_memory, count_rank_memory
 from ditile.planner.profile import FUSED
 from ditile.planner.search import make_pricer
 from ditile.runner.runner import parallelize
@@ -48,6 +48,27 @@ STEPS, CPU = 3, hardware.load_profile("epyc-2-cores")
 """It was measured before GELU could be one kernel with its product."""
 FUSES = can_fuse_gelu(torch.device("cpu"), torch.float32)
 PROFILE = replace(CPU, pointwise={**CPU.pointwise, FUSED: CPU.pointwise["gelu"]}) if FUSES else CPU
+
+
+def count_host_bytes(family: str, text: str) -> tuple[int, int]:
+    """Bytes of this rank's blocks in powers of two, as torch pins them, and what was foretold of all ranks."""
+    subject = RandomSubject(Workload(model=MODELS[family], steps=STEPS, output="latent"), MODELS[family])
+    plan = Plan.parse(text)
+    runner = parallelize(subject.create_pipeline(plan), plan, device="cpu")
+    offload = runner._parts.offload
+    assert offload is not None
+    job = subject.make_cost_job(BenchCell(text, "", "", 64, 64))
+    assert job is not None
+    sizes = [block.flat.numel() for block in offload._blocks.values()]
+    return sum(2 ** (size - 1).bit_length() for size in sizes), count_host_memory(subject.planner_subject, job).kept
+
+
+@pytest.mark.parametrize("plan", ["pipefusion=2 patches=2 offload=blocks", "ulysses=2 offload=blocks"])
+def test_weights_in_the_hosts_memory_are_those_foretold(pool: Pool, plan: str) -> None:
+    """Of all ranks together. A failure means a plan that is killed for memory which nobody spoke of."""
+    result = pool.run(count_host_bytes, 2, "flux", plan)
+    (foretold,) = {foretold for _, foretold in result}
+    assert foretold == sum(kept for kept, _ in result) > 0
 
 
 def measured(family: str, text: str, side: int) -> tuple[int, int]:

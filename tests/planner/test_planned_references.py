@@ -73,7 +73,8 @@ def make_shape(subject: PlanSubject, name: str) -> Shape:
     call = make_tiny_call(name)
     given = {key: value for key, value in call.items() if isinstance(value, int | float | Image.Image | list)}
     text = call["prompt_embeds"].shape[1] if "prompt_embeds" in call else 12
-    return subject.make_call_shape({"prompt": "", **given, "max_sequence_length": text})
+    negative = {"negative_prompt": ""} if any(key.startswith("negative_prompt") for key in call) else {}
+    return subject.make_call_shape({"prompt": "", **given, **negative, "max_sequence_length": text})
 
 
 def run_plans(name: str, plans: list[str]) -> list[tuple[dict[str, int], int, list[int], int]]:

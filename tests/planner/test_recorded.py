@@ -126,7 +126,8 @@ def describe_tiny_call(name: str) -> dict[str, Any]:
     call = ZOO[name].call()
     sizes = {key: value for key, value in call.items() if isinstance(value, int | float)}
     embeds = call["prompt_embeds"] if "prompt_embeds" in call else call["prompt_embeds_qwen"]
-    return {"prompt": "", **sizes, "max_sequence_length": embeds.shape[1]}
+    negative = {"negative_prompt": ""} if any(key.startswith("negative_") for key in call) else {}
+    return {"prompt": "", **sizes, **negative, "max_sequence_length": embeds.shape[1]}
 
 
 def make_tiny_shape(subject: PlanSubject, name: str) -> Shape:

@@ -134,7 +134,7 @@ def measure_single_rank(dtype: str) -> Profile:
     is_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name() if is_gpu else f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores"
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    host_memory = cpus.count_memory_bytes()
     profile = Profile(
         name=name,
         source=f"measured by ditile calibrate on {name}, torch {torch.__version__}, {today}",
@@ -149,6 +149,7 @@ def measure_single_rank(dtype: str) -> Profile:
         micro_s=0.0,
         link=NO_LINK,
         idle_bytes=0 if is_gpu else idle,
+        host_memory_bytes=host_memory,
     )
     profile = fit_bundled_calls(profile, dtype, again)
     product_s = slower.best_s if slower.watches else 0.0

@@ -25,6 +25,7 @@ from ditile.runner.requests.arguments import (
     build_call_arguments,
     build_object_arguments,
     check_cache_steps,
+    check_request_by_files,
 )
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.conditions import describe_choice, read_condition_files
@@ -35,7 +36,7 @@ from ditile.runner.requests.pipelines import (
     find_argument,
     find_frames_ratio,
 )
-from ditile.runner.requests.prepare import prepare_runner
+from ditile.runner.requests.prepare import prepare_runner, silence_libraries
 from ditile.runner.requests.results import build_png_texts, choose_fps, list_drawn, write_drawn
 from ditile.runner.warm import warm_runner
 
@@ -160,6 +161,8 @@ def _prepare_runner(
     wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
 ) -> tuple[Any, Runner, dict[str, Any]]:
     """The pipeline, its runner, and what its calls start from."""
+    silence_libraries()
+    check_request_by_files(wanted, plan)
     started_from = read_condition_files(wanted)
     pipe, runner = prepare_runner(
         wanted.model, run, plan, cache, conditions=[*started_from], controlnet=wanted.controlnet

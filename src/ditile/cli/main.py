@@ -177,7 +177,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     _check_known_model(wanted, [plan])
     run = _name_output(wanted, run)
     if run.dry_run:
-        return _print_dry_run(wanted, plan, cache)
+        return _print_dry_run(wanted, run, plan, cache)
     # Before many processes are started, each of which would raise the same error.
     if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
         _silence_libraries()
@@ -341,11 +341,11 @@ def _verify_plan(*args: Any) -> PlanVerdict:
     return verify_plan(*args)
 
 
-def _print_dry_run(wanted: GenerateOptions, plan: Plan, cache: CacheOptions) -> int:
+def _print_dry_run(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> int:
     _silence_libraries()
     from ditile.cli.dry_run import describe_dry_run
 
-    print(describe_dry_run(_pick_one_line(wanted, plan), plan, cache.build_cache_arguments()))
+    print(describe_dry_run(_pick_one_line(wanted, plan), plan, cache.build_cache_arguments(), run))
     _leave_torchrun()
     return 0
 

@@ -34,8 +34,8 @@ def resolve_plan_option(text: str, wanted: GenerateOptions, run: RunOptions, giv
         return Plan.parse(text)
     from ditile.planner.answer import answer_question
 
-    names = ("model", "height", "width", "frames", "steps", "guidance", "num_images", "image")
-    request_options = {name: getattr(wanted, name) for name in names}
+    size = ("model", "height", "width", "frames", "steps", "num_images", "image")
+    request_options = {name: getattr(wanted, name) for name in (*size, "guidance", "true_cfg", "negative_prompt")}
 
     def find_fastest_plan(hosts: int) -> str:
         place = env.read_torchrun_place()

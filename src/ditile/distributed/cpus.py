@@ -1,4 +1,4 @@
-"""The processor of this machine: its name and its cores."""
+"""The processor of this machine: its name, its cores and its memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def read_cpu_name() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+def count_memory_bytes() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def count_usable_cores() -> int:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from inspect import Parameter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,10 @@ from ditile.errors import ModelError
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.overrides import replace_globals
 from ditile.hooks.pieces import RehearsedPrediction
+from ditile.plan.guidance import GuidanceRule
 
+TRIED_SCALES = {0.5: 0.0, 1.5: 1.0}
+"""Scales of guidance that a class is asked about, the smallest first -> the largest one that is not guided then."""
 DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
 """Of a component that a pipeline calls in its loop."""
 _BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
@@ -213,6 +217,53 @@ def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
         f"guidance with {', '.join(named)} takes a statistic of the whole prediction, which is partly one step old in "
         "a step of patches: an approximation, as stale keys are; with warmup equal to the steps it is exact"
     )
+
+
+def read_guidance_rule(pipeline: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
+    """When a call has a second branch of guidance, read off the code of its class.
+
+    Args:
+        pipeline: a pipeline, or a class of pipelines.
+        config: of the pipeline, which says whether a model is distilled.
+
+    Returns:
+        None where the code does not say it in one of the ways of diffusers' pipelines.
+    """
+    code = getattr(inspect.unwrap(pipeline.__call__), "__code__", None)
+    if is_modular(pipeline) or code is None:
+        return None
+    if "do_true_cfg" in code.co_varnames:
+        return GuidanceRule(scales=("true_cfg_scale",), needs_negative_prompt=True)
+    if "do_classifier_free_guidance" in code.co_varnames and "guidance_scale" in code.co_varnames:
+        return GuidanceRule()
+    kind = pipeline if inspect.isclass(pipeline) else type(pipeline)
+    # Other kinds of guidance, such as of perturbed attention, have branches of their own.
+    decisions = {name: getattr(kind, name) for name in dir(kind) if re.fullmatch("do_[a-z_]+_guidance", name)}
+    decision = decisions.pop("do_classifier_free_guidance", None)
+    if decisions or not isinstance(decision, property):
+        return None
+    rule = _try_guidance_scales(decision.fget, config)
+    # Of a scale that changes from frame to frame, the call has the ends alone.
+    return rule if rule is not None and list_call_parameters(kind).keys() >= {*rule.scales} else None
+
+
+def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
+    """The rule of a property that says by the scales of a call whether it is guided."""
+    attributes = [name for name in decide.__code__.co_names if name.endswith("_scale")]
+    scales = tuple(name.removeprefix("_") for name in attributes)
+
+    def is_guided_at(scale: float) -> bool:
+        return bool(decide(SimpleNamespace(config=SimpleNamespace(**config), **dict.fromkeys(attributes, scale))))
+
+    try:
+        guided = {scale: is_guided_at(scale) for scale in (0.0, *TRIED_SCALES)}
+    # It reads more of the pipeline than its scales and its config.
+    except (AttributeError, TypeError):
+        return None
+    if guided[0.0]:
+        return None
+    least = next((scale for scale in TRIED_SCALES if guided[scale]), None)
+    return GuidanceRule(scales=()) if least is None else GuidanceRule(scales=scales, above=TRIED_SCALES[least])
 
 
 def explain_scheduler_refusal(pipe: Any) -> str | None:

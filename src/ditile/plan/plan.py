@@ -496,8 +496,9 @@ def _check_patch_tokens(plan: Plan, facts: Facts) -> Iterator[str]:
 def _check_guidance_branches(plan: Plan, facts: Facts) -> Iterator[str]:
     if facts.branches is not None and plan.cfg > facts.branches:
         yield (
-            f"cfg={plan.cfg} shares out branches of guidance, and this call has {facts.branches}; raise guidance_scale "
-            "or --guidance (of FLUX: true_cfg_scale with a negative_prompt, or --true-cfg) above 1, or use cfg=1"
+            f"cfg={plan.cfg} divides branches of guidance, and this call has {facts.branches}; raise guidance_scale or "
+            "--guidance above 1 (of FLUX and Qwen-Image true_cfg_scale or --true-cfg, with a negative_prompt, "
+            "--negative-prompt), or use cfg=1"
         )
 
 

@@ -20,7 +20,7 @@ from ditile.plan.shape import fill_call_defaults
 from ditile.plan.units import format_bytes, format_number
 from ditile.planner import hardware
 from ditile.planner.budget import choose, describe_setting, load_evaluation
-from ditile.planner.memory import RankMemory, count_rank_memory
+from ditile.planner.memory import HostMemory, RankMemory, count_host_memory, count_rank_memory
 from ditile.planner.price import Price
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion, load_machine_profile
@@ -65,6 +65,8 @@ class Answer:
         disturbed: the share of the machine's calibration that other processes slowed; 0 for a datasheet.
         uncounted: text encoders whose configs could not be read, so that no memory includes them.
         memories: of each plan, what each of its ranks needs.
+        hosts: of each plan, what the ranks of a host need of its memory.
+        host_memory_bytes: bytes of a host's memory; 0 if they are not known.
         models: transformers that are called in turns; memory has all of them on every rank.
     """
 
@@ -76,6 +78,8 @@ class Answer:
     disturbed: float = 0.0
     uncounted: tuple[str, ...] = ()
     memories: tuple[tuple[RankMemory, ...], ...] = ()
+    hosts: tuple[HostMemory, ...] = ()
+    host_memory_bytes: int = 0
     models: int = 1
 
     def to_json_dict(self) -> dict[str, Any]:
@@ -89,6 +93,7 @@ class Answer:
             "disturbed": self.disturbed,
             "legal": self.result.legal,
             "uncounted": list(self.uncounted),
+            "host_memory_bytes": self.host_memory_bytes or None,
             "too_large": missed
             and {
                 "plan": str(missed.price.plan),
@@ -109,24 +114,27 @@ class Answer:
                 }
                 for name, each in self._list_others()
             },
-            "plans": [
-                {
-                    "plan": str(price.plan),
-                    "latency_s": price.latency_s,
-                    "memory_bytes": price.memory_bytes,
-                    "bytes_per_step": price.bytes_per_step,
-                    "exposed_comm_s": price.exposed_s,
-                    "bubble_s": price.bubble_s,
-                    "compute_s": price.compute_s,
-                    "text_s": price.text_s,
-                    "decode_s": price.decode_s,
-                    "why": why,
-                    "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in memory],
-                }
-                for price, why, memory in zip(
-                    self.result.prices, explain_prices(self.result.prices), self.memories, strict=True
-                )
-            ],
+            "plans": list(
+                map(self._describe_price, range(len(self.result.prices)), explain_prices(self.result.prices))
+            ),
+        }
+
+    def _describe_price(self, number: int, why: str) -> dict[str, Any]:
+        """One of the plans for programs."""
+        price = self.result.prices[number]
+        return {
+            "plan": str(price.plan),
+            "latency_s": price.latency_s,
+            "memory_bytes": price.memory_bytes,
+            "bytes_per_step": price.bytes_per_step,
+            "exposed_comm_s": price.exposed_s,
+            "bubble_s": price.bubble_s,
+            "compute_s": price.compute_s,
+            "text_s": price.text_s,
+            "decode_s": price.decode_s,
+            "why": why,
+            "memory_by_rank": [rank._asdict() | {"peak": rank.peak_bytes} for rank in self.memories[number]],
+            "memory_of_host": self.hosts[number]._asdict(),
         }
 
     def describe_call(self) -> str:
@@ -175,8 +183,7 @@ class Answer:
         if self.result.missed:
             parts.append("\n".join(wrap(f"too large: {describe_near_miss(self.result.missed, prices[0])}", 80)))
         best = prices[0]
-        if best.plan.offload == "blocks":
-            parts.append("weights of blocks come from the host's memory, under what is computed (docs/loading.md)")
+        parts += ["\n".join(wrap(line, 80)) for line in self._describe_host_memory()]
         if self.call["steps"] <= FEW_STEPS:
             parts.append(
                 f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "
@@ -194,6 +201,23 @@ class Answer:
         if self.uncounted:
             parts.append(f"not in the memory: {', '.join(self.uncounted)}, of which there is no config here")
         return [*parts, *self._list_warnings()]
+
+    def _describe_host_memory(self) -> Iterator[str]:
+        """What the first plan needs of a host's memory: where weights stay there, and where loading may not fit."""
+        host = self.hosts[0]
+        stays = self.result.prices[0].plan.offload == "blocks"
+        is_short = 0 < self.host_memory_bytes < host.loading
+        if stays:
+            yield (
+                "weights of blocks come from the host's memory, under what is computed: all ranks of a host keep "
+                f"{format_bytes(host.kept)} there, pinned (docs/loading.md)"
+            )
+        if stays or is_short:
+            there = f", and there are {format_bytes(self.host_memory_bytes)}" if is_short else ""
+            yield (
+                f"{'warning: ' if is_short else ''}while they load, the ranks of a host need up to "
+                f"{format_bytes(host.loading)} of its memory{there}"
+            )
 
     def _list_others(self) -> list[tuple[str, Price | None]]:
         """Plans that are none of those that are ranked; see `SearchResult`."""
@@ -231,6 +255,7 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
         devices=devices,
         hosts=ask.hosts,
         memory_bytes=None if ask.memory is None else hardware.parse_byte_amount(ask.memory),
+        host_memory_bytes=None if ask.host_memory is None else hardware.parse_byte_amount(ask.host_memory),
         max_latency_s=ask.max_latency,
         warmup=ask.warmup,
         all_devices=all_devices,
@@ -251,8 +276,17 @@ def answer_question(ask: PlanQuestion, *, all_devices: bool = False) -> Answer:
         profile.disturbed,
         subject.uncounted,
         tuple(_list_rank_memories(subject, call, profile, price.plan) for price in result.prices),
+        tuple(_count_host_memory(subject, call, profile, price.plan, wanted) for price in result.prices),
+        wanted.host_memory_bytes or profile.host_memory_bytes,
         subject.models,
     )
+
+
+def _count_host_memory(
+    subject: PlanSubject, call: Mapping[str, Any], profile: Profile, plan: Plan, wanted: SearchRequest
+) -> HostMemory:
+    job = subject.make_plan_job(plan, subject.make_call_shape(call, profile.element_size))
+    return count_host_memory(subject, job, wanted.devices // wanted.hosts)
 
 
 def _list_rank_memories(

@@ -103,6 +103,7 @@ EFFICIENCY = Efficiency(
 )
 
 _NVIDIA = "NVIDIA's datasheet"
+_RTX = "NVIDIA's whitepaper of the architecture"
 _H100_BLOCK = 1.5e-3
 """Measured on one H100 with torch 2.11, without compiling: a call of a block of FLUX.1-dev for a patch."""
 SHEETS = {
@@ -129,10 +130,23 @@ SHEETS = {
         source=_NVIDIA,
         host_bandwidth=50e9,
     ),
-    "rtx-4090": Datasheet(flops=165e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_NVIDIA),
+    # Whitepaper "NVIDIA Ada GPU Architecture", table of the RTX 4090: 165.2 TFLOPS, 1008 GB/s, 24 GB, PCIe 4.0 x16.
+    "rtx-4090": Datasheet(flops=165.2e12, bandwidth=1008e9, memory_gb=24, link="pcie", p2p=20e9, source=_RTX),
+    # Whitepaper "NVIDIA RTX Blackwell GPU Architecture", of the RTX 5090: 209.5 TFLOPS, 1792 GB/s, 32 GB, PCIe 5.0 x16.
+    "rtx-5090": Datasheet(
+        flops=209.5e12,
+        bandwidth=1792e9,
+        memory_gb=32,
+        link="pcie",
+        p2p=40e9,
+        source=_RTX,
+        host_bandwidth=50e9,
+    ),
 }
 """P2P bandwidths of A100 PCIe, A100 NVLink and L20 are those that the PipeFusion article measured (2024-09: 23, 268 and
-26 GB/s, in this order); L40 is taken to be as L20, the others as the same share of their link."""
+26 GB/s, in this order); L40 is taken to be as L20, the others as the same share of their link. GeForce cards send
+through the host's memory. They have all 16 lanes here; a board that gives two cards 8 lanes each has links of half the
+rate."""
 
 
 def list_hardware() -> list[str]:
@@ -218,15 +232,15 @@ def parse_bandwidth(text: str) -> float:
     return bits
 
 
-def parse_byte_amount(text: str) -> int:
-    """Bytes of a text such as "48GB", "40GiB" or "512MB".
+def parse_byte_amount(text: str, name: str = "memory") -> int:
+    """Bytes of a text such as "48GB", "40GiB" or "512MB"; `name` is that of the option in an error.
 
     Raises:
         PlanError: if the text is no amount.
     """
     amount = _parse_amount(text, "([kmgt])(i?)b")
     if not amount:
-        raise PlanError(f"memory={text!r} is no amount; write 48GB or 40GiB")
+        raise PlanError(f"{name}={text!r} is no amount; write 48GB or 40GiB")
     return int(amount)
 
 

@@ -1,7 +1,11 @@
-"""Predicts the bytes that a rank needs at its peak: weights, kept keys, tensors of a call, and the process itself."""
+"""Predicts the bytes that a rank needs at its peak: weights, kept keys, tensors of a call, and the process itself.
+
+`HostMemory` is what the ranks of a host need of its own memory, beside those of their devices.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,6 +14,7 @@ from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
+from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, Schedule
 from ditile.plan.stages import select_local_blocks
 from ditile.planner.footprint import Footprint
@@ -50,6 +55,71 @@ class RankMemory(NamedTuple):
         return self.weights + self.text + self.vae + self.idle + max(self.keys + self.activations, self.decode)
 
 
+class HostMemory(NamedTuple):
+    """Bytes of a host's memory that all of its ranks need together.
+
+    Attributes:
+        kept: weights that stay there while the ranks draw; with `offload=blocks` they are pinned.
+        loading: the most while the ranks load: all that they read, which goes through the host's memory on its way to
+            the devices. Files that are mapped count in full.
+    """
+
+    kept: int
+    loading: int
+
+
+def count_host_memory(
+    subject: PlanSubject, job: PlannedCall, host: int | None = None, *, offloads_text: bool = False
+) -> HostMemory:
+    """The memory of the host whose ranks need most.
+
+    Args:
+        subject, job: the call under its plan.
+        host: the number of ranks on a host; None if all are on one.
+        offloads_text: whether text encoders wait in the host's memory while the ranks draw.
+    """
+    world = job.plan.world
+    size = min(host or world, world)
+    kept_by_host = Counter[int]()
+    read_by_host = Counter[int]()
+    for rank in range(world):
+        kept, read = _count_host_bytes_of_rank(subject, job, rank, offloads_text)
+        kept_by_host[rank // size] += kept
+        read_by_host[rank // size] += read
+    most_kept = max(kept_by_host.values())
+    return HostMemory(most_kept, max(most_kept, *read_by_host.values()))
+
+
+def _count_host_bytes_of_rank(
+    subject: PlanSubject, job: PlannedCall, rank: int, offloads_text: bool
+) -> tuple[int, int]:
+    """Bytes that a rank keeps in the host's memory, and those that it reads."""
+    plan, size = job.plan, job.shape.element_size
+    owned = select_local_blocks(job.stages, job.locate_rank(rank).stage, plan.num_whole_stages)
+    text = _count_text_parameters(subject, plan, rank) * size
+    kept = text if offloads_text else 0
+    if plan.offload == "blocks":
+        kept += subject.models * sum(_count_pinned_bytes(subject, job, block) for block in owned)
+    transformer = job.weights.shared + subject.replicated_numbers + subject.count_parameters(owned, plan.tensor)
+    return kept, (transformer * subject.models + subject.vae) * size + text
+
+
+def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int) -> int:
+    """Bytes of a block in pinned memory, of which torch gives powers of two."""
+    size = job.shape.element_size
+    if job.plan.tensor == 1:
+        flat = cost.count_flat_bytes(numbers * size for numbers in job.weights.tensors[block])
+    else:
+        flat = subject.count_parameters(range(block, block + 1), job.plan.tensor) * size
+    return 1 << max(flat - 1, 0).bit_length()
+
+
+def _count_text_parameters(subject: PlanSubject, plan: Plan, rank: int) -> int:
+    """Parameters of the text encoders on a rank."""
+    text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
+    return text[plan.text]
+
+
 def count_rank_memory(
     subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int = 0, text_tokens: int = 0
 ) -> RankMemory:
@@ -67,10 +137,9 @@ def count_rank_memory(
         buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, every, plan.tensor)
     # Transformers that are called in turns are both there, and stages are cut alike in both; buffers serve either.
     weights = weights * subject.models + buffers
-    text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
     return RankMemory(
         weights=weights * size,
-        text=text[plan.text] * size,
+        text=_count_text_parameters(subject, plan, rank) * size,
         vae=subject.vae * size,
         # Keys of a transformer that is not called any more stay until the end.
         keys=cost.count_key_store_bytes(job, rank) * subject.models,

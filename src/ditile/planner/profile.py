@@ -90,6 +90,7 @@ class Profile:
         name: the name of the hardware.
         source: where the numbers are from, and when.
         memory_bytes: bytes of a device's memory.
+        host_memory_bytes: bytes of a host's memory, which all of its ranks share; 0 if it is not known.
         element_size: bytes of a number of the type in which the curves were measured.
         matmul: operations a second, over (rows, geometric mean of the matrix's sides).
         attention: operations a second, over (queries, keys).
@@ -124,6 +125,7 @@ class Profile:
     link: Link
     block_s: float = 0.0
     idle_bytes: int = 0
+    host_memory_bytes: int = 0
     host_bandwidth: float = 25e9  # PCIe 4.0 x16
     interlink: Link | None = None
     devices: int = 8

@@ -5,6 +5,7 @@ Nothing here imports torch, so that the command line shows its help, and what is
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 from PIL import Image
 
 from ditile.cache.config_text import parse_cache_line
-from ditile.distributed import env
+from ditile.distributed import cpus, env
 from ditile.errors import PlanError
 from ditile.models.known import find_known_model
 from ditile.plan.checks import MOST, check_counts, check_finite_number, check_whole_number
@@ -23,6 +24,8 @@ from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.profile import Profile
 from ditile.runner.load import defaults, find_model_source
+from ditile.runner.requests.facts import build_dry_run_call
+from ditile.runner.requests.options import TRUE_CFG, GenerateOptions
 from ditile.runner.requests.pictures import read_picture
 
 MAX_STEPS = 1000
@@ -45,6 +48,10 @@ class PlanQuestion:
     frames: int | None = define_option(None, "of a video; the model's own number by default", metavar="N")
     steps: int | None = define_option(None, "denoising steps", metavar="N")
     guidance: float | None = define_option(None, "how strongly the prompt guides", metavar="X")
+    true_cfg: float | None = define_option(None, TRUE_CFG, metavar="X")
+    negative_prompt: str | None = define_option(
+        None, "what to keep out; some models are guided by a second branch with it alone", metavar="TEXT"
+    )
     num_images: int = define_option(1, "images at once", metavar="N")
     image: tuple[str, ...] | None = define_option(
         None,
@@ -63,6 +70,11 @@ class PlanQuestion:
     memory: str | None = define_option(
         None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE"
     )
+    host_memory: str | None = define_option(
+        None,
+        "of a host, for all of its ranks, such as 64GB; that of this machine, where it is planned for",
+        metavar="SIZE",
+    )
     max_latency: float | None = define_option(None, "seconds that are allowed", metavar="S")
     warmup: int | None = define_option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
     cache: str | None = define_option(
@@ -76,7 +88,8 @@ class PlanQuestion:
 
     def __post_init__(self) -> None:
         check_counts(self, "height", "width", "frames", "steps", "devices", "hosts", "num_images", error=PlanError)
-        check_finite_number(self.guidance, "guidance", example=3.5, error=PlanError, optional=True)
+        for name in ("guidance", "true_cfg"):
+            check_finite_number(getattr(self, name), name, example=3.5, error=PlanError, optional=True)
         check_whole_number(self.steps, "steps", most=MAX_STEPS, error=PlanError, optional=True)
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
@@ -96,6 +109,8 @@ class PlanQuestion:
             raise PlanError(f"hit_rate={self.hit_rate} is not between 0 and 1; try --hit-rate 0.5")
         if self.memory is not None:
             hardware.parse_byte_amount(self.memory)
+        if self.host_memory is not None:
+            hardware.parse_byte_amount(self.host_memory, "host_memory")
         if self.cache is not None:
             parse_cache_line(self.cache)
 
@@ -118,17 +133,9 @@ class PlanQuestion:
         Raises:
             ModelError, LoadError: as `ditile.defaults`.
         """
-        own = defaults(self.model)
-        given = {
-            "height": self.height,
-            "width": self.width,
-            "num_inference_steps": self.steps,
-            # As `ditile generate --guidance`: that of a second branch, where the model has one by default.
-            "true_cfg_scale" if "true_cfg_scale" in own else "guidance_scale": self.guidance,
-            "num_frames": self.frames,
-        }
-        prompt = {"prompt": "a prompt", "num_images_per_prompt": self.num_images}
-        return own | prompt | {name: value for name, value in given.items() if value is not None}
+        names = ("model", "height", "width", "frames", "steps", "guidance", "true_cfg", "negative_prompt", "num_images")
+        wanted = GenerateOptions(prompt="a prompt", **{name: getattr(self, name) for name in names})
+        return build_dry_run_call(wanted, defaults(self.model))
 
     def check_without_torch(self) -> None:
         """Checks all that can be checked before torch is imported.
@@ -177,4 +184,7 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
             "this machine was not measured yet: run `ditile calibrate`, or name one with --hardware; "
             f"known are {', '.join(hardware.list_hardware())}"
         )
+    if ask.profile is None and not profile.host_memory_bytes:
+        # Measured before this was kept.
+        profile = dataclasses.replace(profile, host_memory_bytes=cpus.count_memory_bytes())
     return profile if ask.interlink is None else hardware.add_interlink(profile, ask.interlink)

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from ditile.cache.build import build_skip_rules
@@ -24,7 +24,7 @@ from ditile.errors import PlanError
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Plan
 from ditile.plan.shape import Shape
-from ditile.planner.memory import count_peak_bytes
+from ditile.planner.memory import count_host_memory, count_peak_bytes
 from ditile.planner.ops import CacheSkips
 from ditile.planner.price import Price, Pricer
 from ditile.planner.profile import Profile
@@ -62,6 +62,7 @@ class SearchRequest:
         devices: ranks at most, over all hosts.
         hosts: the number of hosts.
         memory_bytes: memory of a device; by default that of the profile.
+        host_memory_bytes: memory of a host; by default that of the profile, if it is known.
         max_latency_s: plans that take longer are left out.
         warmup: synchronous steps of plans with stale keys; None is one, or as many as cost hardly more.
         all_devices: only plans that use every device.
@@ -71,10 +72,53 @@ class SearchRequest:
     devices: int
     hosts: int = 1
     memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
     max_latency_s: float | None = None
     warmup: int | None = None
     all_devices: bool = False
     offload: Literal["none", "blocks"] = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class HostBound:
+    """What a host has for its ranks, and the plans that it has too little memory for.
+
+    Attributes:
+        ranks: how many they are.
+        memory_bytes: of the host; 0 if they are not known.
+        rejected: bytes that are too many, and the plan.
+    """
+
+    ranks: int
+    memory_bytes: int
+    rejected: list[tuple[int, Plan]] = field(default_factory=list)
+
+    @classmethod
+    def from_request(cls, wanted: SearchRequest, profile: Profile) -> HostBound:
+        """The bound of a search on a machine."""
+        return cls(wanted.devices // wanted.hosts, wanted.host_memory_bytes or profile.host_memory_bytes)
+
+    def accepts(self, subject: PlanSubject, job: PlannedCall) -> bool:
+        """Whether the weights that stay in the host's memory fit it, as far as it is known; if not, that is noted."""
+        if job.plan.offload == "none" or not self.memory_bytes:
+            return True
+        excess = count_host_memory(subject, job, self.ranks).kept - self.memory_bytes
+        if excess > 0:
+            self.rejected.append((excess, job.plan))
+        return excess <= 0
+
+    def make_error(self) -> PlanError | None:
+        """What is said of the rejected plan that needs least; None if none was rejected."""
+        if not self.rejected:
+            return None
+        excess, plan = min(self.rejected, key=lambda each: each[0])
+        remedy = "quantize, or a smaller model"
+        if plan.world > plan.pipefusion * plan.tensor:
+            remedy = "divide them over the ranks of a host by pipefusion or tensor, quantize, or a smaller model"
+        return PlanError(
+            f"'{plan}' keeps {_format_gigabytes(self.memory_bytes + excess)} of weights in the host's memory, and "
+            f"there are {_format_gigabytes(self.memory_bytes)}; more of it, {remedy}"
+        )
 
 
 class SizedJob(NamedTuple):
@@ -183,6 +227,7 @@ def search_plans(
     pricer = make_pricer(subject, call, profile, wanted.devices // wanted.hosts)
     space, limit = wanted.memory_bytes or profile.memory_bytes, wanted.max_latency_s
     queue, too_large = _queue_by_estimate(subject, shape, pricer, wanted, skips), list[_PlanEstimate]()
+    host = HostBound.from_request(wanted, profile)
     legal = len(queue)
 
     def iterate_fitting_plans() -> Iterator[_PlanEstimate]:
@@ -193,10 +238,10 @@ def search_plans(
                 continue
             job, memory = fit_plan_to_memory(subject, shape, pricer, first.job.plan, space)
             candidate = first._replace(job=job, memory=memory)
-            if memory <= space:
-                yield candidate
-            else:
+            if memory > space:
                 too_large.append(candidate)
+            elif host.accepts(subject, job):
+                yield candidate
 
     in_order = iterate_fitting_plans()
     sifted = list(itertools.islice(in_order, SIFTED if shape.steps > FEW_STEPS else SIFTED_OF_FEW_STEPS))
@@ -205,16 +250,13 @@ def search_plans(
     if not fits and wanted.offload == "none":
         return search_plans(subject, call, profile, replace(wanted, offload="blocks"), skips)
     if not fits:
-        raise _make_memory_error(min(too_large, key=lambda rough: (rough.memory, rough.order)), space)
+        raise host.make_error() or _make_memory_error(too_large, space)
     fits = [complete_price(subject, pricer, call, price, shape, space) for price in fits]
     if shape.steps <= FEW_STEPS:
         fits.sort(key=lambda price: price.call_s)
     kept = [price for price in fits if limit is None or price.latency_s <= limit]
     if not kept:
-        raise PlanError(
-            f"no plan takes at most {limit:g} s: the fastest, '{fits[0].plan}', takes {fits[0].latency_s:.3g} s; "
-            "use more devices, fewer steps or a cache"
-        )
+        raise _make_latency_error(fits[0], limit)
     missed = _find_near_miss(pricer, too_large[0], kept[0], space, skips) if too_large else None
     lesser = find_fewer_steps(subject, pricer, call, shape, space, kept[0])
     unfit = map(_PlanEstimate.to_sized_job, too_large)
@@ -242,7 +284,15 @@ def _try_other_warmups(
     return tried
 
 
-def _make_memory_error(smallest: _PlanEstimate, space: int) -> PlanError:
+def _make_latency_error(fastest: Price, limit: float | None) -> PlanError:
+    return PlanError(
+        f"no plan takes at most {limit:g} s: the fastest, '{fastest.plan}', takes {fastest.latency_s:.3g} s; "
+        "use more devices, fewer steps or a cache"
+    )
+
+
+def _make_memory_error(too_large: Sequence[_PlanEstimate], space: int) -> PlanError:
+    smallest = min(too_large, key=lambda rough: (rough.memory, rough.order))
     return PlanError(
         f"no plan fits {_format_gigabytes(space)} a device: '{smallest.job.plan}' needs least, "
         f"{_format_gigabytes(smallest.memory)}, {_format_gigabytes(smallest.memory - space)} more; "
@@ -271,6 +321,9 @@ def price_single_plan(
     if memory > (space := space or profile.memory_bytes):
         needs, there = _format_gigabytes(memory), _format_gigabytes(space)
         raise PlanError(f"'{plan}' needs {needs} a device, and there are {there}")
+    host = HostBound.from_request(wanted, profile)
+    if not host.accepts(subject, job) and (error := host.make_error()):
+        raise error
     price, limit = pricer.price_call(job, skips, memory), wanted.max_latency_s
     price = complete_price(subject, pricer, call, price, job.shape, space, may_divide=False)
     if limit is not None and price.latency_s > limit:
@@ -449,7 +502,7 @@ def complete_price(
     plan, profile = price.plan, pricer.profile
     images = math.ceil(shape.images / plan.data)
     pixels = images * shape.height * shape.width // subject.vae_scale**2
-    text = compute_text_seconds(subject.text, subject.count_prompt_tokens(call), profile)
+    text = compute_text_seconds(subject.text, subject.count_prompt_tokens(call, shape), profile)
 
     def compute_seconds(ranks: int) -> float:
         return compute_decode_seconds(subject.count_decode_work(shape.frames), pixels, ranks, profile)

@@ -28,6 +28,7 @@ from ditile.models.registry import UNKNOWN_MODEL, find_holes, find_model_spec, n
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
+from ditile.parallel.text.parts import can_split_encoder, find_encoder_modules
 from ditile.parallel.vae.vae import PROVEN
 from ditile.plan.anatomy import REAL_PAIRS, drop_further_keys
 from ditile.plan.cost import PlannedCall
@@ -77,6 +78,7 @@ class PlanSubject:
         transformer: the transformer, on the meta device.
         vae_scale: pixels of a latent pixel's side.
         text, vae: parameters of the text encoders together, and of the VAE.
+        encoders: the classes of the text encoders; None of one that is not known here.
         decoder: the config of the VAE, if there is one.
         family: its `ModelSpec`, if none is registered for its class.
         uncounted: text encoders whose configs could not be read, and which `text` does not include.
@@ -93,6 +95,7 @@ class PlanSubject:
     vae_scale: int
     text: int = 0
     vae: int = 0
+    encoders: tuple[Any, ...] = ()
     decoder: Mapping[str, Any] | None = None
     family: ModelSpec | None = None
     uncounted: tuple[str, ...] = ()
@@ -146,6 +149,7 @@ class PlanSubject:
             scale.side,
             other_parts.text,
             other_parts.vae,
+            encoders=configs.encoders,
             decoder=vae,
             uncounted=other_parts.uncounted,
             recorder=recorder,
@@ -344,10 +348,10 @@ class PlanSubject:
         return self._decodes[frames]
 
     @staticmethod
-    def count_prompt_tokens(call: Mapping[str, Any]) -> int:
+    def count_prompt_tokens(call: Mapping[str, Any], shape: Shape) -> int:
         """Tokens that text encoders read for a picture: those of its prompt, and of what guides away from it."""
-        scale = call.get("true_cfg_scale", call.get("guidance_scale", 1.0))
-        return int(call.get("max_sequence_length") or PROMPT_TOKENS) * (1 + (scale is not None and scale > 1))
+        prompts = min(shape.branches_per_call * shape.calls, 2)
+        return int(call.get("max_sequence_length") or PROMPT_TOKENS) * prompts
 
     def count_text_tokens(self, call: Mapping[str, Any]) -> int:
         """Tokens of text that cross attention sees, which are not in the sequence."""
@@ -370,8 +374,12 @@ class PlanSubject:
     @property
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
         """(field of a plan, value) with which a rank needs less memory, at no cost in the loop."""
-        rows = (("vae", "rows"),) if not self.is_derived or self.coder.__name__ in PROVEN else ()
-        return (*rows, ("text", "split"))
+        options: list[tuple[str, Any]] = []
+        if not self.is_derived or self.coder.__name__ in PROVEN:
+            options.append(("vae", "rows"))
+        if all(kind is not None and can_split_encoder(kind) for kind in self.encoders):
+            options.append(("text", "split"))
+        return tuple(options)
 
     def can_run_plan(self, plan: Plan) -> bool:
         """Whether its family can run under a plan, as the table of families says (`ditile models`)."""
@@ -485,6 +493,7 @@ class PlanSubject:
 
         Raises:
             PlanError: if the plan does not fit.
+            ModelError: if a text encoder cannot be split as it says.
         """
         kind = type(self.transformer).__name__
         if self.is_derived:
@@ -495,6 +504,9 @@ class PlanSubject:
                 f"{self.pipeline.__name__}; give pictures (--image 1024x1024) to a model that refers to them, or leave "
                 "references out"
             )
+        if plan.text == "split" and plan.world > 1:
+            for encoder in filter(None, self.encoders):
+                find_encoder_modules(encoder)
         plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))
         size = shape.element_size
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights, size)

@@ -38,11 +38,13 @@ from ditile.models.pipeline_calls import (
     describe_stale_statistics,
     explain_guider_refusal,
     explain_scheduler_refusal,
+    find_call_owner,
     find_pipeline_device,
     hide_block_tracebacks,
     is_modular,
     list_call_parameters,
     read_call_values,
+    read_guidance_rule,
     skip_decode_blocks,
 )
 from ditile.models.probe import ProbeError
@@ -432,6 +434,8 @@ class Runner:
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
         """Raises `PlanError`, before anything runs, for a call that the plan does not fit."""
+        if self.plan.cfg > 1:
+            self._check_guidance(call)
         if not self._parts.is_planned:
             return
         shape = self._build_call_shape(call)
@@ -446,6 +450,14 @@ class Runner:
         self._last, own = shape, shape.divide_batch(self.plan)
         advice = self.plan.advice(Schedule.from_plan(self.plan, shape.steps, own.batch).bound_speedup(own.calls))
         self._advise_once(advice)
+
+    def _check_guidance(self, call: Mapping[str, Any]) -> None:
+        rule = read_guidance_rule(find_call_owner(self.pipe), getattr(self.pipe, "config", {}))
+        if rule is None:
+            return
+        values = self._fill_defaults(read_call_values(call))
+        if reason := rule.explain_cfg_refusal(self.plan.cfg, self._kind.__name__, values):
+            raise PlanError(reason)
 
     def _build_call_shape(self, call: Mapping[str, Any]) -> Shape:
         model, scale = self._parts.model, self.pipe.vae_scale_factor

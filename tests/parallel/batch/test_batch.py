@@ -306,7 +306,7 @@ def unguided(name: str) -> None:
         off = {}
     wanted = run(pipe, name, **off)
     with divided(pipe, cfg=2) as runner:
-        with pytest.raises(PlanError, match=r"cfg=2 shares out branches .* this call has 1; raise guidance_scale"):
+        with pytest.raises(PlanError, match=r"cfg=2 divides the branches .* no second one at .*_scale=1.0; give"):
             run(runner, name, **off)
         if name != "flux":
             run(runner, name)

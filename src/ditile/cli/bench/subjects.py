@@ -18,7 +18,8 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner.subject import PlanSubject as Described
 from ditile.runner.load import defaults, find_model_source, load
-from ditile.runner.requests.arguments import build_call_arguments, build_dry_run_call
+from ditile.runner.requests.arguments import build_call_arguments
+from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.options import GenerateOptions
 
 SIZE, STEPS = 512, 20

@@ -45,7 +45,7 @@ from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.planner.budget import FILE
 from ditile.runner.load import defaults, find_model_source
-from ditile.runner.requests.arguments import build_dry_run_call
+from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.pictures import save_png_with_texts
 from ditile.runner.requests.prepare import silence_libraries
 

@@ -159,7 +159,8 @@ class DataCfgBatch:
         if now.calls is None and now.branch < self._cfg.size:
             raise ModelError(
                 f"cfg={self._cfg.size} shares out branches of guidance, and {type(self._model).__name__} was called "
-                "once, with one row for each image; raise guidance_scale above 1, or use cfg=1"
+                "once, with one row for each image; raise guidance_scale above 1, give the negative_prompt "
+                "(--negative-prompt) that some pipelines want too, or use cfg=1"
             )
         if now.calls is None:
             self._deferred.end()

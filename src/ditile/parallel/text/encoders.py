@@ -236,7 +236,7 @@ class _SplitEncoder:
         """Overrides the forwards of the encoder, of what comes before its layers, and of its layers."""
         encoder = self._encoder
         override_attribute(stack, encoder, "forward", partial(self._forward_encoder, encoder.forward))
-        first = find_encoder_modules(encoder).first
+        first = find_encoder_modules(type(encoder)).first
         for name, module in encoder.named_modules():
             if name.rpartition(".")[2] in first:
                 broadcast = partial(self._channel.broadcast_forward, 0, encoder, module.forward)

@@ -49,24 +49,27 @@ ENCODER_MODULES: dict[type, EncoderModules] = {
 """The encoders that can be split."""
 
 
-def find_encoder_modules(encoder: nn.Module) -> EncoderModules:
+def find_encoder_modules(kind: type) -> EncoderModules:
     """The parts of an encoder, by its class or the nearest of its bases.
 
     Raises:
         ModelError: if none of these is known.
     """
-    for cls in type(encoder).__mro__:
+    for cls in kind.__mro__:
         if cls in ENCODER_MODULES:
             return ENCODER_MODULES[cls]
     known = ", ".join(cls.__name__ for cls in ENCODER_MODULES)
-    raise ModelError(
-        f"text=split cannot cut a {type(encoder).__name__}; known are {known}; text=first runs any encoder"
-    )
+    raise ModelError(f"text=split cannot cut a {kind.__name__}; known are {known}; text=first runs any encoder")
+
+
+def can_split_encoder(kind: type) -> bool:
+    """Whether the parts of an encoder of a class are known."""
+    return not ENCODER_MODULES.keys().isdisjoint(kind.__mro__)
 
 
 def find_encoder_layers(encoder: nn.Module) -> nn.ModuleList:
     """The list of layers of an encoder. Raises `ModelError` if the encoder cannot be split."""
-    wanted = find_encoder_modules(encoder).layers
+    wanted = find_encoder_modules(type(encoder)).layers
     candidates = (module for name, module in encoder.named_modules() if name.rpartition(".")[2] == wanted)
     return next(module for module in candidates if isinstance(module, nn.ModuleList))
 
@@ -85,7 +88,7 @@ def list_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[nn
     """
     if place.mode == "first":
         return list(encoder.children()) if place.has_no_weights else []
-    anatomy, layers = find_encoder_modules(encoder), find_encoder_layers(encoder)
+    anatomy, layers = find_encoder_modules(type(encoder)), find_encoder_layers(encoder)
     of_layers = assign_layer_ranks(len(layers), place.ranks)
     mine = {id(layers)}
     for path, module in encoder.named_modules():

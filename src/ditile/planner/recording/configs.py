@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,6 +113,26 @@ class PipelineConfigs:
         """Whether two transformers are called in turns."""
         return (self.index.get("transformer_2") or [None])[0] is not None
 
+    @property
+    def _encoder_names(self) -> dict[str, str]:
+        """Text encoder -> the name of its class."""
+        return {name: entry[1] for name in TEXT if (entry := self.index.get(name) or [None])[0]}
+
+    @property
+    def encoders(self) -> tuple[Any, ...]:
+        """The classes of the text encoders; None of those that are not known here.
+
+        Where the index does not name them, as in the configs that come with this package, the pipeline's own code does.
+        """
+        parameters = inspect.signature(self.pipeline.__init__).parameters
+        found = [getattr(transformers, name, None) for name in self._encoder_names.values()]
+        for name in TEXT:
+            if name in parameters and name not in self.index:
+                annotation = parameters[name].annotation
+                # It may be a union of several classes.
+                found.append(getattr(transformers, getattr(annotation, "__name__", str(annotation)), None))
+        return tuple(found)
+
     def build_transformer(self) -> nn.Module:
         """The transformer without weights."""
         with init_on_meta_device():
@@ -141,7 +162,7 @@ class PipelineConfigs:
             counts = read_json_object(facts)
             decoded = counts.get("decoded_numbers")
             return OtherParts(counts["text_parameters"], counts["vae_parameters"], decodes=decoded)
-        kinds = {name: entry[1] for name in TEXT if (entry := self.index.get(name) or [None])[0]}
+        kinds = self._encoder_names
         sizes = {name: _count_encoder_parameters(self.locate_component(name), name, kinds[name]) for name in kinds}
         with init_on_meta_device():
             coder = _count_module_parameters(self.coder.from_config(self.vae))

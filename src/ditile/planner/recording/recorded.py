@@ -30,6 +30,7 @@ from ditile.hooks.block_policy import BlockHook
 from ditile.hooks.overrides import override_attribute
 from ditile.hooks.placeholders import init_on_meta_device
 from ditile.models.known import ASSETS, name_component_source
+from ditile.models.pipeline_calls import read_guidance_rule
 from ditile.models.record import bind_arguments
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.kernel_times import make_passthrough
@@ -112,6 +113,7 @@ class PipelineRecorder:
             )
         self._prompt = read_prompt_table()[name]
         self._parameters = inspect.signature(type(pipe).__call__).parameters
+        self._guidance = read_guidance_rule(type(pipe), pipe.config)
 
     @property
     def takes_frames(self) -> bool:
@@ -128,7 +130,7 @@ class PipelineRecorder:
         """The first step of a call.
 
         Args:
-            call: its arguments; a prompt among them is not read.
+            call: its arguments; the words of a prompt among them are not read.
 
         Raises:
             ModelError: if the pipeline refuses it, or decides by numbers that nobody knows.
@@ -174,7 +176,7 @@ class PipelineRecorder:
         """The arguments of a pipeline's call of two steps, with what stands for a prompt.
 
         Args:
-            call: others; a prompt among them is not read.
+            call: others; the words of a prompt among them are not read.
             make_unknown: makes a tensor of a shape, whose numbers decide nothing.
         """
         own = next((name for name in FRAME_COUNTS if name in self._parameters), "num_frames")
@@ -190,12 +192,18 @@ class PipelineRecorder:
                 continue
             if isinstance(shape, list) and None in [self._sizes.get(str(size), size) for size in shape]:
                 continue  # the model takes none
-            for argument in (name, f"negative_{name}"):
+            # Embeddings of a negative prompt are guidance to a class that takes no empty one by itself.
+            for argument in (name, f"negative_{name}") if self._takes_negative_prompt(call) else (name,):
                 if argument in self._parameters:
                     given[argument] = self._make_prompt(shape, call, make_unknown, is_mask="mask" in name)
         # A pipeline's default may be a text, which is refused beside embeddings.
         given |= {name: None for name in self._parameters if f"{name}_embeds" in given}
         return given | {"num_inference_steps": 2, "output_type": "latent"}
+
+    def _takes_negative_prompt(self, call: Mapping[str, Any]) -> bool:
+        """Whether the pipeline encodes a negative prompt in a call, be it an empty one of its own."""
+        needs_one = self._guidance is not None and self._guidance.needs_negative_prompt
+        return not needs_one or call.get("negative_prompt") is not None
 
     def _make_prompt(
         self, shape: Any, call: Mapping[str, Any], make_unknown: Callable[..., Tensor], *, is_mask: bool

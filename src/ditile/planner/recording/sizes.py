@@ -60,6 +60,10 @@ class SizesOnly(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in CONSTANTS and not kwargs.get("dtype", given[0].dtype).is_floating_point:
             return func(*args, **kwargs | {"device": _CPU})
+        if func is torch.ops.aten.view_as_complex.default:
+            # Both parts of a number must be side by side, which they are not in a tensor without memory of its own.
+            (parts,) = given
+            return self._mark_unknown(_make_empty(parts.shape[:-1], None, parts.dtype.to_complex()))
         if func.is_view and not any(tensor.is_meta for tensor in given):
             return func(*args, **kwargs)
         for argument, value in zip(func._schema.arguments, args, strict=False):

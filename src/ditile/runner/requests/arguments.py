@@ -10,11 +10,13 @@ from ditile.errors import ModelError
 from ditile.models.pipeline_calls import find_call_owner
 from ditile.models.probe import COUNTS
 from ditile.plan.checks import is_whole_number
+from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
-from ditile.runner.load import FRAME_RATE, read_generation_defaults
+from ditile.runner.load import FRAME_RATE, defaults, find_model_source, read_generation_defaults
+from ditile.runner.partial import read_model_index
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.conditions import bind_conditions, read_call_conditions
-from ditile.runner.requests.facts import collect_call_facts, collect_request_arguments, find_size_multiple
+from ditile.runner.requests.conditions import bind_conditions, choose_requested_class, read_call_conditions
+from ditile.runner.requests.facts import collect_call_facts, find_size_multiple
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import (
     FRAME_RATES,
@@ -40,24 +42,35 @@ def build_call_arguments(pipe: DiffusionPipeline, wanted: GenerateOptions, base:
     if rate is not None and rate not in base and wanted.fps is None:
         # The rate of the model's files is that of its videos, which the call may be told.
         wanted = dataclasses.replace(wanted, fps=read_generation_defaults(wanted.model).get(FRAME_RATE))
-    call = merge_call_arguments(find_call_owner(pipe), wanted, base)
+    # A modular pipeline may have no config.
+    call = merge_call_arguments(find_call_owner(pipe), wanted, base, dict(getattr(pipe, "config", {})))
     _check_picture_size(pipe, call)
     check_num_frames(pipe, call)
     _check_rotary_table(pipe, call)
     return call
 
 
-def merge_call_arguments(pipeline: Any, wanted: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:
-    """The same for a class of pipelines, without a check of the size."""
-    return collect_call_facts(pipeline).merge_arguments(wanted, base)
+def merge_call_arguments(
+    pipeline: Any, wanted: GenerateOptions, base: dict[str, Any], config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The same for a class of pipelines with some config, without a check of the size."""
+    return collect_call_facts(pipeline, config).merge_arguments(wanted, base)
 
 
-def build_dry_run_call(wanted: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:
-    """The call of a dry run, which has no pipeline to ask."""
-    call = base | collect_request_arguments(wanted, base) | {"num_images_per_prompt": wanted.num_images}
-    if "true_cfg_scale" in call:
-        call.setdefault("negative_prompt", "")
-    return call
+def check_request_by_files(wanted: GenerateOptions, plan: Plan) -> None:
+    """Checks, before weights are read, what the files of a model say of a request.
+
+    Raises:
+        LoadError: if the files cannot be read.
+        ModelError: if its class does not take an argument that is given, or starts from what is not given.
+        PlanError: if the plan divides branches of guidance that the call has not.
+    """
+    kind, _ = choose_requested_class(wanted)
+    if kind is None:
+        return
+    config = read_model_index(find_model_source(wanted.model, weights=False))
+    facts = collect_call_facts(kind, config)
+    facts.check_cfg(plan, facts.merge_arguments(wanted, defaults(wanted.model)))
 
 
 def build_object_arguments(

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ditile.errors import ModelError
+from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import is_number, is_whole_number
 from ditile.plan.flags import format_flag
+from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.requests.conditions import check_picture_count, find_pipeline_class_for, read_call_conditions
@@ -39,6 +40,7 @@ class CallFacts:
         defaults: its arguments -> their defaults; None also for a default that is no plain value.
         required: the arguments without a default.
         needed: what it cannot draw without, as options of a request.
+        guidance: when it has a second branch of guidance; None if that is not known.
         max_pictures: how many pictures it starts from at most.
     """
 
@@ -46,7 +48,16 @@ class CallFacts:
     defaults: dict[str, Any]
     required: list[str] = field(default_factory=list)
     needed: list[str] = field(default_factory=list)
+    guidance: GuidanceRule | None = None
     max_pictures: int = 0
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> CallFacts:
+        """What was made JSON of."""
+        rule = values["guidance"]
+        if rule is None:
+            return cls(**values)
+        return cls(**{**values, "guidance": GuidanceRule(**{**rule, "scales": tuple(rule["scales"])})})
 
     def find_argument(self, names: tuple[str, ...]) -> str | None:
         """The first of these names that the call takes."""
@@ -63,8 +74,7 @@ class CallFacts:
         if refused := sorted(set(given) - set(self.defaults)):
             raise ModelError(f"{self.pipeline} takes no {', '.join(map(_flag_of_argument, refused))}; leave it out")
         call = {name: value for name, value in base.items() if name in self.defaults} | given
-        if "true_cfg_scale" in call:
-            call.setdefault("negative_prompt", "")  # without one, diffusers does no true guidance
+        call = fill_negative_prompt(call)
         if wanted.negative_prompt is not None:
             self._check_negative_prompt(call)
         self._check_strength(call)
@@ -107,22 +117,37 @@ class CallFacts:
         given = (
             {} if guidance is None else {"true_cfg_scale" if "true_cfg_scale" in base else "guidance_scale": guidance}
         )
-        value = self._find_guidance({**base, **given})[1]
-        return "negative_prompt" in self.defaults and not (is_number(value) and value <= 1)
+        call = {**self.defaults, **base, **given, "negative_prompt": ""}
+        rule = self._find_negative_rule()
+        return "negative_prompt" in self.defaults and (rule is None or rule.is_guided(call))
 
-    def _find_guidance(self, call: Mapping[str, Any]) -> tuple[str, Any]:
-        """The argument of the scale at which negative prompts are heeded, and its value."""
-        scale = "true_cfg_scale" if "true_cfg_scale" in self.defaults else "guidance_scale"
-        return scale, call.get(scale, self.defaults.get(scale, 1.0))
+    def _find_negative_rule(self) -> GuidanceRule | None:
+        """When a negative prompt is heeded; None where a component of the pipeline decides it."""
+        if self.guidance is not None:
+            return self.guidance
+        scale = self.find_argument(("true_cfg_scale", "guidance_scale"))
+        return None if scale is None else GuidanceRule(scales=(scale,))
 
     def _check_negative_prompt(self, call: Mapping[str, Any]) -> None:
-        scale, value = self._find_guidance(call)
-        flag_name = _flag_of_argument(scale)
-        if is_number(value) and value <= 1:
+        rule = self._find_negative_rule()
+        values = {**self.defaults, **call}
+        if rule is None or rule.is_guided(values):
+            return
+        if not rule.scales:
+            raise ModelError(f"{self.pipeline} heeds no negative prompt, as its model is distilled; leave it out")
+        flag_name, value = _flag_of_argument(rule.scales[0]), values[rule.scales[0]]
+        if is_number(value):
             raise ModelError(
-                f"{self.pipeline} ignores a negative prompt at {flag_name} {value:g}; try {flag_name} above 1, or "
-                "leave it out"
+                f"{self.pipeline} ignores a negative prompt at {flag_name} {value:g}; try {flag_name} above "
+                f"{rule.above:g}, or leave it out"
             )
+
+    def check_cfg(self, plan: Plan, call: Mapping[str, Any]) -> None:
+        """Raises `PlanError` for a call without the branches of guidance that a plan divides, where that is known."""
+        if self.guidance is None:
+            return
+        if reason := self.guidance.explain_cfg_refusal(plan.cfg, self.pipeline, {**self.defaults, **call}):
+            raise PlanError(reason)
 
     def _check_strength(self, call: Mapping[str, Any]) -> None:
         name = self.find_argument((_NOISE_STRENGTH, "strength"))
@@ -172,7 +197,8 @@ class ModelFacts:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelFacts:
         """What `to_json` gave."""
-        calls = {name: CallFacts(**values[name]) for name in ("call", "edit", "inpaint") if values[name] is not None}
+        names = [name for name in ("call", "edit", "inpaint") if values[name] is not None]
+        calls = {name: CallFacts.from_json(values[name]) for name in names}
         return cls(**{**values, **calls})
 
     def takes(self, argument: str) -> bool:
@@ -205,6 +231,7 @@ class ModelFacts:
         """Raises `ModelError` for what the model cannot draw, as far as that is known before a rank tries."""
         call = self._choose_call(wanted)
         merged = call.merge_arguments(wanted, self.base)
+        call.check_cfg(Plan.parse(self.plan), merged)
         check_image_size(merged, self.size_multiple)
         if (name := call.find_argument(FRAME_COUNTS)) is not None and is_whole_number(frames := merged.get(name)):
             check_frame_count(call.pipeline, frames, self.frames_ratio, call.defaults[name])
@@ -236,8 +263,8 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     from ditile.runner.requests.results import choose_fps
 
     own = find_call_owner(pipe)
-    base, call, known = defaults(model), collect_call_facts(own), find_known_model(model)
     config = dict(getattr(pipe, "config", {}))  # a modular pipeline may have none
+    base, call, known = defaults(model), collect_call_facts(own, config), find_known_model(model)
     edit = find_pipeline_class_for(own, ["image"], config)
     inpaint = find_pipeline_class_for(own, ["image", "mask"], config)
     is_video = returns_videos(own)
@@ -246,8 +273,8 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
         plan=str(plan),
         is_video=is_video,
         call=call,
-        edit=None if edit is None else collect_call_facts(edit),
-        inpaint=None if inpaint is None else collect_call_facts(inpaint),
+        edit=None if edit is None else collect_call_facts(edit, config),
+        inpaint=None if inpaint is None else collect_call_facts(inpaint, config),
         base={name: value for name, value in base.items() if name in call.defaults},
         size=_find_default_size(pipe, {**call.defaults, **base}),
         size_multiple=find_size_multiple(pipe),
@@ -257,9 +284,9 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     )
 
 
-def collect_call_facts(pipeline: Any) -> CallFacts:
-    """The arguments of the call of a class of pipelines, or of a modular pipeline."""
-    from ditile.models.pipeline_calls import list_call_parameters
+def collect_call_facts(pipeline: Any, config: Mapping[str, Any] | None = None) -> CallFacts:
+    """The arguments of the call of a class of pipelines with some config, or of a modular pipeline."""
+    from ditile.models.pipeline_calls import list_call_parameters, read_guidance_rule
 
     known = list_call_parameters(pipeline).values()
     plain, taken = (bool, int, float, str), read_call_conditions(pipeline)
@@ -268,6 +295,7 @@ def collect_call_facts(pipeline: Any) -> CallFacts:
         defaults={p.name: p.default if isinstance(p.default, plain) else None for p in known},
         required=[p.name for p in known if p.default is inspect.Parameter.empty],
         needed=[*taken.needed],
+        guidance=read_guidance_rule(pipeline, config or {}),
         max_pictures=taken.max_pictures,
     )
 
@@ -279,6 +307,17 @@ def collect_request_arguments(wanted: GenerateOptions, base: Mapping[str, Any]) 
         return given
     true = "true_cfg_scale" in base and wanted.true_cfg is None
     return given | {"true_cfg_scale" if true else "guidance_scale": wanted.guidance}
+
+
+def build_dry_run_call(wanted: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+    """The call of a dry run or of the planner, which have no pipeline to ask."""
+    call = {**base, **collect_request_arguments(wanted, base), "num_images_per_prompt": wanted.num_images}
+    return fill_negative_prompt(call)
+
+
+def fill_negative_prompt(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with an empty negative prompt where it has a scale of true guidance, for which pipelines want one."""
+    return {"negative_prompt": "", **call} if "true_cfg_scale" in call else dict(call)
 
 
 def _flag_of_argument(argument: str) -> str:

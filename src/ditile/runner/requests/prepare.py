@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ditile.distributed import env
 from ditile.distributed.mesh import join_torchrun
 from ditile.distributed.pulse import is_out_of_memory
-from ditile.errors import DitileError, LoadError, ModelError
+from ditile.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.load import find_model_source, load
 from ditile.runner.requests.cache_options import CacheOptions
@@ -53,6 +53,7 @@ def prepare_runner(
     pipeline = find_pipeline_kind(find_model_source(model))
     returns_videos(pipeline)  # or refuses it
     check_prompt_cleaner(pipeline)
+    _check_model_guides(pipeline, model, plan)
     # A LoRA needs whole weights; tensor parallelism then cuts its factors with them.
     needs_whole_model = cache.lora is not None and plan.tensor > 1
     pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan)
@@ -79,6 +80,18 @@ def prepare_runner(
     )
     _enable_cache_and_quantization(runner, cache)
     return pipe, runner
+
+
+def _check_model_guides(pipeline: Any, model: str, plan: Plan) -> None:
+    """Raises `PlanError` for cfg with a model of which no call has a second branch of guidance."""
+    from ditile.models.pipeline_calls import read_guidance_rule
+    from ditile.runner.partial import read_model_index
+
+    if plan.cfg == 1 or pipeline is None:
+        return
+    rule = read_guidance_rule(pipeline, read_model_index(find_model_source(model)))
+    if rule is not None and not rule.scales and (reason := rule.explain_cfg_refusal(plan.cfg, pipeline.__name__, {})):
+        raise PlanError(reason)
 
 
 def switch_to_conditions(

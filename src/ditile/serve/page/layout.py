@@ -196,7 +196,9 @@ class Page:
             self._now: "",
             self._draw: gr.update(interactive=True),
             self._prompt: gr.update(value=facts.example),
-            self._negative: gr.update(visible=facts.takes("negative_prompt")),
+            self._negative: gr.update(
+                visible=facts.takes("negative_prompt"), placeholder=facts.find_default("negative_prompt") or ""
+            ),
             self._width: gr.update(value=size[0], step=facts.size_multiple),
             self._height: gr.update(value=size[1], step=facts.size_multiple),
             self._steps: facts.find_default("num_inference_steps"),

@@ -1,0 +1,76 @@
+"""When a step of a pipeline has a second branch of guidance, so that there is something for `cfg` to divide.
+
+Pipelines decide it by their arguments: a scale, a negative prompt, or both. Guidance that is embedded in the model, or
+distilled into it, is no branch. `models/pipeline_calls.py` reads the rule of a class off its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ditile.plan.checks import is_number
+
+FLAGS = {"true_cfg_scale": "--true-cfg", "guidance_scale": "--guidance"}
+"""Arguments of a call -> the flags that set them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuidanceRule:
+    """When a call of a class of pipelines has a second branch of guidance.
+
+    Attributes:
+        scales: the arguments of which one must be above `above`; empty if no call of the class has a second branch.
+        above: the largest scale without guidance.
+        needs_negative_prompt: whether the call must have a negative prompt too, or embeddings of one. Other pipelines
+            take an empty one where none is given.
+    """
+
+    scales: tuple[str, ...] = ("guidance_scale",)
+    above: float = 1.0
+    needs_negative_prompt: bool = False
+
+    def is_guided(self, call: Mapping[str, Any]) -> bool:
+        """Whether a call has a second branch.
+
+        Args:
+            call: its arguments, and the defaults of the others.
+        """
+        return self._is_scale_enough(call) and self._has_prompt_enough(call)
+
+    def explain_cfg_refusal(self, cfg: int, pipeline: str, call: Mapping[str, Any]) -> str | None:
+        """Why the branches of a call cannot be divided over `cfg` halves, and what would work; None if they can.
+
+        Args:
+            cfg: the degree of the plan.
+            pipeline: the name of the class.
+            call: as of `is_guided`.
+        """
+        if cfg == 1 or self.is_guided(call):
+            return None
+        divides = f"cfg={cfg} divides the branches of guidance, and"
+        if not self.scales:
+            return f"{divides} {pipeline} has no second one: its guidance is embedded or distilled; use cfg=1"
+        if not self._is_scale_enough(call):
+            scale = self.scales[0]
+            flag = f" ({FLAGS[scale]})" if scale in FLAGS else ""
+            negative = "" if self._has_prompt_enough(call) else " and a negative_prompt (--negative-prompt)"
+            return (
+                f"{divides} {pipeline} has no second one at {scale}={call.get(scale)}; give {scale}{flag} above "
+                f"{self.above:g}{negative}, or use cfg=1"
+            )
+        return (
+            f"{divides} {pipeline} has no second one without a negative prompt; give negative_prompt "
+            '(--negative-prompt " "), or use cfg=1'
+        )
+
+    def _is_scale_enough(self, call: Mapping[str, Any]) -> bool:
+        values = [call.get(name) for name in self.scales]
+        # What is no number is left to the pipeline.
+        return any(value is not None and (not is_number(value) or value > self.above) for value in values)
+
+    def _has_prompt_enough(self, call: Mapping[str, Any]) -> bool:
+        if not self.needs_negative_prompt:
+            return True
+        return any(call.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
