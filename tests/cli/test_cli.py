@@ -311,7 +311,7 @@ def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureF
         (("--image", str(ROOT / "tests" / "surface" / "..")), "picture"),
         (("--negative-prompt", "red", "--guidance", "1", "--dry-run"), "at --guidance 1; try --guidance above 1"),
         (("--true-cfg", "3", "--dry-run"), "PixArtSigmaPipeline takes no --true-cfg; leave it out"),
-        (("--cfg", "2", "--guidance", "1", "--dry-run"), "cfg=2 shares out branches of guidance, and this call has 1"),
+        (("--cfg", "2", "--guidance", "1", "--dry-run"), "cfg=2 divides branches of guidance, and this call has 1"),
         (("--tensor", "5", "--dry-run"), "tensor=5 does not divide the"),
         (("--dry-run", "--json", "-"), "json='-' is for what a run measured"),
         (("--pipefusion", "99", "--tensor", "5", "--dry-run"), "try 1 to 12; and tensor=5"),

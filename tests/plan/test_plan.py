@@ -169,7 +169,7 @@ FACTS = Facts(model="M", blocks=6, heads=4, rows=8, tokens_per_row=2, branches=1
         (Plan(distrifusion=9), "distrifusion=9 exceeds the 8 token rows"),
         (Plan(patches=8, ring=3), "a patch of 2 tokens, less than one each; try a product of 1 to 2"),
         (Plan(distrifusion=4, ulysses=5), "a patch of 4 tokens"),
-        (Plan(cfg=2), "cfg=2 shares out branches of guidance, and this call has 1"),
+        (Plan(cfg=2), "cfg=2 divides branches of guidance, and this call has 1"),
     ],
 )  # fmt: skip
 def test_what_the_facts_forbid(plan: Plan, says: str) -> None:
@@ -198,7 +198,7 @@ def test_all_that_is_illegal_is_said_on_one_line() -> None:
     plan = Plan(pipefusion=7, tensor=3, patches=9, cfg=2)
     with pytest.raises(PlanError) as caught:
         plan.check(Facts(model="M", blocks=6, heads=4, rows=8, branches=1))
-    for word in ("7 exceeds the 6 blocks", "tensor=3", "patches=9", "cfg=2 shares out branches"):
+    for word in ("7 exceeds the 6 blocks", "tensor=3", "patches=9", "cfg=2 divides branches"):
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
 
