@@ -397,13 +397,19 @@ class PicturePipeline(EmbedsPipeline):
 
     @torch.no_grad()
     def __call__(
-        self, image: Tensor, num_inference_steps: int = 3, generator: torch.Generator | None = None
+        self,
+        image: Tensor,
+        num_inference_steps: int = 3,
+        generator: torch.Generator | None = None,
+        callback_on_step_end: Callable[..., Any] | None = None,
     ) -> tuple[Tensor]:
         latents = torch.randn(image.shape, generator=generator)
         self.scheduler.set_timesteps(num_inference_steps)
-        for timestep in self.progress_bar(self.scheduler.timesteps):
+        for step, timestep in enumerate(self.progress_bar(self.scheduler.timesteps)):
             prediction = self.transformer(latents, timestep / 1000, image)
             latents = self.scheduler.step(prediction, timestep, latents, return_dict=False)[0]
+            if callback_on_step_end is not None:
+                latents = callback_on_step_end(self, step, timestep, {"latents": latents}).get("latents", latents)
         return (latents,)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,6 +101,32 @@ def test_a_runner_before_its_first_call_says_what_it_waits_for(forgotten: list[A
     other.restore()
     with pytest.raises(StateError, match="this runner was restored"):
         other(**shapes.give_embeds(1))
+
+
+def test_a_callback_of_an_own_pipeline_changes_the_latents(forgotten: list[Any]) -> None:
+    """It is not called by the probes of the first call. A failure: an argument that the pipeline does not have."""
+    pipe, called = make_pipe(shapes.PicturePipeline, shapes.PictureTransformer), []
+    forgotten.append(pipe)
+
+    def halve(_: Any, step: int, timestep: Any, values: dict[str, Any]) -> dict[str, Any]:
+        called.append(step)
+        return {"latents": values["latents"] / 2}
+
+    def draw(pipe: Any) -> torch.Tensor:
+        call = {"image": shapes.draw_noise(1, 4, 5, 8), "generator": torch.Generator().manual_seed(3)}
+        drawn: torch.Tensor = pipe(**call, callback_on_step_end=halve)[0]
+        return drawn
+
+    want = draw(pipe)
+    assert torch.equal(draw(ditile.parallelize(pipe, Plan(patches=2, warmup=9))), want)
+    assert called == [0, 1, 2] * 2
+
+
+def test_an_object_that_is_no_pipeline_is_refused() -> None:
+    """A failure: an AttributeError of one of its parts."""
+    lonely = SimpleNamespace(transformer=shapes.Transformer(), scheduler=None)
+    with pytest.raises(ModelError, match="SimpleNamespace is no pipeline of diffusers.*register_modules"):
+        ditile.parallelize(lonely, Plan(patches=2))
 
 
 def test_an_example_leaves_the_users_arguments_alone(forgotten: list[Any]) -> None:

@@ -176,8 +176,8 @@ class Generation:
         """Returns itself; raises `StateError` if the pipeline's loop is not running."""
         if not self.is_under_way:
             raise StateError(
-                "the transformer was called outside the pipeline's loop over scheduler.timesteps; "
-                "call the runner, or restore() it to use the transformer by itself"
+                "the transformer was called outside the pipeline's loop over scheduler.timesteps; call the runner of a "
+                "pipeline that has such a loop, or restore() it to use the transformer by itself"
             )
         return self
 

@@ -329,7 +329,8 @@ def list_probe_arguments(pipe: Any) -> dict[str, dict[str, Any]]:
     Raises:
         ProbeError: if its call needs an argument that is not known.
     """
-    parameters, scale = list_call_parameters(pipe), _find_scale(pipe) or 8 * UNIT
+    parameters = list_call_parameters(pipe)
+    scale = _find_scale(pipe) or 8 * UNIT
     small = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[0]))
     large = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[1]))
     calls = {"small": small, "large": large}

@@ -25,7 +25,7 @@ from ditile.distributed.pulse import note_work_alone
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.errors import ModelError
 from ditile.hooks.overrides import override_attribute
-from ditile.models.pipeline_calls import list_progress_bar_owners
+from ditile.models.pipeline_calls import list_call_parameters, list_progress_bar_owners
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
 from ditile.runner.report import CallMeter
@@ -115,7 +115,10 @@ class StepEndCallbacks:
         """Replaces the callbacks in `call` and the pipeline's progress bar until the stack is closed."""
         if self._callback is not None or self._tensors:
             call["callback_on_step_end"] = self._handle_micro_step_end
-            call["callback_on_step_end_tensor_inputs"] = self._names
+            # A pipeline of one's own may always give its callback the same.
+            name = "callback_on_step_end_tensor_inputs"
+            if name in list_call_parameters(self._pipe):
+                call[name] = self._names
         if self._legacy is not None:
             call["callback"] = None
 

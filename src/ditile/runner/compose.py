@@ -492,6 +492,11 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 
 def check_pipeline(pipe: Any) -> None:
     """Raises `ModelError` unless this is a pipeline: it has a model that it calls in its loop, and a scheduler."""
+    if not isinstance(getattr(pipe, "components", None), Mapping):
+        raise ModelError(
+            f"{type(pipe).__name__} is no pipeline of diffusers, of which ditile asks its parts; make its class one of "
+            "diffusers.DiffusionPipeline, with register_modules(transformer=..., scheduler=...)"
+        )
     find_denoisers(pipe)
     scheduler = getattr(pipe, "scheduler", None)
     if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):

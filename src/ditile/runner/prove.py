@@ -284,7 +284,8 @@ def _check_proof(
     transformer: nn.Module, twin: nn.Module, branches: Sequence[Mapping[str, Any]], build: BuildRunner
 ) -> None:
     """Raises `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
-    name, remedy = type(transformer).__name__, "use a plan of data or cfg"
+    name = type(transformer).__name__
+    remedy = "use a plan of data or cfg"
     try:
         difference = prove_anatomy(twin, branches, build)
     except DitileError as error:

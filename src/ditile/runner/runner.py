@@ -568,7 +568,8 @@ class DeferredRunner(Runner):
         call = _run_on_all_ranks(bind, self.mesh)
         everyone = gather_json([None, digest.describe_call(call), {}], self.mesh.everyone)
         _check_ranks_alike(everyone)
-        is_traced, kind = self.trace, type(self.pipe)
+        is_traced = self.trace
+        kind = type(self.pipe)
         # enable_cache may have given it a class since whose call is this runner.
         self.pipe.__class__ = self._kind
         try:

@@ -294,7 +294,8 @@ class DataCfgBatch:
 
     def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Sequence[Tensor]]:
         """The name of the noisy input, and its value: a tensor, or a list of its rows."""
-        name, at = self._latents, self._names.index(self._latents)
+        name = self._latents
+        at = self._names.index(name)
         if at < len(args):
             batch = args[at]
         else:

@@ -310,9 +310,9 @@ class _FlowWatch(TorchFunctionMode):
             sources = self._find_sources(x)
             linears = {name for name in sources if isinstance(self._modules.get(name), nn.Linear)}
             if len(sources) == 1 and linears:
-                width, blocks = x.shape[-1], self._list_blocks(min(linears))
-                # One of each head has other widths.
-                if width in blocks:
+                width = x.shape[-1]
+                # One of each head has another width.
+                if width in self._list_blocks(min(linears)):
                     self._norms[path] = Part(width, sources)
 
     def list_styles(self) -> dict[str, list[Any]]:
