@@ -25,6 +25,7 @@ ANN, BOB, CLEO = "key-of-ann", "key-of-bob", "key-of-cleo"
 FLUX, WAN = "shapes-flux · pipefusion=2", "shapes-wan · one rank"
 """What the page says of the models that are served."""
 PROMPT = "a small blue square on the right on a gray background"
+SCROLL_WIDTH = "document.documentElement.scrollWidth"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine's path")
 
 
@@ -134,8 +135,8 @@ def log_in(page: Any, server: RunningServer, key: str, title: str = FLUX) -> Non
     page.get_by_text(title).wait_for()
 
 
-def begin_drawing(page: Any, steps: int) -> None:
-    page.get_by_label("Prompt", exact=True).fill(PROMPT)
+def begin_drawing(page: Any, steps: int, prompt: str = PROMPT) -> None:
+    page.get_by_label("Prompt", exact=True).fill(prompt)
     page.get_by_label("Steps", exact=True).fill(str(steps))
     page.get_by_role("button", name="Draw", exact=True).click()
 
@@ -259,11 +260,16 @@ def test_cancel_ends_the_job_on_the_ranks(tab: Any, server: RunningServer) -> No
     begin_drawing(tab, 200)
     tab.get_by_text("Step ", exact=False).first.wait_for()
     tab.get_by_role("button", name="Cancel").click()
-    tab.get_by_text("was cancelled").wait_for()
+    # What was asked for is no error.
+    said = tab.locator("#now p").filter(has_text="Cancelled.")
+    said.wait_for()
+    assert (said.get_attribute("role"), said.get_attribute("class")) == ("status", None)
     health = httpx.get(f"{server.url}/health", trust_env=False).json()
     assert (health["running"], health["waiting"]) == (0, 0)
     begin_drawing(tab, 0)
-    tab.get_by_role("alert").filter(has_text="num_inference_steps=0 ").wait_for()
+    tab.get_by_role("alert").filter(has_text="num_inference_steps=0 ").filter(
+        has_text="try num_inference_steps=20"
+    ).wait_for()
 
 
 @needs_browser
@@ -272,11 +278,14 @@ def test_it_fits_a_phone_in_the_dark_and_a_keyboard(tab: Any) -> None:
     """A failure would mean that some cannot use it."""
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.emulate_media(color_scheme="dark")
-    begin_drawing(tab, 4)
+    assert tab.evaluate(SCROLL_WIDTH) <= 390
+    tab.get_by_label("Pictures").fill("3")
+    begin_drawing(tab, 4, f"{PROMPT} {'of-a-word-without-end' * 6}")
     tab.get_by_text("Drawn in").wait_for()
     tab.get_by_role("button", name="What ditile did").click()
+    tab.get_by_role("button", name="Start from a picture").click()
     tab.locator("#insight svg").nth(1).wait_for()
-    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    assert tab.evaluate(SCROLL_WIDTH) <= 390
     red, green, blue = tab.evaluate(
         "getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).slice(0, 3).map(Number)"
     )

@@ -209,11 +209,12 @@ class ReplicaGroup(ABC):
 
     def _log_end(self, error: DitileError, failure: Failure, has_failed: bool) -> None:
         """Logs the end of the ranks: with the traceback once, and of a group that has failed one line once."""
-        if not isinstance(error, RankError) and self.facts is None:
-            return
         if has_failed:
             if self.state != "failed":
                 LOG.error("replica %s has failed: %s", self.name, failure.message)
+            return
+        # Of a model that does not fit the command tells when it ends.
+        if not isinstance(error, RankError) and self.facts is None:
             return
         line = str(error)
         traceback = getattr(error, "traceback", "").rstrip()

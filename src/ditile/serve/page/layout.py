@@ -44,13 +44,16 @@ CSS = """
 #insight td, #insight th {text-align: left; padding: .15rem .75rem .15rem 0; vertical-align: top; font-weight: normal;}
 #insight th, #insight p {opacity: .8; color: inherit;}
 #insight {overflow-wrap: anywhere;}
+#insight th {overflow-wrap: normal;}
 #insight .scroll {overflow-x: auto; contain: inline-size;}
 #insight svg {display: block;}
 #insight svg text {fill: var(--body-text-color); font: 11px system-ui, sans-serif;}
 #insight p {margin: .25rem 0;}
+.gradio-container .prose, .gradio-container .prose code {overflow-wrap: anywhere; white-space: normal;}
+#gallery .caption-label {max-width: 100%; overflow: hidden; text-overflow: ellipsis;}
 #gallery .grid-wrap {max-height: 32rem;}
 #gallery .grid-container > :only-child {width: 100%; max-width: 30rem; justify-self: center;}
-@media (max-width: 640px) {.gradio-container {padding: .5rem !important;}}
+@media (max-width: 640px) {.gradio-container, .gradio-container .main.app {padding: .5rem !important;}}
 """
 Update = dict[Any, Any]
 """Component -> its new value, or `gr.update(...)`."""
