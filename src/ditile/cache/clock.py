@@ -115,7 +115,7 @@ class SchedulerClock:
             )
             for name, mine in zip(_WATCHED, handlers, strict=True):
                 watched = WatchedMethod(mine, getattr(scheduler, name), self._record_scheduler_copy)
-                override_attribute(self._stack, scheduler, name, watched)
+                override_attribute(self._stack, scheduler, name, watched, yields_to_newer=True)
         _watch_pipeline_call(self._stack, self._pipe, self._enter_pipeline_call)
 
     def stop_watching(self) -> None:

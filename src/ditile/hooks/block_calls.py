@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from ditile.errors import ModelError, StateError
 from ditile.hooks.batch_rows import join_batch_results
 from ditile.hooks.block_policy import BlockHook, BlockPolicy, CallForm, SurveyedBlocks, TokenState, advise_whole_tokens
-from ditile.hooks.generation import Generation
+from ditile.hooks.generation import Generation, RehearsedModel
 from ditile.hooks.overrides import find_latents_parameter, list_parameter_names
 from ditile.hooks.pieces import (
     Piece,
@@ -247,7 +247,7 @@ class BlockCalls:
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
-        now.called_models.add((self._key, now.is_whole))
+        now.called_models[now.branch] = RehearsedModel(self._key, now.is_whole, self._count_rows(inputs, now.form))
         self._visits = 0
         result = self._run_pass(_RehearsalPass(self._anatomy, self._last), forward, inputs)
         self._check_visits(now.form.visits)

@@ -77,6 +77,21 @@ LayoutKey = tuple[int, bool]
 """A branch, and whether a call of it is computed whole."""
 
 
+@dataclass(frozen=True, slots=True)
+class RehearsedModel:
+    """A call of a model in a rehearsal.
+
+    Attributes:
+        model: names it.
+        is_whole: whether it was called to compute a whole.
+        rows: of the batch.
+    """
+
+    model: object
+    is_whole: bool
+    rows: int
+
+
 @dataclass(slots=True)
 class Generation:
     """Where the pipeline is, and what must survive.
@@ -107,7 +122,7 @@ class Generation:
         latent_rows: of the first call, what is made of latents, and the tokens between them that fill up a sequence.
         padding_rows: of the first call, those that fill it up, where reference pictures are looked for.
         reference_rows: of the first call, those of them that come out nowhere, as far as a rehearsal found them.
-        called_models: in a rehearsal, and whether they were called to compute a whole.
+        called_models: in a step of a rehearsal, by branch.
         rehearsed_results: what the transformer's calls returned in a rehearsal, by branch.
         recognises_call: (its branch, model, names and shapes, as in `forms`; its arguments; the name of the first) ->
             whether a call of a dry iteration has its result in `rehearsed_results`; None where no call has.
@@ -154,7 +169,7 @@ class Generation:
     latent_rows: range = range(0)
     padding_rows: frozenset[int] = frozenset()
     reference_rows: frozenset[int] = frozenset()
-    called_models: set[tuple[object, bool]] = field(default_factory=set)
+    called_models: dict[int, RehearsedModel] = field(default_factory=dict)
     rehearsed_results: dict[int, Any] = field(default_factory=dict)
     recognises_call: Callable[[tuple[object, ...], Mapping[str, Any], str], bool] | None = None
     live_arguments: frozenset[str] = frozenset()
@@ -340,15 +355,19 @@ class Generation:
         """Checks the number of calls of a micro-step, once the scheduler has stepped.
 
         Raises:
-            StateError: if the pipeline called a divided transformer more or less often than in its first micro-step.
+            StateError: if the pipeline called a divided transformer more or less often than before, and keys or
+                messages that are still to come belong to its calls.
         """
-        # Keys and messages belong to calls, so their number may not change where tokens are cut.
-        if self.calls is None:
+        if self.calls != self.branch:
+            if self.calls is not None and (self.pieces or self.is_stale):
+                raise self.make_calls_error(self.branch)
             self.calls = self.branch
-        elif self.calls != self.branch and self.layouts:
-            raise StateError(
-                f"the pipeline called the transformer {self.branch} times in step {self.micro_step.step} and "
-                f"{self.calls} times before; guidance that changes the number of calls in mid-run cannot be divided "
-                "into patches"
-            )
         self.branch = 0
+
+    def make_calls_error(self, calls: int) -> StateError:
+        """What to raise where the number of calls in a step must not change."""
+        return StateError(
+            f"the pipeline called the transformer {calls} times in step {self.micro_step.step} and {self.calls} times "
+            "before, and stale keys and the messages of stages belong to calls; guide all steps, or use a plan without "
+            "pipefusion, patches and distrifusion, such as ulysses"
+        )

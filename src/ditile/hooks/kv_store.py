@@ -115,6 +115,11 @@ class KeyStore:
                 old.copy_(new)
         return buffers
 
+    def drop_keys(self) -> None:
+        """Drops all keys: those of a batch of another size are about to be written."""
+        self.buffers = self.mask = None
+        self._places.clear()
+
     @staticmethod
     def _find_places(
         buffers: tuple[Tensor, Tensor], runs: tuple[range, ...], batch_range: range | None
@@ -174,7 +179,8 @@ class KeyStore:
         if self.buffers is not None:
             raise StateError(
                 f"the batch changed from {self.buffers[0].shape[0]} to {batch_size} rows in mid-run, and stale "
-                "keys belong to rows; keep guidance on for the whole run, or use warmup equal to the steps"
+                "keys belong to rows; keep guidance on for the whole run, or use a plan without pipefusion, patches "
+                "and distrifusion, such as ulysses"
             )
         shape = (batch_size, like.shape[2], self._length, like.shape[3])
         k, v = (self._make_zeros(name, shape, like).transpose(1, 2) for name in ("k", "v"))

@@ -31,6 +31,9 @@ class WatchedMethod:
         watch: is called in place of the method, with the method as its first argument.
         stock: the method.
         on_copy: (plain method of the copy) -> what the copy has instead; called when the instance is copied.
+
+    Attributes:
+        stock: the method.
     """
 
     def __init__(
@@ -40,21 +43,27 @@ class WatchedMethod:
         on_copy: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda stock: stock,
     ) -> None:
         functools.update_wrapper(self, stock)
-        self._watch, self._stock, self._on_copy = watch, stock, on_copy
+        self._watch, self.stock, self._on_copy = watch, stock, on_copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._watch(self._stock, *args, **kwargs)
+        return self._watch(self.stock, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._on_copy(copy.deepcopy(self._stock, memo))
+        return self._on_copy(copy.deepcopy(self.stock, memo))
 
 
-def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Sets an attribute on an instance until the stack is closed."""
+def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any, *, yields_to_newer: bool = False) -> None:
+    """Sets an attribute on an instance until the stack is closed.
+
+    Args:
+        yields_to_newer: whether what the user sets there in between stays then.
+    """
     before = vars(owner).get(name, _ABSENT)
     vars(owner)[name] = value
 
     def undo_override() -> None:
+        if yields_to_newer and vars(owner).get(name, _ABSENT) is not value:
+            return
         if before is _ABSENT:
             vars(owner).pop(name, None)
         else:
@@ -68,6 +77,19 @@ def hide_attribute(stack: ExitStack, owner: Any, name: str) -> None:
     value = vars(owner).pop(name, _ABSENT)
     if value is not _ABSENT:
         stack.callback(vars(owner).__setitem__, name, value)
+
+
+def list_replaced_methods(owner: Any) -> list[str]:
+    """The methods that the user replaced on an instance, such as `scheduler.step`; what ditile has there is none."""
+    replaced = []
+    for name, value in vars(owner).items():
+        method = getattr(type(owner), name, None)
+        while isinstance(value, WatchedMethod):
+            value = value.stock
+        is_own = getattr(value, "__func__", None) is method and getattr(value, "__self__", None) is owner
+        if inspect.isfunction(method) and not is_own:
+            replaced.append(name)
+    return replaced
 
 
 def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> Callable[..., Any]:

@@ -122,6 +122,10 @@ class BatchShare(Protocol):
     """Which images and calls are this rank's."""
 
     @property
+    def has_idle_replica(self) -> bool:
+        """Whether some rank has no images."""
+
+    @property
     def is_idle(self) -> bool:
         """Whether this rank has no images: it calls no model, and takes part in all messages."""
 

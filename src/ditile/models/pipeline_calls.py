@@ -7,6 +7,7 @@ progress bar of that loop belong to the blocks of its tree, of which a user may 
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 import logging
 import re
@@ -14,7 +15,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from inspect import Parameter
-from types import SimpleNamespace
+from numbers import Real
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,12 +28,17 @@ from torch import Tensor, nn
 
 from ditile.errors import ModelError
 from ditile.hooks.compile import unwrap_compiled
-from ditile.hooks.overrides import replace_globals
+from ditile.hooks.overrides import list_replaced_methods, replace_globals
 from ditile.hooks.pieces import RehearsedPrediction
+from ditile.models.source import find_timed_guidance
 from ditile.plan.guidance import GuidanceRule
 
 TRIED_SCALES = {0.5: 0.0, 1.5: 1.0}
 """Scales of guidance that a class is asked about, the smallest first -> the largest one that is not guided then."""
+COUNT_NAME = re.compile(r"num_inference_steps|height|width|num_frames|video_length|num_\w+_per_prompt")
+"""Of an argument without which, at zero, nothing is drawn."""
+CONTENT_NAME = re.compile(r"(prompt|timesteps|sigmas)(_\d|_embeds)*")
+"""Of an argument that must not be empty, where it is given."""
 DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
 """Of a component that a pipeline calls in its loop."""
 _BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
@@ -266,12 +273,119 @@ def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule
     return GuidanceRule(scales=()) if least is None else GuidanceRule(scales=scales, above=TRIED_SCALES[least])
 
 
+def explain_empty_call(call: Mapping[str, Any]) -> str | None:
+    """Why a call asks for nothing that could be drawn, or None."""
+    for name, value in call.items():
+        if COUNT_NAME.fullmatch(name) and isinstance(value, Real) and value < 1:
+            return f"{name}={value} leaves nothing to draw; give 1 or more, or leave it out for the pipeline's own"
+        is_empty = not value if isinstance(value, list | tuple) else getattr(value, "shape", (1,))[:1] == (0,)
+        if is_empty and CONTENT_NAME.fullmatch(name):
+            return f"{name} is empty, so there is nothing to draw; give one or more, or leave it out"
+    return None
+
+
+def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | None) -> str | None:
+    """Why what a callback does to guidance in mid-run cannot be divided into patches, or None.
+
+    Args:
+        pipe: the pipeline.
+        call: its arguments, and the defaults of the others.
+        steps: how many there are, if that is known.
+    """
+    if not hasattr(type(pipe), "do_classifier_free_guidance"):
+        return None
+    callback = call.get("callback_on_step_end")
+    for each in getattr(callback, "callbacks", [callback]):
+        name = _find_ended_guidance(each)
+        scale = None if name is None else call.get(name.lstrip("_"), 2)
+        if scale is None or scale <= 1 or _comes_too_late(each, steps):
+            continue
+        return (
+            f"{getattr(each, '__name__', type(each).__name__)} sets {name} so that guidance ends in mid-run, which "
+            "cannot be divided into patches; guide all steps, or use a plan without pipefusion, patches and "
+            "distrifusion, such as ulysses"
+        )
+    return None
+
+
+def _find_ended_guidance(callback: Any) -> str | None:
+    """The scale of guidance that the code of a callback sets to a number of at most 1, or None."""
+    function = getattr(callback, "func", callback)
+    functions = [function, getattr(function, "callback_fn", None), getattr(type(function), "__call__", None)]  # noqa: B004
+    codes = [each.__code__ for each in functions if hasattr(each, "__code__")]
+    for code in codes:
+        instructions = list(dis.get_instructions(code))
+        # Functions within it come next.
+        codes += [each.argval for each in instructions if isinstance(each.argval, CodeType)]
+        for at, instruction in enumerate(instructions):
+            if not str(instruction.argval).endswith("guidance_scale"):
+                continue
+            # The number is loaded before the attribute is stored, or after its name for `setattr`.
+            is_store = instruction.opname == "STORE_ATTR"
+            near = instructions[max(at - 3, 0) : at] if is_store else instructions[at + 1 : at + 2]
+            numbers = [each.argval for each in near if each.opname.startswith("LOAD_")]
+            if any(isinstance(number, int | float) and number <= 1 for number in numbers):
+                return str(instruction.argval)
+    return None
+
+
+def _comes_too_late(callback: Any, steps: int | None) -> bool:
+    """Whether one of diffusers' callbacks changes nothing before the last step is over."""
+    config = getattr(callback, "config", {})
+    index = config.get("cutoff_step_index")
+    ratio = config.get("cutoff_step_ratio")
+    if steps is None or (index is None and ratio is None):
+        return False
+    cutoff = int(steps * (ratio or 0)) if index is None else index
+    return bool(cutoff >= steps - 1)
+
+
+def is_guidance_timed(pipe: Any, call: Mapping[str, Any]) -> bool:
+    """Whether a call may ask for guidance in some steps only, so that the model is called more often in these."""
+    deciding = find_timed_guidance(inspect.unwrap(type(pipe).__call__))
+    parameters = list_call_parameters(pipe)
+    asked = (deciding & parameters.keys()) - {"num_inference_steps", "timesteps", "sigmas"}
+    if not asked:
+        return bool(deciding)
+    return any(name in call and call[name] != parameters[name].default for name in asked)
+
+
+_CALLED_BY_PIPELINES = ("add_noise", "scale_noise", "set_begin_index", "set_timesteps")
+"""The methods of schedulers that a pipeline alone calls, on its scheduler and not on a copy."""
+
+
+def explain_replaced_step_refusal(pipe: Any) -> str | None:
+    """Why a pipeline cannot be stepped patch by patch, or on another stage, with methods that the user replaced."""
+    for scheduler in list_schedulers(pipe):
+        replaced = [name for name in list_replaced_methods(scheduler) if name not in _CALLED_BY_PIPELINES]
+        if replaced:
+            kind = type(scheduler).__name__
+            return (
+                f"{kind}.{replaced[0]} was replaced on the scheduler itself, and patches are stepped by copies of it, "
+                f"which the new function does not know; override {replaced[0]} in a class derived from {kind}, or use "
+                "a plan without pipefusion and patches"
+            )
+    return None
+
+
+def explain_changed_size_refusal(pipe: Any) -> str | None:
+    """Why latents of this pipeline cannot be cut, as its scheduler changes their size between steps, or None."""
+    scales = getattr(pipe.scheduler, "config", {}).get("scale_factors") or ()
+    if all(scale == 1 for scale in scales):
+        return None
+    return (
+        f"{type(pipe.scheduler).__name__} with scale_factors={list(scales)} changes the size of the latents between "
+        "steps, and patches and stale keys belong to one size; use a plan without pipefusion, patches and distrifusion"
+    )
+
+
 def explain_scheduler_refusal(pipe: Any) -> str | None:
     """Why a pipeline's scheduler cannot step latents patch by patch, or None."""
     scheduler = type(pipe.scheduler).__name__
-    if pipe.scheduler.config.get("thresholding"):
+    config = getattr(pipe.scheduler, "config", {})
+    if config.get("thresholding"):
         return f"{scheduler} with thresholding=True takes a quantile of the whole image; set thresholding=False"
-    if pipe.scheduler.config.get("noise_sampler_seed") is not None:
+    if config.get("noise_sampler_seed") is not None:
         return f"{scheduler} with noise_sampler_seed draws noise by the shape that it steps; leave the seed at None"
     return None
 

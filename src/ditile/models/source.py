@@ -201,6 +201,111 @@ def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozense
     return cuts
 
 
+@functools.cache
+def find_timed_guidance(pipeline_call: Callable[..., Any]) -> frozenset[str]:
+    """What decides, step by step, how a pipeline's loop calls its model; empty if all steps call it alike.
+
+    Returns:
+        The names in conditions that depend on the step, and decide whether the model is called, or on how many rows.
+    """
+    function = _parse_function(pipeline_call)
+    loops = [] if function is None else [node for node in ast.walk(function) if isinstance(node, ast.For)]
+    deciding = set[str]()
+    for loop in loops:
+        calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+        if any(isinstance(call.func, ast.Attribute) and call.func.attr == "step" for call in calls):
+            deciding |= _TimedConditions(loop).deciding
+    return frozenset(deciding)
+
+
+class _TimedConditions(ast.NodeVisitor):
+    """The conditions in a loop over timesteps that depend on the step, followed from the loop's own variables.
+
+    Attributes:
+        deciding: the names in those around calls of the model, or around what these are given.
+    """
+
+    def __init__(self, loop: ast.For) -> None:
+        self.deciding = set[str]()
+        self._timed = _list_names(loop.target)
+        self._conditions: list[set[str]] = []
+        self._sources: dict[str, set[str]] = {}
+        self._given = set[str]()
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Call) and _is_model_call(node):
+                for argument in (*node.args, *(word.value for word in node.keywords)):
+                    self._given |= _list_names(argument)
+        for statement in loop.body:
+            self.visit(statement)
+
+    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802
+        """A name that is made of a timed one, or under a timed condition, is timed too."""
+        self.generic_visit(node)
+        names = set[str]().union(*map(_list_names, node.targets))
+        if self._conditions and names & self._given and _may_change_rows(node.value):
+            self.deciding |= set[str]().union(*self._conditions)
+        read = _list_scalar_names(node.value)
+        if read & self._timed or self._conditions:
+            self._timed |= names
+            sources = read.union(*self._conditions, *(self._sources.get(name, set()) for name in read))
+            for name in names:
+                self._sources[name] = self._sources.get(name, set()) | sources
+
+    def visit_Call(self, node: ast.Call) -> None:  # noqa: N802
+        """A call of the model under a timed condition."""
+        self.generic_visit(node)
+        if self._conditions and _is_model_call(node):
+            self.deciding |= set[str]().union(*self._conditions)
+
+    def visit_If(self, node: ast.If) -> None:  # noqa: N802
+        """Both branches depend on the condition."""
+        self._visit_condition(node, (*node.body, *node.orelse))
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:  # noqa: N802
+        """So do both values of a conditional expression."""
+        self._visit_condition(node, (node.body, node.orelse))
+
+    def _visit_condition(self, node: ast.If | ast.IfExp, branches: Sequence[ast.AST]) -> None:
+        self.visit(node.test)
+        names = _list_scalar_names(node.test)
+        is_timed = bool(names & self._timed)
+        if is_timed:
+            self._conditions.append(names.union(*(self._sources.get(name, set()) for name in names)))
+        for branch in branches:
+            self.visit(branch)
+        if is_timed:
+            self._conditions.pop()
+
+
+def _is_model_call(node: ast.Call) -> bool:
+    """Whether a pipeline calls its transformer or U-Net."""
+    return _read_attribute_name(node.func).startswith(("transformer", "unet"))
+
+
+def _may_change_rows(value: ast.AST) -> bool:
+    """Whether an expression repeats or joins tensors, as for the branches of guidance."""
+    names = {getattr(node, "attr", None) for node in ast.walk(value)}
+    return not names.isdisjoint(("repeat", "cat", "concat", "stack", "tile", "repeat_interleave"))
+
+
+def _list_names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _list_scalar_names(node: ast.AST) -> set[str]:
+    """The names in an expression, and attributes of `self`, without those that are arguments of a call in it."""
+    if isinstance(node, ast.Call):
+        is_number = _read_attribute_name(node.func, "id") in ("float", "int", "bool", "min", "max", "abs", "round")
+        parts: Sequence[ast.AST] = node.args if is_number else (node.func,)
+    elif isinstance(node, ast.Name):
+        return {node.id}
+    elif own := _read_attribute_name(node):
+        return {own.lstrip("_")}
+    else:
+        parts = list(ast.iter_child_nodes(node))
+    return set[str]().union(*map(_list_scalar_names, parts))
+
+
 def _walk_guarded(body: Sequence[ast.stmt], names: frozenset[str]) -> Iterator[tuple[ast.stmt, frozenset[str]]]:
     """Statements, each with the names that are true where it is run; what a plain `if` asks for, and `and`."""
     for node in body:

@@ -274,8 +274,16 @@ class Plan:
         Args:
             steps: None where the call does not say.
         """
+        return self.num_patches == 1 or not self.has_stale_steps(steps)
+
+    def has_stale_steps(self, steps: int | None) -> bool:
+        """Whether keys are stale in some steps of a call, or may be.
+
+        Args:
+            steps: None where the call does not say.
+        """
         is_known = steps is not None and isinstance(self.warmup, int)
-        return self.num_patches == 1 or (is_known and self.warmup >= steps)  # type: ignore[operator]
+        return self.attends_to_stale_keys and not (is_known and self.warmup >= steps)  # type: ignore[operator]
 
     @property
     def least_warmup(self) -> int:

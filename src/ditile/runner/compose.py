@@ -32,6 +32,7 @@ from ditile.models.pipeline_calls import (
     explain_manager_refusal,
     find_denoisers,
     find_offload_devices,
+    is_guidance_timed,
     list_denoiser_names,
     read_call_values,
 )
@@ -206,6 +207,7 @@ class Composition:
                 stack.enter_context(self._attach_caches(batch, decisions))
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
+            self.loop.has_timed_guidance = is_guidance_timed(self.pipe, read_call_values(call))
             self.loop.install_scheduler_hooks(stack, self.pipe, models, batch, callbacks)
             yield self.loop
 

@@ -30,13 +30,17 @@ from ditile.distributed.transport import gather_json
 from ditile.errors import DitileError, ModelError, PlanError, StateError
 from ditile.hooks.attention_processors import restore_processors_on_error
 from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.overrides import override_attribute
+from ditile.hooks.overrides import WatchedMethod, override_attribute
 from ditile.hooks.placeholders import list_quantized_parameters
 from ditile.models import registry
 from ditile.models.pipeline_calls import (
     count_most_iterations,
     describe_stale_statistics,
+    explain_callback_refusal,
+    explain_changed_size_refusal,
+    explain_empty_call,
     explain_guider_refusal,
+    explain_replaced_step_refusal,
     explain_scheduler_refusal,
     find_call_owner,
     find_pipeline_device,
@@ -380,7 +384,7 @@ class Runner:
             raise ModelError(f"{name}={output_on!r} is not known; try 'all' or 'first'")
         call = dict(self._signature.bind(*args, **kwargs).arguments)
         call |= call.pop(self._rest, {})
-        if reason := self._find_call_refusal(call):
+        if reason := explain_empty_call(read_call_values(call)) or self._find_call_refusal(call):
             raise ModelError(reason)
         return call
 
@@ -394,16 +398,29 @@ class Runner:
         if reason := explain_hook_refusal(find_loop_models(self.pipe), self.plan, num_steps):
             return reason
         partial = self.plan.attends_to_stale_keys or self.plan.pipefusion > 1
-        is_fresh = not partial or self.plan.predicts_whole(count_most_iterations(self.pipe, call, num_steps))
+        iterations = count_most_iterations(self.pipe, call, num_steps)
+        is_fresh = not partial or self.plan.predicts_whole(iterations)
         reason = explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh)
         reason = reason or self._parts.spec.refuse(self.pipe, call)
         reason = reason or self._find_latent_cut(call)
-        # Without known blocks there are no patches: every rank steps whole images.
-        if reason is None and self._parts.block_hooks.chain and self.plan.num_patches > 1:
-            reason = explain_scheduler_refusal(self.pipe)
+        reason = reason or self._find_step_refusal(call, iterations)
         if reason is None and self._parts.block_hooks.chain and not is_fresh:
             self._advise_once(describe_stale_statistics(self.pipe, self._fill_defaults(call)))
         return reason or self._parts.find_refusal_reason()
+
+    def _find_step_refusal(self, call: Mapping[str, Any], steps: int | None) -> str | None:
+        """Why what a call does between and at the ends of its steps cannot be honoured exactly, or None."""
+        reason = None
+        cuts_latents = self.plan.num_patches * self.plan.pipefusion > 1
+        # Without known blocks there are no patches: every rank steps whole images.
+        if self._parts.block_hooks.chain and self.plan.num_patches > 1:
+            reason = explain_scheduler_refusal(self.pipe)
+        if reason is None and cuts_latents:
+            reason = explain_replaced_step_refusal(self.pipe)
+        if reason is None and (cuts_latents or self.plan.has_stale_steps(steps)):
+            reason = explain_changed_size_refusal(self.pipe)
+            reason = reason or explain_callback_refusal(self.pipe, self._fill_defaults(call), steps)
+        return reason
 
     def _find_latent_cut(self, call: Mapping[str, Any]) -> str | None:
         """Why a call that goes on with a part of its latents cannot be divided into patches, or None."""
@@ -607,8 +624,8 @@ class DecodeChecks:
         for coder in pipe.components.values():
             decode = getattr(coder, "decode", None)
             if isinstance(coder, nn.Module) and callable(decode):
-                check = functools.partial(self._decode, type(coder).__name__, decode)
-                override_attribute(stack, coder, "decode", functools.update_wrapper(check, decode))
+                check = functools.partial(self._decode, type(coder).__name__)
+                override_attribute(stack, coder, "decode", WatchedMethod(check, decode))
 
     def raise_complaint(self, group: dist.ProcessGroup | None) -> None:
         """Raises `ModelError` on all ranks of a group if what one of them decoded is not finite."""

@@ -150,36 +150,38 @@ def refused(way: str) -> None:
 
 
 class Fewer(Own):
-    """Leaves guidance in mid-run, or asks for more of it."""
+    """Leaves guidance in mid-run, for good or for two steps, or asks for more of it."""
 
     @torch.no_grad()
     def __call__(self, prompt: Any, way: str, generator: Any = None) -> Any:
         latents: Tensor = torch.zeros(2, 4, 8, 8, dtype=torch.float64)
         text = torch.zeros(2, 5, tiny.WIDTH, dtype=torch.float64)
-        self.scheduler.set_timesteps(4)
-        for i, t in enumerate(self.scheduler.timesteps):
-            calls = 2 if i < 2 else {"fewer": 1, "more": 3}[way]
-            results = [self.unet(latents, t, text).sample for _ in range(calls)]
+        numbers = {"fewer": [2, 2, 1, 1], "more": [2, 2, 3, 3], "between": [2, 1, 1, 2, 2]}[way]
+        self.scheduler.set_timesteps(len(numbers))
+        for calls, t in zip(numbers, self.scheduler.timesteps, strict=True):
+            results = [self.unet(latents, t, text + call).sample for call in range(calls)]
             latents = self.scheduler.step(sum(results), t, latents).prev_sample
         return latents
 
 
-def other_calls(way: str, calls: int) -> None:
+def other_calls(way: str) -> None:
     pipe = Fewer(**own().components)
     wanted = pipe(["a", "b"], way)
-    says = f"called UNet2DConditionModel {calls} times in step 2 and 2 times before.*use cfg=1"
-    with divided(pipe, cfg=2) as runner, pytest.raises(StateError, match=says):
-        runner(["a", "b"], way)
-    with divided(pipe, data=2) as runner:
-        close(runner(["a", "b"], way), wanted, f"{way} calls under data")
+    for plan in ({"cfg": 2}, {"data": 2}):
+        with divided(pipe, **plan) as runner:
+            close(runner(["a", "b"], way), wanted, f"{way} calls under {plan}")
+
+
+def test_the_number_of_calls_may_change(pool: Pool) -> None:
+    """A failure means that a half waits for a call that is not made, or does not compute one more."""
+    for way in ("fewer", "more", "between"):
+        pool.run(other_calls, 2, way)
 
 
 def test_what_cannot_be_shared_out_is_refused(pool: Pool) -> None:
     """A failure means a hang, or a picture of holes."""
     for way in REFUSED:
         pool.run(refused, 2, way)
-    pool.run(other_calls, 2, "fewer", 1)
-    pool.run(other_calls, 2, "more", 3)
 
 
 def no_more() -> None:

@@ -17,7 +17,12 @@ import ditile
 from ditile import Plan
 from ditile.errors import ModelError
 from ditile.hooks.pieces import Piece
-from ditile.parallel.pipefusion.patch_schedulers import PatchSchedulers, find_argument_names, find_step_signature
+from ditile.parallel.pipefusion.patch_schedulers import (
+    PatchSchedulers,
+    StepSignature,
+    find_argument_names,
+    find_step_signature,
+)
 from tests.pool import Pool, share
 from tests.runner.cases import MAKE, call_of, different, divided, same
 from tests.zoo import ZOO
@@ -197,11 +202,12 @@ def test_the_first_timestep_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         type(scheduler), "index_for_timestep", lambda self, *args: lookups.append(args) or stock(self, *args)
     )
-    copies = PatchSchedulers(scheduler, (), scheduler.timesteps, 4, 4, ("model_output", "timestep", "sample"))
+    copies = PatchSchedulers(scheduler, (), scheduler.timesteps, 4, 4)
     latents = torch.ones(1, 1, 8, 8)
     pieces = [Piece.from_mask(torch.arange(8).view(1, 1, 8, 1).expand(1, 1, 8, 8) // 2 == patch) for patch in range(4)]
     for t in scheduler.timesteps[1:3]:
-        stepped = [copies.step_patch(p, latents, t, latents, piece, {})[0] for p, piece in enumerate(pieces)]
+        call = StepSignature(scheduler).bind((latents, t, latents), {})
+        stepped = [copies.step_patch(p, call, latents, piece)[0] for p, piece in enumerate(pieces)]
     assert len(lookups) == 1
     assert all(torch.equal(each, stepped[0]) for each in stepped)
     copies.sync_step_index(scheduler)

@@ -78,6 +78,11 @@ class DataCfgBatch:
         return self._data.has_no_images
 
     @property
+    def has_idle_replica(self) -> bool:
+        """Whether some rank has no images."""
+        return self._data.has_idle_replica
+
+    @property
     def is_split_by_calls(self) -> bool:
         """Whether the halves compute calls of their own, now that the first step is over."""
         return self._by_calls and self._splits_calls(self._now.micro_step.step)
@@ -121,14 +126,15 @@ class DataCfgBatch:
 
     def begin_generation(self) -> None:
         """A generation begins."""
-        self._over = self._announced = self._by_calls = False
+        self._over = self._by_calls = False
         self._hole: Tensor | None = None
         self._predictions: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
         self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
         self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
-        self._rows: list[tuple[str, list[int]]] = []  # of each prediction, where this rank makes none
-        self._returns_tensor = False  # and no tuple or object
+        # What `_agree_on_rows` returns, by the shape of the model's noisy input.
+        self._rows: dict[tuple[int, ...], tuple[list[tuple[str, list[int]]], bool]] = {}
+        self._own_slice: BatchSlice | None = None  # of the last call
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
         self._deferred = DeferredWork()
 
@@ -143,7 +149,6 @@ class DataCfgBatch:
 
         Raises:
             ModelError: if the latents have other rows than the call asked for, or guidance is off and cfg has no use.
-            StateError: if the number of calls changed.
         """
         if self._data.size == self._cfg.size == 1:
             return
@@ -164,8 +169,10 @@ class DataCfgBatch:
             )
         if now.calls is None:
             self._deferred.end()
-        if now.calls is not None and now.branch != now.calls:
-            raise self._make_calls_error(now, now.branch)
+        # Guidance that ended: the calls that were made are all that there are.
+        is_cut_short = now.calls is not None and 0 < now.branch < now.calls and self._splits_calls(now.micro_step.step)
+        if is_cut_short and self._own_slice is not None and self._is_last and not self.is_idle:
+            self._complete_calls(now.branch - 1, self._own_slice)
         if self._splits_calls(now.micro_step.step) and self._hole is None and self._is_last and not self.is_idle:
             # A NaN that the model itself did not make. It is read at the end, so that nothing waits for a GPU here.
             own = [prediction for calls in self._predictions.values() for prediction in calls]
@@ -234,19 +241,19 @@ class DataCfgBatch:
         if every.num_branches != before and now.is_stale:
             raise StateError(
                 f"the batch changed from {before} to {every.num_branches} branches of guidance in step {step}, and "
-                "stale keys belong to branches; keep guidance on for the whole run, or use warmup equal to the steps"
+                "stale keys belong to branches; keep guidance on for the whole run, or use a plan without pipefusion, "
+                "patches and distrifusion, such as ulysses"
             )
         self._num_branches[branch] = every.num_branches
         if self._by_calls and every.num_branches > 1:
             raise self._make_calls_error(now, every.num_branches * (branch + 1))
-        batch_slice = replace(every, images=self._data.images)
+        self._own_slice = batch_slice = replace(every, images=self._data.images)
         mode = f"{describe_mode(kwargs)} {[tuple(x.shape) for x in pytree.tree_leaves(batch[:1])]}"
         if self._modes.setdefault(branch, mode) != mode:
             self._changed_steps.add(step)
         self._modes[branch] = mode
-        by_calls = self._splits_calls(step)
-        if by_calls and now.calls is not None and branch >= now.calls:
-            raise self._make_calls_error(now, branch + 1)
+        # Every half computes a call that the step before did not have.
+        by_calls = self._splits_calls(step) and now.calls is not None and branch < now.calls
         self._begin_deferred_work(now)
         if self.is_idle:
             return self._defer(self._make_idle_result(now, batch, kwargs), is_absent=False)
@@ -326,7 +333,8 @@ class DataCfgBatch:
         branch, size = now.branch, batch_slice.batch_size
         cut_positional, cut_named, is_cut = self._slice_arguments(args, kwargs, batch_slice)
         result = forward(*cut_positional, **cut_named)
-        if not isinstance(self._find_noisy_input(args, kwargs)[1], Tensor):
+        _, noisy = self._find_noisy_input(args, kwargs)
+        if not isinstance(noisy, Tensor):
             result, self._returns_list = _map_rows(result, list, torch.stack), True
         self._results[branch] = result
         predictions = extract_predictions(result, batch_slice.slice_size if is_cut else size)
@@ -337,7 +345,7 @@ class DataCfgBatch:
             )
         if not is_cut:
             predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
-        self._agree_on_rows(predictions, result)
+        self._agree_on_rows(noisy, predictions, result)
         shapes = [(size, *prediction.shape[1:]) for prediction in predictions]
         wholes = self._predictions.get(branch)
         if wholes is None or now.micro_step.patch is None or [tuple(whole.shape) for whole in wholes] != shapes:
@@ -405,12 +413,12 @@ class DataCfgBatch:
 
     def _make_idle_result(self, now: Generation, batch: Sequence[Tensor], kwargs: dict[str, Any]) -> Any:
         """A rank without images does not call the model: zeros as large as the others' predictions."""
-        self._agree_on_rows(None, None)
+        announced, returns_tensor = self._agree_on_rows(batch, None, None)
         now.advance_branch()
         # The dtype may be another than the latents': under autocast it is that of the last product.
         rows = len(batch)
-        zeros = [batch[0].new_zeros((rows, *trailing), dtype=getattr(torch, dtype)) for dtype, trailing in self._rows]
-        if self._returns_tensor:
+        zeros = [batch[0].new_zeros((rows, *trailing), dtype=getattr(torch, dtype)) for dtype, trailing in announced]
+        if returns_tensor:
             return zeros[0]
         if not kwargs.get("return_dict", True):
             return self._hand_on(tuple(zeros))
@@ -421,12 +429,21 @@ class DataCfgBatch:
             )
         return self._hand_on(Transformer2DModelOutput(sample=zeros[0]))
 
-    def _agree_on_rows(self, predictions: Sequence[Tensor] | None, result: Any) -> None:
-        """Where some replica is idle, rank 0 sends once the form, dtypes and shapes of predictions; all call it."""
-        if not self._announced and self._data.has_idle_replica:
+    def _agree_on_rows(
+        self, noisy: Sequence[Tensor], predictions: Sequence[Tensor] | None, result: Any
+    ) -> tuple[list[tuple[str, list[int]]], bool]:
+        """Where some replica is idle, rank 0 sends the form, dtypes and shapes of predictions' rows; all call it alike.
+
+        It does so once for each size of the noisy input, of which every replica has all rows.
+
+        Returns:
+            The dtype and shape of each prediction's rows, and whether the model returns a tensor in nothing else.
+        """
+        size = (len(noisy), *noisy[0].shape)
+        if size not in self._rows and self._data.has_idle_replica:
             rows = [[describe_dtype(x), list(x.shape[1:])] for x in predictions or ()]
-            self._rows, self._returns_tensor = gather_json([rows, isinstance(result, Tensor)], self._mesh.everyone)[0]
-        self._announced = True
+            self._rows[size] = gather_json([rows, isinstance(result, Tensor)], self._mesh.everyone)[0]
+        return self._rows.get(size, ([], False))
 
     def _find_fresh_piece(self, now: Generation, branch: int, output: int) -> Piece | None:
         """What is fresh of a prediction of a call at the micro-step at hand; None is all of it."""

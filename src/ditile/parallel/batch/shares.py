@@ -31,7 +31,7 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_exchange, start_gather
 from ditile.errors import ModelError
 from ditile.hooks.batch_rows import slice_batch_arguments
-from ditile.hooks.overrides import override_attribute
+from ditile.hooks.overrides import list_replaced_methods, override_attribute
 from ditile.hooks.pieces import Piece, list_predictions
 from ditile.plan.layout import pick_even_chunk
 
@@ -164,11 +164,12 @@ class CfgExchange:
         calls = range(len(predictions))
         of_half = [calls[half :: self.size] for half in range(self.size)]
         fresh = [batch_slice.select_batch(take_piece(prediction, piece)) for prediction in predictions]
-        own = torch.cat([fresh[call] for call in of_half[self._axis.index]])
+        # A half may have none, where guidance ended and fewer calls than halves are left.
+        own = torch.cat([fresh[0][:0], *(fresh[call] for call in of_half[self._axis.index])])
         shapes = [(len(theirs) * batch_slice.slice_size, *own.shape[1:]) for theirs in of_half]
         received = start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
         for half, (theirs, parts) in enumerate(zip(of_half, received, strict=True)):
-            if half != self._axis.index:
+            if half != self._axis.index and theirs:
                 for call, part in zip(theirs, parts.split(batch_slice.slice_size), strict=True):
                     _write_piece(predictions[call], batch_slice, part, piece)
 
@@ -250,7 +251,8 @@ class ReplicaImages:
             to: which replicas get the pictures along this axis: the others get zeros.
             over: whether the loop is over; what is decoded before is decoded whole.
         """
-        if self.size == 1 or not hasattr(vae, "decode"):
+        # A function that the user has in its place may compute with all images: every replica calls it on these.
+        if self.size == 1 or not hasattr(vae, "decode") or "decode" in list_replaced_methods(vae):
             return
         decode = vae.decode
 

@@ -335,9 +335,12 @@ class PipeFusion:
         if batch_size != now.batch and self.stages > 1:
             raise StateError(
                 f"the batch changed from {now.batch} to {batch_size} rows in mid-run, and what stages send each other "
-                "has those of the first step; keep guidance on for the whole run, or use pipefusion=1"
+                "has those of the first step; keep guidance on for the whole run, or use a plan without pipefusion and "
+                "patches, such as ulysses"
             )
         if self._own_calls and now.calls is not None:
+            if now.branch >= now.calls:
+                raise now.make_calls_error(now.branch + 1)
             self._take_stepped_patches(now.micro_step, self._own_calls.index(now.branch))
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
         return micro_batches

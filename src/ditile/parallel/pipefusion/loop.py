@@ -36,8 +36,10 @@ from ditile.parallel.pipefusion.other_models import OtherModels
 from ditile.parallel.pipefusion.patch_schedulers import (
     PatchExtra,
     PatchSchedulers,
+    StepCall,
     StepTimesteps,
     extract_sample,
+    raise_changed_size,
     replace_latents,
 )
 from ditile.parallel.pipefusion.rehearsal import BlendIterations, Rehearsal, SavedState
@@ -66,6 +68,7 @@ class Loop:
         when_over: called after the last step.
         lets_group_rest: whether the warmup group rests in the next call.
         call_shapes: of the next call, as `describe_call_shapes` says.
+        has_timed_guidance: whether the next call may call the model more often in some steps.
         generation: the one under way, or none.
     """
 
@@ -85,6 +88,8 @@ class Loop:
         self._kept_buffers, self._may_change = kept_buffers, may_change
         self._plan, self._split, self._serial_plan = plan, split, serial_plan
         self.lets_group_rest, self.call_shapes = False, object()
+        self.has_timed_guidance = False
+        self._owns_timesteps = True
         # Replicas exchange latents at the end, so they must stop at the same step.
         self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
@@ -167,8 +172,10 @@ class Loop:
         self._main = self._adaptive_warmup = self._relative_change = None
         self._streams = []
         timesteps = vars(self._scheduler).get("timesteps")
-        if isinstance(timesteps, StepTimesteps):
+        if isinstance(timesteps, StepTimesteps) and self._owns_timesteps:
             self._scheduler.timesteps = timesteps.to_plain_tensor()
+        elif isinstance(timesteps, StepTimesteps):
+            del self._scheduler.timesteps
 
     def withdraw_generation(self) -> None:
         """Every rank refuses the first call of a model: nothing of a picture is under way."""
@@ -183,6 +190,8 @@ class Loop:
     def _set_timesteps(self, stock: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self.drop_generation()
         stock(*args, **kwargs)
+        # What the user put around a scheduler hands on its timesteps, and has none of its own.
+        self._owns_timesteps = "timesteps" in vars(self._scheduler)
         self._plain = self._scheduler.timesteps
         self._scheduler.timesteps = StepTimesteps.wrap_timesteps(self._plain, self.iterate_micro_steps)
 
@@ -252,6 +261,10 @@ class Loop:
         self._has_partial_latents = schedule.patches > 1 or schedule.stages > 1
         self._is_stepping_rank = self._pipefusion.is_last_stage and not self._batch.is_idle
         self._batch.begin_generation()
+        # A replica without images makes no micro-steps.
+        cuts_latents = self._plan.num_patches * self._plan.pipefusion > 1
+        shares_images = self._mesh["data"].num_ranks > 1 and not (cuts_latents and self._batch.has_idle_replica)
+        self._gathers_predictions = shares_images and self._pipefusion.is_last_stage
         self._relative_change = RelativeChange(self._mesh) if schedule.adaptive else None
         generation = self.generation
         generation.become(
@@ -282,10 +295,10 @@ class Loop:
         """Iterations before the first step: see `rehearsal.py`. Without one the pipeline calls no model in its loop."""
         now, self._streams = self.generation, []  # each is added when it is first stepped
         rehearsal = Rehearsal(now, self._streams, type(self._pipe).__name__, self._other_models)
-        steps = self._schedule.steps if self._may_change else 1
+        steps = self._schedule.steps if self._changes_calls else 1
         patches = self._plan.num_patches if self._has_partial_latents else 0
         # Which model is called in a step may depend on its timestep.
-        times = tuple(map(float, timesteps)) if self._may_change else None
+        times = tuple(map(float, timesteps)) if self._changes_calls else None
         shapes = self.call_shapes, now.warmup_split, now.schedule.has_stale_steps, times
         known, references = self._rehearsed_calls.list_calls(shapes), self._plan.references is not None
         calls = rehearsal.iterate_calls(timesteps, steps, patches, known, references=references)
@@ -295,6 +308,9 @@ class Loop:
         self._rehearsed_calls.note_call(rehearsal.describe_findings())
         if self._serial_plan is not None and self._schedule.warmup_group_size and now.warmup_split is None:
             self._schedule = Schedule.from_plan(self._serial_plan, self._schedule.steps)
+        if not self._has_partial_latents:
+            for each in self._streams:
+                each.restore_step_index()
         again = self._schedule.again | rehearsal.changed_steps
         self._schedule = replace(self._schedule, again=again, num_references=rehearsal.num_references)
         if self._has_partial_latents:
@@ -443,7 +459,8 @@ class Loop:
         if scheduler is self._scheduler:
             self.generation.check_under_way()
         stream = next((each for each in (self._main, *self._streams) if each and each.scheduler is scheduler), None)
-        if stream is None:
+        # Where latents are whole, the scheduler itself is stepped.
+        if stream is None or not (self._has_partial_latents or self.generation.is_dry):
             return stock(sample, *args, **kwargs)
         patches = self._schedule.list_patches(self.generation.micro_step) if self._is_stepping_rank else range(1)
         stepped = stream.select_stepped_patches(patches) if self._is_stepping_rank else patches
@@ -453,27 +470,28 @@ class Loop:
         stream = self._find_stream(scheduler)
         if stream is None:
             return stock(*args, **kwargs)
-        model_output, timestep, sample, call = stream.bind_step_call(*args, **kwargs)
-        now = self.generation
-        if now.is_dry:
-            return self._note_dry_step(stream, model_output, timestep, sample, call)
+        call = stream.signature.bind(args, kwargs)
+        if self.generation.is_dry:
+            return self._note_dry_step(stream, call)
         if stream is self._main:
-            self._batch.check_prediction(model_output, sample)
+            self._batch.check_prediction(call.prediction, call.sample)
+        # A user's own code may compute with all images of the batch.
+        if stream.is_custom and self._gathers_predictions:
+            call = replace(call, prediction=self._batch.gather_latents(call.prediction))
+        if not self._has_partial_latents:
+            return self._step_whole_latents(stream, stock, call)
+        now = self.generation
         # A pipeline may step a first time to see the picture without noise, and count back.
         is_again = stream.is_stepped
-        if not self._has_partial_latents:
-            self._get_copies(stream).take_state(stream.scheduler)
-        stream.copy_new_latents(sample, now, partial=self._has_partial_latents, synced=self._synced)
-        if self._is_stepping_rank:
-            result = self._step_patches(stream, model_output, timestep, call)
-        else:
-            result = self._step_on_corner(stream, model_output, timestep, call)
+        stream.copy_new_latents(call.sample, now, synced=self._synced)
+        make_step = self._step_patches if self._is_stepping_rank else self._step_on_corner
+        result = make_step(stream, call)
         stream.is_stepped = True
         if self._is_stepped:
             self._send_stepped_patches(now.micro_step)
-        last = now.micro_step.step == self._schedule.steps - 1
         if self._schedule.is_last_of_step(now.micro_step):
-            self._end_step(stream, now.micro_step.step, timestep, is_again=is_again)
+            self._get_copies(stream).sync_step_index(scheduler)
+            self._end_step(stream, now.micro_step.step, call.timestep, is_again=is_again)
         # Already now, so that what the pipeline makes of the latents that it is given has all that is to come. Messages
         # have one order whatever a micro-step brings: what is sent waits for all streams, and all is received at once.
         following = self._schedule.find_following(now.micro_step)
@@ -484,55 +502,76 @@ class Loop:
                 self._exchange_latents(following)
         if stream is self._main and not is_again:
             now.end_micro_step()
-        whole = functools.partial(self._complete_step_extras, stream, last=last)
-        keep = not self._has_partial_latents and self._mesh["data"].num_ranks == 1
-        return replace_latents(result, stream.hand_on(is_dry=False), whole, keep=keep)
+        return replace_latents(result, stream.hand_on(is_dry=False), _stand_for_extras, keep=False)
 
-    def _note_dry_step(
-        self, stream: SteppedLatents, prediction: Tensor, timestep: Any, sample: Tensor, call: dict[str, Any]
-    ) -> Any:
+    def _step_whole_latents(self, stream: SteppedLatents, stock: Callable[..., Any], call: StepCall) -> Any:
+        """Steps all of the latents by the scheduler itself, or by what the user has in place of its method."""
+        now = self.generation
+        step = now.micro_step.step
+        is_again = stream.is_stepped
+        drives = stream is self._main
+        driving = self._scheduler.timesteps
+        # A scheduler that iterates its timesteps would drive the loop.
+        if drives:
+            self._scheduler.timesteps = self._plain
+        with self._trace.record_span("step", step, 0):
+            result = call.make(stock, call.prediction, call.sample, call.others)
+        if drives and self._scheduler.timesteps is self._plain:
+            self._scheduler.timesteps = driving
+        stream.latents = extract_sample(result)
+        stream.is_stepped = True
+        if self._relative_change is not None and self._is_stepping_rank:
+            self._relative_change.record_change(
+                ("latents", 0, 0), *map(self._batch.view_own_images, (stream.latents, call.sample))
+            )
+        self._end_step(stream, step, call.timestep, is_again=is_again)
+        if drives and not is_again:
+            now.end_micro_step()
+        if self._mesh["data"].num_ranks == 1:
+            return result
+        whole = functools.partial(self._complete_step_extras, is_last=step == self._schedule.steps - 1)
+        return replace_latents(result, stream.latents, whole, keep=False)
+
+    def _note_dry_step(self, stream: SteppedLatents, call: StepCall) -> Any:
         """Where NaN came out are the latents of a patch that is rehearsed; the latents stay as they are."""
         if self.generation.blended_step is None:
-            stream.note_rehearsal(prediction, sample, is_cut=self._has_partial_latents)
+            stream.note_rehearsal(call.prediction, call.sample, is_cut=self._has_partial_latents)
         # Each rehearsal is a first step, before which nothing was made besides latents.
-        first = {name: None if isinstance(value, PatchExtra) else value for name, value in call.items()}
-        zeros = torch.zeros_like(prediction)
-        result = self._get_copies(stream).step_on_corner(zeros, timestep, sample, first, closes=False)
+        first = {place: None if isinstance(value, PatchExtra) else value for place, value in call.others.items()}
+        zeros = replace(call, prediction=torch.zeros_like(call.prediction), others=first)
+        result = self._get_copies(stream).step_on_corner(zeros, call.sample, closes=False)
         # The pipeline may count it back, or ask for the noise of the next step.
         if self.generation.blended_step is None:
             stream.set_step_index(self.generation.micro_step.step + 1)
         else:
-            stream.note_blend(sample, self.generation.blended_step)
+            stream.note_blend(call.sample, self.generation.blended_step)
         if stream is self._main:
             self.generation.branch = 0
-        whole = functools.partial(self._complete_step_extras, stream, last=False)
+        whole = _stand_for_extras if self._has_partial_latents else list
         return replace_latents(result, stream.hand_on(is_dry=True), whole, keep=False)
 
-    def _complete_step_extras(self, stream: SteppedLatents, extras: Sequence[Any], *, last: bool) -> list[Any]:
+    def _complete_step_extras(self, extras: Sequence[Any], *, is_last: bool) -> list[Any]:
         """What a step made besides latents: of all images after the last step, of this replica's images before."""
-        if self._has_partial_latents:
-            return [PatchExtra(index) for index in range(len(extras))]
-        own = [stream.latents if self._batch.is_idle else one for one in extras]
-        return [self._batch.gather_latents(one) if last and isinstance(one, Tensor) else one for one in own]
+        return [self._batch.gather_latents(one) if is_last and isinstance(one, Tensor) else one for one in extras]
 
-    def _step_patches(self, stream: SteppedLatents, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
+    def _step_patches(self, stream: SteppedLatents, call: StepCall) -> Any:
         now, copies = self.generation, self._get_copies(stream)
         assert stream.latents is not None
         result: Any = None
         stream.stepped_patches.clear()
         for patch in self._schedule.list_patches(now.micro_step):
-            piece = self._locate_patch(stream, patch)
+            piece = stream.pieces[patch]
             if piece.is_empty:  # such as a sound in any patch but the first
                 copies.skip_patch(call, stream.latents.device)
                 continue
             with self._trace.record_span("step", now.micro_step.step, patch):
-                stepped, result = copies.step_patch(patch, prediction, timestep, stream.sample, piece, call)
+                stepped, result = copies.step_patch(patch, call, stream.sample, piece)
                 self._record_change(stream, stepped, piece)
             stream.stepped_patches[patch] = stream.held_patches[patch] = stepped
         if self._schedule.patches == 1:
             stream.release_patches(range(1))
         if result is None:
-            result = copies.step_on_corner(prediction, timestep, stream.latents, call, closes=False)
+            result = copies.step_on_corner(call, stream.latents, closes=False)
         return result
 
     def _send_stepped_patches(self, micro: MicroStep) -> None:
@@ -547,21 +586,25 @@ class Loop:
         for stream in self._streams:
             stream.stepped_patches.clear()
 
-    def _locate_patch(self, stream: SteppedLatents, patch: int) -> Piece:
-        """Where a patch is in the latents; all of them where latents are not cut."""
-        assert stream.latents is not None
-        return stream.pieces[patch] if self._has_partial_latents else Piece.of_all(stream.latents)
-
     @property
     def _rehearses_changes(self) -> bool:
         """Whether no latents are cut, and keys are stale where nothing changed all the same."""
-        return (self._may_change or self._plan.references is not None) and self._plan.distrifusion > 1
+        return (self._changes_calls or self._plan.references is not None) and self._plan.distrifusion > 1
 
-    def _step_on_corner(self, stream: SteppedLatents, prediction: Tensor, timestep: Any, call: dict[str, Any]) -> Any:
+    @property
+    def _changes_calls(self) -> bool:
+        """Whether the pipeline may call its models otherwise in some steps."""
+        return self._may_change or self.has_timed_guidance
+
+    def _step_on_corner(self, stream: SteppedLatents, call: StepCall) -> Any:
         assert stream.latents is not None
         closes = self._schedule.is_last_of_step(self.generation.micro_step)
-        result = self._get_copies(stream).step_on_corner(prediction, timestep, stream.latents, call, closes=closes)
-        stream.latents = stream.latents.to(extract_sample(result).dtype)
+        result = self._get_copies(stream).step_on_corner(call, stream.latents, closes=closes)
+        stepped = extract_sample(result)
+        # A user's own scheduler was given all of them.
+        if stream.is_custom and stepped.shape != stream.latents.shape:
+            raise_changed_size(stream.scheduler, stream.latents, stepped)
+        stream.latents = stream.latents.to(stepped.dtype)
         return result
 
     def _record_change(self, stream: SteppedLatents, patch: Tensor, piece: Piece) -> None:
@@ -577,11 +620,6 @@ class Loop:
     def _end_step(self, stream: SteppedLatents, step: int, timestep: Any, *, is_again: bool) -> None:
         """The end of a step: the whole latents go to every rank where they are wanted, and after the last step."""
         assert stream.latents is not None
-        copies = self._get_copies(stream)
-        if self._has_partial_latents:
-            copies.sync_step_index(stream.scheduler)
-        else:
-            copies.give_state(stream.scheduler)
         last = step == self._schedule.steps - 1
         if self._is_stepping_rank:
             fresh = [stream.latents, *stream.held_patches.values()]
@@ -606,3 +644,8 @@ class Loop:
         patches = self._plan.num_patches if self._is_stepping_rank else 1
         timesteps = self._plain if stream is self._main else stream.scheduler.timesteps
         return stream.get_copies(patches, timesteps, len(self._timesteps))
+
+
+def _stand_for_extras(extras: Sequence[Any]) -> list[Any]:
+    """What stands for what a step made of a patch besides latents."""
+    return [PatchExtra(index) for index in range(len(extras))]

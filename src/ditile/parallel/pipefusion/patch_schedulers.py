@@ -2,7 +2,8 @@
 
 A stochastic scheduler is detected, not listed: if the first step of a generation moves a random generator, every patch
 is stepped on the full tensors from the same saved state and only its slice is kept, which is what the plain pipeline
-draws. `StepTimesteps` are the timesteps that a pipeline iterates, or slices, and that yield micro-steps.
+draws. So is a scheduler of the user's own, which may compute with statistics of a whole prediction. `StepTimesteps` are
+the timesteps that a pipeline iterates, or slices, and that yield micro-steps.
 """
 
 from __future__ import annotations
@@ -10,16 +11,93 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ditile.distributed import rng
 from ditile.errors import ModelError, StateError
+from ditile.hooks.overrides import list_replaced_methods
 from ditile.hooks.pieces import Piece
 
 STEP_ARGUMENTS = ("model_output", "timestep", "sample")
+
+
+Place = int | str
+"""Where a call has an argument: the number of a positional one, or the name of a keyword."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCall:
+    """A call of a scheduler's `step`, in the form in which the pipeline made it: a step may name its arguments anyhow.
+
+    Attributes:
+        prediction, timestep, sample: what is stepped.
+        places: where the call has these three.
+        others: its other arguments, by their places.
+        generator: what it draws random numbers from, if it says so.
+    """
+
+    prediction: Tensor
+    timestep: Any
+    sample: Tensor
+    places: Sequence[Place]
+    others: Mapping[Place, Any]
+    generator: Any = None
+
+    def make(self, step: Callable[..., Any], prediction: Tensor, sample: Tensor, others: Mapping[Place, Any]) -> Any:
+        """Makes the call of a step on these tensors."""
+        values = dict(zip(self.places, (prediction, self.timestep, sample), strict=True))
+        values.update(others)
+        named = {}
+        for place, value in values.items():
+            if isinstance(place, str):
+                named[place] = value
+        positional = map(values.__getitem__, range(len(values) - len(named)))
+        return step(*positional, **named)
+
+
+class StepSignature:
+    """Says which arguments of a scheduler's `step` are the prediction, the timestep and the latents.
+
+    Args:
+        scheduler: the stock scheduler.
+
+    Raises:
+        ModelError: if no class of it names its parameters.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        parameters = find_step_signature(scheduler)
+        order = list(parameters.parameters)
+        self._roles = [(order.index(name), name) for name in find_argument_names(parameters)]
+        self._places: dict[int, list[Place]] = {}  # of the three, by the number of positional arguments
+        self._generator = (order.index("generator") if "generator" in order else len(order), "generator")
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepCall:
+        """Tells the arguments of a call apart.
+
+        Raises:
+            TypeError: if one of the three is missing.
+        """
+        count = len(args)
+        others: dict[Place, Any] = dict(enumerate(args))
+        others.update(kwargs)
+        places = self._places.get(count)
+        if places is None:
+            places = self._places[count] = [index if index < count else name for index, name in self._roles]
+        try:
+            prediction, timestep, sample = map(others.pop, places)
+        except KeyError as error:
+            raise TypeError(f"scheduler.step() is called without {error}") from error
+        # Not one whose way through the pipeline is watched.
+        if type(prediction) is not Tensor:
+            prediction = prediction.as_subclass(Tensor)
+        index, name = self._generator
+        generator = others.get(index, others.get(name))
+        return StepCall(prediction, timestep, sample, places, others, generator)
 
 
 class PatchSchedulers:
@@ -31,12 +109,9 @@ class PatchSchedulers:
         timesteps: the plain timesteps.
         patches: M, or 1 where no patch is stepped.
         steps: how many steps will be made.
-        names: what its `step` calls the prediction, the timestep and the latents.
     """
 
-    def __init__(
-        self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int, steps: int, names: Sequence[str]
-    ) -> None:
+    def __init__(self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int, steps: int) -> None:
         kept = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
         kept["timesteps"] = timesteps
         self._copies = [_clone_scheduler(scheduler, kept) for _ in range(patches)]
@@ -44,120 +119,133 @@ class PatchSchedulers:
         self._lacks_index = has_lookup and getattr(self._copies[0], "_step_index", 0) is None
         # Schedulers of order 2 draw random numbers in their second stage only.
         self._probes = min(getattr(scheduler, "order", 1), steps)
-        self._stochastic: bool | None = None
-        self._names = names
+        # What a user's own scheduler does is not known: it may draw later, or compute with the whole prediction.
+        self._is_custom = is_custom_scheduler(scheduler)
+        self._steps_whole = True if self._is_custom else None
         self._latest = patches  # the patch that was stepped last; some may have nothing to step
         self._saved: list[Tensor] = []
         self._drawn: list[Tensor] = []
         self._shadowed: Any = None
         self._extras: dict[int, Sequence[Any]] = {}
-        self._is_given = False
 
     def sync_step_index(self, scheduler: Any) -> None:
         """Tells the stock scheduler, which is never stepped, where it would be: in-painting pipelines read it there."""
         if "_step_index" in vars(scheduler):
             scheduler._step_index = self._copies[self._latest % len(self._copies)]._step_index
 
-    def take_state(self, scheduler: Any) -> None:
-        """Takes what the pipeline has changed in the stock scheduler since `give_state`; of latents that are whole."""
-        if self._is_given:
-            vars(self._copies[0]).update({name: vars(scheduler)[name] for name in self._list_state()})
-
-    def give_state(self, scheduler: Any) -> None:
-        """Brings the stock scheduler to where the only copy is: pipelines count it back, or cut its history."""
-        self._is_given = True
-        vars(scheduler).update({name: vars(self._copies[0])[name] for name in self._list_state()})
-
-    def _list_state(self) -> list[str]:
-        return [name for name in vars(self._copies[0]) if name != "timesteps"]
-
     def scale_sample(self, x: Tensor, timestep: Any, patches: Sequence[int], *, read: bool) -> Tensor:
         """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
         if self._lacks_index:
             self._find_first_index(timestep)
-        tiny = x.new_zeros(1)
-        scaled = self._copies[patches[0]].scale_model_input(x if read else tiny, timestep)
+        unread = x if self._is_custom else x.new_zeros(1)
+        scaled = self._copies[patches[0]].scale_model_input(x if read else unread, timestep)
         for patch in patches[1:]:
-            self._copies[patch].scale_model_input(tiny, timestep)
+            self._copies[patch].scale_model_input(unread, timestep)
         return scaled if read else x
 
-    def step_on_corner(
-        self, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any], *, closes: bool
-    ) -> Any:
+    def step_on_corner(self, call: StepCall, sample: Tensor, *, closes: bool) -> Any:
         """Steps the first copy on a corner of the tensors, to keep its counter right where no result is needed.
 
         Args:
+            call: of `scheduler.step`.
+            sample: the latents.
             closes: whether a step ends here; before that a result is only looked at for its form.
 
         Returns:
             The scheduler's result; its dtype is that of a real step.
         """
         if self._lacks_index:
-            self._find_first_index(timestep)
+            self._find_first_index(call.timestep)
         if closes or self._shadowed is None:
-            generators = rng.list_generators(call.get("generator"), sample.device)
+            generators = rng.list_generators(call.generator, sample.device)
             saved = rng.read_generator_states(generators)
-            corner = (slice(None),) + (slice(0, 1),) * (sample.ndim - 1)
+            # A user's own scheduler gets all of them: it may ask for their shape, and change it.
+            length = None if self._is_custom else 1
+            corner = (slice(None),) + (slice(0, length),) * (sample.ndim - 1)
             cut = {
-                name: value[corner[: value.ndim]] if _is_like(value, sample) else value for name, value in call.items()
+                place: value[corner[: value.ndim]] if _is_like(value, sample) else value
+                for place, value in call.others.items()
             }
             scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
             extras = self._extras.get(-1)
-            self._shadowed = self._step_copy(scheduler, prediction[corner], timestep, sample[corner], cut, -1)
+            prediction = call.prediction[corner]
+            self._shadowed = self._step_copy(scheduler, call, prediction, sample[corner], cut, -1)
             if not closes:
                 self._extras[-1] = extras or ()
             rng.restore_generators(generators, saved)
         return self._shadowed
 
-    def step_patch(
-        self, patch: int, prediction: Tensor, timestep: Any, sample: Tensor, piece: Piece, call: Mapping[str, Any]
-    ) -> tuple[Tensor, Any]:
+    def step_patch(self, patch: int, call: StepCall, sample: Tensor, piece: Piece) -> tuple[Tensor, Any]:
         """Steps one patch. Returns its new latents and the scheduler's own result.
 
         Args:
             patch: which.
-            prediction, sample: full tensors, fresh at the patch.
-            timestep: the step's timestep.
+            call: of `scheduler.step`, with the full prediction, fresh at the patch.
+            sample: the latents, also full.
             piece: where the patch is.
-            call: further arguments of `scheduler.step`.
 
         Raises:
-            StateError: if the scheduler draws random numbers now and drew none in the first step.
+            StateError: if the scheduler draws random numbers now and drew none in the first step, or makes latents of
+                another size.
         """
         if self._lacks_index:
-            self._find_first_index(timestep)
-        generators = rng.list_generators(call.get("generator"), sample.device)
+            self._find_first_index(call.timestep)
+        generators = rng.list_generators(call.generator, sample.device)
         before = rng.read_generator_states(generators)
         is_first, self._latest = patch <= self._latest, patch
-        # The scheduler may keep them, and the tensors themselves are written over in the next step.
-        part = piece.take(prediction).clone(), piece.take(sample).clone()
-        cut = {name: piece.take_prefix(value) if _is_like(value, sample) else value for name, value in call.items()}
-        if self._stochastic is None:
-            probe = copy.deepcopy(self._copies[patch])
-            for _ in range(self._probes):
-                self._step_copy(probe, part[0], timestep, part[1], cut, patch)
-            self._extras.pop(patch, None)
-            self._stochastic = rng.has_state_change(generators, before)
-            rng.restore_generators(generators, before)
-        if not self._stochastic:
-            result = self._step_copy(self._copies[patch], part[0], timestep, part[1], cut, patch)
+        if not self._steps_whole:
+            # The scheduler may keep them, and the tensors themselves are written over in the next step.
+            part = piece.take(call.prediction).clone(), piece.take(sample).clone()
+            cut = {
+                place: piece.take_prefix(value) if _is_like(value, sample) else value
+                for place, value in call.others.items()
+            }
+            if self._steps_whole is None:
+                self._steps_whole = self._draws_numbers(patch, call, part, cut, generators)
+        if not self._steps_whole:
+            result = self._step_copy(self._copies[patch], call, *part, cut, patch)
+            stepped = extract_sample(result)
+            if stepped.shape != part[1].shape:
+                raise_changed_size(self._copies[patch], part[1], stepped)
             if rng.has_state_change(generators, before):
                 raise StateError(
                     f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
                     "use patches=1, or another scheduler"
                 )
-            return extract_sample(result), result
+            return stepped, result
         if is_first:
             self._saved = before
         rng.restore_generators(generators, self._saved)
-        result = self._step_copy(self._copies[patch], prediction.clone(), timestep, sample.clone(), call, patch)
+        whole = call.prediction.clone(), sample.clone()
+        result = self._step_copy(self._copies[patch], call, *whole, call.others, patch)
+        stepped = extract_sample(result)
+        if stepped.shape != sample.shape:
+            raise_changed_size(self._copies[patch], sample, stepped)
         self._drawn = rng.read_generator_states(generators)
-        return piece.take(extract_sample(result)), result
+        return piece.take(stepped), result
 
-    def skip_patch(self, call: Mapping[str, Any], device: torch.device) -> None:
+    def _draws_numbers(
+        self,
+        patch: int,
+        call: StepCall,
+        part: tuple[Tensor, Tensor],
+        cut: Mapping[Place, Any],
+        generators: Sequence[torch.Generator],
+    ) -> bool:
+        """Whether the first steps of a copy move a random generator; leaves all as it was."""
+        before = rng.read_generator_states(generators)
+        probe = copy.deepcopy(self._copies[patch])
+        for _ in range(self._probes):
+            self._step_copy(probe, call, *part, cut, patch)
+        self._extras.pop(patch, None)
+        has_drawn = rng.has_state_change(generators, before)
+        rng.restore_generators(generators, before)
+        return has_drawn
+
+    def skip_patch(self, call: StepCall, device: torch.device) -> None:
         """A patch in which nothing of these latents is stepped: random numbers go on behind those of the step."""
-        if self._stochastic:
-            rng.restore_generators(rng.list_generators(call.get("generator"), device), self._drawn)
+        if self._steps_whole and self._drawn:
+            rng.restore_generators(rng.list_generators(call.generator, device), self._drawn)
 
     def _find_first_index(self, timestep: Any) -> None:
         """Where the first timestep is, which a host waits for its device to know: once, and not for each copy."""
@@ -167,14 +255,41 @@ class PatchSchedulers:
             each._step_index = self._copies[0]._step_index
 
     def _step_copy(
-        self, scheduler: Any, prediction: Tensor, timestep: Any, sample: Tensor, call: Mapping[str, Any], patch: int
+        self,
+        scheduler: Any,
+        call: StepCall,
+        prediction: Tensor,
+        sample: Tensor,
+        others: Mapping[Place, Any],
+        patch: int,
     ) -> Any:
         """Steps a copy; what it made of this patch besides latents in the step before is given to it again."""
         extras = self._extras.get(patch, ())
-        own = {name: value.select(extras) if isinstance(value, PatchExtra) else value for name, value in call.items()}
-        result = scheduler.step(**dict(zip(self._names, (prediction, timestep, sample), strict=True)), **own)
+        own = dict(others)
+        for place, value in others.items():
+            if isinstance(value, PatchExtra):
+                own[place] = value.select(extras)
+        result = call.make(scheduler.step, prediction, sample, own)
         self._extras[patch] = result[1:] if isinstance(result, tuple) else ()
         return result
+
+
+def raise_changed_size(scheduler: Any, before: Tensor, after: Tensor) -> NoReturn:
+    """Raises `StateError` of a scheduler that makes latents of another size where these are cut into patches."""
+    raise StateError(
+        f"{type(scheduler).__name__} makes latents of shape {tuple(after.shape)} of those of {tuple(before.shape)}, "
+        "and patches belong to one size; use a plan without pipefusion and patches, such as ulysses"
+    )
+
+
+def is_custom_scheduler(scheduler: Any) -> bool:
+    """Whether code of a scheduler may be a user's own, and not of diffusers, whose steps take each place by itself."""
+    modules = set[str]()
+    for cls in type(scheduler).__mro__:
+        step = vars(cls).get("step")
+        modules |= {cls.__module__, getattr(step, "__globals__", {}).get("__name__", cls.__module__)}
+    roots = {module.partition(".")[0] for module in modules}
+    return not roots <= {"diffusers", "builtins"} or bool(list_replaced_methods(scheduler))
 
 
 class PatchExtra:
@@ -205,11 +320,12 @@ def find_step_signature(scheduler: Any) -> inspect.Signature:
     Raises:
         ModelError: if none does.
     """
-    for cls in type(scheduler).__mro__:
-        if (step := vars(cls).get("step")) is not None:
-            signature = inspect.signature(step.__get__(scheduler))
-            if not any(p.kind is p.VAR_POSITIONAL for p in list(signature.parameters.values())[:3]):
-                return signature
+    steps = [vars(cls)["step"].__get__(scheduler) for cls in type(scheduler).__mro__ if "step" in vars(cls)]
+    # What is put around a scheduler may hand on its step.
+    for step in steps or [scheduler.step]:
+        signature = inspect.signature(step)
+        if not any(p.kind is p.VAR_POSITIONAL for p in list(signature.parameters.values())[:3]):
+            return signature
     raise ModelError(
         f"{type(scheduler).__name__}.step names none of its parameters, so its prediction and latents cannot be told "
         f"apart; call them {', '.join(STEP_ARGUMENTS)}"
@@ -223,7 +339,9 @@ def find_argument_names(step: inspect.Signature) -> Sequence[str]:
 
 
 def extract_sample(result: Any) -> Tensor:
-    """The new sample of a scheduler's result, tuple or output object."""
+    """The new sample of a scheduler's result: a tuple, an output object, or the sample itself."""
+    if isinstance(result, Tensor):
+        return result
     sample: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
     return sample
 
@@ -251,6 +369,8 @@ def replace_latents(
         whole: makes the other results whole from those that were made here.
         keep: whether the other fields of an output object stay.
     """
+    if isinstance(result, Tensor):
+        return latents
     if not isinstance(result, tuple):
         return type(result)(**{**(result if keep else {}), "prev_sample": latents})
     step_result = StepResult((latents, *result[1:]))

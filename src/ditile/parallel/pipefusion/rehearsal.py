@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed import rng
 from ditile.errors import PlanError, StateError
-from ditile.hooks.generation import Generation
+from ditile.hooks.generation import Generation, RehearsedModel
 from ditile.hooks.pieces import has_nan
 from ditile.parallel.pipefusion.other_models import OtherModels
 from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCall, describe_lengths, forget_numbers
@@ -144,9 +144,10 @@ class Rehearsal:
 
         Raises:
             PlanError: if no token is.
-            StateError: if a later iteration steps no scheduler, or one that calls a model.
+            StateError: if a later iteration steps no scheduler, or one that calls a model, or if latents are cut and
+                steps have calls of other rows.
         """
-        now, called = self._now, list[frozenset[tuple[object, bool]]]()
+        now, called = self._now, list[dict[int, RehearsedModel]]()
         if known:
             yield from self._recognise_call(known, timesteps[0])
             if self.found is not None or not self._streams:
@@ -161,8 +162,12 @@ class Rehearsal:
             self._check_iteration()
             if not step:
                 self._calls, self._results = frozenset(probe.first_calls), dict(now.rehearsed_results)
-            called.append(frozenset(now.called_models))
-        now.whole_steps = frozenset(step for step, models in enumerate(called) if any(whole for _, whole in models))
+            called.append(dict(now.called_models))
+        if patches:
+            self._check_rows_stay(called)
+        now.whole_steps = frozenset(
+            step for step, models in enumerate(called) if any(model.is_whole for model in models.values())
+        )
         unlike = {step for step in range(1, len(called)) if called[step] != called[step - 1]}
         self.changed_steps = now.whole_steps | unlike
         # Pieces are those of a step that is computed in patches.
@@ -183,6 +188,17 @@ class Rehearsal:
             yield from self._find_live_arguments(probe, divided, timesteps[divided])
         self.num_references = now.num_references
         self._end_iterations()
+
+    def _check_rows_stay(self, called: Sequence[Mapping[int, RehearsedModel]]) -> None:
+        """Checks that each step has as many calls, of as many rows, as the first one."""
+        for step, models in enumerate(called):
+            first, rows = ([model.rows for model in each.values()] for each in (called[0], models))
+            if rows != first:
+                raise StateError(
+                    f"{self._pipeline} calls its model on {' + '.join(map(str, rows))} rows in step {step} and on "
+                    f"{' + '.join(map(str, first))} in the first one, and guidance that begins or ends in mid-run "
+                    "cannot be divided into patches; guide all steps, or use a plan without pipefusion and patches"
+                )
 
     def _find_live_arguments(self, probe: ArgumentProbe, step: int, timestep: Tensor) -> Iterator[Tensor]:
         """Iterations without a model whose latents are NaN in a patch, and one that surveys calls again if need be."""

@@ -15,7 +15,11 @@ from torch import Tensor
 from ditile.errors import StateError
 from ditile.hooks.generation import Generation
 from ditile.hooks.pieces import Piece
-from ditile.parallel.pipefusion.patch_schedulers import PatchSchedulers, find_argument_names, find_step_signature
+from ditile.parallel.pipefusion.patch_schedulers import (
+    PatchSchedulers,
+    StepSignature,
+    is_custom_scheduler,
+)
 
 OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 
@@ -28,6 +32,8 @@ class SteppedLatents:
         pipe_name: the class of the pipeline, for messages.
 
     Attributes:
+        signature: of the scheduler's step.
+        is_custom: whether the scheduler may have code of the user's own.
         latents: of all images, as steps make them; None before the first step.
         pieces: which of them belong to each patch; none where they are not cut.
         predicted_shape: of the prediction that was rehearsed last.
@@ -44,9 +50,10 @@ class SteppedLatents:
 
     def __init__(self, scheduler: Any, pipe_name: str) -> None:
         self.scheduler, self._name = scheduler, pipe_name
-        # Its own, not what a pipeline may have put around it.
-        self._call = find_step_signature(scheduler)
-        self._roles = find_argument_names(self._call)
+        # Of its own step, not of what a pipeline may have put around it.
+        self.signature = StepSignature(scheduler)
+        self.is_custom = is_custom_scheduler(scheduler)
+        self._first_index = getattr(scheduler, "_step_index", None)
         self.latents: Tensor | None = None
         self.pieces: list[Piece] = []
         self.rehearsed_piece: Piece | None = None
@@ -60,16 +67,6 @@ class SteppedLatents:
         self.predicted_shape: tuple[int, ...] = ()
         self._copies: PatchSchedulers | None = None
 
-    def bind_step_call(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any, Tensor, dict[str, Any]]:
-        """The prediction, the timestep, the latents and the other arguments of a call of `step`."""
-        call = dict(self._call.bind(*args, **kwargs).arguments)
-        call |= call.pop("kwargs", {})
-        model_output, timestep, sample = map(call.pop, self._roles)
-        # Not one whose way through the pipeline is watched.
-        if type(model_output) is not Tensor:
-            model_output = model_output.as_subclass(Tensor)
-        return model_output, timestep, sample, call
-
     def get_copies(self, patches: int, timesteps: Tensor, steps: int) -> PatchSchedulers:
         """The scheduler's copies, one for each patch, made when they are first asked for.
 
@@ -79,7 +76,7 @@ class SteppedLatents:
             steps: how many will be made.
         """
         if self._copies is None:
-            self._copies = PatchSchedulers(self.scheduler, OVERRIDES, timesteps, patches, steps, self._roles)
+            self._copies = PatchSchedulers(self.scheduler, OVERRIDES, timesteps, patches, steps)
         return self._copies
 
     def note_rehearsal(self, prediction: Tensor, sample: Tensor, *, is_cut: bool) -> None:
@@ -129,8 +126,13 @@ class SteppedLatents:
 
     def set_step_index(self, steps: int) -> None:
         """The scheduler looks as if it had made so many steps, for what a pipeline asks it between two of them."""
-        if hasattr(self.scheduler, "_step_index"):
+        if "_step_index" in vars(self.scheduler):
             self.scheduler._step_index = (getattr(self.scheduler, "begin_index", None) or 0) + steps
+
+    def restore_step_index(self) -> None:
+        """The scheduler itself is stepped from now on, as if there had been no rehearsal."""
+        if "_step_index" in vars(self.scheduler):
+            self.scheduler._step_index = self._first_index
 
     def make_element_numbers(self) -> Tensor:
         """A zero for each element of the prediction that was rehearsed last, on the CPU."""
@@ -223,20 +225,18 @@ class SteppedLatents:
         for patch in patches:
             held = self.held_patches.pop(patch, None)
             if held is not None and self.latents is not None:
-                piece = self.pieces[patch] if self.pieces else Piece.of_all(self.latents)
-                piece.put(self.latents, held)
+                self.pieces[patch].put(self.latents, held)
 
-    def copy_new_latents(self, sample: Tensor, now: Generation, *, partial: bool, synced: int) -> None:
+    def copy_new_latents(self, sample: Tensor, now: Generation, *, synced: int) -> None:
         """Takes over the latents that the pipeline begins with, or that a callback gave it; never the user's own.
 
         Args:
             sample: the latents that the scheduler is stepped with.
             now: where the pipeline is.
-            partial: whether latents are stepped patch by patch, or on another stage.
             synced: the last step after which every rank had the whole latents.
 
         Raises:
-            StateError: if the pipeline replaced latents that are stepped in part.
+            StateError: if the pipeline replaced the latents.
         """
         micro = now.micro_step
         after_callback = synced == micro.step - 1 and micro == now.schedule.list_micro_steps(micro.step)[0]
@@ -246,7 +246,7 @@ class SteppedLatents:
         self._blended = None
         if sample is self.latents or (self.hands_on_copies and not self.is_blended and self.latents is not None):
             return
-        if self.latents is not None and partial and not after_callback:
+        if self.latents is not None and not after_callback:
             raise StateError(
                 f"{self._name} replaced the latents between steps, behind the scheduler, at {micro}; such a pipeline "
                 "cannot be divided into patches"

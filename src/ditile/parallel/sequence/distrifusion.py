@@ -58,6 +58,9 @@ class DistriFusionKeys:
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, ranks * tokens.patches)
         if store.incoming is not None:
             self._receive_patch_keys(store, step - 1)
+        # All keys are about to be written, and guidance may have ended.
+        if not stale and store.buffers is not None and store.buffers[0].shape[0] != k.shape[0]:
+            store.drop_keys()
         whole = store.write_keys(k, v, of_rank[own])
         self._mark_written(store, step, own)
         if not stale or now.keeps_keys:

@@ -105,7 +105,7 @@ class ShardedTransformer:
                 "them; load it before parallelize, or use split_scheme=row"
             )
         for owner, name in ((pipe, "load_lora_weights"), (transformer, "load_lora_adapter")):
-            override_attribute(stack, owner, name, getattr(type(owner), name).__get__(owner))
+            override_attribute(stack, owner, name, vars(owner)[name].keywords["stock"])
 
     def cut_lora_factor(self, name: str, factor: Tensor) -> Tensor:
         """This rank's part of a factor of a LoRA, by its name in the model.
@@ -380,7 +380,8 @@ def _refuse_methods(stack: ExitStack, owner: Any, names: Sequence[str]) -> None:
     """Makes an object refuse what needs whole weights."""
     for name in names:
         if hasattr(owner, name):
-            override_attribute(stack, owner, name, partial(_refuse_method, f"{type(owner).__name__}.{name}"))
+            refuse = partial(_refuse_method, f"{type(owner).__name__}.{name}", stock=getattr(owner, name))
+            override_attribute(stack, owner, name, refuse)
 
 
 def _refuse_method(name: str, *_: Any, **__: Any) -> NoReturn:
