@@ -156,6 +156,17 @@ def test_what_needs_all_tokens_is_refused_where_they_are_divided(pool: Pool, cha
         assert all(isinstance(far, float) and far < 1e-5 for far in whole), whole
 
 
+def noisy() -> None:
+    pipe = tiny.flux()
+    pipe.transformer.transformer_blocks[0].ff.register_forward_hook(lambda m, args, out: out + torch.randn_like(out))
+    with pytest.raises(ModelError, match="blocks.0.ff has the hook .* it draws random numbers, .*; take it off"):
+        run(parallelize(pipe, Plan(ulysses=2)), "flux")
+
+
+def test_noise_that_a_hook_adds_is_refused(pool: Pool) -> None:
+    pool.run(noisy, 2)
+
+
 def scale(pipe: Any) -> None:
     for block in pipe.transformer.transformer_blocks:
         block.register_forward_hook(lambda module, args, out: (out[0] * 1.1, out[1] * 0.9))
@@ -242,6 +253,22 @@ def test_what_is_of_each_row_stays(pool: Pool) -> None:
     """1e-5 relative: matrices of other shapes round otherwise."""
     for results in pool.run(drawn, 2, "unet", one_style, BATCH):
         assert all(isinstance(far, float) and far < 1e-5 for far in results), results
+
+
+def decoded() -> float:
+    """How far pictures of two replicas are from those of one process, with a decoder that mixes them."""
+    pictures = []
+    for plan in (None, Plan(data=2)):
+        pipe = tiny.stable_diffusion()
+        pipe.vae.decoder.register_forward_hook(lambda module, args, out: out - out.mean(dim=0, keepdim=True))
+        runner = pipe if plan is None else parallelize(pipe, plan)
+        pictures.append(runner(**call_of_unet() | {"output_type": "pt"}).images)
+    return distance(pictures[1], pictures[0])
+
+
+def test_what_is_on_a_vae_sees_all_images(pool: Pool) -> None:
+    """1e-5 relative: the latents round otherwise."""
+    assert max(pool.run(decoded, 2)) < 1e-5
 
 
 TOTAL = {"calls": 0}

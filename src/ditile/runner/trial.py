@@ -457,7 +457,7 @@ class _ModelTrial:
             model = self._copy_for_call(stack)
             if len(self._trial.owned) < len(self._hooks.chain):
                 self._watch_blocks(model, _TokenWatch(_change_no_tokens))
-            return list_predictions(model(*args, **kwargs))
+            return list_predictions(self._call(model, args, kwargs))
 
     def _watch_tokens(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], choose: ChooseTokens
@@ -468,8 +468,23 @@ class _ModelTrial:
             model = self._copy_for_call(stack)
             self._watch_blocks(model, watch)
             stack.enter_context(_TokensApart())
-            model(*args, **kwargs)
+            self._call(model, args, kwargs)
         return watch.seen
+
+    def _call(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a copy returns.
+
+        Raises:
+            RuntimeError: if it draws random numbers.
+        """
+        read_state: Callable[[], Tensor] = torch.get_rng_state
+        if self._device.type == "cuda":
+            read_state = functools.partial(torch.cuda.get_rng_state, self._device)
+        before = read_state()
+        result = model(*args, **kwargs)
+        if not torch.equal(before, read_state()):
+            raise RuntimeError("it draws random numbers, and for a part of a call these are others")
+        return result
 
     def _copy_for_call(self, stack: ExitStack) -> nn.Module:
         """A copy of the model for one call, after which no random number was drawn, and nothing was counted."""
