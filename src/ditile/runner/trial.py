@@ -305,11 +305,17 @@ class CodeTrial:
     @property
     def _divides_tokens(self) -> bool:
         """Whether tokens of every call are computed apart; in stale steps they are so too."""
-        shares_streams = self.plan.tensor > 1 and self.plan.split_scheme == "sequence"
-        return self.plan.token_ranks > 1 or shares_streams or self.plan.warmup_mode in ("sequence", "separate")
+        return self.plan.token_ranks > 1 or self.plan.warmup_mode in ("sequence", "separate")
+
+    @property
+    def _can_copy(self) -> bool:
+        """Whether a copy of a model can be called: with shared streams its blocks wait for the shares of a runner."""
+        return self.plan.tensor == 1 or self.plan.split_scheme == "row"
 
     def find_new_code(self) -> bool:
         """Looks at the models; returns whether something is on them that this rank did not try."""
+        if not self._can_copy:
+            return False
         kinds = {"rows": self._divides_rows, "tokens": self._divides_tokens or self.plan.attends_to_stale_keys}
         self._codes = [list_user_code(hooks.transformer) if any(kinds.values()) else [] for hooks in self.models]
         listed = list(itertools.chain(*self._codes))
@@ -534,7 +540,7 @@ class _ModelTrial:
                 return f"{name}={getattr(plan, name)}"
         if plan.warmup_mode in ("sequence", "separate"):
             return f"warmup_mode={plan.warmup_mode}"
-        return f"patches={plan.num_patches}" if plan.num_patches > 1 else f"split_scheme={plan.split_scheme}"
+        return f"patches={plan.num_patches}"
 
     def _advise_tokens(self) -> str:
         """What would work in place of what divides tokens."""
@@ -543,7 +549,7 @@ class _ModelTrial:
             return advise_whole_tokens(model, self._hooks.anatomy, plan)
         if plan.warmup_mode in ("sequence", "separate"):
             return "use warmup_mode=serial with warmup equal to the steps"
-        return "use warmup equal to the steps" if plan.num_patches > 1 else "use split_scheme=row"
+        return "use warmup equal to the steps"
 
 
 PIPELINED = "warmup_mode=pipelined"
