@@ -36,6 +36,7 @@ from ditile.cli.outcome import Check, PlanVerdict
 from ditile.distributed import backend, env
 from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.mesh import join_torchrun, pick_device
+from ditile.distributed.private_network import make_groups
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError
 from ditile.hooks.kv_store import AgeChecks
@@ -169,10 +170,11 @@ def _check_exactness(runner: Runner, latents: Tensor, reference_latents: Tensor 
     difference = everyone[0][0]
     alike = len({digest for _, digest, _ in everyone}) == 1
     allowed = max(rounding for _, _, rounding in everyone)
-    finding = "bit for bit" if difference == 0 else f"largest difference {difference:.1e} of the largest value"
-    finding += f" (rounding: {allowed:.0e})" if difference else ""
+    finding = "equal bit for bit"
+    if difference != 0:
+        finding = f"largest difference: {difference:.1e} of the largest value (up to {allowed:.0e} is rounding)"
     finding += "" if alike else "; ranks differ from each other"
-    return Check("warmup = steps equals one rank", difference <= allowed and alike, finding)
+    return Check("with no stale keys: the picture of one device", difference <= allowed and alike, finding)
 
 
 def _prove_patches(pipe: Any) -> list[Any]:
@@ -183,12 +185,12 @@ def _prove_patches(pipe: Any) -> list[Any]:
         return [None, f"not tried: {error}"]
     except StateError as error:
         return [False, str(error)]
-    return [difference <= TOLERANCE, f"largest difference {difference:.1e} of the largest value, with random weights"]
+    return [difference <= TOLERANCE, f"largest difference: {difference:.1e} of the largest value, with random weights"]
 
 
 def _read_proof(runner: Runner, proof: list[Any] | None) -> Check:
-    ok, says = gather_json(proof, runner.mesh.everyone)[0] or (None, "this plan divides the batch alone")
-    return Check("a call by patches is the whole", ok, says)
+    ok, says = gather_json(proof, runner.mesh.everyone)[0] or (None, "not needed: each device computes whole pictures")
+    return Check("this model may be computed in patches", ok, says)
 
 
 def _find_allowed_rounding(runner: Runner, latents: Tensor) -> float:
@@ -210,8 +212,11 @@ def _check_repeatability(runner: Runner, first: tuple[str, float], second: tuple
     of_first, of_second = ({answer[k] for answer in everyone} for k in range(2))
     problems = [] if len(of_first) == len(of_second) == 1 else ["ranks have different results"]
     problems += [] if of_first == of_second else ["the second call differs from the first"]
-    says = f"equal on {len(everyone)} rank(s), twice; {everyone[0][2]:.1e} of the largest value from one rank"
-    return Check("the plan twice is one result", not problems, "; ".join(problems) or says)
+    says = (
+        f"equal on {len(everyone)} rank(s), twice; it differs by {everyone[0][2]:.1e} of the largest value from the "
+        "picture of one device"
+    )
+    return Check("the same call twice: one picture, on all ranks", not problems, "; ".join(problems) or says)
 
 
 def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
@@ -219,8 +224,12 @@ def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
     everyone = gather_json(ages.passed, runner.mesh.everyone)
     schedule = Schedule.from_plan(runner.plan, steps)
     if not any(schedule.reads_stale_keys(step) for step in range(steps)):
-        return Check("ages of keys as scheduled", None, "nothing is stale in this plan")
-    return Check("ages of keys as scheduled", min(everyone) > 0, f"{sum(everyone):,} reads, on {len(everyone)} rank(s)")
+        return Check("stale keys are as old as scheduled", None, "not needed: this plan has no stale keys")
+    return Check(
+        "stale keys are as old as scheduled",
+        min(everyone) > 0,
+        f"{sum(everyone):,} reads checked, on {len(everyone)} rank(s)",
+    )
 
 
 def _count_traffic_bytes(runner: Runner) -> tuple[dict[str, int], dict[str, int]]:
@@ -231,11 +240,11 @@ def _count_traffic_bytes(runner: Runner) -> tuple[dict[str, int], dict[str, int]
 
 
 def _check_traffic_bytes(runner: Runner, traffic_bytes: tuple[dict[str, int], dict[str, int]]) -> Check:
-    name = "bytes sent are the formula"
+    name = "ranks send as many bytes as calculated"
     if runner.plan.warmup == AUTO:
-        return Check(name, None, f"warmup={AUTO} has none")
+        return Check(name, None, f"not calculated: warmup={AUTO} decides during the call how many steps send what")
     if runner.job() is None:
-        return Check(name, None, "a model without a ModelSpec has none")
+        return Check(name, None, "not calculated: ditile has no formula for this model")
     everyone = gather_json(traffic_bytes, runner.mesh.everyone)
     wrong = []
     total = 0
@@ -248,7 +257,7 @@ def _check_traffic_bytes(runner: Runner, traffic_bytes: tuple[dict[str, int], di
             if kind not in cost.KINDS:
                 others[kind] = others.get(kind, 0) + size
     also = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in others.items())
-    says = f"{format_bytes(total)} over {len(everyone)} rank(s)" + (f"; not in a formula: {also}" if also else "")
+    says = f"{format_bytes(total)} over {len(everyone)} rank(s)" + (f"; beside that: {also}" if also else "")
     return Check(name, not wrong, "; ".join(wrong) or says)
 
 
@@ -257,7 +266,9 @@ def _check_memory_growth(runner: Runner, before: int, after: int) -> Check:
     grown = [(rank, b - a) for rank, (a, b) in enumerate(everyone) if b > a]
     says = "; ".join(f"rank {rank} holds {format_bytes(more)} more" for rank, more in grown)
     return Check(
-        "memory back after a call", not grown, says or f"{format_bytes(max(a for a, _ in everyone))} held, no more"
+        "a second call needs no more memory",
+        not grown,
+        says or f"{format_bytes(max(a for a, _ in everyone))} after each call",
     )
 
 
@@ -305,15 +316,17 @@ class _HostSyncCounter:
 
     def check_host_syncs(self) -> Check:
         """The count of all ranks."""
-        name = "no waiting for the device"
+        name = "the CPU does not wait for the GPU within steps"
         where = sorted({f"{os.path.basename(w.filename)}:{w.lineno}" for w in self._sync_warnings})
         everyone = gather_json([len(self._sync_warnings), where], self._runner.mesh.everyone)
         if not self._is_cuda:
-            return Check(name, None, "not applicable on a CPU")
+            return Check(name, None, "not needed: there is no GPU")
         micros = sum(self._micros[self._skipped :])
         count = max(count for count, _ in everyone)
         places = ", ".join(sorted({place for _, places in everyone for place in places}))
-        return Check(name, count == 0, f"{count} in {micros} micro-steps" + (f": {places}" if count else ""))
+        return Check(
+            name, count == 0, f"{count} waits in {micros} computations of a patch" + (f": {places}" if count else "")
+        )
 
 
 # What they measure with
@@ -343,7 +356,9 @@ def _wait_for_slowest_rank() -> Iterator[None]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
-    everyone = backend.make_group_on_one_loop(range(dist.get_world_size()), PEER_TIMEOUT, "gloo")
+    # Outside of the run's private network its ports refuse connections, which gloo reports as errors and tries again.
+    with make_groups():
+        everyone = backend.make_group_on_one_loop(range(dist.get_world_size()), PEER_TIMEOUT, "gloo")
     try:
         yield
     finally:  # also after an error, so that the other ranks do not wait for a rank that failed
