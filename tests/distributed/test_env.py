@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from ditile.distributed import console, env, mesh
+import ditile
+from ditile.distributed import console, cpus, env, mesh
 from ditile.distributed.mesh import build_mesh, find_process_rank
 from ditile.errors import JoinError, PlanError
 from ditile.plan.plan import Plan
+from tests import tiny
 
 
 @pytest.mark.parametrize("name", env.IMPORT_COMPLAINTS)
@@ -140,3 +143,29 @@ def test_a_bar_that_a_rank_left_open(
     monkeypatch.delenv("DITILE_DIRECTORY")
     with console.mark_open_line():
         assert not list(tmp_path.iterdir())
+
+
+def test_threads_that_spin_on_a_busy_machine_are_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure means a step that takes a hundred times as long, without a word, or words where nothing is wrong."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cpus.count_usable_cores() + 1)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.delenv(name, raising=False)
+    cpus._warn_once.cache_clear()
+    pipe = tiny.flux()
+    for _ in range(2):
+        ditile.parallelize(pipe).restore()
+        ditile.enable_cache(pipe)
+    said = [record for record in caplog.records if "OMP_WAIT_POLICY=passive" in record.message]
+    assert len(said) == 1
+    cpus._warn_once.cache_clear()
+    caplog.clear()
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    ditile.parallelize(pipe).restore()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cpus.count_usable_cores() + 1)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    ditile.parallelize(pipe).restore()
+    assert not caplog.records
+    cpus._warn_once.cache_clear()

@@ -1,12 +1,20 @@
-"""The processor of this machine: its name, its cores and its memory."""
+"""The processor of this machine: its name, its cores and its memory, and threads that take cores while they wait."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import platform
+import time
 from pathlib import Path
 
+from ditile.distributed import env
+
+LOG = logging.getLogger("ditile")
 CPUINFO = Path("/proc/cpuinfo")
+SPARE_CORES = 0.5
+"""What other programs may take of the cores before threads that spin hold them up."""
 
 
 def read_cpu_name() -> str:
@@ -32,3 +40,28 @@ def count_usable_cores() -> int:
 def list_usable_cores() -> list[int]:
     """The numbers of the cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def warn_of_spinning_threads() -> None:
+    """Warns once if OpenMP's threads of this process would spin on cores that other programs need.
+
+    A script that has imported torch cannot be helped any more: OpenMP reads its variables when it is loaded.
+    """
+    import torch
+
+    threads = torch.get_num_threads()
+    if threads == 1 or not env.lets_threads_spin():
+        return
+    # What this process computed in the last minute is in the load too.
+    own = min(time.process_time() / 60, threads)
+    others = max(0.0, os.getloadavg()[0] - own)
+    if (env.read_local_world() or 1) * threads + others > count_usable_cores() + SPARE_CORES:
+        _warn_once(
+            "the cores of this machine are busy, and threads that wait for each other spin on them, which can make a "
+            "step many times as long: set OMP_WAIT_POLICY=passive before Python starts (docs/environment.md)"
+        )
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    LOG.warning(text)

@@ -190,6 +190,11 @@ def prefer_passive_waiting() -> None:
     os.environ.update(_choose_waiting())
 
 
+def lets_threads_spin() -> bool:
+    """Whether the environment leaves it to OpenMP how its threads wait for each other: they spin."""
+    return bool(_choose_waiting())
+
+
 def _choose_waiting() -> dict[str, str]:
     return {} if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ) else WAITING
 

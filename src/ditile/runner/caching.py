@@ -36,6 +36,7 @@ from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier
 from ditile.cache.config import format_cache_config as config_text
 from ditile.cache.config_text import load_configs
 from ditile.cache.report import ContextReport, build_report_table, merge_rank_reports
+from ditile.distributed import cpus
 from ditile.distributed.transport import gather_json
 from ditile.errors import ModelError, StateError
 from ditile.hooks.attention_processors import find_attention_processors
@@ -120,6 +121,8 @@ def enable_cache(
     made = [_build_model_cache(each, config, calibrator, params_modifiers) for each in adapted if wants_cache]
     kernel = attention_backend or (division.attention_backend if division is not None else None)
     transformers = [unwrap_module(transformer) for transformer in find_transformers(pipe)]
+    if all(parameter.device.type == "cpu" for each in transformers for parameter in each.parameters()):
+        cpus.warn_of_spinning_threads()
     if kernel is not None:
         _check_attention_kernel(kernel, transformers)
     _warn_of_idle_caches(made)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ditile import errors
 from ditile.cache.agreement import AgreementGroups
-from ditile.distributed import env, rng
+from ditile.distributed import cpus, env, rng
 from ditile.distributed.mesh import Communicators, Mesh, build_mesh, find_local_rank, pick_device
 from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
@@ -696,6 +696,8 @@ def parallelize(
     check_pipeline(pipe)
     # Before groups are made: their first messages make a CUDA context on the current GPU.
     chosen = pick_device(device, find_local_rank())
+    if chosen.type == "cpu":
+        cpus.warn_of_spinning_threads()
     mesh, origin = build_mesh(plan, groups, chosen), find_pipeline_device(pipe)
     if checks is None and env.should_check_key_ages():
         checks = AgeChecks()
