@@ -321,6 +321,34 @@ def test_a_function_of_a_script(tmp_path: Path) -> None:
     assert (out.strip(), err) == ("[42, 42]", "Failed to load kernels\n"), "once, and not in every rank again"
 
 
+NOTEBOOK = """
+import os
+import ditile
+def add(number):
+    return number + int(os.environ["RANK"])
+try:
+    ditile.launch(add, 2, (10,))
+except ditile.StateError as error:
+    print(error)
+with open("draw.py", "w") as file:
+    file.write("import os\\ndef add(number):\\n    return number + int(os.environ['RANK'])\\n")
+import draw
+print(ditile.launch(draw.add, 2, (10,)))
+"""
+
+
+def test_a_notebook_is_told_what_works(tmp_path: Path) -> None:
+    """And that does work. A failure would mean that someone in a notebook is left with an error."""
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "src"), "TMPDIR": str(tmp_path / "scratch")}
+    done = subprocess.run(
+        [sys.executable, "-"], input=NOTEBOOK, cwd=tmp_path, capture_output=True, text=True, env=environ
+    )
+    said, result = done.stdout.splitlines()
+    assert said.startswith("fn='add' or one of its arguments is defined in a notebook or an interactive session")
+    assert "%%writefile draw.py" in said and "launch(draw.add, ..) after import draw" in said
+    assert result == "[10, 11]", done.stderr
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_parent_that_is_ended_takes_its_ranks_along(number: signal.Signals, code: int, tmp_path: Path) -> None:
     """Both ranks are blocked in C, one of them with its interpreter's lock held."""

@@ -104,7 +104,7 @@ def launch(
     if not isinstance(args, tuple | list):
         raise StateError(f"args={args!r} is no tuple of arguments; give args=({args!r},)")
     call = _pickle_call(fn, args)
-    prepare = _find_main_module(call) | {"sys_argv": sys.argv}
+    prepare = _find_main_module(call, getattr(fn, "__name__", "fn")) | {"sys_argv": sys.argv}
     times = dataclasses.replace(limits or LaunchLimits(), stall=float(stall_timeout))
     started: list[RankProcess] = []
     link_fds: Sequence[int | None] = links if links is not None else [None] * ranks
@@ -265,8 +265,12 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return len(payload).to_bytes(HEADER, "little") + payload
 
 
-def _find_main_module(call: bytes) -> dict[str, str]:
-    """How `multiprocessing.spawn.prepare` finds the parent's `__main__`; empty if `call` needs none."""
+def _find_main_module(call: bytes, name: str) -> dict[str, str]:
+    """How `multiprocessing.spawn.prepare` finds the parent's `__main__`; empty if `call` needs none.
+
+    Raises:
+        StateError: if it is in no file; `name` is that of the function.
+    """
     if b"__main__" not in call:
         return {}
     main = sys.modules["__main__"]
@@ -274,7 +278,11 @@ def _find_main_module(call: bytes) -> dict[str, str]:
         return {"init_main_from_name": spec.name}
     path = getattr(main, "__file__", None)
     if path is None or not Path(path).exists():
-        raise StateError("fn or args come from an interactive session; put them in a file that ranks can import")
+        raise StateError(
+            f"fn={name!r} or one of its arguments is defined in a notebook or an interactive session, from which ranks "
+            "cannot import it; write it in a file, such as a cell that begins with %%writefile draw.py, and call "
+            f"launch(draw.{name}, ..) after import draw; or start ditile serve and draw over HTTP"
+        )
     return {"init_main_from_path": str(Path(path).absolute())}
 
 

@@ -343,9 +343,10 @@ class Plan:
     def check_world(self, world: int) -> None:
         """Raises `PlanError` unless the plan uses all of `world` ranks."""
         if world != self.world:
+            how = f" with torchrun --nproc_per_node={self.world} or ditile.launch" if world == 1 else ""
             raise PlanError(
                 f"the plan '{self}' needs {self.world} rank(s) and {world} are running; "
-                f"start {self.world}, or use degrees whose product is {world}, such as pipefusion={world}"
+                f"start {self.world}{how}, or use degrees whose product is {world}, such as pipefusion={world}"
             )
 
     def illegal(self, facts: Facts) -> list[str]:
