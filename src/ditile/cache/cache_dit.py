@@ -5,7 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
@@ -234,8 +234,8 @@ class QuantizeConfig(Fields):
     verbose: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.exclude_layers, str):
-            raise ModelError(f"exclude_layers={self.exclude_layers!r} is one word; give a list of them")
+        for name in ("exclude_layers", "repeated_blocks"):
+            _check_words(getattr(self, name), name)
         for name in ("per_row", "regional_quantize", "per_tensor_fallback"):
             check_choice(getattr(self, name), name, (True, False))
         check_choice(str(self.backend).lower(), "backend", ("auto", "torchao", "ao"))
@@ -247,13 +247,21 @@ class QuantizeConfig(Fields):
     def by_component(self) -> dict[str, QuantizeConfig]:
         """The config of each component that is named. Raises `ModelError` if what is named is no list or dict."""
         named = self.components_to_quantize or {}
-        if isinstance(named, str):
-            raise ModelError(f"components_to_quantize={named!r} is one word; give a list of them")
+        if not isinstance(named, Mapping):
+            _check_words(named, "components_to_quantize")
         changes = named if isinstance(named, Mapping) else dict.fromkeys(named, {})
         for name, values in changes.items():
             if not isinstance(values, Mapping):
                 raise ModelError(f"components_to_quantize: {name}={values!r} is no dict; give {{'quant_type': 'int8'}}")
         return {name: self.reset(components_to_quantize=None, **values) for name, values in changes.items()}
+
+
+def _check_words(value: Any, name: str) -> None:
+    """Raises `ModelError` unless a field is a list of words."""
+    if isinstance(value, str):
+        raise ModelError(f"{name}={value!r} is one word; give a list of them")
+    if not isinstance(value, Sequence | Set) or not all(isinstance(each, str) for each in value):
+        raise ModelError(f"{name}={value!r} is no list of words; give such as ['embedder']")
 
 
 def parse_quantize_config(value: Any) -> QuantizeConfig:

@@ -232,19 +232,21 @@ def check_different_files(read: Iterable[tuple[str, Path]], written: Iterable[tu
     owners: dict[Any, tuple[str, Path]] = {}
     written = list(written)
     for name, path in read:
-        owners.setdefault(_identify_file(path), (name, path))
+        owners.setdefault(identify_file(path), (name, path))
     for name, path in written:
-        identity = _identify_file(path)
+        identity = identify_file(path)
         if identity is not None and identity in owners:
             other, other_path = owners[identity]
             raise ModelError(f"{name}={str(path)!r} and {other}={str(other_path)!r} are one file; name another")
         owners[identity] = (name, path)
 
 
-def _identify_file(path: Path) -> Any:
+def identify_file(path: Path) -> Any:
     """What is equal for all names of a file; None for pipes and devices."""
     try:
         facts = os.stat(path)
-    except (OSError, ValueError):
+    except ValueError:  # a name with a NUL
+        return str(path)
+    except OSError:
         return os.path.realpath(path.absolute())
     return (facts.st_dev, facts.st_ino) if stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode) else None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
 from ditile.errors import ModelError
 
+LARGEST = sys.float_info.max
+"""Of a number: a whole one above it is no float, and what computes with it fails."""
 MOST = {
     "steps": 10_000,
     "num_images": 1024,
@@ -81,7 +84,7 @@ def check_finite_number(
     """Raises `error`, with `example`, unless a value is a finite number of at least `least`."""
     if optional and value is None:
         return
-    if not is_number(value) or not math.isfinite(value) or value < least:
+    if not is_number(value) or not -LARGEST <= value <= LARGEST or value < least:
         what = "no finite number" if least == -math.inf else f"not a number of at least {least:g}"
         raise error(f"{name}={value!r} is {what}; try {name}={example}")
 
@@ -90,7 +93,7 @@ def check_positive_number(
     value: Any, name: str, what: str, *, example: float, error: type[Exception] = ModelError
 ) -> None:
     """Raises `error` unless a value is a finite number above 0; the message calls it `what`: "time", "bound"."""
-    if not is_number(value) or not 0 < value < math.inf:
+    if not is_number(value) or not 0 < value <= LARGEST:
         raise error(f"{name}={value!r} is no {what}; try {name}={example:g}")
 
 

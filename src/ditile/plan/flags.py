@@ -167,7 +167,8 @@ class FlagParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raises it."""
-        raise PlanError(f"{message}; see {self.prog} --help")
+        flag = "--help-all" if self.essential else "--help"
+        raise PlanError(f"{message}; see {self.prog} {flag}")
 
 
 class _ShowAllFlags(argparse.Action):

@@ -6,6 +6,7 @@ choose(rows, max_latency=5)    of the settings that took at most 5 s, the one th
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +123,8 @@ def load_evaluation(model: str, source: str | None = None) -> dict[str, Any]:
         ModelError: if it is of another model.
     """
     path = STORED / f"{model}.json" if source is None else Path(source)
-    path = path / FILE if path.is_dir() else path
-    if source is None and not path.is_file():
+    path = path / FILE if os.path.isdir(path) else path
+    if source is None and not os.path.isfile(path):
         raise LoadError(
             f"no evaluation of {model!r} comes with ditile; run ditile evaluate, and add --evaluation FOLDER"
         )

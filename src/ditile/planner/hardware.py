@@ -7,6 +7,7 @@ the same for all GPUs. `python -m benchmarks.published` fits these shares to pub
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,7 +167,7 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
     """
     if name in SHEETS:
         machine_profile = make_datasheet_profile(name, SHEETS[name], EFFICIENCY)
-    elif (PROFILES / f"{name}.json").exists():
+    elif os.path.exists(PROFILES / f"{name}.json"):
         machine_profile = Profile.from_json_file(PROFILES / f"{name}.json")
     else:
         near = find_nearest(name, list_hardware(), cutoff=0.5)

@@ -79,7 +79,7 @@ class ServeOptions(EngineOptions):
             check_positive_number(getattr(self, name), name, "time", example=60)
         if not 0 <= self.port < 2**16:
             raise ModelError(f"port={self.port} is no port; try port=8000")
-        if self.lora_dir is not None and not Path(self.lora_dir).is_dir():
+        if self.lora_dir is not None and not os.path.isdir(self.lora_dir):
             raise ModelError(f"lora_dir={self.lora_dir!r} is no folder; give one that has .safetensors files")
         if self.lora_dir is not None:
             require_extra("lora", f"lora_dir={self.lora_dir!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -108,9 +109,11 @@ class Comparison:
     def check_output_folder(self, *others: Any) -> None:
         """Raises `ModelError` unless the folder can be written, over no file that this and `others` read."""
         folder = Path(self.out)
-        if folder.exists() and not folder.is_dir():
+        # The functions of os.path are False for a name that is too long, for which those of Path raise.
+        exists = os.path.exists(folder)
+        if exists and not folder.is_dir():
             raise ModelError(f"out={self.out!r} is a file; give a folder")
-        names = ("runs.jsonl", "rows.jsonl", "gpu.jsonl") if folder.exists() else ("",)
+        names = ("runs.jsonl", "rows.jsonl", "gpu.jsonl") if exists else ("",)
         check_output_files([("out", folder / name) for name in names], self, *others)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,23 +147,26 @@ class SessionOptions(DeviceOptions):
     def __post_init__(self) -> None:
         self.check_device_options()
         out = Path(self.out)
-        if out.exists() and not out.is_dir():
+        # The functions of os.path are False for a name that is too long, for which those of Path raise.
+        exists = os.path.exists(out)
+        if exists and not out.is_dir():
             raise ModelError(f"out={self.out!r} is a file; give a folder")
-        if not out.exists() and not out.absolute().parent.is_dir():
+        if not exists and not os.path.isdir(out.absolute().parent):
             raise ModelError(f"out={self.out!r}: there is no folder {str(out.parent)!r}; make it first")
 
     def check_output_folder(self, *others: Any) -> None:
         """Raises `ModelError` unless the files of the folder can be written, over none that `others` read."""
         folder = Path(self.out)
-        names = ("job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png")
-        if folder.is_dir():
-            check_output_files([("out", folder / name) for name in names], *others)
+        names: tuple[str, ...] = ("",)
+        if os.path.isdir(folder):
+            names = ("job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png")
+        check_output_files([("out", folder / name) for name in names], *others)
 
 
 def list_pictures(folder: Path) -> list[Path]:
     """The pictures of a folder, without those of its subfolders, sorted by name; none if there is no such folder."""
     suffixes = (".png", ".jpg", ".jpeg", ".webp")
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes) if folder.is_dir() else []
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes) if os.path.isdir(folder) else []
 
 
 def _split_at_semicolons(text: str) -> list[str]:
