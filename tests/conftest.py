@@ -14,6 +14,7 @@ os.environ |= {
 import pytest
 import torch
 
+from ditile.distributed import console
 from tests.pool import Pool, fork_ranks
 
 torch.set_num_threads(1)
@@ -23,6 +24,12 @@ def pytest_collection_finish() -> None:
     """What was imported is not looked through again by the garbage collector: half a million objects each time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _no_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command says while it takes long does not depend on how busy the machine is."""
+    monkeypatch.setattr(console, "STATUS_SECONDS", 600.0)
 
 
 @pytest.fixture(scope="session")

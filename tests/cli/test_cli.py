@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,10 @@ import ditile as package
 from ditile import Plan, RankError
 from ditile.cli import main
 from ditile.cli.matrix import build_matrix
+from ditile.distributed import console
 from ditile.models.known import ASSETS
 from ditile.plan.flags import normalize_flags
-from ditile.runner.requests.pictures import read_png_texts
+from ditile.runner.requests.pictures import read_picture_texts
 from tests import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +118,7 @@ def opened(path: str) -> Image.Image:
         (("bench", "--plans", "cfg=2", "--model", "./nosuchfolder"), "there is no such folder"),
         (("evaluate", "--model", "./nosuchfolder"), "there is no such folder"),
         (("plan", "--model", "./nosuchfolder"), "there is no such folder"),
+        (("plan", "--hardware", "l40-pcie", "--json", "a\0b"), "json='a\\x00b' is no name of a file"),
         (
             ("generate", "a", "--height", "100"),
             "not a multiple of 8, a token of this model; try height=96",
@@ -144,7 +147,7 @@ def opened(path: str) -> Image.Image:
         (("generate", "a", "--pipefusion", "2", "--stage_blocks", "1,2,3"), "give 2 numbers"),
         (("generate", "a", "--out", "nowhere/a.png"), "nowhere"),
         (("generate", "a", "--out", "."), "folder"),
-        (("generate", "a", "--out", "a.jpg"), "a.png"),
+        (("generate", "a", "--out", "a.bmp"), "its ending is no format; name a picture a.png, .jpg or .webp"),
         (("generate", "a", "--json", "nowhere/a.json"), "nowhere"),
         (("generate", "a", "--trace", "nowhere/a.json"), "nowhere"),
         (("generate", "a", "--image", "nothing.png"), "nothing.png"),
@@ -185,7 +188,15 @@ def opened(path: str) -> Image.Image:
         (("verify", "--ulysses", "0"), "ulysses=0"),
         (("verify", "--ulysess", "2"), "did you mean --ulysses?"),
         (("models", "--all"), "--all is not known"),
-        (("models", "foo"), "'foo' is one argument too many; see ditile models --help"),
+        (("models", "flux.1-dve"), "name='flux.1-dve' is in no name; did you mean flux.1-dev?"),
+        (("models", "!"), "name='!' is in no name; "),
+        (("models", "qwen", "--markdown"), "leave out --markdown"),
+        (("models", "a", "foo"), "'foo' is one argument too many; see ditile models --help"),
+        (("generate", "a", "--out", "{foo}.png"), "{foo} is no placeholder; there are {seed}, {index} and {model}"),
+        (("generate", "a", "--out", "{}.png"), "{} is no placeholder"),
+        (("generate", "a", "--out", "{seed.real}.png"), "{seed.real} is no placeholder"),
+        (("generate", "a", "--out", "{index:999999999}.png"), "{index:999999999} is no form of a number"),
+        (("generate", "a", "--out", "{seed"), "out='{seed': expected '}'"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -239,6 +250,29 @@ def test_a_strength_out_of_range(capsys: pytest.CaptureFixture[str], strength: s
     assert "strength=" in refused(capsys, "generate", "a", "--image", "a.png", "--strength", strength)
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000], ids=["name", "path"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "--model", "shapes-flux", "--lora-dir"),
+        ("plan", "--model", "shapes-flux", "--hardware"),
+        ("plan", "--hardware", "l40-pcie", "--json", "a.json", "--model"),
+        ("plan", "--hardware", "l40-pcie", "--image"),
+        ("bench", "--plans", "cfg=2", "--out"),
+        ("evaluate", "--model", "shapes-flux", "--out"),
+        ("evaluate", "--model", "shapes-flux", "--references"),
+        ("generate", "a", "--min-psnr", "30", "--evaluation"),
+        ("generate", "a", "--image"),
+        ("generate", "a", "--config"),
+        ("generate", "--prompts-file"),
+    ],
+    ids=lambda words: words[0] + words[-1],
+)
+def test_a_name_that_is_too_long(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], name: str) -> None:
+    """A failure means a traceback of the file system."""
+    assert words[-1].removeprefix("--").replace("-", "_") in refused(capsys, *words, name).replace("-", "_")
+
+
 def make_png_header(side: int) -> bytes:
     """A PNG that claims to have so many pixels on a side, and has none."""
     size = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
@@ -255,7 +289,7 @@ def test_a_picture_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     for content in (b"no picture", make_png_header(20_000), make_png_header(64), half, b""):
         Path("a.png").write_bytes(content)
         assert "image='a.png' cannot be read as a picture" in refused(capsys, "generate", "a", "--image", "a.png")
-        assert read_png_texts(Path("a.png")) == {}
+        assert read_picture_texts(Path("a.png")) == {}
     Path("a.png").unlink()
     os.mkfifo("a.png")
     assert "nothing came through this pipe" in refused(capsys, "generate", "a", "--image", "a.png")
@@ -290,8 +324,27 @@ def test_pictures_hold_no_local_paths(tmp_path: Path) -> None:
     assert main.main(["generate", "--prompts-file", "prompts.txt", "--out-dir", "out", *words, "64"]) == 0
     assert main.main(["generate", "a red circle", "--out", "out/one.png", *words, "64"]) == 0
     for name in ("0000.png", "one.png"):
-        texts = read_png_texts(Path("out", name))
+        texts = read_picture_texts(Path("out", name))
         assert texts["model"].startswith("a-model (") and str(tmp_path) not in str(texts)
+
+
+def test_what_takes_long_is_said(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means a terminal that stays empty for a minute."""
+    monkeypatch.setattr(console, "STATUS_SECONDS", 0.0)
+
+    def launch(*args: Any, progress: Callable[[int, int], None], **options: Any) -> None:
+        time.sleep(0.2)
+        progress(0, 1)
+        raise RankError(1, "ValueError", "it broke", "Traceback:\n  there\n")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(main, "launch", launch)
+        assert main.main(["generate", "a red circle", *SMALL, "--pipefusion", "2"]) == 1
+    assert capfd.readouterr().err.startswith("starting 2 ranks\nTraceback:\n")
+    assert main.main(["generate", "a red circle", *SMALL, "--model", "shapes-flux-turbo"]) == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"loading shapes-flux-turbo, \d+\.\d MB of weights", lines[0])
+    assert lines[1] == "the model is ready; the prompt is encoded before the first step"
 
 
 def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,7 +421,7 @@ def test_help_version_models_and_refusals_do_not_import_torch(words: list[str]) 
     code = f"""
 import sys
 from ditile.cli import main
-from ditile.runner.requests.pictures import read_png_texts
+from ditile.runner.requests.pictures import read_picture_texts
 try:
     main({words})
 finally:
@@ -385,6 +438,14 @@ def test_far_too_many_ranks_are_refused_before_one_starts(
     assert "try 1 to 12" in refused(capsys, "generate", "a circle", "--pipefusion", "999")
     Path("p.txt").write_text("a circle")
     assert "try 1 to 12" in refused(capsys, "generate", "--prompts-file", "p.txt", "--pipefusion", "999")
+
+
+def test_models_of_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean that a user looks through every family for one."""
+    assert main.main(["models", "Qwen-Image"]) == 0
+    out = capsys.readouterr().out
+    assert "qwen-image-edit-2511" in out and "Qwen/Qwen-Image" in out and "QwenImageTransformer2DModel" in out
+    assert "QwenImageControlNetInpaintPipeline" in out and "flux" not in out.lower()
 
 
 def test_help_names_every_flag() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 import socket
@@ -25,6 +26,7 @@ from ditile.plan.shape import check_image_size
 from ditile.runner import runner as dividing
 from ditile.runner.requests import arguments, prepare, results
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pictures import read_picture_texts
 from ditile.runner.requests.pipelines import convert_value_errors
 from tests import tiny
 from tests.cli.test_cli import ROOT, opened, refused
@@ -99,6 +101,72 @@ def test_a_dry_run_says_what_stays_in_the_hosts_memory() -> None:
     in_bfloat16 = "host's memory, of all ranks together in bfloat16: "
     assert f"{in_bfloat16}40.80 GB of weights stay there" in describe(dataclasses.replace(stages, offload="blocks"))
     assert f"{in_bfloat16}19.54 GB of weights stay there" in describe(stages, text_after="offload")
+
+
+TURBO = ("generate", "a red circle", "--model", "shapes-flux-turbo", "--steps", "1", "--threads", "1", "--seed", "7")
+
+
+def test_names_of_files_with_placeholders(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean a name that is not filled, or two pictures in one file."""
+    assert main.main([*TURBO, "--num-images", "2", "--out", "{model}-{seed}.jpg"]) == 0
+    assert "shapes-flux-turbo-7.jpg shapes-flux-turbo-8.jpg" in capsys.readouterr().out
+    assert main.main([*TURBO, "--num-images", "2", "--out", "{{{model}}}.webp"]) == 0
+    Path("prompts.txt").write_text("a red circle\na blue square")
+    words = ["generate", "--prompts-file", "prompts.txt", *TURBO[2:], "--out", "{index:03}-{seed}.png"]
+    assert main.main(words) == 0
+    drawn = {path.name for path in Path().glob("*.*")} - {"prompts.txt"}
+    assert drawn == {
+        "shapes-flux-turbo-7.jpg", "shapes-flux-turbo-8.jpg", "{shapes-flux-turbo}-0.webp",
+        "{shapes-flux-turbo}-1.webp", "000-7.png", "001-8.png",
+    }  # fmt: skip
+    capsys.readouterr()
+    assert main.main(words) == 0
+    assert "2 of them there before" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "format"), [("a.png", "PNG"), ("a.jpg", "JPEG"), ("a.JPEG", "JPEG"), ("a.webp", "WEBP")]
+)
+def test_a_file_of_each_format_says_how_it_was_made(name: str, format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As ditile reads it, and as AUTOMATIC1111 and programs of its kind do."""
+    words = ["--out", name, "--true-cfg", "2", "--negative-prompt", "a ring, blue", "--json", "-"]
+    assert main.main([*TURBO, *words]) == 0
+    assert json.loads(capsys.readouterr().out)["images"] == [name]
+    picture = opened(name)
+    texts = read_picture_texts(Path(name))
+    assert picture.format == format and texts["prompt"] == "a red circle" and texts["seed"] == "7"
+    if format == "PNG":
+        parameters = picture.text["parameters"]
+    else:
+        comment = picture.getexif().get_ifd(0x8769)[0x9286]
+        assert comment.startswith(b"UNICODE\0")
+        parameters = comment[8:].decode("utf-16-be")
+    assert parameters == texts["parameters"]
+    prompt, negative, values = parameters.split("\n")
+    assert (prompt, negative) == ("a red circle", "Negative prompt: a ring, blue")
+    assert values.startswith("Steps: 1, Sampler: Euler, CFG scale: 3.5, True CFG scale: 2.0, Seed: 7, Size: 128x128, ")
+    assert "Model: shapes-flux-turbo" in values
+
+
+def test_a_file_of_prompts_resumes_in_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean that all pictures are drawn again."""
+    Path("prompts.txt").write_text("a red circle\na blue square")
+    words = ["generate", "--prompts-file", "prompts.txt", *TURBO[2:], "--out", "{index}.jpg"]
+    assert main.main(words) == 0
+    capsys.readouterr()
+    assert main.main(words) == 0
+    assert "2 of them there before" in capsys.readouterr().out
+
+
+def test_the_default_file_is_no_input(capsys: pytest.CaptureFixture[str]) -> None:
+    """A failure would mean a picture that is written over, or a command that is refused for what nobody asked for."""
+    Image.new("RGB", (64, 64), "red").save("ditile-image.png")
+    before = Path("ditile-image.png").read_bytes()
+    words = [*TURBO, "--image", "./ditile-image.png", "--height", "64", "--width", "64", "--strength", "1"]
+    assert main.main(words) == 0
+    assert opened("ditile-image-2.png").size == (64, 64) and Path("ditile-image.png").read_bytes() == before
+    capsys.readouterr()
+    assert "are one file; name another" in refused(capsys, *words, "--out", "ditile-image.png")
 
 
 LONG = "a" * 300 + ".png"

@@ -151,13 +151,13 @@ def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) 
         raise OSError(errno.ENOSPC, "no space")
 
     image = Image.new("RGB", (8, 8))
-    pictures.save_png_with_texts(image, Path("a.png"), {"prompt": "first"})
+    pictures.save_picture_with_texts(image, Path("a.png"), {"prompt": "first"})
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
         patch.setattr(os, "link", fill_disk)
-        pictures.save_png_with_texts(image, Path("a.png"), {"prompt": "second"})
-    assert pictures.read_png_texts(Path("a.png"))["prompt"] == "first"
+        pictures.save_picture_with_texts(image, Path("a.png"), {"prompt": "second"})
+    assert pictures.read_picture_texts(Path("a.png"))["prompt"] == "first"
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "prompts.txt"]
-    assert pictures.read_png_texts(Path("nothing.png")) == pictures.read_png_texts(Path("prompts.txt")) == {}
+    assert pictures.read_picture_texts(Path("nothing.png")) == pictures.read_picture_texts(Path("prompts.txt")) == {}
 
 
 def test_files_that_were_given_are_known_by_what_is_in_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def test_a_file_of_prompts_is_resumed(capsys: pytest.CaptureFixture[str]) -> Non
         ),
         ((*SHORT, "--out", "nowhere/a.mp4"), "ditile: out='nowhere/a.mp4': there is no folder 'nowhere'"),
         ((*SHORT, "--frames", "0"), "frames=0"),
-        (("--out", "a.mp4"), "out='a.mp4': pictures are written as PNG; name it a.png"),
+        (("--out", "a.mp4"), "out='a.mp4': this model draws pictures; name it a.png, .jpg or .webp"),
         (("--fps", "8"), "fps=8: shapes-pixart draws pictures, which have no rate"),
     ],
 )

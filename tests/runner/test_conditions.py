@@ -21,7 +21,7 @@ from ditile.models.known import ASSETS
 from ditile.runner.requests.arguments import merge_call_arguments
 from ditile.runner.requests.conditions import bind_conditions, choose_pipeline_class, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions
-from ditile.runner.requests.pictures import read_picture, read_png_texts
+from ditile.runner.requests.pictures import read_picture, read_picture_texts
 from ditile.runner.requests.videos import read_video
 from tests import tiny
 from tests.zoo import ZOO, encoders
@@ -180,7 +180,9 @@ def test_a_mask_keeps_what_it_does_not_cover(capsys: pytest.CaptureFixture[str])
     drawn, start = (np.asarray(read_picture(name, "image"), int) for name in ("by-mask.png", "start.png"))
     change = np.abs(drawn - start).mean(axis=(0, 2))
     assert 3 * change[:56].mean() < change[72:].mean(), (change[:56].mean(), change[72:].mean())
-    by_mask, by_clear = (json.loads(read_png_texts(Path(f"by-{mask}.png"))["conditions"]) for mask in ("mask", "clear"))
+    by_mask, by_clear = (
+        json.loads(read_picture_texts(Path(f"by-{mask}.png"))["conditions"]) for mask in ("mask", "clear")
+    )
     assert by_mask == by_clear and by_mask["mask"].startswith("128x128 ") and by_mask["image"] != [by_mask["mask"]]
     assert np.array_equal(np.asarray(read_picture("by-clear.png", "image")), drawn)
 
@@ -196,7 +198,7 @@ def test_a_controlnet_from_a_folder(capsys: pytest.CaptureFixture[str], monkeypa
     words = ("--control-image", "start.png", "--height", "32", "--width", "32")
     assert generate(*words, "--controlnet", "net", "--out", "a.png", model="model") == 0
     assert "FluxControlNetPipeline takes --control-image" in capsys.readouterr().err
-    texts = json.loads(read_png_texts(Path("a.png"))["conditions"])
+    texts = json.loads(read_picture_texts(Path("a.png"))["conditions"])
     assert texts["control_image"].startswith("128x128 ") and texts["controlnet"] == "net"
     Path("net", "diffusion_pytorch_model.safetensors").rename("net/diffusion_pytorch_model.bin")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

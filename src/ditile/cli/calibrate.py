@@ -29,6 +29,7 @@ from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
 from ditile.distributed.rank0 import list_ranks_by_host
 from ditile.errors import PlanError
 from ditile.plan.plan import Plan
+from ditile.plan.schedule import Schedule
 from ditile.planner import calibrate as curves
 from ditile.planner.calibrate import Bench, DisturbanceGuard, SlowdownGauge
 from ditile.planner.profile import Link, Profile
@@ -113,7 +114,9 @@ def _calibrate_torchrun_group(wanted: CalibrateOptions) -> Profile | None:
 
 def _launch_single_rank(wanted: CalibrateOptions, ranks: int) -> Profile:
     """The profile that one rank measures in a process of its own; `ranks` is how many the machine has."""
-    parts = curves.PARTS + len(CALLS) * len(PATCHES) * ROUNDS * STEPS
+    schedules = [Schedule.from_plan(Plan(patches=patches), STEPS) for patches in PATCHES]
+    micro_steps = sum(len(schedule.list_micro_steps(step)) for schedule in schedules for step in range(STEPS))
+    parts = curves.PARTS + len(CALLS) * ROUNDS * micro_steps
     alone = _launch_with_progress(measure_single_rank, 1, wanted, parts)
     profile: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
     return profile

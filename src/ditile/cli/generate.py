@@ -33,11 +33,12 @@ from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import (
     check_frame_count,
     convert_value_errors,
+    draws_videos,
     find_argument,
     find_frames_ratio,
 )
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries
-from ditile.runner.requests.results import build_png_texts, choose_fps, list_drawn, write_drawn
+from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, list_drawn, write_drawn
 from ditile.runner.warm import warm_runner
 
 if TYPE_CHECKING:
@@ -71,10 +72,10 @@ def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: C
         with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
             call_result = _call_and_report(runner, make_call, cache)
         drawn = list_drawn(call_result.result)
-        files = [str(path) for path in run.list_image_paths(len(drawn))] if drawn else []
+        files = [str(path) for path in run.list_image_paths(len(drawn), seed, wanted.model)]
         texts, fps = build_png_texts(wanted, plan, cache, call, started_from), choose_fps(pipe, wanted, call)
         for k, (one, path) in enumerate(zip(drawn, files, strict=True)):
-            write_drawn(one, path, fps, texts | {"prompt": wanted.prompt or "", "seed": str(seed + k)})
+            write_drawn(one, path, fps, add_picture_texts(texts, pipe, call, wanted.prompt, seed + k, one))
         # Behind the pictures, which a trace that cannot be written must not cost.
         _write_trace(runner, run.trace)
         if call_result.result is None:
@@ -121,7 +122,8 @@ def draw_prompt_lines(
                 call_result = _call_and_report(runner, make_call, cache)
                 call_results.append(call_result._replace(result=None))
                 for line, one in zip(lines, list_drawn(call_result.result), strict=first):
-                    write_drawn(one, line.path, fps, texts | {"prompt": line.prompt, "seed": str(line.seed)})
+                    own_texts = add_picture_texts(texts, pipe, base, line.prompt, line.seed, one)
+                    write_drawn(one, line.path, fps, own_texts)
                 advance(len(lines))
         if missing_lines:
             _write_trace(runner, run.trace)
@@ -148,6 +150,7 @@ def build_outcome(
         model=wanted.model,
         seed=seed,
         images=images,
+        has_videos=draws_videos(wanted.model),
         reports=sum_reports([call_result.reports for call_result in call_results]),
         skipped=skipped,
         settings=cache.describe_settings(),

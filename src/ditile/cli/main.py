@@ -28,6 +28,7 @@ from ditile.cli.plan_choice import choose_within_budget, resolve_plan_option
 from ditile.distributed import env
 from ditile.distributed.console import (
     LINE_WIDTH,
+    Status,
     is_writing_process,
     make_console,
     print_parts,
@@ -217,11 +218,11 @@ def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:
     video = draws_videos(wanted.model)
     if not run.dry_run:
         check_model_packages(wanted.model)
-    run = run.name_output(video=video)
+    run = run.name_output(wanted, video=video)
     if video and not run.dry_run and is_writing_process():
         from ditile.runner.requests.videos import check_encoder
 
-        check_encoder(run.list_image_paths(1)[0], wanted.fps)
+        check_encoder(Path(run.out or ""), wanted.fps)
     if not video and wanted.fps is not None:
         raise ModelError(f"fps={wanted.fps:g}: {wanted.model} draws pictures, which have no rate; leave it out")
     return run
@@ -279,10 +280,14 @@ def _generate_pictures(
     wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, budget: Budget
 ) -> Outcome | None:
     """The outcome of one call, on rank 0; None on torchrun's other ranks."""
-    if is_writing_process():
-        run.check_output_paths(run.list_image_paths(wanted.num_images), wanted, cache, budget)
+    from ditile.runner.requests.pipelines import draws_videos
+
     if env.read_torchrun_place() is None and wanted.seed is None:
         wanted = dataclasses.replace(wanted, seed=secrets.randbelow(2**31))
+    if is_writing_process():
+        # The ranks of torchrun agree on a seed later: the names differ then, and the folder does not.
+        paths = run.list_image_paths(wanted.num_images, wanted.seed or 0, wanted.model)
+        run.check_output_paths(paths, wanted, cache, budget, video=draws_videos(wanted.model))
     outcome: Outcome | None = _run_on_ranks(_draw_pictures, plan, run, (wanted, run, plan, cache))
     return outcome
 
@@ -292,15 +297,16 @@ def _generate_prompts_file(
 ) -> Outcome | None:
     """The outcome of a file of prompts, on rank 0. If no picture is missing, no model is loaded."""
     from ditile.cli import prompts
+    from ditile.runner.requests.pipelines import draws_videos
 
     all_lines: list[prompts.PromptLine] = []
     missing_lines: list[prompts.PromptLine] = []
     if is_writing_process():
         all_lines = prompts.list_prompt_lines(wanted, run)
-        run.check_output_paths([Path(line.path) for line in all_lines], wanted, cache, budget)
-        missing_lines = prompts.select_missing_lines(
-            all_lines, prompts.describe_request(wanted, run, plan, cache, defaults(wanted.model))
-        )
+        video = draws_videos(wanted.model)
+        run.check_output_paths([Path(line.path) for line in all_lines], wanted, cache, budget, video=video)
+        request = prompts.describe_request(wanted, run, plan, cache, defaults(wanted.model))
+        missing_lines = prompts.select_missing_lines(all_lines, request, has_posters=video)
         if not missing_lines and env.read_torchrun_place() is None:
             from ditile.cli.generate import build_outcome
 
@@ -316,7 +322,16 @@ def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOp
     """Runs a function on the ranks of a plan, torchrun's or new ones, and returns the first rank's result."""
     env.check_torchrun_world(plan)
     if env.read_torchrun_place() is None and plan.world > 1:
-        return launch(fn, plan.world, args, threads=run.threads, stall_timeout=run.stall_timeout)[0]
+        with Status(f"starting {plan.world} ranks") as status:
+            # A rank reports first that it has started.
+            return launch(
+                fn,
+                plan.world,
+                args,
+                threads=run.threads,
+                stall_timeout=run.stall_timeout,
+                progress=lambda rank, reports: status.end(),
+            )[0]
     begin_watch(run.stall_timeout, START_SECONDS)
     result = fn(*args)
     _leave_torchrun()
@@ -390,12 +405,23 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
 
 
 def _run_models_command(arguments: argparse.Namespace) -> int:
-    from ditile.cli.models import build_matrix_tables, format_matrix_markdown, read_families, read_matrix
+    from ditile.cli.models import (
+        build_matrix_tables,
+        build_tables_of_name,
+        format_matrix_markdown,
+        read_families,
+        read_matrix,
+    )
 
-    if _build_options(ModelsOptions, arguments).markdown:
+    options = _build_options(ModelsOptions, arguments)
+    if options.markdown and options.name is not None:
+        raise ModelError(f"name={options.name!r} is for the tables; leave it out, or leave out --markdown")
+    if options.markdown:
         print(format_matrix_markdown(read_matrix(), read_families()))
         return 0
-    for table in build_matrix_tables(read_matrix()):
+    matrix = read_matrix()
+    tables = build_matrix_tables(matrix) if options.name is None else build_tables_of_name(matrix, options.name)
+    for table in tables:
         make_console(piped_width=LINE_WIDTH).print(table)
     return 0
 

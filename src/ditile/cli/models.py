@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ditile.models.known import ASSETS, list_bundled_models, list_published_models
+from ditile.errors import ModelError
+from ditile.models.known import ASSETS, list_bundled_models, list_known_models, list_published_models
+from ditile.plan.checks import suggest_nearest
 
 _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
 """Of a support level; every family of it has them."""
@@ -65,6 +67,42 @@ def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
     models.add_row("bundled", ", ".join(list_bundled_models()))
     models.add_row("published", ", ".join(list_published_models()))
     yield models
+
+
+def build_tables_of_name(matrix: Mapping[str, Any], name: str) -> list[Table]:
+    """The models and families whose names have these letters, without regard to case and to what is no letter.
+
+    Args:
+        matrix: what `read_matrix` gives.
+        name: a part of a model's name or hub id, or of a family, a transformer or a pipeline.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    word = _simplify(name)
+    models = Table("model", "where its weights are")
+    for model in list_known_models():
+        if word and word in _simplify(f"{model.name} {model.hub_id}"):
+            models.add_row(model.name, model.hub_id or "with ditile")
+    families = Table("families", show_header=False)
+    for family in matrix["families"]:
+        names = [family["name"], family["transformer"], *family["pipelines"]]
+        if word and any(word in _simplify(each) for each in names):
+            families.add_row("family", family["name"])
+            families.add_row("transformer", family["transformer"])
+            families.add_row("pipelines", "\n".join(family["pipelines"]))
+            families.add_row("support level", family["rung"], end_section=True)
+    tables = [table for table in (models, families) if table.row_count]
+    if not tables:
+        known = [*(model.name for model in list_known_models()), *(family["name"] for family in matrix["families"])]
+        hint = suggest_nearest(name, known, "")
+        raise ModelError(f"name={name!r} is in no name; {hint and hint + ' '}ditile models lists all")
+    return tables
+
+
+def _simplify(name: str) -> str:
+    """The letters and digits of a name, in lower case: Qwen-Image and qwenimage are the same."""
+    return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
 def _group_conditions(matrix: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
+import string
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,13 +23,19 @@ from ditile.runner.requests.options import (
     DeviceOptions,
     Dtype,
     EngineOptions,
+    GenerateOptions,
     ModelOptions,
     check_guidance,
 )
 
 MAX_OUTPUTS_TRIED = 64
 """Outputs that are opened before a run; pictures of a file of prompts are in one folder."""
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 VIDEO_SUFFIXES = (".mp4", ".webp", ".gif")
+PLACEHOLDERS = ("seed", "index", "model")
+"""Of the name of an output file."""
+NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
+"""How a placeholder of a number may be written, such as 04."""
 COCO_PREFIX = "coco:"
 """Before the name of a file of captions that is one of COCO's annotations."""
 
@@ -45,8 +53,9 @@ class RunOptions(EngineOptions):
     )
     out: str | None = define_option(
         None,
-        "the PNG to write, of a video the .mp4, .webp or .gif, which gets a poster .png beside it; several get -0, "
-        "-1, .. in their names; ditile-image.png or ditile-video.mp4 by default",
+        "the file to write: .png, .jpg or .webp, of a video .mp4, .webp or .gif; in its name {seed}, {index} and "
+        "{model} are replaced, and without the first two several files get -0, -1, ..; beside a video is a poster "
+        ".png; ditile-image.png or ditile-video.mp4 by default",
         metavar="FILE",
     )
     out_dir: str | None = define_option(
@@ -61,56 +70,86 @@ class RunOptions(EngineOptions):
 
     def __post_init__(self) -> None:
         self.check_device_options()
-        if self.out is not None and Path(self.out).suffix.lower() not in ("", ".png", *VIDEO_SUFFIXES):
+        if self.out is None:
+            return
+        check_placeholders(self.out)
+        if Path(self.out).suffix.lower() not in ("", *PICTURE_SUFFIXES, *VIDEO_SUFFIXES):
             stem = Path(self.out).stem
             raise ModelError(
-                f"out={self.out!r}: pictures are written as PNG; name it {stem}.png; videos {stem}.mp4, .webp or .gif"
+                f"out={self.out!r}: its ending is no format; name a picture {stem}.png, .jpg or .webp, and a video "
+                f"{stem}.mp4, .webp or .gif"
             )
 
-    def name_output(self, *, video: bool) -> RunOptions:
+    def name_output(self, wanted: GenerateOptions, *, video: bool) -> RunOptions:
         """The options with a file to write, of a picture or of a video.
+
+        Without a given one, it is none of those that the call starts from.
 
         Raises:
             ModelError: if the file that is given is of the other kind.
         """
-        out = Path(self.out or ("ditile-video" if video else "ditile-image"))
+        if self.out is None:
+            return self._choose_output(wanted, video=video)
+        out = Path(self.out)
         if os.path.isdir(out):  # False for what is no name at all, which is told later
             raise ModelError(f"out={self.out!r} is a folder; give a file in it")
         path = out if out.suffix else Path(f"{out}.{'mp4' if video else 'png'}")
-        if video and path.suffix.lower() not in VIDEO_SUFFIXES:
+        suffix = path.suffix.lower()
+        if video and suffix not in VIDEO_SUFFIXES:
             raise ModelError(f"out={self.out!r}: this model draws videos; name it {path.stem}.mp4, .webp or .gif")
-        if not video and path.suffix.lower() != ".png":
-            raise ModelError(f"out={self.out!r}: pictures are written as PNG; name it {path.stem}.png")
+        if not video and suffix not in PICTURE_SUFFIXES:
+            raise ModelError(f"out={self.out!r}: this model draws pictures; name it {path.stem}.png, .jpg or .webp")
         return dataclasses.replace(self, out=str(path))
 
-    def list_image_paths(self, count: int) -> list[Path]:
-        """The paths of `count` pictures or videos."""
-        return [self._output_path] if count == 1 else [self.build_image_path(str(k)) for k in range(count)]
+    def _choose_output(self, wanted: GenerateOptions, *, video: bool) -> RunOptions:
+        """The options with the default file, numbered where that is one of the inputs."""
+        inputs = {files.identify_file(Path(path)) for _, path in list_named_paths(wanted)}
+        stem = "ditile-video" if video else "ditile-image"
+        suffix = ".mp4" if video else ".png"
+        number = 1
+        while True:
+            name = stem if number == 1 else f"{stem}-{number}"
+            run = dataclasses.replace(self, out=name + suffix)
+            paths = run.list_image_paths(wanted.num_images, wanted.seed or 0, wanted.model)
+            written = {files.identify_file(each) for path in paths for each in (path, path.with_suffix(".png"))}
+            if not written & inputs:
+                return run
+            number += 1
 
-    def build_image_path(self, number: str) -> Path:
-        """The path of one picture or video of several."""
+    def list_image_paths(self, count: int, seed: int, model: str) -> list[Path]:
+        """The paths of `count` pictures or videos, of which the first has this seed."""
+        if count == 1:
+            return [self._fill_placeholders(0, seed, model)]
+        return [self.build_image_path(k, seed + k, model) for k in range(count)]
+
+    def build_image_path(self, index: int, seed: int, model: str, *, digits: int = 1) -> Path:
+        """The path of one picture or video of several; `digits` are those of its number at least."""
+        path = self._fill_placeholders(index, seed, model)
+        number = f"{index:0{digits}}"
         if self.out_dir is not None:
-            return Path(self.out_dir, f"{number}{self._output_path.suffix}")
-        return self._output_path.with_stem(f"{self._output_path.stem}-{number}")
+            return Path(self.out_dir, f"{number}{path.suffix}")
+        tells_apart = {"seed", "index"} & set(list_placeholders(self.out or ""))
+        return path if tells_apart else path.with_stem(f"{path.stem}-{number}")
 
-    @property
-    def _output_path(self) -> Path:
+    def _fill_placeholders(self, index: int, seed: int, model: str) -> Path:
         assert self.out is not None, "name_output comes first"
-        return Path(self.out)
+        return Path(self.out.format(index=index, seed=seed, model=Path(model).name))
 
-    def check_output_paths(self, paths: Sequence[Path], *others: Any) -> None:
+    def check_output_paths(self, paths: Sequence[Path], *others: Any, video: bool) -> None:
         """Raises `ModelError` unless these pictures and all other output files can be written, each to its own file.
 
         Args:
             paths: of the pictures, or of the videos, beside which there are posters.
             others: the other options of the command, for the files that they name.
+            video: whether they are videos.
         """
         named = [("trace", self.trace), ("json", self.json if self.json != "-" else None)]
         written = [(name, Path(value)) for name, value in named if value is not None]
         folder = None if self.out_dir is None else Path(self.out_dir)
         if folder is None:
-            written += [("out", each) for path in paths for each in dict.fromkeys((path, path.with_suffix(".png")))]
-            check_writable("out", self._output_path)
+            for path in paths:
+                written += [("out", path), *([("out", path.with_suffix(".png"))] if video else [])]
+            check_writable("out", paths[0])
         elif os.path.exists(folder) and not folder.is_dir():  # os.path.exists is False without permission
             raise ModelError(f"out_dir={self.out_dir!r} is a file; give a folder")
         elif not os.path.exists(folder):
@@ -151,6 +190,9 @@ class VerifyOptions(DeviceOptions, ModelOptions):
 class ModelsOptions:
     """What `ditile models` shows."""
 
+    name: str | None = define_option(
+        None, "show only what has this in its name, such as qwen; everything by default", positional=True
+    )
     markdown: bool = define_option(False, "the matrix of families and methods as Markdown")
 
 
@@ -179,6 +221,27 @@ class CalibrateOptions:
             check_output_files([("out", Path(self.out))], self)
 
 
+def list_placeholders(name: str) -> list[str]:
+    """The placeholders of the name of an output file."""
+    return [field for _, field, _, _ in string.Formatter().parse(name) if field is not None]
+
+
+def check_placeholders(name: str) -> None:
+    """Raises `ModelError` unless all braces of the name of an output file are placeholders that there are."""
+    known = "there are {seed}, {index} and {model}; write {{ for a brace"
+    try:
+        parts = list(string.Formatter().parse(name))
+    except ValueError as error:
+        raise ModelError(f"out={name!r}: {error}; {known}") from None
+    for _, field, form, conversion in parts:
+        if field is None:
+            continue
+        if field not in PLACEHOLDERS or conversion is not None:
+            raise ModelError(f"out={name!r}: {{{field}}} is no placeholder; {known}")
+        if form and (field == "model" or NUMBER_FORMAT.fullmatch(form) is None):
+            raise ModelError(f"out={name!r}: {{{field}:{form}}} is no form of a number; try {{index:04}}")
+
+
 def check_output_files(written: Sequence[tuple[str, Path]], *options: Any) -> None:
     """Raises `ModelError` unless each output of a command can be written, and is neither another one nor an input.
 
@@ -197,7 +260,7 @@ def list_input_files(*options: Any) -> Iterator[tuple[str, Path]]:
         for name, value in list_named_paths(each):
             path = Path(value.removeprefix(COCO_PREFIX))
             yield name, path
-            if path.is_dir():
+            if os.path.isdir(path):  # unlike the method it is False for a name that is too long
                 own = (path / "model_index.json", path / "generation.json", *path.glob("*"), *path.glob("*/*"))
                 yield from ((name, file) for file in own if file.is_file())
 
@@ -211,6 +274,8 @@ def list_named_paths(options: Any) -> Iterator[tuple[str, str]]:
 
 def check_writable(name: str, path: Path) -> None:
     """Raises `ModelError` unless a file can be written."""
+    if "\0" in str(path):
+        raise ModelError(f"{name}={str(path)!r} is no name of a file: it has a NUL")
     try:
         if path.is_dir():
             raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")
@@ -227,7 +292,5 @@ def check_writable(name: str, path: Path) -> None:
                 return
     except ModelError:
         raise
-    except ValueError as error:  # a name with a NUL
-        raise ModelError(f"{name}={str(path)!r} is no name of a file: {error}") from error
     except OSError as error:
         raise ModelError(f"{name}={str(path)!r} cannot be written: {error.strerror}") from error

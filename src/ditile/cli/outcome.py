@@ -28,6 +28,7 @@ class Outcome:
 
     Attributes:
         images: the files of all pictures or videos, those that were there before included.
+        has_videos: whether they are videos, which have posters beside them.
         skipped: how many of them were there before.
         reports: one for each rank, over all calls; empty if there was no call.
         settings: settings of cache, quantization and LoRA; empty for a plain run.
@@ -41,6 +42,7 @@ class Outcome:
     seed: int
     images: list[str]
     reports: list[dict[str, Any]]
+    has_videos: bool = False
     skipped: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     left_out: list[dict[str, Any]] = field(default_factory=list)
@@ -107,8 +109,10 @@ def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
 
 def _name_files(outcome: Outcome) -> dict[str, list[str]]:
     """The files of pictures; of videos the posters, and the videos themselves."""
+    if not outcome.has_videos:
+        return {"images": outcome.images}
     posters = [str(Path(name).with_suffix(".png")) for name in outcome.images]
-    return {"images": posters} | ({"videos": outcome.images} if posters != outcome.images else {})
+    return {"images": posters, "videos": outcome.images}
 
 
 def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:

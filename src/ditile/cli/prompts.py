@@ -22,6 +22,7 @@ from ditile.runner.load import choose_dtype_name, find_model_source
 from ditile.runner.requests import pictures
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.videos import build_poster_path
 
 MIN_DIGITS = 4
 MAX_HASHED_BYTES = 2**36
@@ -64,7 +65,8 @@ def list_prompt_lines(wanted: GenerateOptions, run: RunOptions) -> list[PromptLi
     prompts, seed = read_prompts(wanted.prompts_file), wanted.seed or 0
     digits = max(MIN_DIGITS, len(str(len(prompts) - 1)))
     return [
-        PromptLine(prompt, seed + k, str(run.build_image_path(f"{k:0{digits}}"))) for k, prompt in enumerate(prompts)
+        PromptLine(prompt, seed + k, str(run.build_image_path(k, seed + k, wanted.model, digits=digits)))
+        for k, prompt in enumerate(prompts)
     ]
 
 
@@ -112,13 +114,19 @@ def _hash_file_content(name: str) -> str:
         raise ModelError(f"{name!r} cannot be read: {error}") from error
 
 
-def select_missing_lines(all_lines: Sequence[PromptLine], wanted: str) -> list[PromptLine]:
-    """The lines whose picture is missing, is not whole, or was made by another request than `wanted`."""
-    return [line for line in all_lines if not _has_matching_picture(line, wanted)]
+def select_missing_lines(all_lines: Sequence[PromptLine], wanted: str, *, has_posters: bool) -> list[PromptLine]:
+    """The lines whose picture is missing, is not whole, or was made by another request than `wanted`.
+
+    Args:
+        all_lines, wanted: of the file, and as of `describe_request`.
+        has_posters: whether they are videos, whose posters say how they were made.
+    """
+    return [line for line in all_lines if not _has_matching_picture(line, wanted, has_posters=has_posters)]
 
 
-def _has_matching_picture(line: PromptLine, wanted: str) -> bool:
-    if not Path(line.path).is_file():
+def _has_matching_picture(line: PromptLine, wanted: str, *, has_posters: bool) -> bool:
+    path = Path(line.path)
+    if not path.is_file():
         return False
-    texts = pictures.read_png_texts(Path(line.path).with_suffix(".png"))  # of a video, its poster
+    texts = pictures.read_picture_texts(build_poster_path(path) if has_posters else path)
     return {"prompt": line.prompt, "seed": str(line.seed), "request": wanted}.items() <= texts.items()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 LINE_PERIOD = 10.0
 """Seconds between two lines of progress where there is no terminal."""
+STATUS_SECONDS = 2.0
+"""Seconds after which a line says what takes so long."""
 LINE_WIDTH = 80
 """Columns of a terminal for which tables are made."""
 
@@ -92,7 +94,7 @@ def show_progress_bar(
 ) -> Iterator[Callable[[int], None]]:
     """Shows on the standard error what is done and what is left: a bar on a terminal, else a line now and then.
 
-    Yields a function that advances it by a count.
+    Yields a function that advances it by a count. Where more is done than the total, what is left is not known.
     """
     if not shown:
         yield lambda count: None
@@ -106,7 +108,13 @@ def show_progress_bar(
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task(title, total=total, completed=completed)
-            yield lambda count: progress.advance(task, count)
+
+            def advance_bar(count: int) -> None:
+                progress.advance(task, count)
+                if progress.tasks[0].completed > total:
+                    progress.update(task, total=None)
+
+            yield advance_bar
 
 
 @contextlib.contextmanager
@@ -123,9 +131,12 @@ def _print_progress_lines(title: str, total: int, completed: int) -> Iterator[Ca
     def print_lines() -> None:
         while not ended.wait(LINE_PERIOD):
             seconds = time.monotonic() - began
-            left = seconds * (total - done) / (done - completed) if done > completed else None
-            estimate = "" if left is None else f", about {left:.0f} s left"
-            print(f"{title}: {done} of {total} after {seconds:.0f} s{estimate}", file=sys.stderr, flush=True)
+            line = f"{title}: {done} of {total} after {seconds:.0f} s"
+            if done > total:
+                line = f"{title}: {done} after {seconds:.0f} s"
+            elif done > completed:
+                line += f", about {seconds * (total - done) / (done - completed):.0f} s left"
+            print(line, file=sys.stderr, flush=True)
 
     printer = threading.Thread(target=print_lines, daemon=True)
     printer.start()
@@ -134,6 +145,43 @@ def _print_progress_lines(title: str, total: int, completed: int) -> Iterator[Ca
     finally:
         ended.set()
         printer.join()
+
+
+class Status:
+    """Says on the standard error of one process what it does, unless that is over within `STATUS_SECONDS`.
+
+    So a run of a small model, and a refusal, print nothing else.
+
+    Attributes:
+        is_shown: whether the line was printed.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.is_shown = False
+        self._text = text
+        self._timer = threading.Timer(STATUS_SECONDS, self._show)
+        self._timer.daemon = True
+
+    def __enter__(self) -> Status:
+        if is_writing_process():
+            self._timer.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """Says nothing from now on."""
+        self._timer.cancel()
+
+    def follow_up(self, text: str) -> None:
+        """Says more if the line was printed."""
+        if self.is_shown:
+            print(text, file=sys.stderr, flush=True)
+
+    def _show(self) -> None:
+        self.is_shown = True
+        print(self._text, file=sys.stderr, flush=True)
 
 
 def is_writing_process() -> bool:

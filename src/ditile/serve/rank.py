@@ -42,7 +42,7 @@ from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import encode_png
 from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.requests.prepare import load_lora_weights, prepare_runner
-from ditile.runner.requests.results import build_png_texts, choose_fps, encode_drawn, list_drawn
+from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, encode_drawn, list_drawn
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
 from ditile.runner.runner import Runner
 from ditile.runner.warm import choose_warm_steps
@@ -255,7 +255,7 @@ class RankServer:
         fps, files, seeds = choose_fps(self._pipe, wanted, base), {}, list_seeds(wanted)
         names = [f"{k}.{request.output_format}" for k in range(len(pictures))]
         for name, seed, picture in zip(names, seeds, pictures, strict=True):
-            own_texts = texts | {"prompt": wanted.prompt or "", "seed": str(seed)}
+            own_texts = add_picture_texts(texts, self._pipe, base, wanted.prompt, seed, picture)
             format, quality = request.output_format, request.output_compression
             files[name], poster = encode_drawn(picture, format, quality, fps, own_texts)
             if poster is not None and POSTER not in files:

@@ -35,7 +35,7 @@ from ditile.models.registry import find_loop_model
 from ditile.plan.plan import Plan
 from ditile.runner.load import defaults, load
 from ditile.runner.requests.arguments import build_call_arguments
-from ditile.runner.requests.pictures import hide_local_path, read_picture, save_png_with_texts
+from ditile.runner.requests.pictures import hide_local_path, read_picture, save_picture_with_texts
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import parallelize
 
@@ -236,7 +236,7 @@ def _write_turn_pictures(
         }
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_png_with_texts(Image.fromarray(timed_picture.picture[0]), path, texts)
+            save_picture_with_texts(Image.fromarray(timed_picture.picture[0]), path, texts)
         except OSError as error:
             raise ModelError(f"{str(path)!r} cannot be written: {error}") from error
         rows.append(

@@ -46,7 +46,7 @@ from ditile.plan.plan import Plan
 from ditile.planner.budget import FILE
 from ditile.runner.load import defaults, find_model_source
 from ditile.runner.requests.facts import build_dry_run_call
-from ditile.runner.requests.pictures import save_png_with_texts
+from ditile.runner.requests.pictures import save_picture_with_texts
 from ditile.runner.requests.prepare import silence_libraries
 
 if TYPE_CHECKING:
@@ -276,7 +276,7 @@ def _write_contact_sheet(
         for setting in settings
     ]
     sheet = draw_contact_sheet(columns, [caption.text for caption in captions][:ROWS])
-    save_png_with_texts(sheet, store.out / CONTACT_SHEET_FILE, {})
+    save_picture_with_texts(sheet, store.out / CONTACT_SHEET_FILE, {})
 
 
 def _describe_machine() -> dict[str, Any]:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env
+from ditile.distributed.console import Status
 from ditile.distributed.mesh import join_torchrun
 from ditile.distributed.pulse import is_out_of_memory
 from ditile.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
+from ditile.plan.units import format_bytes
 from ditile.runner.load import find_model_source, load
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.conditions import choose_pipeline_class
@@ -56,7 +58,8 @@ def prepare_runner(
     _check_model_guides(pipeline, model, plan)
     # A LoRA needs whole weights; tensor parallelism then cuts its factors with them.
     needs_whole_model = cache.lora is not None and plan.tensor > 1
-    pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan)
+    with Status(f"loading {model}{_describe_weights(model)}") as loading:
+        pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan)
     enable_required_tiling(pipe)
     if conditions:
         pipe = switch_to_conditions(pipe, conditions, controlnet, engine.dtype)
@@ -79,6 +82,7 @@ def prepare_runner(
         cuda_graphs=engine.cuda_graphs,
     )
     _enable_cache_and_quantization(runner, cache)
+    loading.follow_up("the model is ready; the prompt is encoded before the first step")
     return pipe, runner
 
 
@@ -92,6 +96,14 @@ def _check_model_guides(pipeline: Any, model: str, plan: Plan) -> None:
     rule = read_guidance_rule(pipeline, read_model_index(find_model_source(model)))
     if rule is not None and not rule.scales and (reason := rule.explain_cfg_refusal(plan.cfg, pipeline.__name__, {})):
         raise PlanError(reason)
+
+
+def _describe_weights(model: str) -> str:
+    """How many bytes of weights a model's folder has; nothing for one of the hub, which may still be fetched."""
+    source = find_model_source(model)
+    if not isinstance(source, Path):
+        return ""
+    return f", {format_bytes(sum(path.stat().st_size for path in source.glob('*/*.safetensors')))} of weights"
 
 
 def switch_to_conditions(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ditile.errors import ModelError
+from ditile.models.pipeline_calls import list_call_parameters
 from ditile.plan.plan import Plan
 from ditile.runner.load import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests import pictures, videos
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.metadata import PARAMETERS, format_parameters
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import (
     VIDEO_FIELDS,
@@ -51,6 +56,36 @@ def build_png_texts(
         "settings": json.dumps(call),
         **_describe_conditions(wanted, conditions or {}),
     } | ({"cache": json.dumps(settings)} if settings else {})
+
+
+def add_picture_texts(
+    texts: Mapping[str, str],
+    pipe: DiffusionPipeline,
+    call: Mapping[str, Any],
+    prompt: str | None,
+    seed: int,
+    drawn: Image.Image | Video,
+) -> dict[str, str]:
+    """The texts of one picture or video: those of its request, its prompt and seed, and what AUTOMATIC1111 writes.
+
+    Args:
+        texts: as of `build_png_texts`.
+        pipe, call: what made it.
+        prompt, seed, drawn: of this one.
+    """
+    by_default = {name: parameter.default for name, parameter in list_call_parameters(pipe).items()}
+    own = {name: value for name, value in by_default.items() if value is not inspect.Parameter.empty}
+    # A video is [F, H, W, 3].
+    width, height = (drawn.shape[2], drawn.shape[1]) if isinstance(drawn, np.ndarray) else drawn.size
+    parameters = format_parameters(
+        own | dict(call),
+        prompt=prompt or "",
+        seed=seed,
+        size=(int(width), int(height)),
+        model=texts["model"],
+        scheduler=type(getattr(pipe, "scheduler", None)).__name__,
+    )
+    return {**texts, "prompt": prompt or "", "seed": str(seed), PARAMETERS: parameters}
 
 
 def _describe_conditions(wanted: GenerateOptions, conditions: Mapping[str, Any]) -> dict[str, str]:
@@ -108,7 +143,7 @@ def write_drawn(drawn: Image.Image | Video, path: str, fps: float, texts: dict[s
     try:
         Path(path).parent.mkdir(exist_ok=True)
         if isinstance(drawn, Image.Image):
-            pictures.save_png_with_texts(drawn, Path(path), texts)
+            pictures.save_picture_with_texts(drawn, Path(path), texts)
         else:
             videos.save_video_with_poster(drawn, Path(path), fps, texts)
     except OSError as error:
