@@ -125,7 +125,7 @@ def test_a_callback_of_an_own_pipeline_changes_the_latents(forgotten: list[Any])
 def test_an_object_that_is_no_pipeline_is_refused() -> None:
     """A failure: an AttributeError of one of its parts."""
     lonely = SimpleNamespace(transformer=shapes.Transformer(), scheduler=None)
-    with pytest.raises(ModelError, match="SimpleNamespace is no pipeline of diffusers.*register_modules"):
+    with pytest.raises(ModelError, match="SimpleNamespace is not a diffusers pipeline.*register_modules"):
         ditile.parallelize(lonely, Plan(patches=2))
 
 

@@ -496,8 +496,8 @@ def check_pipeline(pipe: Any) -> None:
     """Raises `ModelError` unless this is a pipeline: it has a model that it calls in its loop, and a scheduler."""
     if not isinstance(getattr(pipe, "components", None), Mapping):
         raise ModelError(
-            f"{type(pipe).__name__} is no pipeline of diffusers, of which ditile asks its parts; make its class one of "
-            "diffusers.DiffusionPipeline, with register_modules(transformer=..., scheduler=...)"
+            f"{type(pipe).__name__} is not a diffusers pipeline; give a pipeline, such as ditile.load(NAME), or derive "
+            "your class from diffusers.DiffusionPipeline and call register_modules(transformer=..., scheduler=...)"
         )
     find_denoisers(pipe)
     scheduler = getattr(pipe, "scheduler", None)
