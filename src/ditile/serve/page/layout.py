@@ -30,7 +30,9 @@ MOST_PREVIEWS = 8
 NO_LORA = "none"
 DEFAULT_STRENGTH = 0.6
 """Of a class that has no strength of its own."""
-HEAD = '<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">'
+# Gradio gives rules of `CSS` the page's content as their scope, and the wide margins of a phone are outside of it.
+HEAD = """<meta name="color-scheme" content="light dark"><meta name="referrer" content="no-referrer">
+<style>@media (max-width: 640px) {.gradio-container .main.app {padding: .5rem !important;}}</style>"""
 CSS = """
 .gradio-container {max-width: 1280px !important; margin: 0 auto;}
 #now {min-height: 2.5rem;}
@@ -53,7 +55,7 @@ CSS = """
 #gallery .caption-label {max-width: 100%; overflow: hidden; text-overflow: ellipsis;}
 #gallery .grid-wrap {max-height: 32rem;}
 #gallery .grid-container > :only-child {width: 100%; max-width: 30rem; justify-self: center;}
-@media (max-width: 640px) {.gradio-container, .gradio-container .main.app {padding: .5rem !important;}}
+@media (max-width: 640px) {.gradio-container {padding: .5rem !important;}}
 """
 Update = dict[Any, Any]
 """Component -> its new value, or `gr.update(...)`."""
