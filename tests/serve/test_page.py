@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,6 +158,37 @@ def test_without_a_key_there_is_only_the_form(server: RunningServer, browser: An
         assert client.get("/v1/plan").status_code == 401, "the cookie is for the page alone"
         assert client.get("/gradio_api/file=/etc/passwd").status_code in (403, 404)
         assert client.get("/gradio_api/info").status_code in (401, 404)
+
+
+HOSTILE_EVENTS: list[tuple[str, Any]] = [
+    ("queue/join", {"fn_index": 99, "session_hash": "a", "data": []}),
+    ("queue/join", {"fn_index": None, "session_hash": "a", "data": []}),
+    ("queue/join", {"fn_index": [], "session_hash": "\ud800", "data": {}}),
+    ("reset", {"event_id": {"a": "\ud800"}}),
+    ("cancel", {"session_hash": 3, "fn_index": "x"}),
+    ("cancel", []),
+]
+
+
+@pytest.mark.alone
+def test_events_that_the_page_does_not_send_are_refused(server: RunningServer) -> None:
+    """A failure would mean a traceback in the log, and 500, for whoever sends them."""
+    since = len(server.log)
+    with server.client() as client:
+        client.post("/login", content=f"key={ANN}")
+        for path, values in HOSTILE_EVENTS:
+            answer = client.post(f"/gradio_api/{path}", content=json.dumps(values).encode())
+            assert 400 <= answer.status_code < 500, answer.text
+        assert client.get("/gradio_api/queue/data?session_hash=nobody").status_code == 404
+        # Those of the page, with what it does not send.
+        for number in range(6):
+            for data in ([], ["x"], [{"a": 1}] * 16, [None] * 2):
+                event = {"fn_index": number, "session_hash": "b", "data": data, "event_data": {"index": "x"}}
+                client.post("/gradio_api/queue/join", json=event)
+        with client.stream("GET", "/gradio_api/queue/data?session_hash=b") as news:
+            assert any("close_stream" in line for line in news.iter_lines())
+        assert client.get("/config").status_code == 200
+    assert "Traceback" not in server.log[since:]
 
 
 @needs_browser

@@ -8,6 +8,7 @@ import dataclasses
 import html
 import json
 import shutil
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,15 @@ from ditile.serve.api.answers import cancel_job_of_gone_client, check_done, conv
 from ditile.serve.api.fields import ImageFields, Order, VideoFields, list_own_values, parse_fields, read_order
 from ditile.serve.api.uploads import Body
 from ditile.serve.jobs import INPUT_IMAGE, Job, JobEvent, Kind
+from ditile.serve.page.guard import PageBlocks
 from ditile.serve.page.insight import TRACE, render_insight
 from ditile.serve.page.mount import OWNER_MARK
 from ditile.serve.service import Service
 
 MOST_SHOWN = 24
 MOST_PREVIEWS = 8
+UPLOAD_SECONDS = 60.0
+"""How long a file that is uploaded is kept at least."""
 NO_LORA = "none"
 DEFAULT_STRENGTH = 0.6
 """Of a class that has no strength of its own."""
@@ -83,8 +87,8 @@ class Page:
     def build_blocks(self) -> gr.Blocks:
         """The page as Gradio mounts it."""
         age = max(60, int(self._service.options.keep_results))
-        blocks: gr.Blocks
-        with gr.Blocks(title="ditile", analytics_enabled=False, delete_cache=(60, age)) as blocks:
+        blocks: PageBlocks
+        with PageBlocks(title="ditile", analytics_enabled=False, delete_cache=(60, age)) as blocks:
             self._title = gr.Markdown("# ditile")
             with gr.Row():
                 with gr.Column(scale=2, min_width=320):
@@ -391,12 +395,16 @@ class Page:
         return str(path)
 
     def _forget_expired(self) -> None:
-        """Removes the files of jobs that are not kept any more."""
+        """Removes the files of jobs that are not kept any more, and uploads that were cut off, which Gradio leaves."""
         for folder in self._folder.glob("*_*"):
             try:
                 self._service.find_job(folder.name, None)
             except DitileError:
                 shutil.rmtree(folder, ignore_errors=True)
+        oldest = time.time() - max(UPLOAD_SECONDS, self._service.options.keep_results)
+        for path in self._folder.glob("tmp*"):
+            if path.is_file() and path.stat().st_mtime < oldest:
+                path.unlink(missing_ok=True)
 
     async def _read_trace(self, job: Job) -> Mapping[str, Any]:
         """The Chrome trace of a job; empty if it has none."""

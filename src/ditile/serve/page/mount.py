@@ -53,6 +53,7 @@ def mount_page(app: FastAPI, service: Service) -> None:
     env.set_page_variables(folder)
     import gradio
 
+    from ditile.serve.page.guard import PageGuard
     from ditile.serve.page.layout import CSS, HEAD, Page, build_theme
 
     app.include_router(login.router, include_in_schema=False)
@@ -77,7 +78,7 @@ def mount_page(app: FastAPI, service: Service) -> None:
     )
     mounted = app.router.routes.pop()
     assert isinstance(mounted, Mount)
-    app.router.routes.append(PageMount("", app=mounted.app))
+    app.router.routes.append(PageMount("", app=PageGuard(mounted.app, blocks)))
 
 
 def _name_user(http: HttpRequest) -> str:

@@ -1,0 +1,83 @@
+"""What comes to Gradio's routes, checked before Gradio reads it: it would answer 500, or write a traceback."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import gradio as gr
+from fastapi import Request as HttpRequest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ditile.serve.api.answers import RequestError, answer_error
+from ditile.serve.api.uploads import parse_json_object
+
+LOG = logging.getLogger("ditile")
+JOIN_PATH, EVENTS_PATH = "/gradio_api/queue/join", "/gradio_api/queue/data"
+JSON_PATHS = (JOIN_PATH, "/gradio_api/reset", "/gradio_api/cancel")
+"""Paths of Gradio that take an object of JSON."""
+
+
+class PageBlocks(gr.Blocks):
+    """Blocks whose events are refused in one line where their values are not what the page sends."""
+
+    async def process_api(self, *args: Any, **options: Any) -> Any:
+        """Handles an event of the page."""
+        try:
+            return await super().process_api(*args, **options)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            LOG.warning("an event of the page was refused: %s", " ".join(str(error).split())[:200])
+            LOG.debug("an event of the page was refused", exc_info=error)
+            raise gr.Error("the page sent what it cannot send; load it again", print_exception=False) from None
+
+
+class PageGuard:
+    """Lets through what the page sends to Gradio.
+
+    Args:
+        app: of Gradio.
+        blocks: the page, whose events and sessions are known.
+    """
+
+    def __init__(self, app: ASGIApp, blocks: gr.Blocks) -> None:
+        self._app, self._blocks = app, blocks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        http = HttpRequest(scope, receive)
+        path = scope["path"].rstrip("/")
+        try:
+            if path == EVENTS_PATH:
+                self._check_session(http.query_params.get("session_hash"))
+            elif path in JSON_PATHS and scope["method"] == "POST":
+                body = await http.body()
+                self._check_json(path, body)
+                receive = _repeat_body(body, receive)
+        except RequestError as error:
+            await answer_error(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _check_session(self, session: str | None) -> None:
+        # Gradio would find out in the middle of its answer.
+        if session not in self._blocks._queue.pending_messages_per_session:
+            raise RequestError("there is no such session; load the page again", status=404, code="not_found")
+
+    def _check_json(self, path: str, body: bytes) -> None:
+        values = parse_json_object(body)
+        try:
+            str(values).encode()
+        except UnicodeEncodeError:
+            raise RequestError("a text is no text of Unicode; leave it out", code="bad_json") from None
+        number = values.get("fn_index")
+        if path == JOIN_PATH and (not isinstance(number, int) or number not in self._blocks.fns):
+            raise RequestError("there is no such event; load the page again", code="bad_json", param="fn_index")
+
+
+def _repeat_body(body: bytes, receive: Receive) -> Receive:
+    """Gives a body that was read once more, and then what comes."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_again
