@@ -222,7 +222,7 @@ def test_prompts_of_unlike_length_in_front_of_their_pictures() -> None:
     entry, words = ZOO["z-image-omni"], " ".join(["a large red circle"] * 10)
     assert entry.other_prompt is not None
     runner = parallelize(entry.make(), Plan(patches=3, warmup=99))
-    with pytest.raises(StateError, match="give a negative prompt as long as the prompt"):
+    with pytest.raises(StateError, match="give prompts, and a negative prompt, of one length"):
         runner(**entry.other_prompt())
     # The pipeline writes into lists of prompts.
     calls = [entry.other_prompt() | {"negative_prompt": [words]} for _ in range(2)]
