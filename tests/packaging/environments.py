@@ -40,10 +40,16 @@ class Environment:
         wheel: what is installed.
         extras: the extras of the wheel.
         base: an environment with the wheel alone, whose packages this one has too; None installs all.
+        packages: what is installed besides.
     """
 
     def __init__(
-        self, folder: Path, wheel: Path, extras: tuple[str, ...] = (), base: Environment | None = None
+        self,
+        folder: Path,
+        wheel: Path,
+        extras: tuple[str, ...] = (),
+        base: Environment | None = None,
+        packages: tuple[str, ...] = (),
     ) -> None:
         self.folder = folder / "environment"
         self.work = folder / "work"
@@ -57,7 +63,7 @@ class Environment:
         wanted = f"{wheel}[{','.join(extras)}]" if extras else str(wheel)
         # Compiled when imported: most of what is installed never is.
         flags = ("--no-compile", "--constraint", str(ROOT / "constraints.txt"))
-        _run_pip("--python", str(self.python), "install", *flags, wanted)
+        _run_pip("--python", str(self.python), "install", *flags, wanted, *packages)
 
     def build_variables(self) -> dict[str, str]:
         """The variables of commands: without those that lead to other packages or to files of the user's."""
