@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditile.distributed import backend
+from ditile.distributed import backend, pulse
 from ditile.distributed.mesh import build_mesh
 from ditile.plan.plan import Plan
 from tests.pool import Pool
@@ -83,3 +85,29 @@ def test_no_rank_has_a_group_before_all_have_connected(pool: Pool) -> None:
     """A failure means that one which gives it back at once can close it on others: "Connection closed by peer"."""
     (_, first), (last, _) = pool.run(connects, 2, 0.3)
     assert first >= last, "seconds of one clock"
+
+
+def spin(name: bytes, over: threading.Event) -> None:
+    """Uses a core in a thread of a name until it is over."""
+    ctypes.CDLL(None).prctl(15, name)
+    while not over.is_set():
+        pass
+
+
+def measure_spinning(name: bytes) -> float:
+    """Which part of the processor that a thread of a name uses counts as computing."""
+    over = threading.Event()
+    threading.Thread(target=spin, args=(name, over)).start()
+    time.sleep(0.1)
+    used, computed = time.process_time(), pulse._measure_cpu_seconds()
+    time.sleep(0.5)
+    used, computed = time.process_time() - used, pulse._measure_cpu_seconds() - computed
+    over.set()
+    return computed / used
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="reads what the threads of a Linux process used")
+def test_a_thread_that_reads_messages_does_not_compute() -> None:
+    """Gloo's event loop spins while there is a message that nobody receives. A failure means that ranks which wait for
+    each other for ever seem to compute, and run on for ten times the stall limit."""
+    assert measure_spinning(b"gloo_tcp_loop") < 0.5 < measure_spinning(b"another")

@@ -55,7 +55,7 @@ def test_notes_come_in_pieces_and_with_heartbeats_between() -> None:
     data = data.replace(b'"leave"', b'"le' + HEARTBEAT + COMPUTING + b'ave"')
     assert sum(signs.read_signs(data[k : k + 1]) for k in range(len(data))) == 3, "the first says that it has started"
     assert signs.started and signs.call is None
-    assert signs.raised is not None and (signs.raised[0], *signs.raised[1][1:]) == (1, *ERROR)
+    assert {call: failure[1:] for call, failure in signs.raised.items()} == {1: tuple(ERROR)}
 
 
 def test_a_call_that_one_rank_has_left_by_an_error(clock: Clock) -> None:
@@ -76,6 +76,20 @@ def test_a_call_that_one_rank_has_left_by_an_error(clock: Clock) -> None:
     found = find_first_failure(ranks, LIMITS, clock.now)
     assert found is not None and found[1] == 1
     assert "other ranks wait for it there: ValueError: by rank 1" in found[0].message
+
+
+def test_a_rank_whose_next_call_raises_too_is_not_forgiven_the_first(clock: Clock) -> None:
+    """A script that catches errors and tries again. A failure means that only the stall limit ends the run."""
+    first, second = ranks = two_ranks()
+    first.signs.read_signs(note(enter=7))
+    for call in (7, 8, 9):
+        second.signs.read_signs(
+            note(enter=call) + note(leave=call, error=[*ERROR[:1], f"error of call {call}", "", ""])
+        )
+    second.signs.read_signs(note(enter=10))
+    clock.now += 4
+    found = find_first_failure(ranks, LIMITS, clock.now)
+    assert found is not None and found[1] == 1 and found[0].message.endswith("error of call 7")
 
 
 @pytest.mark.parametrize("end", [note(leave=7), note(leave=7, error=ERROR), note(leave=7) + note(enter=8)])

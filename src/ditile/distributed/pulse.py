@@ -96,7 +96,8 @@ class RankSigns:
         last_activity: when it last read, computed or reported progress.
         last_progress: when it last read or reported progress.
         call: the number of the call that it is in, of those that all ranks must make; None outside of them.
-        raised: the number of the last call that it left by an error, and the error.
+        last_call: the number of the last such call that it has entered.
+        raised: the errors by which it left such calls, by the number of the call.
         said: the last note that says how it ends.
     """
 
@@ -104,7 +105,8 @@ class RankSigns:
         self.started = False
         self.last_sign_of_life = self.last_activity = self.last_progress = time.monotonic()
         self.call: int | None = None
-        self.raised: tuple[int, RankFailure] | None = None
+        self.last_call = 0
+        self.raised: dict[int, RankFailure] = {}
         self.said: dict[str, Any] = {}
         self._partial = b""
 
@@ -130,11 +132,11 @@ class RankSigns:
 
     def _read_note(self, note: dict[str, Any], now: float) -> None:
         if "enter" in note:
-            self.call = note["enter"]
+            self.call = self.last_call = note["enter"]
         elif "leave" in note:
             self.call = None
             if "error" in note:
-                self.raised = note["leave"], RankFailure(now, *note["error"])
+                self.raised[note["leave"]] = RankFailure(now, *note["error"])
         else:
             self.said = note
 
@@ -218,13 +220,24 @@ def _count_disk_reads() -> int:
 def _measure_cpu_seconds() -> float:
     """Seconds of processors that this process used, and those that it started; with a GPU, those alone.
 
-    A thread that waits for a GPU uses its core while it waits.
+    A thread that waits for a GPU uses its core while it waits. Threads that carry messages do not compute.
     """
     # torch may be in the middle of its import.
     is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
-    own = 0.0 if is_initialized is not None and is_initialized() else time.process_time()
+    own = 0.0
+    if is_initialized is None or not is_initialized():
+        own = time.process_time() - _measure_messenger_seconds()
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     return own + ended.ru_utime + ended.ru_stime + sum(_measure_process_seconds(pid) for pid in _list_children("self"))
+
+
+def _measure_messenger_seconds() -> float:
+    """Seconds of processors that the threads of gloo used, where the system tells.
+
+    The one that reads from connections spins for as long as there is a message that nobody receives.
+    """
+    folders = Path("/proc/self/task").glob("*")
+    return sum(_read_used_seconds(folder) for folder in folders if "gloo" in "".join(_read_words(folder / "comm")))
 
 
 def _list_children(process: str) -> list[str]:
@@ -233,9 +246,14 @@ def _list_children(process: str) -> list[str]:
 
 
 def _measure_process_seconds(pid: str) -> float:
-    words = _read_words(Path("/proc", pid, "stat"))[-50:]
-    own = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") if len(words) == 50 else 0.0
+    own = _read_used_seconds(Path("/proc", pid))
     return own + sum(_measure_process_seconds(child) for child in _list_children(pid))
+
+
+def _read_used_seconds(folder: Path) -> float:
+    """Seconds of processors that a process or a thread used, by its folder in /proc; 0 if it has ended."""
+    words = _read_words(folder / "stat")[-50:]
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") if len(words) == 50 else 0.0
 
 
 def _read_words(path: Path) -> list[str]:

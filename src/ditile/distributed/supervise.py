@@ -330,14 +330,15 @@ def _find_abandoned_call(
     ranks: Sequence[RankState], limits: LaunchLimits, now: float
 ) -> tuple[RankFailure, int] | None:
     """The first rank that left a call by an error, if another one is still in that call and does nothing."""
+    # Errors of calls that every rank has left do not concern anybody, and there may be any number of them.
+    oldest = min(rank.signs.last_call for rank in ranks)
     found = []
     for rank in ranks:
-        if rank.signs.raised is None:
-            continue
-        call, failure = rank.signs.raised
-        waiting = [other.signs.last_activity for other in ranks if other.signs.call == call]
-        if any(now - max(failure.at, since) > limits.abandoned for since in waiting):
-            found.append((failure, rank.number))
+        raised = rank.signs.raised = {call: rank.signs.raised[call] for call in rank.signs.raised if call >= oldest}
+        for call, failure in raised.items():
+            waiting = [other.signs.last_activity for other in ranks if other.signs.call == call]
+            if any(now - max(failure.at, since) > limits.abandoned for since in waiting):
+                found.append((failure, rank.number))
     if not found:
         return None
     failure, number = min(found, key=_order_of_blame)
