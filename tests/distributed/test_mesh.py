@@ -77,22 +77,25 @@ def test_groups(pool: Pool, plan: Plan) -> None:
             assert ranks[index] == rank
 
 
-def of_the_only_axis(gpus: bool) -> tuple[bool, list[str]]:
+def of_the_only_axis(gpus: bool, nccl: bool) -> tuple[bool, list[str]]:
     """Whether it is the group of all ranks, and the backends of all groups."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: gpus)
+        if nccl:
+            patch.setattr(backend, "has_nccl", lambda _: True)
         mesh = build_mesh(Plan(ulysses=2))
         backends = [dist.get_backend(group) for group in (mesh["ulysses"].group, mesh.control, mesh.everyone)]
         mesh.close_groups()
     return mesh["ulysses"].group is dist.group.WORLD, backends
 
 
-@pytest.mark.parametrize("gpus", [False, True])
-def test_the_only_axis_is_the_group_of_all_ranks(pool: Pool, gpus: bool) -> None:
-    """Also where there are GPUs and the group is gloo's, as two ranks share one. A failure means a group more, which
-    asks NCCL for two ranks on one GPU."""
-    for is_world, backends in pool.run(of_the_only_axis, 2, gpus):
-        assert is_world and backends == ["gloo", backend.BACKEND_NAME, backend.BACKEND_NAME]
+@pytest.mark.parametrize(("gpus", "nccl"), [(False, False), (True, False), (True, True)])
+def test_the_only_axis_is_the_group_of_all_ranks_that_nccl_has(pool: Pool, gpus: bool, nccl: bool) -> None:
+    """Where two ranks share a GPU the group is gloo's. A failure means a communicator more on each GPU; one that asks
+    NCCL for two ranks on one GPU; or a group of gloo that no runner can give up after an error."""
+    first = "gloo" if nccl else backend.BACKEND_NAME
+    for is_world, backends in pool.run(of_the_only_axis, 2, gpus, nccl):
+        assert is_world == nccl and backends == [first, backend.BACKEND_NAME, backend.BACKEND_NAME]
 
 
 def made(plan: Plan) -> list[tuple[int, ...]]:
@@ -117,7 +120,7 @@ def test_groups_are_made_once_for_each_line(pool: Pool) -> None:
     plan = Plan(cfg=2, ulysses=2)
     pairs, everyone = list_subgroups(plan, ["cfg"]) + list_subgroups(plan, ["ulysses"]), (0, 1, 2, 3)
     for asked in pool.run(made, plan.world, plan):
-        assert asked == [everyone, *pairs, everyone, everyone], "everyone, both axes, image, control"
+        assert asked == [everyone, *pairs, *[everyone] * 3], "everyone, both axes, image, control, within calls"
 
 
 NCCL = "cpu:gloo,cuda:nccl"

@@ -31,15 +31,20 @@ def attributes(pipe: Any) -> dict[str, dict[str, Any]]:
     return modules | {"pipe": dict(vars(pipe)), "scheduler": dict(vars(pipe.scheduler))}
 
 
+def list_names(model: Any) -> list[str]:
+    """The names of what a model has, in their order: parameters, and then buffers."""
+    return [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+
+
 def untouched(name: str, folder: Path) -> None:
     pipe = MAKE[name]()
     edits(name)["loaded"](pipe, folder)
-    everything = list(pipe.transformer.state_dict())
+    everything = list_names(pipe.transformer)
     processors = list(pipe.transformer.attn_processors)
     seen: list[Any] = []
 
     def look(*_: Any) -> dict[str, Any]:
-        seen.append((list(pipe.transformer.state_dict()), list(pipe.transformer.attn_processors)))
+        seen.append((list_names(pipe.transformer), list(pipe.transformer.attn_processors)))
         return {}
 
     if name.startswith("pixart"):

@@ -203,13 +203,10 @@ class StageAgreement:
         patches = [None] if self._mesh["distrifusion"].num_ranks > 1 else moment.patches
         self._now.memory.reuse_stale_keys(moment.branch, names, moment.step, patches)
 
-    def close_channels(self, *, clean: bool) -> None:
-        """Ends the call: `clean` sends what is left; after an error it abandons all messages."""
+    def close_channels(self) -> None:
+        """Ends a call that went well: sends what is left."""
         channels = [
             channel for channel in (self._behind, self._front, *self._start_channels.values()) if channel is not None
         ]
         for channel in channels:
-            if clean:
-                channel.flush_sends()
-            else:
-                channel.abandon_messages()
+            channel.flush_sends()

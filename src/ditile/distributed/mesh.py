@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,7 @@ from ditile.distributed.private_network import make_groups
 from ditile.distributed.transport import HostRows, Traffic, connect_group, gather_json
 from ditile.distributed.watch import START_SECONDS, begin_watch
 from ditile.distributed.wire import select_packings
-from ditile.errors import JoinError, PlanError
+from ditile.errors import JoinError, PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 
 LOG = logging.getLogger("ditile")
@@ -36,13 +37,17 @@ STALL_SECONDS = 600.0
 """Seconds after which ranks that nobody watches give up on each other, unless somebody says otherwise."""
 LINKS = ("latents", "links", "even links", "odd links")
 """The purposes of groups in which stages send messages to each other and nothing else."""
+EVERYONE = "everyone"
+"""The purpose of the group of all ranks between calls."""
 NOTICE_SECONDS = 10.0
 """Seconds after which a rank says that it waits for others."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Axis:
     """This rank's line along one or several axes.
+
+    Its group changes when a mesh renews its groups, so that who sends asks for it each time.
 
     Attributes:
         name: the axes.
@@ -76,26 +81,30 @@ class Mesh:
         latents: another group, for what comes back from the last stage. NCCL's messages have no tags, and all messages
             between two ranks of a group are one queue: one down the pipeline would wait behind posted receives.
         control: a CPU group of the ranks of one image, for headers and decisions.
-        everyone: a CPU group of all ranks, for reports.
+        within_calls: a CPU group of all ranks, for what they agree on within a call.
+        everyone: another one, for what they agree on between calls. No error of a call leaves messages in it.
         traffic: bytes sent.
         host_rows: for numbers that a GPU sends to the host.
         groups: makes and keeps its groups.
         shared: whether other meshes have the same groups.
+        epoch: that of `groups` in which its groups were made.
     """
 
     rank: int
     world: int
     axes: dict[str, Axis] = field(default_factory=lambda: {name: Axis(name) for name in AXES})
-    sequence: Axis = Axis("sequence")
-    image: Axis = Axis("image")
+    sequence: Axis = field(default_factory=lambda: Axis("sequence"))
+    image: Axis = field(default_factory=lambda: Axis("image"))
     pipeline_groups: tuple[dist.ProcessGroup, ...] = ()
     latents: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
+    within_calls: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
     host_rows: HostRows = field(default_factory=HostRows)
     groups: Communicators = field(default_factory=lambda: Communicators())
     shared: bool = False
+    epoch: int = 0
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -108,6 +117,19 @@ class Mesh:
         for group in self._list_axis_groups():
             connect_group(group, device, pairs=group in pairs)
         self.host_rows.allocate_rows(device)
+
+    def renew_groups(self, plan: Plan) -> None:
+        """Takes the groups of the current epoch in place of those in which messages of a failed call are under way.
+
+        All ranks must call it.
+        """
+        renewed = _make_mesh_groups(plan, self.rank, self.groups)
+        for name, axis in self.axes.items():
+            axis.group = renewed.axes[name].group
+        self.sequence.group, self.image.group = renewed.sequence.group, renewed.image.group
+        self.pipeline_groups, self.latents = renewed.pipeline_groups, renewed.latents
+        self.control, self.within_calls = renewed.control, renewed.within_calls
+        self.epoch = renewed.epoch
 
     def close_groups(self) -> None:
         """Destroys the groups, and with them their threads, unless other meshes share them. All ranks must be done."""
@@ -147,15 +169,59 @@ def _deduplicate_groups(groups: Iterable[dist.ProcessGroup | None]) -> list[dist
     return list({id(group): group for group in groups if group is not None}.values())
 
 
+BROKEN_WORLDS: WeakSet[dist.ProcessGroup] = WeakSet()
+"""Groups of all ranks that have NCCL, of which a call has failed: receives that wait for ever are on the GPU."""
+
+
+def is_world_broken() -> bool:
+    """Whether messages of a call that failed are on the GPU, so that work after them would wait for ever."""
+    return dist.is_initialized() and dist.group.WORLD in BROKEN_WORLDS
+
+
+def check_world_unbroken() -> None:
+    """Raises `StateError` where messages of a call that failed are on the GPU."""
+    if is_world_broken():
+        raise StateError(
+            "an earlier call raised in the middle of a picture, and its messages are still under way; start the ranks "
+            "again. To end a call early, use runner.stop() or pipe._interrupt"
+        )
+
+
 class Communicators:
     """Process groups by purpose and ranks, each made once, for the meshes of several runners.
 
     Their time limit is that of the group of all ranks. They cost threads, and on GPUs memory. Runners that share them
     must run one at a time, in the same order on all ranks.
+
+    Attributes:
+        is_spoiled: whether a call has failed on this rank: messages may be under way that nobody receives.
+        epoch: how often the groups were given up for such messages.
     """
 
     def __init__(self) -> None:
         self._groups: dict[tuple[Any, ...], dist.ProcessGroup] = {}
+        self.is_spoiled = False
+        self.epoch = 0
+
+    def note_failed_call(self, *, has_begun: bool) -> None:
+        """Notes that a call has failed on this rank.
+
+        Args:
+            has_begun: whether messages of a picture were under way.
+        """
+        if not backends.has_nccl(None):
+            self.is_spoiled = True
+        elif has_begun:
+            assert dist.group.WORLD is not None
+            BROKEN_WORLDS.add(dist.group.WORLD)
+
+    def begin_epoch(self) -> None:
+        """Gives up all groups but that of all ranks between calls: they are made anew. All ranks must call it."""
+        spoiled = {key: group for key, group in self._groups.items() if key[0] != EVERYONE}
+        self._groups = {key: group for key, group in self._groups.items() if key[0] == EVERYONE}
+        _destroy_groups(spoiled.values())
+        self.is_spoiled = False
+        self.epoch += 1
 
     def get_or_make_group(self, purpose: str, ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
         """The group of some ranks; all ranks must call it, in one order."""
@@ -169,11 +235,15 @@ class Communicators:
 
     def destroy_groups(self) -> None:
         """Destroys all groups. All ranks must be done with them."""
-        for group in self._groups.values():
-            # Ranks that are not in a group have a number in its place.
-            if isinstance(group, dist.ProcessGroup):
-                dist.destroy_process_group(group)
+        _destroy_groups(self._groups.values())
         self._groups.clear()
+
+
+def _destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+    for group in groups:
+        # Ranks that are not in a group have a number in its place.
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
 
 
 def _read_world_timeout() -> datetime.timedelta | None:
@@ -209,11 +279,21 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         make_device_current(device)
     if world == 1:
         return Mesh(0, 1)
+    check_world_unbroken()
     rank = dist.get_rank()
     communicators = groups or Communicators()
-    everyone = communicators.get_or_make_group("everyone", range(world), "gloo")
+    everyone = communicators.get_or_make_group(EVERYONE, range(world), "gloo")
     # Before ranks of different plans make different groups, and wait for each other.
-    _check_plans_agree(plan, everyone)
+    spoiled = [is_spoiled for _, is_spoiled in _gather_plans(plan, communicators.is_spoiled, everyone)]
+    if any(spoiled):
+        communicators.begin_epoch()
+    mesh = _make_mesh_groups(plan, rank, communicators)
+    mesh.everyone, mesh.shared = everyone, groups is not None
+    return mesh
+
+
+def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Mesh:
+    """The mesh of a rank of several, but for the group of all ranks between calls."""
     axes = {name: _make_axis(name, plan, rank, communicators) for name in AXES}
 
     def merge_axes(name: str, names: Sequence[str]) -> Axis:
@@ -223,30 +303,36 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
 
     return Mesh(
         rank,
-        world,
+        plan.world,
         axes,
         sequence=merge_axes("sequence", SEQUENCE),
         image=merge_axes("image", IMAGE),
         pipeline_groups=_make_pipeline_groups(plan, rank, axes["pipefusion"], communicators),
         latents=_make_subgroup_axis("latents", ("pipefusion",), plan, rank, communicators).group,
         control=_make_subgroup_axis("control", IMAGE, plan, rank, communicators, backend="gloo").group,
-        everyone=everyone,
+        within_calls=communicators.get_or_make_group("within calls", range(plan.world), "gloo"),
         traffic=Traffic(packings=select_packings(plan)),
         groups=communicators,
-        shared=groups is not None,
+        epoch=communicators.epoch,
     )
 
 
-def _check_plans_agree(plan: Plan, everyone: dist.ProcessGroup) -> None:
-    """Raises `PlanError` on every rank if two ranks have different plans."""
-    first, *others = gather_json(plan.to_dict(), everyone)
-    for rank, theirs in enumerate(others, start=1):
+def _gather_plans(plan: Plan, is_spoiled: bool, everyone: dist.ProcessGroup) -> list[tuple[dict[str, Any], bool]]:
+    """The plan of every rank, and whether its groups are spoiled.
+
+    Raises:
+        PlanError: on every rank, if two ranks have different plans.
+    """
+    gathered = gather_json([plan.to_dict(), is_spoiled], everyone)
+    first = gathered[0][0]
+    for rank, (theirs, _) in enumerate(gathered[1:], start=1):
         for name, value in theirs.items():
             if value != first[name]:
                 raise PlanError(
                     f"rank {rank} has a plan with {name}={value!r} and rank 0 one with {name}={first[name]!r}; give "
                     "all ranks one plan"
                 )
+    return gathered
 
 
 def find_local_rank() -> int:
@@ -277,8 +363,9 @@ def find_process_rank(plan: Plan) -> int:
 
 
 def _make_axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
-    """This rank's line along an axis. The only axis of a plan uses the existing group of all ranks."""
-    if getattr(plan, name) == plan.world:
+    """This rank's line along an axis. The only axis of a plan uses the group of all ranks that NCCL has."""
+    # It saves memory of the GPU. Gloo's are cheap, and must be others in each epoch.
+    if getattr(plan, name) == plan.world and backends.has_nccl(None):
         return Axis(name, tuple(range(plan.world)), rank, dist.group.WORLD)
     return _make_subgroup_axis(name, (name,), plan, rank, groups)
 

@@ -72,6 +72,8 @@ class PostedReceive(NamedTuple):
 class PeerChannel:
     """An ordered one-way channel to or from one peer of a group.
 
+    After an error it keeps the receives that were posted: gloo's thread spins over a message whose receive is gone.
+
     Args:
         group, peer: the group and the rank in it; NCCL makes a communicator for each pair when both first use it.
         kind, traffic: how and where its bytes are counted.
@@ -144,10 +146,6 @@ class PeerChannel:
             work, message = self._sending.popleft()
             work.wait()
             del message  # not before
-
-    def abandon_messages(self) -> None:
-        """Forgets the messages to come, after an error that ends the run; what was sent still arrives."""
-        self._posted.clear()
 
     def _start_transfer(self, message: Tensor, *, sends: bool) -> dist.Work:
         start = dist.isend if sends else dist.irecv

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from ditile.errors import StateError
 from ditile.hooks.attention_hooks import install_attention
@@ -48,6 +47,7 @@ from ditile.hooks.placeholders import (
     build_meta_model,
     is_placeholder,
     lend_parts,
+    refuse_saving,
     restore_contents,
     turn_into_placeholder,
 )
@@ -68,14 +68,14 @@ class LoadedBlocks:
         owned: the blocks that were read.
         weights: the parameters of the whole.
         bytes_read: from the files.
-        guard: refuses calls until a runner has it.
+        guards: refuse calls, and to save a part of the weights, until a runner has it.
         shard: (index, ranks) of the part that was read of each tensor.
     """
 
     owned: range
     weights: Weights
     bytes_read: int
-    guard: RemovableHandle
+    guards: ExitStack
     shard: tuple[int, int] = (0, 1)
 
 
@@ -97,6 +97,7 @@ class TransformerHooks:
     Attributes:
         batch_dims: finds which dimension of each argument of the transformer is the batch.
         replacement_blocks: for placeholders that are computed here all the same, with streamed weights.
+        guards: what the transformer refuses until it is whole again; see `guard_calls` and `guard_saving`.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class TransformerHooks:
         self.chain = [BlockHook(index, *location) for index, location in enumerate(blocks)]
         self.replacement_blocks: Mapping[int, ReplacementBlock] = {}
         self._stored_contents: dict[int, ModuleContents] = {}
-        self._guard: RemovableHandle | None = None
+        self.guards = ExitStack()
         self._found_constants: dict[str, bool | None] = {}
         self._adapters = {hook.name: hook.list_adapter_kinds() for hook in self.chain}
 
@@ -197,7 +198,7 @@ class TransformerHooks:
                 f"the plan needs {wanted}, shard {shard[0]} of {shard[1]}; load it for this plan"
             )
         del vars(self.transformer)[LOADED_ATTRIBUTE]
-        loaded.guard.remove()
+        loaded.guards.close()
         return loaded.weights
 
     def explain_refusal(self, blocks: range) -> str | None:
@@ -242,10 +243,14 @@ class TransformerHooks:
         for index, parts in self._stored_contents.items():
             restore_contents(self.chain[index].block, parts)
         self._stored_contents.clear()
-        if self._guard is not None:
-            self._guard.remove()
+        self.guards.close()
 
-    def guard_calls(self) -> RemovableHandle:
+    def guard_saving(self) -> None:
+        """Lets every model refuse to be saved or copied, until it is whole."""
+        for model in self.models:
+            refuse_saving(model.guards, model.transformer)
+
+    def guard_calls(self) -> None:
         """Lets calls of the transformer, and of its copies, raise `StateError` outside a runner, until it is whole."""
 
         def refuse_partial_call(transformer: nn.Module, *_: Any) -> None:
@@ -255,8 +260,8 @@ class TransformerHooks:
                     "alone; call the runner that ditile.parallelize returned in place of the pipeline"
                 )
 
-        self._guard = self.transformer.register_forward_pre_hook(exclude_from_compile(refuse_partial_call))
-        return self._guard
+        guard = self.transformer.register_forward_pre_hook(exclude_from_compile(refuse_partial_call))
+        self.guards.callback(guard.remove)
 
     @contextmanager
     def install_hooks(

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NoReturn, Protocol
 
 import torch
 from diffusers.models.modeling_utils import no_init_weights
 from torch import Tensor, nn
 
-from ditile.errors import ModelError
-from ditile.hooks.overrides import override_attribute
+from ditile.errors import ModelError, StateError
+from ditile.hooks.overrides import WatchedMethod, override_attribute
 
 _MARK = "_is_placeholder_of_ditile"
 
@@ -107,6 +108,80 @@ def lend_parts(stack: contextlib.ExitStack, placeholder: nn.Module, block: nn.Mo
     """
     for name, part in block.named_children():
         override_attribute(stack, placeholder, name, PartView(part, placeholder._modules.get(name)))
+
+
+SAVING_METHODS = {
+    "save_pretrained": "save_pretrained",
+    "push_to_hub": "push_to_hub",
+    # What `pickle`, `torch.save` and `copy.deepcopy` ask an object for.
+    "__reduce_ex__": "a pickle or copy",
+}
+"""The methods that write all that an object holds, and what to call each of them."""
+
+
+LORA_LOADERS = ("load_lora_weights", "load_lora_adapter")
+"""The methods of a pipeline and of a model that read the names in a model's state dict, and save nothing."""
+
+_LOADS_LORA = "_loads_lora_for_ditile"
+"""The attribute of a model that says that a LoRA is being loaded."""
+
+
+def refuse_saving(stack: contextlib.ExitStack, owner: Any, models: Iterable[nn.Module] = ()) -> None:
+    """Makes a model or a pipeline refuse to be saved or copied, until the stack is closed.
+
+    Args:
+        stack: undoes it.
+        owner: a model of which this rank has a part, or a pipeline.
+        models: those of a pipeline of which this rank has a part.
+    """
+    name = type(owner).__name__
+    if isinstance(owner, nn.Module):
+        models = (owner,)
+        # Other libraries save what this returns.
+        stack.callback(owner.register_state_dict_pre_hook(_refuse_state_dict).remove)
+    for method, what in SAVING_METHODS.items():
+        if hasattr(owner, method):
+            override_attribute(stack, owner, method, partial(_refuse_saving, name, what))
+    for method in LORA_LOADERS:
+        if hasattr(owner, method):
+            load_with_names = partial(_load_lora, tuple(models))
+            override_attribute(stack, owner, method, WatchedMethod(load_with_names, getattr(owner, method)))
+
+
+def allow_state_dict(stack: contextlib.ExitStack, models: Iterable[nn.Module]) -> None:
+    """Lets models of which this rank has a part say what they have, for a LoRA, until the stack is closed."""
+    for model in models:
+        override_attribute(stack, model, _LOADS_LORA, True)
+
+
+@contextlib.contextmanager
+def allow_copies(model: nn.Module) -> Iterator[None]:
+    """Lets ditile copy a model that refuses to be copied."""
+    guard = vars(model).pop("__reduce_ex__", None)
+    try:
+        yield
+    finally:
+        if guard is not None:
+            vars(model)["__reduce_ex__"] = guard
+
+
+def _load_lora(models: Iterable[nn.Module], load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        allow_state_dict(stack, models)
+        return load(*args, **kwargs)
+
+
+def _refuse_state_dict(model: nn.Module, prefix: str, _keep_vars: bool) -> None:
+    # peft asks the module that it puts around a model, to load a LoRA.
+    if prefix == "" and _LOADS_LORA not in vars(model):
+        _refuse_saving(type(model).__name__, "state_dict")
+
+
+def _refuse_saving(name: str, what: str, *_: Any, **__: Any) -> NoReturn:
+    raise StateError(
+        f"{what} of this {name} would lack weights, of which this rank has a part; save or copy a pipeline that is "
+        "not divided, such as one loaded without a plan"
+    )
 
 
 def is_placeholder(module: nn.Module) -> bool:

@@ -105,7 +105,7 @@ class StepEndCallbacks:
         names = getattr(self._callback, "tensor_inputs", None) or call.get("callback_on_step_end_tensor_inputs")
         self._names = ["latents"] if names is None else list(names)
         asks = [bool(self._callback and self._names), self._every if self._legacy and self._every else 0]
-        everyone = gather_json(asks, mesh.everyone)
+        everyone = gather_json(asks, mesh.within_calls)
         self._tensors = any(tensors for tensors, _ in everyone)
         self._legacy_every = max(every for _, every in everyone)
         # Iterations in all and of a step: two with two-stage schedulers, whose last step has one.
@@ -195,5 +195,6 @@ class StepEndCallbacks:
         if not self._tensors:
             return answer
         mesh, given = self._mesh, {name: value for name, value in answer.items() if isinstance(value, Tensor)}
-        group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.image.group
-        return answer | broadcast_named_tensors(given, 0, group, mesh.everyone, self._device, mesh.traffic, "callback")
+        headers = mesh.within_calls
+        group = headers if mesh["data"].num_ranks > 1 else mesh.image.group
+        return answer | broadcast_named_tensors(given, 0, group, headers, self._device, mesh.traffic, "callback")

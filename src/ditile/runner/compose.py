@@ -24,7 +24,7 @@ from ditile.hooks.block_policy import BlockHook, LayerAttention
 from ditile.hooks.compile import decide_compile, unwrap_compiled
 from ditile.hooks.fused import fuse_linear_gelu, fuse_projections
 from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.placeholders import list_quantized_parameters
+from ditile.hooks.placeholders import list_quantized_parameters, refuse_saving
 from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
 from ditile.models import registry
 from ditile.models.anatomies import build_block_hooks, find_anatomy
@@ -89,6 +89,7 @@ class Composition:
         compile: whether the blocks are compiled, where the user has not.
         graphs: records blocks as CUDA graphs, where that is asked for.
         offload: streams the weights of blocks from the host's memory, where the plan wants it.
+        guards: what the pipeline and its siblings refuse until `restore`.
         serial_plan: with warmup_mode=auto that of calls in which the weights of blocks cannot be sent.
         trial: tries what the user put on the models.
     """
@@ -111,6 +112,7 @@ class Composition:
     offload: BlockOffload | None
     serial_plan: Plan | None
     trial: CodeTrial
+    guards: ExitStack
 
     @property
     def model(self) -> nn.Module:
@@ -166,6 +168,31 @@ class Composition:
         return weight_stream.explain_refusal() or explain_manager_refusal(
             self.pipe, self.device, "warmup_mode=sequence"
         )
+
+    def list_partial_models(self) -> list[nn.Module]:
+        """The models of which this rank has a part, or will have after a call."""
+        models: list[nn.Module] = []
+        if self.plan.pipefusion * self.plan.tensor > 1:
+            models += [model.transformer for model in self.block_hooks.models]
+        if not self.encoders.stay_whole:
+            models += self.encoders.encoders.values()
+        return models
+
+    def guard_pipeline(self, pipe: Any) -> None:
+        """Makes a pipeline on these models refuse what needs whole weights, before it has touched anything."""
+        partial_models = self.list_partial_models()
+        if partial_models:
+            refuse_saving(self.guards, pipe, partial_models)
+        if self.plan.tensor > 1:
+            self.sharded.guard_pipeline_loaders(pipe)
+
+    def renew_groups(self) -> None:
+        """Gives every strategy groups that no failed call has left messages in. All ranks must call it."""
+        self.mesh.renew_groups(self.plan)
+        self.mesh.connect_groups(self.plan, self.device)
+        self.encoders.use_control_group(self.mesh.control)
+        self.pipefusion.open_channels(self.mesh)
+        self.pipefusion.connect_channels(self.device)
 
     @contextmanager
     def install_for_call(
@@ -253,15 +280,12 @@ class Composition:
                 loop.when_over.append(clock.end_generation)
                 stack.enter_context(cache.use_clock_and_agreement(clock, agreement))
             stack.callback(loop.when_over.clear)
-            clean = False
             try:
                 yield
-                clean = True
             except StoppedError:  # all ranks end behind the same step
-                clean = True
+                agreement.close_channels()
                 raise
-            finally:
-                agreement.close_channels(clean=clean)
+            agreement.close_channels()
 
     def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merges several kernels into one, because those of a patch are small, and small ones are slow."""
@@ -393,12 +417,11 @@ def compose_strategies(
     shards = _list_shard_options(block_hooks, plan, mesh["tensor"], keep=keep)
     own, tensor = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages), mesh["tensor"]
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(tensor.index, tensor.num_ranks))
+    # Before the guards of tensor parallelism, which lie around these and go first.
+    _guard_partial_models(block_hooks, plan)
     # Behind the cut into stages: tensor parallelism cuts the weights that are left.
-    sharded = _shard_transformers(pipe, shards, mesh)
+    sharded = _shard_transformers(shards, mesh)
     encoders.empty_foreign_parts()
-    # With split_scheme=row the model sums over the ranks by itself, also if the pipeline is called on all of them.
-    if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
-        block_hooks.guard_calls()
     offload = BlockOffload(block_hooks.models, own, HostCopies(device)) if plan.offload == "blocks" else None
     # Behind all that takes weights out, so that the device never gets weights that this rank does not keep.
     with nullcontext() if offload is None else offload.hold_blocks_back():
@@ -418,7 +441,19 @@ def compose_strategies(
     attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
     built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
     trial = CodeTrial(pipe, block_hooks.models, plan, mesh, own)
-    return Composition(pipe, plan, mesh, device, *built, compiles, options.graphs, offload, serial_plan, trial)
+    rest = (compiles, options.graphs, offload, serial_plan, trial, ExitStack())
+    composition = Composition(pipe, plan, mesh, device, *built, *rest)
+    composition.guard_pipeline(pipe)
+    return composition
+
+
+def _guard_partial_models(block_hooks: TransformerHooks, plan: Plan) -> None:
+    """Makes models of which this rank has a part refuse what needs the whole."""
+    if plan.pipefusion * plan.tensor > 1:
+        block_hooks.guard_saving()
+    # With split_scheme=row the model sums over the ranks by itself, also if the pipeline is called on all of them.
+    if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
+        block_hooks.guard_calls()
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
@@ -607,8 +642,8 @@ def _list_shard_options(
     return shards
 
 
-def _shard_transformers(pipe: Any, shards: list[tuple[nn.Module, dict[str, Any]]], mesh: Mesh) -> ShardedTransformer:
-    """Keeps this rank's share of the weights of every block, and makes the pipeline refuse what needs whole weights."""
+def _shard_transformers(shards: list[tuple[nn.Module, dict[str, Any]]], mesh: Mesh) -> ShardedTransformer:
+    """Keeps this rank's share of the weights of every block."""
     if not shards:
         return ShardedTransformer(TensorCuts({}, 0, 1), keep=True)
     sharded, *others = [
@@ -616,5 +651,4 @@ def _shard_transformers(pipe: Any, shards: list[tuple[nn.Module, dict[str, Any]]
     ]
     for other in others:
         sharded.join_share(other)
-    sharded.guard_pipeline_loaders(pipe)
     return sharded

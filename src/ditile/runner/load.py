@@ -17,7 +17,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,6 +198,7 @@ def load(
 
     from ditile.distributed.mesh import find_process_rank
     from ditile.distributed.watch import START_SECONDS, begin_watch
+    from ditile.hooks.placeholders import refuse_saving
     from ditile.runner.partial import (
         check_component_packages,
         find_pipeline_kind,
@@ -215,8 +216,8 @@ def load(
     rank = 0 if plan is None else find_process_rank(require_plan(plan))
     with convert_build_errors(name), report_download_progress(source) if isinstance(source, str) else nullcontext():
         check_component_packages(source)
-        own = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
-        own |= load_whole_models(source, wanted, variant, apart=own)
+        partial = {} if plan is None else load_partial_components(source, plan, rank, wanted, variant)
+        own = partial | load_whole_models(source, wanted, variant, apart=partial)
         own |= load_shared_components(source, apart=own)
         pipe: DiffusionPipeline | ModularPipeline
         if MODULAR_MARK in read_model_index(source):
@@ -226,6 +227,8 @@ def load(
             pipe = (find_pipeline_kind(source) or diffusers.DiffusionPipeline).from_pretrained(
                 source, dtype=wanted, use_safetensors=True, variant=variant, **own
             )
+    if partial:
+        refuse_saving(ExitStack(), pipe, partial.values())
     return pipe
 
 

@@ -19,7 +19,7 @@ from ditile.errors import ModelError
 from ditile.hooks.block_hooks import LOADED_ATTRIBUTE
 from ditile.hooks.compile import unwrap_compiled
 from ditile.hooks.overrides import override_attribute
-from ditile.hooks.placeholders import is_placeholder
+from ditile.hooks.placeholders import allow_state_dict, is_placeholder
 from ditile.parallel.tensor.tensor import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
 from ditile.plan.extras import is_installed, require_extra
@@ -53,6 +53,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
             _check_whole_weights(model)
     key_filter = _LoraKeyFilter(pipe, parts, shares)
     with ExitStack() as stack:
+        allow_state_dict(stack, models.values())
         for name, share in shares.items():
             share.lift_lora_guards(stack, pipe, models[name])
         override_attribute(stack, pipe, "lora_state_dict", key_filter.filter_state_dict)

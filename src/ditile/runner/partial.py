@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from ditile.models.known import find_component_folder, name_component_source
 from ditile.models.pipeline_calls import DENOISER_NAME
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
-from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_call_guard, read_partial_encoder
+from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
 from ditile.plan.extras import require_extra
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.plan.stages import select_local_blocks
@@ -86,7 +86,7 @@ def load_partial_components(
         else:
             where, options = _collect_source_options(source, name, locate, variant)
             partial_components[name] = read_partial_encoder(cls, where, place, dtype, **options)
-            install_call_guard(partial_components[name], name)
+            install_guards(ExitStack(), partial_components[name], name)
     return partial_components
 
 
@@ -235,7 +235,10 @@ def load_partial_transformer(
         part = TensorCuts.match_tensor_table(made, table, *shard).select_shard
     block_hooks.empty_other_blocks(owned, keep=False)
     bytes_read = checkpoint.read_into_module(made, dtype, keep_fp32=cls._keep_in_fp32_modules or (), part=part)
-    block_hooks.loaded_blocks = LoadedBlocks(owned, weights, bytes_read, block_hooks.guard_calls(), shard)
+    # After the checkpoint was read, which asks for the names of what is here.
+    block_hooks.guard_calls()
+    block_hooks.guard_saving()
+    block_hooks.loaded_blocks = LoadedBlocks(owned, weights, bytes_read, block_hooks.guards, shard)
     made.register_to_config(_name_or_path=str(config.parent))
     made.eval()
     return block_hooks.transformer

@@ -10,8 +10,8 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
@@ -23,11 +23,19 @@ from torch import Tensor, nn
 from ditile import errors
 from ditile.cache.agreement import AgreementGroups
 from ditile.distributed import cpus, env, rng
-from ditile.distributed.mesh import Communicators, Mesh, build_mesh, find_local_rank, pick_device
+from ditile.distributed.mesh import (
+    Communicators,
+    Mesh,
+    build_mesh,
+    check_world_unbroken,
+    find_local_rank,
+    is_world_broken,
+    pick_device,
+)
 from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
-from ditile.errors import DitileError, ModelError, PlanError, StateError
+from ditile.errors import DitileError, ModelError, PlanError, StateError, StoppedError
 from ditile.hooks.attention_processors import restore_processors_on_error
 from ditile.hooks.kv_store import AgeChecks
 from ditile.hooks.overrides import WatchedMethod, override_attribute
@@ -97,6 +105,7 @@ class Runner:
         self.report: Report | None = None
         self._parts, self._origin, self._keep = composition, origin, keep_weights
         self._loras, self._quantized = self._describe_loras(), list_quantized_parameters(composition.model)
+        self._dtypes = self._describe_dtypes()
         self._restored = False
         # Of the call under way: a stop that comes too late does not reach the next one.
         self._stop_event: threading.Event | None = None
@@ -146,11 +155,7 @@ class Runner:
             raise StateError("this runner was restored; call ditile.parallelize again")
         if self._stop_event is not None:
             raise StateError("this runner is in the middle of a call; one at a time")
-        if self.is_broken:
-            raise StateError(
-                "an earlier call raised in the middle of a picture, and its messages are still under way; start the "
-                "ranks again. To end a call early, use runner.stop() or pipe._interrupt"
-            )
+        check_world_unbroken()
         self._stop_event = threading.Event()
         try:
             given = ("output_on", output_on)
@@ -161,7 +166,8 @@ class Runner:
             options = {"output_on": output_on, "latents_at": sorted(watch.latents_at) or None}
             call = self._agree_on_call(args, kwargs, given, options)
             self._check_call_fits_plan(call)
-            return self._run_pipeline(call, output_on, watch)
+            with self._note_failure():
+                return self._run_pipeline(call, output_on, watch)
         finally:
             self._stop_event = None
 
@@ -182,8 +188,8 @@ class Runner:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call raised in the middle of a picture, so that all ranks must be started again."""
-        return self._parts.pipefusion.broken
+        """Whether a call under NCCL raised in the middle of a picture, so that all ranks must be started again."""
+        return is_world_broken()
 
     def switch_pipeline(self, kind: type[Any]) -> Any:
         """Runs another class of pipelines on the divided model from now on, such as its image-to-image pipeline.
@@ -212,8 +218,7 @@ class Runner:
         if known is None:
             pipe = build_sibling_pipeline(kind, self.pipe, parts)
             registry.select_plan_spec(pipe, self.plan)
-            if self.plan.tensor > 1:
-                self._parts.sharded.guard_pipeline_loaders(pipe)
+            self._parts.guard_pipeline(pipe)
             known = pipe, kind
         elif known[0] is not self.pipe:
             share_settings(self.pipe, known[0], parts)
@@ -226,7 +231,7 @@ class Runner:
 
         Raises:
             StateError: if a call is under way, the weights of other stages or the text encoders were freed, LoRAs were
-                loaded, scaled or fused since, or the model was quantized.
+                loaded, scaled or fused since, or the model was quantized or converted.
         """
         if self._restored:
             return
@@ -250,10 +255,17 @@ class Runner:
                 "the model was quantized since parallelize, but not what was kept aside; reload the pipeline, or "
                 "quantize it before"
             )
+        for name, dtype in self._describe_dtypes().items():
+            if cut and self._dtypes.get(name, dtype) != dtype:
+                raise StateError(
+                    f"{name} was converted from {self._dtypes[name]} to {dtype} since parallelize, but not what was "
+                    "kept aside; convert it back, or reload the pipeline"
+                )
         # All weights come back before the move, so that they are moved too.
         self._parts.sharded.restore_whole_weights()
         self._parts.block_hooks.restore_blocks()
         self._parts.encoders.refill_foreign_parts()
+        self._parts.guards.close()
         for pipe, _ in self._pipes.values():
             move_pipeline(pipe, self._origin)
         self.mesh.close_groups()
@@ -314,7 +326,7 @@ class Runner:
         generators = rng.list_generators(call.get("generator"), parts.device)
         watch, decodes = CallMeter(parts.device, parts.trace, self.mesh.traffic, traced=self.trace), DecodeChecks()
         # Before anything is drawn: all ranks continue rank 0's generators.
-        rng.synchronise_generators(generators, 0, self.mesh.everyone, self.mesh.traffic)
+        rng.synchronise_generators(generators, 0, self.mesh.within_calls, self.mesh.traffic)
         with ExitStack() as stack:
             stack.enter_context(restore_processors_on_error(find_loop_models(self.pipe)))
             ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch, stop_event.is_set, watcher)
@@ -336,11 +348,31 @@ class Runner:
             result = loop.make_count_steps(stack, self._kind.__call__)(self.pipe, **call)
         # Other ranks may have drawn fewer numbers; the last stage of the first replica drew as the pipeline alone does.
         last_stage = self.mesh.image.num_ranks - 1
-        rng.synchronise_generators(generators, last_stage, self.mesh.everyone, self.mesh.traffic)
-        decodes.raise_complaint(None if ends.decodes_alone else self.mesh.everyone)
+        rng.synchronise_generators(generators, last_stage, self.mesh.within_calls, self.mesh.traffic)
+        decodes.raise_complaint(None if ends.decodes_alone else self.mesh.within_calls)
         kept_bytes = sum(cache.kept_bytes for cache in parts.model_caches)
         self.report = watch.build_report(*loop.taken_warmup, kept_bytes)
         return None if first and self.mesh.rank != 0 else result
+
+    @contextmanager
+    def _note_failure(self) -> Iterator[None]:
+        """Notes that messages may be under way, if a call fails."""
+        try:
+            yield
+        except StoppedError:  # all ranks end after the same step
+            raise
+        except BaseException:
+            if self.mesh.world > 1:
+                self.mesh.groups.note_failed_call(has_begun=self._parts.pipefusion.broken)
+            raise
+
+    def _renew_groups(self, spoiled: bool) -> None:
+        """Makes groups anew if messages of a failed call may be under way in them, on any rank."""
+        if spoiled:
+            self.mesh.groups.begin_epoch()
+        if self.mesh.epoch != self.mesh.groups.epoch:
+            self._parts.renew_groups()
+            self._decisions = None
 
     def _agree_on_call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[str, str], options: dict[str, Any]
@@ -364,15 +396,16 @@ class Runner:
         )
         mine: list[Any] = [refusal and [type(refusal).__name__, str(refusal)], given | {"cache": caches}]
         rests = self._parts.serial_plan is not None and self._parts.explain_streaming_refusal() is not None
-        mine += [digest.describe_loras(self.pipe.components), rests, trial.is_due]
+        mine += [digest.describe_loras(self.pipe.components), rests, trial.is_due, self.mesh.groups.is_spoiled]
         everyone = gather_json(mine, self.mesh.everyone)
         if refusal is not None:
             raise refusal
         _check_ranks_alike([each[:3] for each in everyone])
         # LoRAs, or other weights than when the pipeline was divided, on one stage are enough.
-        self._parts.loop.lets_group_rest = any(rests for *_, rests, _ in everyone)
+        self._parts.loop.lets_group_rest = any(rests for *_, rests, _, _ in everyone)
         # A hook on one rank is enough: all must make the call of a trial.
-        trial.is_due = any(is_due for *_, is_due in everyone)
+        trial.is_due = any(is_due for *_, is_due, _ in everyone)
+        self._renew_groups(any(spoiled for *_, spoiled in everyone))
         return call
 
     def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[str, str]) -> dict[str, Any]:
@@ -448,6 +481,11 @@ class Runner:
     def _describe_loras(self) -> dict[str, str]:
         """The LoRAs of the model that is divided."""
         return digest.describe_loras({"transformer": self._parts.model})
+
+    def _describe_dtypes(self) -> dict[str, torch.dtype]:
+        """The type of each parameter of the models of which this rank has a part."""
+        models = self._parts.list_partial_models()
+        return {f"{type(model).__name__}.{name}": p.dtype for model in models for name, p in model.named_parameters()}
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
         """Raises `PlanError`, before anything runs, for a call that the plan does not fit."""

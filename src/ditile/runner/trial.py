@@ -40,6 +40,7 @@ from ditile.hooks.block_policy import BlockHook, advise_whole_tokens
 from ditile.hooks.compile import wrap_model_call
 from ditile.hooks.overrides import IN_CALL, list_parameter_names
 from ditile.hooks.pieces import list_predictions
+from ditile.hooks.placeholders import allow_copies
 from ditile.models.source import list_pipeline_parts
 from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.loop import Loop
@@ -168,7 +169,7 @@ def copy_model(pipe: Any, model: nn.Module, codes: Sequence[UserCode]) -> nn.Mod
     memo = {id(value): value for value in shared} | functions.copies
     cache = find_transformer_cache(model)
     try:
-        with nullcontext() if cache is None else cache.lift_hooks():
+        with nullcontext() if cache is None else cache.lift_hooks(), allow_copies(model):
             copied = copy.deepcopy(model, memo)
     except CANNOT_CALL as error:
         what = " and ".join(code.what for code in codes[:2])
@@ -370,12 +371,12 @@ class CodeTrial:
             trial = _ModelTrial(self, hooks, original, codes)
             of_tokens = list_code_of_tokens(hooks.transformer, codes)
             # Ranks that hold shares of one model's weights make its calls together.
-            has_code = gather_json([bool(codes), bool(of_tokens)], self.mesh.everyone)
+            has_code = gather_json([bool(codes), bool(of_tokens)], self.mesh.within_calls)
             if self._divides_rows and any(has_any for has_any, _ in has_code):
                 reason = reason or trial.find_dependent_rows(batch, args, kwargs)
             if divides_tokens and hooks.chain and any(has_any for _, has_any in has_code):
                 reason = reason or trial.find_dependent_tokens(args, kwargs)
-        reasons = gather_json(reason, self.mesh.everyone)
+        reasons = gather_json(reason, self.mesh.within_calls)
         if any(reasons):
             loop.withdraw_generation()
             raise ModelError(next(filter(None, reasons)))

@@ -442,7 +442,8 @@ class DataCfgBatch:
         size = (len(noisy), *noisy[0].shape)
         if size not in self._rows and self._data.has_idle_replica:
             rows = [[describe_dtype(x), list(x.shape[1:])] for x in predictions or ()]
-            self._rows[size] = gather_json([rows, isinstance(result, Tensor)], self._mesh.everyone)[0]
+            mine = [rows, isinstance(result, Tensor)]
+            self._rows[size] = gather_json(mine, self._mesh.within_calls)[0]
         return self._rows.get(size, ([], False))
 
     def _find_fresh_piece(self, now: Generation, branch: int, output: int) -> Piece | None:

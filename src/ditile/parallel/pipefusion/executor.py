@@ -47,7 +47,7 @@ class PipeFusion:
 
     Attributes:
         is_last_stage: whether this stage makes the prediction and steps the scheduler.
-        broken: whether messages of a generation that failed are still under way.
+        broken: whether a generation failed when messages may have been under way.
     """
 
     def __init__(
@@ -73,12 +73,18 @@ class PipeFusion:
         self._activations_out: PeerChannel | None = None
         self._latents_in: ReceivePrefetcher | None = None
         self._latents_out: list[PeerChannel] = []  # by stage
-        self._latents_group = mesh.latents
-        self.broken = False
-        if mesh.latents is not None:
-            self._open_channels(mesh, mesh.latents)
+        self.open_channels(mesh)
 
-    def _open_channels(self, mesh: Mesh, latents: dist.ProcessGroup) -> None:
+    def open_channels(self, mesh: Mesh) -> None:
+        """Makes the channels to other stages, in the groups that the mesh has now."""
+        self._activations_in = self._activations_out = self._latents_in = None
+        self._latents_out = []
+        self.broken = False
+        self._latents_group = latents = mesh.latents
+        if latents is None:
+            return
+        if self.warmup_group is not None:
+            self.warmup_group.open_channels(mesh)
         last = self.stages - 1
         if self.stage > 0:
             group = mesh.select_downstream_group(self.stage - 1)
@@ -148,7 +154,7 @@ class PipeFusion:
         self._taken: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # with the number of the scheduler
 
     def end_generation(self, *, clean: bool) -> None:
-        """Ends a generation: waits for what was sent or, after an error, abandons it in the channels for good.
+        """Ends a generation: waits for what was sent, unless it ended by an error: then the channels are useless.
 
         Before the first step nothing was sent, and what is refused there is refused on every rank.
         """
@@ -156,13 +162,8 @@ class PipeFusion:
         self.broken = not clean and self._world > 1
         for prefetcher in filter(None, (self._activations_in, self._latents_in)):
             prefetcher.clear_expectations()
-            if not clean:
-                prefetcher.channel.abandon_messages()
-        for channel in filter(None, (self._activations_out, *self._latents_out)):
-            if clean:
-                channel.flush_sends()
-            else:
-                channel.abandon_messages()
+        for channel in filter(None, (self._activations_out, *self._latents_out)) if clean else ():
+            channel.flush_sends()
         if self.warmup_group is not None:
             self.warmup_group.end_generation(clean=clean)
         self._dummies.clear()

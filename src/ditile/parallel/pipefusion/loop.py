@@ -90,8 +90,6 @@ class Loop:
         self.lets_group_rest, self.call_shapes = False, object()
         self.has_timed_guidance = False
         self._owns_timesteps = True
-        # Replicas exchange latents at the end, so they must stop at the same step.
-        self._stop_group = mesh.everyone if mesh["data"].num_ranks > 1 else mesh.control
         self.when_over: list[Callable[[], None]] = []
         self.generation = Generation()
         self._other_models = OtherModels(self.generation)
@@ -283,7 +281,9 @@ class Loop:
             generation.warmup_split = Split(warmup_group.size)
             generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
         self._schedule, self._timesteps = schedule, timesteps
-        self._agreement = StepAgreement(self._stop_group, self._mesh.traffic, self._callbacks.is_stopped)
+        # Replicas exchange latents at the end, so they must stop at the same step.
+        stop_group = self._mesh.within_calls if self._mesh["data"].num_ranks > 1 else self._mesh.control
+        self._agreement = StepAgreement(stop_group, self._mesh.traffic, self._callbacks.is_stopped)
         change, bound = self._relative_change, self._plan.warmup_bound
         self._adaptive_warmup = None if change is None else AdaptiveWarmup(self._mesh, change, bound)
         self._synced = -1  # the last step after which every rank had the whole latents

@@ -54,11 +54,10 @@ class WarmupGroup:
         *,
         may_rest: bool = False,
     ) -> None:
-        group = mesh["pipefusion"].group
-        assert group is not None and mesh.latents is not None
         self.size, self.stage, self.weight_stream, self.may_rest = size, mesh.stage_index, weight_stream, may_rest
         self.is_member = self.stage < size
-        self._group, self._traffic, self._hooks, self._owned = group, mesh.traffic, hooks, stages[mesh.stage_index]
+        self._axis, self._traffic, self._hooks = mesh["pipefusion"], mesh.traffic, hooks
+        self._owned = stages[mesh.stage_index]
         self._owners = {
             hook.name: owner for owner, blocks in enumerate(stages) for hook in hooks.chain[blocks.start : blocks.stop]
         }
@@ -67,6 +66,11 @@ class WarmupGroup:
         self._order = [(member, last, PREDICTION) for member in range(size) if member != last]
         self._order += [(last, member, LATENTS) for member in range(1, size) if member != last]
         self._order += [(0, owner, kind) for owner in range(size, last + 1) for kind in (SHAPES, KEYS)]
+        self._channels: dict[tuple[int, int, str], PeerChannel] = {}
+
+    def open_channels(self, mesh: Mesh) -> None:
+        """Makes the channels, in the groups that the mesh has now."""
+        assert mesh.latents is not None
         self._channels = {
             (sender, receiver, kind): PeerChannel(
                 mesh.latents if kind == LATENTS else mesh.select_downstream_group(sender),
@@ -85,12 +89,9 @@ class WarmupGroup:
                 self._channels[way].open_connection(device, sends=way[0] == self.stage)
 
     def end_generation(self, *, clean: bool) -> None:
-        """Ends a generation: waits for what was sent or, after an error, abandons it."""
-        for channel in self._channels.values():
-            if clean:
-                channel.flush_sends()
-            else:
-                channel.abandon_messages()
+        """Ends a generation: waits for what was sent, unless it ended by an error."""
+        for channel in self._channels.values() if clean else ():
+            channel.flush_sends()
         if self.weight_stream is not None:
             self.weight_stream.free_buffers()
 
@@ -174,11 +175,11 @@ class WarmupGroup:
         own = torch.stack([k, v])
         shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in tokens.rank_lengths]
         if self.size == self.last + 1:
-            parts = start_gather(own, shapes, self._group, self._traffic, KEYS).wait_for_tensors()
+            parts = start_gather(own, shapes, self._axis.group, self._traffic, KEYS).wait_for_tensors()
         else:
             others = [(member, shape) for member, shape in enumerate(shapes) if member != self.stage]
             sends = [(member, own) for member, _ in others]
-            parts = start_exchange(sends, others, own, self._group, self._traffic, KEYS).wait_for_tensors()
+            parts = start_exchange(sends, others, own, self._axis.group, self._traffic, KEYS).wait_for_tensors()
             parts.insert(self.stage, own)
         k, v = torch.cat(parts, dim=2)
         return k, v
@@ -197,7 +198,7 @@ class WarmupGroup:
             )
         flat = own.to(torch.uint8) if own.dtype == torch.bool else own
         shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
-        parts = start_gather(flat, shapes, self._group, self._traffic, MASKS).wait_for_tensors()
+        parts = start_gather(flat, shapes, self._axis.group, self._traffic, MASKS).wait_for_tensors()
         return torch.cat(parts, dim=3).to(own.dtype)
 
     def store_or_send_keys(

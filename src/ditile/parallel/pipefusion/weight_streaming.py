@@ -68,10 +68,7 @@ class WeightStream:
     """
 
     def __init__(self, hooks: TransformerHooks, stages: Sequence[range], mesh: Mesh) -> None:
-        group = mesh["pipefusion"].group
-        # a plan with one stage has no warmup group
-        assert group is not None
-        self._stage, self._group, self._traffic = mesh.stage_index, group, mesh.traffic
+        self._stage, self._axis, self._traffic = mesh.stage_index, mesh["pipefusion"], mesh.traffic
         self._blocks = [hook.block for hook in hooks.chain]
         self._names = [hook.name for hook in hooks.chain]
         self._owners = [owner for owner, blocks in enumerate(stages) for _ in blocks]
@@ -156,7 +153,9 @@ class WeightStream:
             tensors = _list_block_tensors(self._blocks[index])
             for entry in entries:
                 entry.view_tensor(flat).copy_(tensors[entry.name])
-        self._pending_broadcasts[index] = start_broadcast(flat, owner, self._group, self._traffic, "weights")
+        # A plan with one stage has no warmup group.
+        assert self._axis.group is not None
+        self._pending_broadcasts[index] = start_broadcast(flat, owner, self._axis.group, self._traffic, "weights")
 
 
 def has_weight_hooks(module: nn.Module) -> bool:

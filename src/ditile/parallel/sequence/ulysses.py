@@ -91,7 +91,7 @@ class UlyssesExchange:
     def __init__(self, axis: Axis, traffic: Traffic, *, uneven: bool = True) -> None:
         assert axis.group is not None
         self._uneven = uneven
-        self._index, self._ranks, self._group, self._traffic = axis.index, len(axis.ranks), axis.group, traffic
+        self._axis, self._index, self._ranks, self._traffic = axis, axis.index, len(axis.ranks), traffic
 
     def exchange_tokens_for_heads(
         self, q_BPNH: Tensor, k_BPNH: Tensor, v_BPNH: Tensor, tokens: LayerTokens, keys: LayerTokens
@@ -172,7 +172,8 @@ class UlyssesExchange:
         return parts
 
     def _start(self, heads_of_tokens: Tensor, sends: list[int], receives: list[int]) -> PendingMessages:
-        return start_all_to_all(heads_of_tokens, sends, receives, self._group, self._traffic, KIND)
+        assert self._axis.group is not None
+        return start_all_to_all(heads_of_tokens, sends, receives, self._axis.group, self._traffic, KIND)
 
     def _get_shares(self, tokens: LayerTokens, *heads: int) -> HeadAndTokenShares:
         return share_heads_and_tokens(tokens, heads, self._index, self._ranks)

@@ -33,8 +33,7 @@ class TensorCollectives:
     """
 
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
-        assert axis.group is not None
-        self._group, self._index, self._size, self._traffic = axis.group, axis.index, axis.num_ranks, traffic
+        self._axis, self._index, self._size, self._traffic = axis, axis.index, axis.num_ranks, traffic
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:
         """Tokens of this rank, of streams of these whole lengths."""
@@ -42,9 +41,11 @@ class TensorCollectives:
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place where the group sees the device."""
-        staged = move_to_transfer_device(x.contiguous(), self._group)
+        group = self._axis.group
+        assert group is not None
+        staged = move_to_transfer_device(x.contiguous(), group)
         with self._traffic.record_wait(KIND):
-            dist.all_reduce(staged, group=self._group)
+            dist.all_reduce(staged, group=group)
         self._count_traffic(2 * x.numel() * x.element_size())
         return staged.to(x.device)
 
@@ -53,30 +54,34 @@ class TensorCollectives:
 
         `streams` are the whole lengths of what follows each other in the sequence.
         """
-        packed = move_to_transfer_device(self._pack_streams(x, streams), self._group)
+        group = self._axis.group
+        assert group is not None
+        packed = move_to_transfer_device(self._pack_streams(x, streams), group)
         if packed.is_cuda:
             summed = torch.empty_like(packed[0])
             with self._traffic.record_wait(KIND):
-                _reduce_scatter(summed, packed.flatten(0, 1), group=self._group)
+                _reduce_scatter(summed, packed.flatten(0, 1), group=group)
         else:  # gloo's reduce-scatter would send everything to every rank
             received = torch.empty_like(packed)
             with self._traffic.record_wait(KIND):
-                dist.all_to_all_single(received, packed, group=self._group)
+                dist.all_to_all_single(received, packed, group=group)
             summed = received.sum(0)
         self._count_traffic(x.numel() * x.element_size())
         return summed[:, : self.count_own_tokens(streams)].to(x.device)
 
     def gather_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """The whole of streams of which every rank has a share; `[B, own, C]` to `[B, S, C]`."""
+        group = self._axis.group
+        assert group is not None
         longest = self._count_longest_share(streams)
         batch, own, width = x.shape
         mine = x.contiguous()
         if own < longest:
             mine = torch.cat([x, x.new_zeros(batch, longest - own, width)], dim=1)
-        mine = move_to_transfer_device(mine, self._group)
+        mine = move_to_transfer_device(mine, group)
         received = mine.new_empty(self._size, batch, longest, width)
         with self._traffic.record_wait(KIND):
-            _all_gather(received.flatten(0, 1), mine, group=self._group)
+            _all_gather(received.flatten(0, 1), mine, group=group)
         whole = self._unpack_streams(received, streams)
         self._count_traffic(whole.numel() * whole.element_size())
         return whole.to(x.device)

@@ -55,7 +55,7 @@ _HEAD_ATTRIBUTES = (
 )  # fmt: skip
 """Attributes of an attention module that processors read, and that count heads or their channels."""
 _WHOLE_OF_PIPE = ("load_lora_weights", "load_ip_adapter")
-_WHOLE = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections", "save_pretrained")
+_WHOLE = ("load_lora_adapter", "add_adapter", "_load_ip_adapter_weights", "fuse_qkv_projections")
 """What a model can do only while it has whole weights."""
 _LORA_FACTORS = {"gathered": "lora_B", "rowwise": "lora_A"}
 """The factor of a LoRA that needs what all ranks have, by the kind of the cut of its Linear."""

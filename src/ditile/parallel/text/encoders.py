@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import modeling_outputs
 from transformers.utils.generic import ModelOutput
 
@@ -24,7 +23,7 @@ from ditile.distributed.transport import Traffic, broadcast_tensor, describe_dty
 from ditile.errors import ModelError, StateError
 from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.overrides import IN_CALL, override_attribute
-from ditile.hooks.placeholders import ModuleContents, restore_contents, turn_into_placeholder
+from ditile.hooks.placeholders import ModuleContents, refuse_saving, restore_contents, turn_into_placeholder
 from ditile.parallel.text.parts import (
     FREED,
     WHOLE,
@@ -33,7 +32,7 @@ from ditile.parallel.text.parts import (
     empty_foreign_modules,
     find_encoder_layers,
     find_encoder_modules,
-    install_call_guard,
+    install_guards,
     list_foreign_modules,
     read_placement,
     set_placeholder_parameter,
@@ -88,7 +87,7 @@ class TextEncoders:
         self._after, self._device, self._keep = after, device, keep
         self._channel = _EncoderChannel(axis, control, device, traffic)
         self._kept: list[tuple[nn.Module, ModuleContents]] = []
-        self._guards: list[RemovableHandle] = []
+        self._guards = ExitStack()
         self._away = False
         for name, encoder in self.encoders.items():
             self._check_placement(name, encoder)
@@ -110,24 +109,31 @@ class TextEncoders:
         """Whether the encoders are gone for good."""
         return any(read_placement(encoder) == FREED for encoder in self.encoders.values())
 
+    def use_control_group(self, control: dist.ProcessGroup | None) -> None:
+        """Sends headers in another group from now on."""
+        self._channel.control = control
+
+    @property
+    def stay_whole(self) -> bool:
+        """Whether this rank has all of every encoder, and keeps it."""
+        return self._place == WHOLE and self._after != "free"
+
     def empty_foreign_parts(self) -> None:
         """Takes out what other ranks hold, unless it was never read; refuses calls that would find a part alone."""
         for name, encoder in self.encoders.items():
             if read_placement(encoder) is not None:
                 continue
-            self._guards.append(install_call_guard(encoder, name))
             if self._place != WHOLE:
                 taken = empty_foreign_modules(encoder, self._place)
                 self._kept += taken if self._keep else []
+            install_guards(self._guards, encoder, name)
 
     def refill_foreign_parts(self) -> None:
         """Puts back what `empty_foreign_parts` kept."""
         for module, parts in reversed(self._kept):
             restore_contents(module, parts)
         self._kept.clear()
-        for handle in self._guards:
-            handle.remove()
-        self._guards.clear()
+        self._guards.close()
         for encoder in self.encoders.values():
             store_placement(encoder, None)
             set_placeholder_parameter(encoder, None)
@@ -166,6 +172,7 @@ class TextEncoders:
                 for child in encoder.children():
                     turn_into_placeholder(child)
                 store_placement(encoder, FREED)
+                refuse_saving(self._guards, encoder)
             set_placeholder_parameter(encoder, dtype, self._device)
 
     def _finish_offload(self) -> None:
@@ -179,7 +186,7 @@ class _EncoderChannel:
     """Sends what one rank of an image has made to the others."""
 
     def __init__(self, axis: Axis, control: dist.ProcessGroup | None, device: torch.device, traffic: Traffic) -> None:
-        self._axis, self._control, self._device, self._traffic = axis, control, device, traffic
+        self._axis, self.control, self._device, self._traffic = axis, control, device, traffic
 
     def broadcast_result(self, source: int, make: Callable[[], Any], encoder: nn.Module) -> Any:
         """What `make` returns on rank `source`, on every rank: tensors, and what holds them, described in JSON.
@@ -189,7 +196,7 @@ class _EncoderChannel:
             ModelError: if what it returned cannot be described.
         """
         if self._axis.index != source:
-            header = gather_json(None, self._control)[source]
+            header = gather_json(None, self.control)[source]
             if "raised" in header:
                 raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
             empty = [
@@ -206,9 +213,9 @@ class _EncoderChannel:
                 "tensors": [[describe_dtype(t), list(t.shape)] for t in output_tensors],
             }
         except BaseException as error:  # the others wait for a header
-            gather_json({"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}, self._control)
+            gather_json({"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}, self.control)
             raise
-        gather_json(header, self._control)
+        gather_json(header, self.control)
         for tensor in output_tensors:
             self._broadcast_tensor(tensor.to(self._device), source)
         return made

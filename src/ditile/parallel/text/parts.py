@@ -7,18 +7,18 @@ layers (token embeddings), every rank the little that comes after them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from ditile.errors import LoadError, ModelError, StateError
 from ditile.hooks.compile import exclude_from_compile
 from ditile.hooks.overrides import IN_CALL
-from ditile.hooks.placeholders import ModuleContents, turn_into_placeholder
+from ditile.hooks.placeholders import ModuleContents, refuse_saving, turn_into_placeholder
 
 _PLACEHOLDER = "stand_in"
 """A parameter without elements: an encoder without weights still has a dtype and a device."""
@@ -233,8 +233,8 @@ def store_placement(encoder: nn.Module, place: EncoderPlacement | None) -> None:
         vars(encoder)[_PLACE] = place
 
 
-def install_call_guard(encoder: nn.Module, name: str) -> RemovableHandle:
-    """Refuses calls of an encoder that is not there, or of which a call outside of a runner would find a part alone."""
+def install_guards(stack: ExitStack, encoder: nn.Module, name: str) -> None:
+    """Refuses, of an encoder that is not there or not whole, calls outside of a runner, and to save it."""
 
     def refuse_partial_call(encoder: nn.Module, *_: Any) -> None:
         place = read_placement(encoder)
@@ -249,4 +249,6 @@ def install_call_guard(encoder: nn.Module, name: str) -> RemovableHandle:
                 "runner the prompt, or plan with text=each"
             )
 
-    return encoder.register_forward_pre_hook(exclude_from_compile(refuse_partial_call))
+    stack.callback(encoder.register_forward_pre_hook(exclude_from_compile(refuse_partial_call)).remove)
+    if read_placement(encoder) not in (None, WHOLE):
+        refuse_saving(stack, encoder)

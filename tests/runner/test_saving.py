@@ -1,0 +1,160 @@
+"""A pipeline of which a rank has a part refuses to be saved or copied, and writes nothing; a whole one is saved."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import ditile
+from ditile.errors import StateError
+from ditile.hooks.placeholders import LORA_LOADERS, SAVING_METHODS
+from ditile.plan.plan import Plan
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.parallel.text.test_text import deeper
+from tests.pool import Pool
+from tests.runner.cases import run
+from tests.runner.loras import folder_of
+from tests.runner.loras import load as load_lora
+
+DIVIDED = [
+    {"pipefusion": 2},
+    {"tensor": 2},
+    {"tensor": 2, "split_scheme": "sequence"},
+    {"pipefusion": 2, "warmup_mode": "separate", "patches": 2},
+    {"ulysses": 2, "text": "first"},
+    {"ulysses": 2, "text": "split"},
+]
+WHOLE = [{"data": 2}, {"cfg": 2}, {"ulysses": 2}, {"ring": 2}, {"distrifusion": 2}, {"ulysses": 2, "vae": "rows"}]
+
+
+def list_partial_models(pipe: Any, plan: Plan) -> list[nn.Module]:
+    """The models of a pipeline of which each rank has a part under a plan."""
+    if plan.text != "each":
+        return [part for name, part in pipe.components.items() if name.startswith("text_encoder") and part is not None]
+    return [pipe.transformer]
+
+
+def pickle_whole(owner: Any, _: Path) -> None:
+    torch.save(owner, io.BytesIO())
+
+
+WAYS: list[Callable[[Any, Path], Any]] = [
+    lambda owner, folder: owner.save_pretrained(folder),
+    lambda owner, _: owner.push_to_hub("nobody/nothing"),
+    lambda owner, _: copy.deepcopy(owner),
+    pickle_whole,
+]
+"""How a pipeline or a model may be saved."""
+WAYS_OF_MODELS: list[Callable[[Any, Path], Any]] = [
+    lambda model, _: model.state_dict(),
+    lambda model, _: get_peft_model_state_dict(model, adapter_name="one"),
+]
+"""How else a model may be saved."""
+
+
+def refuse_all(pipe: Any, models: list[nn.Module], folder: Path) -> None:
+    """Every way to save a pipeline and its models raises `StateError` and writes nothing."""
+    ways = [(pipe, way) for way in WAYS] + [(model, way) for model in models for way in (*WAYS, *WAYS_OF_MODELS)]
+    for owner, save in ways:
+        if save is WAYS_OF_MODELS[1] and not hasattr(owner, "peft_config"):
+            continue
+        with pytest.raises(StateError, match=f"of this {type(owner).__name__} would lack weights"):
+            save(owner, folder)
+    assert not folder.exists()
+
+
+def saved(pipe: Any, folder: Path) -> dict[str, Tensor]:
+    """The tensors of all models of a pipeline, as it saves them."""
+    pipe.save_pretrained(folder)
+    weights = sorted(folder.glob("*/*.safetensors"))
+    return {f"{file.parent.name}.{name}": tensor for file in weights for name, tensor in load_file(file).items()}
+
+
+def check_equal(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert list(actual) == list(wanted) and all(torch.equal(actual[name], wanted[name]) for name in wanted)
+
+
+def divide_and_save(values: dict[str, Any], folder: Path) -> None:
+    plan, pipe = Plan(**values), deeper("sd3.5 medium")
+    own = folder / str(torch.distributed.get_rank())
+    wanted = saved(pipe, own / "before")
+    runner = parallelize(pipe, plan, keep_weights=True)
+    models = list_partial_models(pipe, plan)
+    refuse_all(pipe, models, own / "divided")
+    run(runner, "sd3.5 medium", num_inference_steps=1)
+    refuse_all(pipe, models, own / "divided")
+    if plan.text != "first":  # of which one rank has nothing
+        pipe.to(torch.float64)
+        with pytest.raises(StateError, match=r"was converted from torch.float32 to torch.float64 since parallelize"):
+            runner.restore()
+        pipe.to(torch.float32)
+    runner.restore()
+    check_equal(saved(pipe, own / "restored"), wanted)
+    copy.deepcopy(pipe)
+    attributes = {name for owner in (pipe, *models) for name in vars(owner)}
+    assert not attributes & {*SAVING_METHODS, *LORA_LOADERS}
+
+
+@pytest.mark.parametrize("plan", DIVIDED, ids=str)
+def test_a_part_of_a_pipeline_is_not_saved(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
+    """A failure means a folder that looks like a model and lacks half of the weights, or a pipeline that can never be
+    saved again."""
+    pool.run(divide_and_save, 2, plan, tmp_path)
+
+
+def save_whole(values: dict[str, Any], folder: Path) -> None:
+    pipe, own = deeper("sd3.5 medium"), folder / str(torch.distributed.get_rank())
+    wanted = saved(pipe, own / "before")
+    runner = parallelize(pipe, Plan(**values))
+    check_equal(saved(pipe, own / "divided"), wanted)
+    run(runner, "sd3.5 medium", num_inference_steps=1)
+    check_equal(saved(pipe, own / "after a call"), wanted)
+
+
+@pytest.mark.parametrize("plan", WHOLE, ids=str)
+def test_plans_of_whole_weights_save_them(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
+    """A failure means a refusal without need, or weights that a call has changed."""
+    pool.run(save_whole, 2, plan, tmp_path)
+
+
+def free_and_save(folder: Path) -> None:
+    pipe = deeper("sd3.5 medium")
+    runner = parallelize(pipe, Plan(data=2), text_after="free")
+    run(runner, "sd3.5 medium", num_inference_steps=1, num_images_per_prompt=2)
+    refuse_all(pipe, list_partial_models(pipe, Plan(text="first")), folder)
+
+
+def test_encoders_that_were_freed_are_not_saved(pool: Pool, tmp_path: Path) -> None:
+    """A failure means a saved pipeline whose text encoders are empty."""
+    pool.run(free_and_save, 2, tmp_path / "saved")
+
+
+def load_and_save(model: Path, loras: Path, values: dict[str, Any], folder: Path) -> None:
+    plan = Plan(**values)
+    pipe = tiny.quiet(ditile.load(str(model), plan=plan))
+    refuse_all(pipe, [pipe.transformer], folder)
+    runner = parallelize(pipe, plan)
+    refuse_all(pipe, [pipe.transformer], folder)
+    # What loads a LoRA asks the model for the names that it has.
+    ditile.load_lora(pipe, loras / "one.safetensors", adapter_name="one")
+    if plan.tensor == 1:
+        load_lora("two")(pipe, loras)
+    run(runner, "flux", num_inference_steps=1)
+    refuse_all(pipe, [pipe.transformer], folder)
+
+
+@pytest.mark.parametrize("plan", [{"pipefusion": 2}, {"tensor": 2}], ids=str)
+def test_what_was_loaded_in_part_is_not_saved(pool: Pool, tmp_path: Path, plan: dict[str, Any]) -> None:
+    """A failure means that a pipeline which never was whole is saved, or that LoRAs cannot be loaded into one."""
+    tiny.flux().save_pretrained(tmp_path / "model")
+    pool.run(load_and_save, 2, tmp_path / "model", folder_of("flux", tmp_path), plan, tmp_path / "saved")
