@@ -8,7 +8,7 @@ VERSIONS := $(shell cat constraints.txt pyproject.toml | $(PYTHON) -c "import ha
 BASE := $(VENV)/.base-$(VERSIONS)
 VIDEO := $(VENV)/.video-$(VERSIONS)
 STAMP := $(VENV)/.made-$(VERSIONS)
-# Python compiles what it imports, which is a small part of what is installed.
+# Python compiles what it imports, which is a small part of what is installed: the demo needs no more.
 INSTALL := $(RUN) -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 DEMO := ditile-demo.png
 VIDEO_DEMO := ditile-demo-video.mp4
@@ -96,4 +96,7 @@ $(VIDEO): $(BASE)
 $(STAMP): $(BASE)
 	@echo "installing the packages of developers into $(VENV): 1.5 GB, in some minutes"
 	$(INSTALL) -e '.[dev,plots,quantize]'
+	@# Tests turn warnings into errors, and Python warns of other packages' code while it compiles it: so all of it is
+	@# compiled now. A package may hold a file that is not Python of this version, as pip lets it too.
+	$(RUN) -W ignore -m compileall -q -j 2 $(VENV)/lib > /dev/null || true
 	touch $@
