@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import Tensor, nn
 from torch.nn import functional
@@ -247,6 +248,31 @@ def test_what_mixes_the_batch_is_refused_where_it_is_divided(pool: Pool, change:
     for images, branches in pool.run(drawn, 2, "unet", change, BATCH):
         assert "images of a batch change each other, and data=2 computes them apart; use data=1" in images
         assert "branches of guidance change each other, and cfg=2 computes them apart; use cfg=1" in branches
+
+
+def test_a_replica_without_images_tries_when_the_others_do(pool: Pool) -> None:
+    """It does not rehearse. A failure is a hang, or another picture; 1e-5 relative as above."""
+    plans = [{"data": 2, "patches": 2, "warmup": 99}]
+    for results in pool.run(drawn, 2, "flux", scale, plans):
+        assert all(isinstance(far, float) and far < 1e-5 for far in results), results
+
+
+def refused_on_one_rank() -> str:
+    """A hook over the batch on rank 0 alone, whose model's weights two ranks share in each of two replicas."""
+    pipe = tiny.flux()
+    if dist.get_rank() == 0:
+        last = pipe.transformer.proj_out
+        last.register_forward_hook(lambda module, args, out: out - out.mean(dim=0, keepdim=True))
+    runner = parallelize(pipe, Plan(tensor=2, data=2))
+    with pytest.raises(ModelError) as refusal:
+        runner(**call_of("flux") | {"num_images_per_prompt": 2, "latents": None})
+    return str(refusal.value)
+
+
+def test_ranks_of_one_model_leave_a_trial_together(pool: Pool) -> None:
+    """A failure is a hang: one rank has found what it looked for, and the others wait for it in the next call."""
+    for refusal in pool.run(refused_on_one_rank, 4):
+        assert "images of a batch change each other, and data=2 computes them apart" in refusal
 
 
 def test_what_is_of_each_row_stays(pool: Pool) -> None:

@@ -22,7 +22,7 @@ from ditile.plan.spec import ModelSpec
 FRAME_COUNTS = ("num_frames", "frames", "video_length")
 """Names of a call's argument, of which a class has one at most."""
 _PER_PROMPT = re.compile("num_[a-z]+_per_prompt")
-_ONE_FOR_EACH = re.compile("label|class|embed|cond|text|caption|prompt|image|video|^[cyz]$")
+_ONE_FOR_EACH = re.compile("label|class|embed|cond|text|caption|prompt|^[cyz]$")
 """In the names of arguments of a pipeline of one's own that say what is drawn."""
 
 
@@ -208,7 +208,9 @@ def count_images(call: Mapping[str, Any]) -> int:
     if (latents := call.get("latents")) is not None:
         return len(latents)
     for name, value in call.items():
-        is_batch = isinstance(value, list | tuple) or getattr(value, "ndim", 0) > 0
+        # A tuple is a size, and a list of fractions has a scale for each condition.
+        is_list = isinstance(value, list) and not any(isinstance(item, float) for item in value)
+        is_batch = is_list or getattr(value, "ndim", 0) > 0
         if is_batch and _ONE_FOR_EACH.search(name) and not name.startswith("negative"):
             return len(value) * each
     return each

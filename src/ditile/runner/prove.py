@@ -306,7 +306,10 @@ def _check_proof(
 
 def _explain_skip(twin: nn.Module, call: Mapping[str, Any]) -> str:
     """That tokens skip blocks, where they do; empty where they do not."""
-    skip = find_skip(twin, list_chain(twin), call)
+    try:
+        skip = find_skip(twin, list_chain(twin), call)
+    except Exception:  # NaN is no index: what refused the model is said without this reason
+        return ""
     if skip is None:
         return ""
     return (

@@ -63,10 +63,11 @@ from ditile.models.probe import ProbeError
 from ditile.models.source import find_latent_cuts
 from ditile.models.step_memory import explain_hook_refusal
 from ditile.parallel.pipefusion.graphs import BlockGraphs, CudaGraphRecorder
+from ditile.parallel.pipefusion.patch_schedulers import is_custom_scheduler
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
-from ditile.plan.shape import Shape, fill_call_defaults
+from ditile.plan.shape import Shape, count_images, fill_call_defaults
 from ditile.runner import digest
 from ditile.runner.callbacks import NOBODY, StepEndCallbacks, StepWatch
 from ditile.runner.compose import (
@@ -449,11 +450,23 @@ class Runner:
         if self._parts.block_hooks.chain and self.plan.num_patches > 1:
             reason = explain_scheduler_refusal(self.pipe)
         if reason is None and cuts_latents:
-            reason = explain_replaced_step_refusal(self.pipe)
+            reason = explain_replaced_step_refusal(self.pipe) or self._find_scheduler_of_batch(call)
         if reason is None and (cuts_latents or self.plan.has_stale_steps(steps)):
             reason = explain_changed_size_refusal(self.pipe)
             reason = reason or explain_callback_refusal(self.pipe, self._fill_defaults(call), steps)
         return reason
+
+    def _find_scheduler_of_batch(self, call: Mapping[str, Any]) -> str | None:
+        """Why a scheduler of the user's own cannot step the images of all replicas, or None."""
+        images = count_images(read_call_values(self._fill_defaults(call)))
+        scheduler = self.pipe.scheduler
+        if self.plan.data <= images or not is_custom_scheduler(scheduler):
+            return None
+        return (
+            f"{type(scheduler).__name__} is not diffusers' own code and may compute with all images of a call, which "
+            f"replicas without images do not gather: data={self.plan.data} is more than the {images} image(s) of this "
+            f"call; use data={images}, or a plan without pipefusion and patches"
+        )
 
     def _find_latent_cut(self, call: Mapping[str, Any]) -> str | None:
         """Why a call that goes on with a part of its latents cannot be divided into patches, or None."""
@@ -623,6 +636,11 @@ class DeferredRunner(Runner):
         call = _run_on_all_ranks(bind, self.mesh)
         everyone = gather_json([None, digest.describe_call(call), {}], self.mesh.everyone)
         _check_ranks_alike(everyone)
+        # Since the mesh was made, a call of another runner on the same groups may have failed.
+        if any(gather_json(self.mesh.groups.is_spoiled, self.mesh.everyone)):
+            self.mesh.groups.begin_epoch()
+        if self.mesh.epoch != self.mesh.groups.epoch:
+            self.mesh.renew_groups(self.plan)
         is_traced = self.trace
         kind = type(self.pipe)
         # enable_cache may have given it a class since whose call is this runner.

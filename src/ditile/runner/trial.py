@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
@@ -30,8 +30,9 @@ from torch.overrides import TorchFunctionMode
 
 from ditile.cache.cached import find_transformer_cache
 from ditile.distributed.mesh import Mesh
+from ditile.distributed.pulse import is_out_of_memory
 from ditile.distributed.transport import gather_json
-from ditile.errors import ModelError
+from ditile.errors import ModelError, StateError
 from ditile.hooks.attention_hooks import repeat_heads
 from ditile.hooks.attention_processors import find_attention_processors
 from ditile.hooks.block_calls import give_streams, put_tokens_second, read_streams
@@ -57,6 +58,8 @@ KNOWN_PACKAGES = sys.stdlib_module_names | {
 
 CANNOT_CALL = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AssertionError)
 """What a model raises whose call cannot be made again on a copy."""
+
+ResultT = TypeVar("ResultT")
 
 _PLACES_OF_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -336,16 +339,25 @@ class CodeTrial:
         """
         if not self.is_due:
             return lambda stack: None
-        originals = [
-            copy_model(self.pipe, hooks.transformer, codes)
-            for hooks, codes in zip(self.models, self._codes, strict=True)
-        ]
+        originals: list[nn.Module] = []
+        refusal: str | None = None
+        try:
+            for hooks, codes in zip(self.models, self._codes, strict=True):
+                originals.append(copy_model(self.pipe, hooks.transformer, codes))
+        except (ModelError, StateError) as error:
+            # Other ranks may have nothing that cannot be copied, and wait for this one's word in the trial.
+            refusal = str(error)
+
+        def is_time() -> bool:
+            now = loop.generation
+            # A replica without images does not rehearse: the trial comes where all ranks are, in the first step.
+            return self.is_due and now.is_under_way and not (now.is_dry and batch.has_idle_replica)
 
         def wrap_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             def try_before(*args: Any, **kwargs: Any) -> Any:
-                if self.is_due and loop.generation.is_under_way:
+                if is_time():
                     self.is_due = False
-                    self._try_call(originals, loop, batch, args, kwargs)
+                    self._try_call(originals, refusal, loop, batch, args, kwargs)
                 return forward(*args, **kwargs)
 
             return functools.update_wrapper(try_before, forward)
@@ -359,6 +371,7 @@ class CodeTrial:
     def _try_call(
         self,
         originals: Sequence[nn.Module],
+        refusal: str | None,
         loop: Loop,
         batch: DataCfgBatch,
         args: Sequence[Any],
@@ -366,25 +379,48 @@ class CodeTrial:
     ) -> None:
         """Raises `ModelError` on every rank if one finds what depends on something that is computed apart."""
         divides_tokens = self._divides_tokens or loop.generation.schedule.has_stale_steps
-        reason: str | None = None
-        for hooks, original, codes in zip(self.models, originals, self._codes, strict=True):
-            trial = _ModelTrial(self, hooks, original, codes)
-            of_tokens = list_code_of_tokens(hooks.transformer, codes)
-            # Ranks that hold shares of one model's weights make its calls together.
-            has_code = gather_json([bool(codes), bool(of_tokens)], self.mesh.within_calls)
-            if self._divides_rows and any(has_any for has_any, _ in has_code):
-                reason = reason or trial.find_dependent_rows(batch, args, kwargs)
-            if divides_tokens and hooks.chain and any(has_any for _, has_any in has_code):
-                reason = reason or trial.find_dependent_tokens(args, kwargs)
-        reasons = gather_json(reason, self.mesh.within_calls)
-        if any(reasons):
-            loop.withdraw_generation()
-            raise ModelError(next(filter(None, reasons)))
+        refusal = agree_on_refusal(refusal, self.mesh)
+        if refusal is None:
+            refusal = self._try_models(originals, batch, args, kwargs, divides_tokens=divides_tokens)
+        if refusal is not None:
+            # In the first step receives of stages are posted, so this call is one that has failed.
+            if not batch.has_idle_replica:
+                loop.withdraw_generation()
+            raise ModelError(refusal)
         listed = list(itertools.chain(*self._codes))
         if self._divides_rows:
             self._tried["rows"] = listed
         if divides_tokens:
             self._tried["tokens"] = listed
+
+    def _try_models(
+        self,
+        originals: Sequence[nn.Module],
+        batch: DataCfgBatch,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        divides_tokens: bool,
+    ) -> str | None:
+        """Why something cannot be computed apart, the same on every rank, or None."""
+        refusal: str | None = None
+        # A call without stale steps leaves the question of tokens to a later one, which need not ask of rows again.
+        asks_of_rows = not _are_same(list(itertools.chain(*self._codes)), self._tried.get("rows", []))
+        for hooks, original, codes in zip(self.models, originals, self._codes, strict=True):
+            trial = _ModelTrial(self, hooks, original, codes)
+            of_tokens = list_code_of_tokens(hooks.transformer, codes)
+            # Ranks that hold shares of one model's weights make its calls together.
+            has_code = gather_json([asks_of_rows and bool(codes), bool(of_tokens)], self.mesh.within_calls)
+            if self._divides_rows and any(has_any for has_any, _ in has_code):
+                refusal = refusal or trial.find_dependent_rows(batch, args, kwargs)
+            if divides_tokens and hooks.chain and any(has_any for _, has_any in has_code):
+                refusal = refusal or trial.find_dependent_tokens(args, kwargs)
+        return refusal
+
+
+def agree_on_refusal(refusal: str | None, mesh: Mesh) -> str | None:
+    """The first refusal of any rank, on every rank."""
+    return next(filter(None, gather_json(refusal, mesh.within_calls)), None)
 
 
 def _are_same(codes: Sequence[UserCode], others: Sequence[UserCode]) -> bool:
@@ -418,12 +454,12 @@ class _ModelTrial:
         self._tolerance = max(TOLERANCE, *(4 * torch.finfo(dtype).eps for dtype in dtypes[:1]))
 
     def find_dependent_rows(self, batch: DataCfgBatch, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-        """Why rows of a call cannot be computed apart, or None."""
+        """Why rows of a call cannot be computed apart, the same on every rank, or None."""
         whole = batch.list_rows(args, kwargs)
         # Two images do: the first one, which others may look at, and the last one.
         images = sorted({0, whole.num_images - 1})
         rows = torch.tensor([branch * whole.num_images + image for branch in whole.branches for image in images])
-        before: list[Tensor] | None = None
+        before: list[Tensor] = []
         for axis, what, first in _list_row_trials(self._trial.plan, whole.num_branches, len(images)):
             for changed in (first, ~first):
                 unchanged = batch.change_rows(args, kwargs, functools.partial(_pick_rows, rows))
@@ -431,33 +467,79 @@ class _ModelTrial:
                 # Every rank computes all rows of a call in which it is not known what has rows.
                 if unchanged is None or altered is None:
                     return None
-                try:
-                    before = before or self._predict(*unchanged)
-                    after = self._predict(*altered)
-                except CANNOT_CALL as error:
-                    return self._explain_error(error)
-                kept = (~changed).nonzero().flatten()
-                for x, y in zip(before, after, strict=True):
-                    if len(x) == len(changed) and self._differ(x[kept.to(x.device)], y[kept.to(y.device)]):
-                        return self._explain(self._codes, what, axis, _advise_rows(axis))
+                if not before:
+                    before, refusal = self._call_together(functools.partial(self._predict, *unchanged))
+                    if refusal is not None:
+                        return refusal
+
+                explanation = self._explain(self._codes, what, axis, _advise_rows(axis))
+                compare = functools.partial(self._compare_rows, before, ~changed, explanation)
+                _, refusal = self._call_together(functools.partial(self._predict, *altered), compare)
+                if refusal is not None:
+                    return refusal
+        return None
+
+    def _compare_rows(self, before: list[Tensor], kept: Tensor, explanation: str, after: list[Tensor]) -> str | None:
+        """The explanation, if rows that were kept are others than before."""
+        places = kept.nonzero().flatten()
+        for x, y in zip(before, after, strict=True):
+            has_rows = len(x) == len(kept)
+            if has_rows and self._differ(x[places.to(x.device)], y[places.to(y.device)]):
+                return explanation
         return None
 
     def find_dependent_tokens(self, args: Sequence[Any], kwargs: dict[str, Any]) -> str | None:
-        """Why tokens of a call cannot be computed apart, or None."""
-        codes = list_code_of_tokens(self._hooks.transformer, self._codes)
-        try:
-            before = self._watch_tokens(args, kwargs, _change_no_tokens)
-            for choose in (_choose_tokens, _choose_other_tokens):
-                after = self._watch_tokens(args, kwargs, choose)
-                for x, y in zip(before, after, strict=True):
-                    kept = ~y.changed
-                    if self._differ(x.digest[..., kept], y.digest[..., kept]):
-                        inside = [code for code in codes if f"{code.path}.".startswith(f"{x.block}.")]
-                        what = "tokens change each other outside of attention"
-                        return self._explain(inside or codes, what, self._name_token_axis(), self._advise_tokens())
-        except CANNOT_CALL as error:
-            return self._explain_error(error)
+        """Why tokens of a call cannot be computed apart, the same on every rank, or None."""
+        watch = functools.partial(self._watch_tokens, args, kwargs)
+        before, refusal = self._call_together(functools.partial(watch, _change_no_tokens))
+        if refusal is not None:
+            return refusal
+
+        def compare(after: list[WatchedTokens]) -> str | None:
+            for x, y in zip(before, after, strict=True):
+                kept = ~y.changed
+                if self._differ(x.digest[..., kept], y.digest[..., kept]):
+                    return self._explain_tokens(x.block)
+            return None
+
+        for choose in (_choose_tokens, _choose_other_tokens):
+            _, refusal = self._call_together(functools.partial(watch, choose), compare)
+            if refusal is not None:
+                return refusal
         return None
+
+    def _call_together(
+        self, call: Callable[[], list[ResultT]], compare: Callable[[list[ResultT]], str | None] | None = None
+    ) -> tuple[list[ResultT], str | None]:
+        """What a call on a copy gives, and why any rank refuses it.
+
+        Ranks that hold shares of the weights wait for each other in every call: so none of them makes a call more than
+        the others.
+
+        Args:
+            call: on a copy.
+            compare: says what is wrong with its result.
+        """
+        result: list[ResultT] = []
+        refusal: str | None = None
+        try:
+            result = call()
+            refusal = None if compare is None else compare(result)
+        except ModelError as error:
+            refusal = str(error)
+        except CANNOT_CALL as error:
+            # A full GPU says nothing of what the user put on the model.
+            if is_out_of_memory(error):
+                raise
+            refusal = self._explain_error(error)
+        return result, agree_on_refusal(refusal, self._trial.mesh)
+
+    def _explain_tokens(self, block: str) -> str:
+        """That tokens change each other in a block."""
+        codes = list_code_of_tokens(self._hooks.transformer, self._codes)
+        inside = [code for code in codes if f"{code.path}.".startswith(f"{block}.")]
+        what = "tokens change each other outside of attention"
+        return self._explain(inside or codes, what, self._name_token_axis(), self._advise_tokens())
 
     def _predict(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         with ExitStack() as stack:

@@ -514,10 +514,12 @@ class Loop:
         # A scheduler that iterates its timesteps would drive the loop.
         if drives:
             self._scheduler.timesteps = self._plain
-        with self._trace.record_span("step", step, 0):
-            result = call.make(stock, call.prediction, call.sample, call.others)
-        if drives and self._scheduler.timesteps is self._plain:
-            self._scheduler.timesteps = driving
+        try:
+            with self._trace.record_span("step", step, 0):
+                result = call.make(stock, call.prediction, call.sample, call.others)
+        finally:
+            if drives and self._scheduler.timesteps is self._plain:
+                self._scheduler.timesteps = driving
         stream.latents = extract_sample(result)
         stream.is_stepped = True
         if self._relative_change is not None and self._is_stepping_rank:

@@ -105,7 +105,10 @@ class ShardedTransformer:
                 "them; load it before parallelize, or use split_scheme=row"
             )
         for owner, name in ((pipe, "load_lora_weights"), (transformer, "load_lora_adapter")):
-            override_attribute(stack, owner, name, vars(owner)[name].keywords["stock"])
+            guard = vars(owner).get(name)
+            # A pipeline of another class on the same model, or one that somebody wrapped since, has no guard of ours.
+            if isinstance(guard, partial) and guard.func is _refuse_method:
+                override_attribute(stack, owner, name, guard.keywords["stock"])
 
     def cut_lora_factor(self, name: str, factor: Tensor) -> Tensor:
         """This rank's part of a factor of a LoRA, by its name in the model.
