@@ -26,6 +26,8 @@ from ditile.plan.shape import count_images
         ({"image": torch.zeros(3, 8, 8), "batch_size": 8}, 1),
         ({"image": torch.zeros(2, 3, 8, 8), "num_images_per_prompt": 2}, 4),
         ({"latents": torch.zeros(2, 5, 8)}, 2),
+        ({"labels": [1, 2]}, 2),
+        ({"image_size": (64, 64), "conditioning_scale": [0.5, 0.5]}, 1),
         ({}, 1),
     ],
 )

@@ -68,6 +68,10 @@ def replaced_methods() -> None:
     for plan in (*EXACT, PATCHES):
         with divided(pipe, **plan) as runner:
             close(run(runner, "flux", **TWO), wanted, plan, ROUNDING)
+    # A replica without images makes no micro-steps, and its part of the predictions is not gathered.
+    says = "data=2 is more than the 1 image.*use data=1, or a plan without pipefusion and patches"
+    with divided(pipe, data=2, patches=2, warmup=99) as runner, pytest.raises(ModelError, match=says):
+        run(runner, "flux")
 
 
 def test_methods_that_the_user_replaced_are_called(pool: Pool) -> None:
