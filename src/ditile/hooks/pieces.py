@@ -176,11 +176,6 @@ class Piece:
         flat = mask[0] if has_rows else mask
         return cls(index=flat.flatten().nonzero().flatten().to(device), has_rows=has_rows)
 
-    @classmethod
-    def of_all(cls, x: Tensor) -> Piece:
-        """All elements."""
-        return cls(1, range(x.shape[1])) if x.ndim > 1 else cls(0, range(x.shape[0]), has_rows=False)
-
     @property
     def is_empty(self) -> bool:
         """Whether nothing belongs to the patch: its tokens come out nowhere, as those of a reference picture."""

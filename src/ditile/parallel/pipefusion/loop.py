@@ -502,7 +502,7 @@ class Loop:
                 self._exchange_latents(following)
         if stream is self._main and not is_again:
             now.end_micro_step()
-        return replace_latents(result, stream.hand_on(is_dry=False), _stand_for_extras, keep=False)
+        return replace_latents(result, stream.hand_on(is_dry=False), _stand_for_extras)
 
     def _step_whole_latents(self, stream: SteppedLatents, stock: Callable[..., Any], call: StepCall) -> Any:
         """Steps all of the latents by the scheduler itself, or by what the user has in place of its method."""
@@ -532,7 +532,7 @@ class Loop:
         if self._mesh["data"].num_ranks == 1:
             return result
         whole = functools.partial(self._complete_step_extras, is_last=step == self._schedule.steps - 1)
-        return replace_latents(result, stream.latents, whole, keep=False)
+        return replace_latents(result, stream.latents, whole)
 
     def _note_dry_step(self, stream: SteppedLatents, call: StepCall) -> Any:
         """Where NaN came out are the latents of a patch that is rehearsed; the latents stay as they are."""
@@ -550,7 +550,7 @@ class Loop:
         if stream is self._main:
             self.generation.branch = 0
         whole = _stand_for_extras if self._has_partial_latents else list
-        return replace_latents(result, stream.hand_on(is_dry=True), whole, keep=False)
+        return replace_latents(result, stream.hand_on(is_dry=True), whole)
 
     def _complete_step_extras(self, extras: Sequence[Any], *, is_last: bool) -> list[Any]:
         """What a step made besides latents: of all images after the last step, of this replica's images before."""

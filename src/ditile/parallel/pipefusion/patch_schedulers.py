@@ -358,21 +358,18 @@ class StepResult(tuple[Any, ...]):
         return iter((self[0], *self.whole(self[1:])))
 
 
-def replace_latents(
-    result: Any, latents: Tensor, whole: Callable[[Sequence[Any]], Sequence[Any]], *, keep: bool
-) -> Any:
+def replace_latents(result: Any, latents: Tensor, whole: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
     """A scheduler's result with other latents in it.
 
     Args:
         result: tuple or output object.
         latents: of all images.
         whole: makes the other results whole from those that were made here.
-        keep: whether the other fields of an output object stay.
     """
     if isinstance(result, Tensor):
         return latents
     if not isinstance(result, tuple):
-        return type(result)(**{**(result if keep else {}), "prev_sample": latents})
+        return type(result)(prev_sample=latents)
     step_result = StepResult((latents, *result[1:]))
     step_result.whole = whole
     return step_result
