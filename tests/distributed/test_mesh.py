@@ -213,7 +213,8 @@ class ReachedError(Exception):
 def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a script's own group. A failure means batches of messages that hang, or a context on the first GPU."""
     happened: list[str] = []
-    pipe = SimpleNamespace(device="cpu", transformer=torch.nn.Linear(1, 1), scheduler=StillScheduler())
+    parts = {"transformer": torch.nn.Linear(1, 1), "scheduler": StillScheduler()}
+    pipe = SimpleNamespace(device="cpu", components=parts, **parts)
 
     def made(*_: Any, **__: Any) -> None:
         happened.append("group")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -60,7 +61,8 @@ class SimulatedWork:
         return self.is_over
 
 
-class SimulatedGroup(NamedTuple):
+@dataclass(frozen=True)
+class SimulatedGroup:
     """A process group of a simulated rank."""
 
     group_name: str
