@@ -84,7 +84,7 @@ def test_the_commands_of_the_readme_run_in_order(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, (words, done.stderr)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"ditile-image.png", "edit.png", "ditile-video.mp4", "ditile-video.png"}
+    assert names == {"ditile-image.png", "edit.png", "cached.png", "ditile-video.mp4", "ditile-video.png"}
     with Image.open("edit.png") as picture:
         red, green, blue = picture.convert("RGB").getpixel((32, 64))
     assert blue > 150 > max(red, green), "a large blue square on the left"

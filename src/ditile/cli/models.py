@@ -96,7 +96,7 @@ def build_tables_of_name(matrix: Mapping[str, Any], name: str) -> list[Table]:
     if not tables:
         known = [*(model.name for model in list_known_models()), *(family["name"] for family in matrix["families"])]
         hint = suggest_nearest(name, known, "")
-        raise ModelError(f"name={name!r} is in no name; {hint and hint + ' '}ditile models lists all")
+        raise ModelError(f"no model or family has {name!r} in its name; {hint and hint + ' '}ditile models lists all")
     return tables
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ditile.distributed import files
+from ditile.distributed import env, files
 from ditile.errors import ModelError
 from ditile.plan.checks import check_counts
 from ditile.plan.flags import define_option
@@ -217,8 +217,11 @@ class CalibrateOptions:
 
     def check_profile_path(self) -> None:
         """Raises `ModelError` unless the profile can be written."""
-        if self.out is not None:
-            check_output_files([("out", Path(self.out))], self)
+        path = env.find_profile_path() if self.out is None else Path(self.out)
+        if self.out is None:
+            # The user's cache folder may not be there yet.
+            path.parent.mkdir(parents=True, exist_ok=True)
+        check_output_files([("out", path)], self)
 
 
 def list_placeholders(name: str) -> list[str]:

@@ -179,8 +179,8 @@ def _refuse_state_dict(model: nn.Module, prefix: str, _keep_vars: bool) -> None:
 
 def _refuse_saving(name: str, what: str, *_: Any, **__: Any) -> NoReturn:
     raise StateError(
-        f"{what} of this {name} would lack weights, of which this rank has a part; save or copy a pipeline that is "
-        "not divided, such as one loaded without a plan"
+        f"{what} of this {name} would lack weights, of which this rank has a part; do it before parallelize, or after "
+        "runner.restore(), which with stages needs parallelize(..., keep_weights=True)"
     )
 
 

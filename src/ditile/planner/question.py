@@ -181,8 +181,8 @@ def load_machine_profile(ask: PlanQuestion) -> Profile:
         )
     if profile is None:
         raise PlanError(
-            "this machine was not measured yet: run `ditile calibrate`, or name one with --hardware; "
-            f"known are {', '.join(hardware.list_hardware())}"
+            "this machine was not measured yet: run `ditile calibrate`, which takes some minutes; `ditile plan` takes "
+            f"--hardware NAME instead, of which known are {', '.join(hardware.list_hardware())}"
         )
     if ask.profile is None and not profile.host_memory_bytes:
         # Measured before this was kept.

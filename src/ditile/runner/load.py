@@ -135,7 +135,7 @@ def _describe_unknown_model(name: Any) -> str:
         )
     if text.startswith((".", "~")) or "/" in text or os.sep in text:
         return (
-            f"model {name!r}: there is no such folder, and it has not the form of a hub id (owner/name); {hint}give a "
+            f"model {name!r}: there is no such folder, and it is not a hub id (owner/name); {hint}give a "
             "folder that save_pretrained of a pipeline wrote, a hub id, or a name that ditile models lists"
         )
     return (

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 from ditile.errors import DitileError, ModelError
 from ditile.plan.extras import require_extra
@@ -109,18 +110,32 @@ async def _serve_until_told(
         timeout_graceful_shutdown=OPEN_REQUESTS_SECONDS,
     )
     server = DrainingServer(config, service, options.drain)
+    with server.take_signals():
+        has_failed = await _serve_and_drain(app, server, service, plan, predict, listener)
+    return int(options.exit_on_failure and has_failed)
+
+
+async def _serve_and_drain(
+    app: FastAPI,
+    server: DrainingServer,
+    service: Service,
+    plan: Plan,
+    predict: Callable[[], Awaitable[Mapping[str, Any]]],
+    listener: socket.socket,
+) -> bool:
+    """Serves until the server is told to end; returns whether its ranks have failed."""
     await service.start()
     try:
         mount_page(app, service)  # which takes seconds, while the ranks load the model
         serving = asyncio.create_task(server.serve([listener]))
         ready = asyncio.create_task(_announce(service, listener, plan))
         predicted = asyncio.create_task(_predict_when_ready(service, predict))
-        failed = asyncio.create_task(_end_when_failed(service, server, options.exit_on_failure))
+        failed = asyncio.create_task(_end_when_failed(service, server, service.options.exit_on_failure))
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and ready.exception() is not None:
             server.should_exit = True
         await serving
-        if ready.done():
+        if ready.done() and not server.is_told:
             ready.result()
         has_failed = failed.done()  # a task that is cancelled is done too
         for task in (ready, predicted, failed):
@@ -128,7 +143,7 @@ async def _serve_until_told(
         await asyncio.wait((ready, predicted, failed))
     finally:
         await service.drain(0)
-    return int(options.exit_on_failure and has_failed)
+    return has_failed
 
 
 class DrainingServer(uvicorn.Server):
@@ -146,9 +161,19 @@ class DrainingServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._at_once: asyncio.Task[None] | None = None
 
+    @property
+    def is_told(self) -> bool:
+        """Whether a signal has told the server to end."""
+        return self._draining is not None
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """While the server runs, signals end it."""
+        """What uvicorn does with signals: nothing, as `take_signals` takes them before the ranks start."""
+        yield
+
+    @contextlib.contextmanager
+    def take_signals(self) -> Iterator[None]:
+        """Signals end the server, also while its ranks still load the model."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._handle_signal, number)
