@@ -12,6 +12,7 @@ from ditile.hooks.generation import Generation
 from ditile.models.anatomies import find_anatomy
 from ditile.models.flux import read_flux_grid
 from ditile.plan.layout import Grid
+from ditile.plan.plan import Plan
 from tests.zoo.entry import transformer
 
 
@@ -38,8 +39,9 @@ def test_tensor_is_advised_where_a_model_has_it() -> None:
     for model, without in ((derived, "data or cfg"), (of_class, "data, cfg or tensor")):
         anatomy = find_anatomy(model)
         assert anatomy is not None
-        assert advise_whole_tokens(model, replace(anatomy, tensor={})) == f"use a plan of {without}"
-        assert "tensor" in advise_whole_tokens(model, anatomy)
+        assert advise_whole_tokens(model, replace(anatomy, tensor={}), Plan()) == f"use a plan of {without}"
+        assert "tensor" in advise_whole_tokens(model, anatomy, Plan())
+        assert "tensor" not in advise_whole_tokens(model, anatomy, Plan(tensor=2)), "it was tried"
 
 
 def test_rounded_positions_count_columns_right() -> None:
