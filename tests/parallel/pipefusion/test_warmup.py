@@ -85,7 +85,8 @@ def guidance_ends(plan: dict[str, Any]) -> Any:
 
     def end(pipe: Any, step: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
         if step == 0:
-            pipe._guidance_scale = 0.0
+            # A number that is computed is not seen before the first step.
+            pipe._guidance_scale = float(step)
         return {name: given[name][-1:] for name in tensors}
 
     call = {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": tensors}
