@@ -790,7 +790,9 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
             return False
         return True
 
-    if not list_unknown_models(pipe):
+    # A rank may know a model from a pipeline that it alone has divided before.
+    is_unknown = gather_json(bool(list_unknown_models(pipe)), mesh.everyone)
+    if not any(is_unknown):
         return True
     is_derived = _run_on_all_ranks(derive, mesh)
     return all(gather_json(is_derived, mesh.everyone))
