@@ -22,7 +22,7 @@ from ditile import DBCacheConfig, Plan
 from ditile.errors import DitileError
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.runner import caching
-from ditile.runner.prove import ensure_anatomies
+from ditile.runner.prove import StillPipeline, ensure_anatomies
 from ditile.runner.runner import build_single_runner
 from tests.zoo import ZOO
 from tests.zoo.entry import Entry
@@ -191,7 +191,9 @@ def counted_steps() -> Iterator[list[int]]:
 
         def end_and_count(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
             end_step(self, step, *args, **kwargs)
-            done.append(step)
+            # A proof of a model makes steps of its own.
+            if not isinstance(self._pipe, StillPipeline):
+                done.append(step)
 
         patch.setattr(Loop, "_end_step", end_and_count)
         yield done

@@ -7,6 +7,7 @@ rows of this replica's images and of this half's guidance branches.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -439,12 +440,16 @@ class DataCfgBatch:
         Returns:
             The dtype and shape of each prediction's rows, and whether the model returns a tensor in nothing else.
         """
-        size = (len(noisy), *noisy[0].shape)
-        if size not in self._rows and self._data.has_idle_replica:
+        if not self._data.has_idle_replica:
+            return [], False
+        # A row may be a list itself, of pictures and of the latents after them.
+        of_row = [x.shape for x in pytree.tree_leaves(noisy[0]) if isinstance(x, Tensor)]
+        size = (len(noisy), *itertools.chain(*of_row))
+        if size not in self._rows:
             rows = [[describe_dtype(x), list(x.shape[1:])] for x in predictions or ()]
             mine = [rows, isinstance(result, Tensor)]
             self._rows[size] = gather_json(mine, self._mesh.within_calls)[0]
-        return self._rows.get(size, ([], False))
+        return self._rows[size]
 
     def _find_fresh_piece(self, now: Generation, branch: int, output: int) -> Piece | None:
         """What is fresh of a prediction of a call at the micro-step at hand; None is all of it."""
