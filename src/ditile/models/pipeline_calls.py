@@ -257,6 +257,9 @@ def read_guidance_rule(pipeline: Any, config: Mapping[str, Any]) -> GuidanceRule
 def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
     """The rule of a property that says by the scales of a call whether it is guided."""
     attributes = [name for name in decide.__code__.co_names if name.endswith("_scale")]
+    # It may look scales up by a string, as ACE-Step does.
+    if not attributes:
+        return None
     scales = tuple(name.removeprefix("_") for name in attributes)
 
     def is_guided_at(scale: float) -> bool:
