@@ -113,7 +113,7 @@ def test_random_state(name: str) -> None:
 
 def test_a_block_that_is_left_out(pool: Pool) -> None:
     """A failure means a wrong picture in silence: stages meet at a block that one of them does not reach."""
-    assert all("ran 3 blocks at" in said and "same blocks in every step" in said
+    assert all("ran 3 blocks at" in said and "same blocks in every call" in said
                for said in pool.run(leave_out_a_block, 2, "wan-2.1"))  # fmt: skip
 
 
