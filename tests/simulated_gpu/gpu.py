@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ditile
 from tests.simulated_gpu.tensors import GpuMemory, SimulatedTensor, list_leaves, replace_leaves
 
 SETUP, CALL, REHEARSAL, AFTER = "setup", "call", "rehearsal", "after"
@@ -29,7 +30,7 @@ WIDE = 1 << 16
 """Numbers above which a kernel in full precision is noted."""
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 _HERE = str(Path(__file__).parent)
-_ROOTS = {str(Path(_HERE).parents[1]): "ditile", str(Path(diffusers.__file__ or "").parent): "diffusers"}
+_ROOTS = {str(Path(module.__file__ or "").parent): module.__name__ for module in (ditile, diffusers)}
 
 SYNCHRONISING = {
     "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::repeat_interleave.Tensor",
