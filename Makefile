@@ -67,7 +67,7 @@ faults: environment
 	$(RUN) -m tests.distributed.faulty
 	$(RUN) -m tests.serve.faulty
 
-# What docs/benchmarks say, and the commands that make them.
+# What benchmarks/data say, and the commands that make them.
 benchmarks-check: environment
 	$(RUN) -m pytest benchmarks/tests
 

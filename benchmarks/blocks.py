@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from ditile.distributed.mesh import pick_device
-from ditile.models import registry
-from ditile.models.anatomies import build_block_hooks
+from ditile.model import registry
+from ditile.model.anatomies import build_block_hooks
 from ditile.parallel.pipefusion.block_costs import BlockCosts
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan

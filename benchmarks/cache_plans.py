@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cache_settings import OURS, CacheSetting
-from ditile.cli.bench.worlds import allow_all_cores
-from ditile.cli.evaluate.caption_check import judge_picture
-from ditile.cli.evaluate.metrics import compute_psnr
 from ditile.distributed import files
 from ditile.distributed.launch import launch
-from ditile.errors import DitileError
-from ditile.models.known import ASSETS
+from ditile.measure.bench.worlds import allow_all_cores
+from ditile.measure.evaluate.caption_check import judge_picture
+from ditile.measure.evaluate.metrics import compute_psnr
+from ditile.model.known import ASSETS
+from ditile.plan.errors import DitileError
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache

@@ -32,10 +32,10 @@ from rich.table import Table
 
 from benchmarks import peer
 from benchmarks.cache_settings import COMMON, ENGINES, OWN, THEIRS, CacheSetting, parse_cache_settings
-from ditile.cli.evaluate.caption_check import judge_picture
-from ditile.cli.evaluate.metrics import Pictures, compute_psnr, compute_ssim
-from ditile.errors import DitileError, StateError
-from ditile.models.known import ASSETS
+from ditile.measure.evaluate.caption_check import judge_picture
+from ditile.measure.evaluate.metrics import Pictures, compute_psnr, compute_ssim
+from ditile.model.known import ASSETS
+from ditile.plan.errors import DitileError, StateError
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.runner.caching import enable_cache, summary
 from ditile.runner.load import defaults, load

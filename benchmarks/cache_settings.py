@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ditile.cache.config import Calibration, DBCacheConfig
 from ditile.cache.config_text import parse_cache_line
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 OURS, THEIRS = "ditile", "cache-dit"
 ENGINES = (OURS, THEIRS)

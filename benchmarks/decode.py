@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from diffusers import AutoencoderKL
 
-from ditile.cli.bench.worlds import allow_all_cores
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
+from ditile.measure.bench.worlds import allow_all_cores
 from ditile.parallel.vae.vae import ParallelVAE
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.planner.footprint import LiveBytes

@@ -24,13 +24,13 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from ditile.cli.evaluate.caption_check import score_pictures
-from ditile.cli.evaluate.metrics import Pictures, compute_psnr, compute_ssim
-from ditile.cli.evaluate.motion_check import score_clips
 from ditile.distributed import files
 from ditile.distributed.launch import launch
-from ditile.hooks.generation import LayerTokens
-from ditile.hooks.key_padding import AttentionOptions
+from ditile.measure.evaluate.caption_check import score_pictures
+from ditile.measure.evaluate.metrics import Pictures, compute_psnr, compute_ssim
+from ditile.measure.evaluate.motion_check import score_clips
+from ditile.model.hooks.generation import LayerTokens
+from ditile.model.hooks.key_padding import AttentionOptions
 from ditile.parallel.attention.core import StaleKeys
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan

@@ -29,10 +29,10 @@ from torch import nn
 from transformers import T5Config, T5EncoderModel
 
 from ditile.distributed.launch import launch
-from ditile.hooks.placeholders import init_on_meta_device
-from ditile.models.anatomies import build_block_hooks
-from ditile.models.flux import FLUX
-from ditile.models.known import ASSETS
+from ditile.model.anatomies import build_block_hooks
+from ditile.model.flux import FLUX
+from ditile.model.hooks.placeholders import init_on_meta_device
+from ditile.model.known import ASSETS
 from ditile.plan.plan import Plan
 from ditile.runner.load import DTYPES, load
 

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ditile.cli.bench.random_models import RandomModel
 from ditile.distributed import files
+from ditile.measure.bench.random_models import RandomModel
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 

@@ -2,7 +2,7 @@
 
 It measures what has no result yet, and puts every table in its place.
 
-    python -m benchmarks.page                          # hours; what docs/benchmarks has is kept
+    python -m benchmarks.page                          # hours; what benchmarks/data has is kept
     python -m benchmarks.page --only cache-overhead    # some of them; --again takes them anew
     python -m benchmarks.page --no-measure             # only the tables of the results that there are
 
@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from benchmarks import cache_overhead, cache_plans, cache_quality, fidelity, overhead, predictions, video_patches
-from ditile.cli.bench import few_steps, tables
 from ditile.distributed import files
+from ditile.measure.bench import few_steps, tables
 
 DOCS = Path(__file__).parents[1] / "docs"
-RESULTS = "docs/benchmarks/"
+RESULTS = "benchmarks/data/"
 BIG = "ditile bench --model random-pixart --output latent"
 SMALL = "ditile bench --model shapes-flux --height 256 --width 256 --output latent"
 FIDELITY = "python -m benchmarks.fidelity --captions 100 --ranks 2,4,8 --warmups"
@@ -218,7 +218,7 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure what has a result, too")
     parser.add_argument("--no-measure", action="store_true", help="measure nothing")
     parser.add_argument("--page", type=Path, help="instead of the pages in docs that have the places")
-    parser.add_argument("--results", type=Path, default=DOCS / "benchmarks")
+    parser.add_argument("--results", type=Path, default=Path(RESULTS))
     asked = parser.parse_args()
     names = asked.only.split(",")
     if unknown := [name for name in names if name not in SECTIONS]:

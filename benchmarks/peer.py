@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ditile.cache.config import Calibration, DBCacheConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 
 def is_installed() -> bool:

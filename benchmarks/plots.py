@@ -22,9 +22,9 @@ from matplotlib import pyplot as plt
 
 from benchmarks.cache_quality import average_picture_rows, find_speed_quality_front, read_picture_rows
 from benchmarks.cache_settings import OURS, THEIRS
-from ditile.cli.bench.figures import set_logarithmic_scale
-from ditile.cli.evaluate.figures import draw_tradeoff
-from ditile.cli.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
+from ditile.measure.bench.figures import set_logarithmic_scale
+from ditile.measure.evaluate.figures import draw_tradeoff
+from ditile.measure.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
 from ditile.plan.schedule import MicroStep, Schedule
 
 FRESH, STALE = "#4477aa", "#dddddd"

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from ditile.cli.bench.cells import ONE_RANK
-from ditile.cli.bench.runs import ROWS
 from ditile.distributed import files
+from ditile.measure.bench.cells import ONE_RANK
+from ditile.measure.bench.runs import ROWS
 from ditile.planner.calibrate import BUSY
 from ditile.planner.profile import Profile
 

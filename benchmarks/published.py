@@ -4,7 +4,7 @@ that the fit did not see.
     python -m benchmarks.published               # every row, predicted by shares fitted without its hardware
     python -m benchmarks.published --fit         # fits again: shares for planner/hardware.py, left_out.json
 
-The rows are in models/assets/published.csv with their sources: seconds of the denoising loop and speed-ups
+The rows are in model/assets/published.csv with their sources: seconds of the denoising loop and speed-ups
 (PipeFusion, arXiv 2405.14430), and latencies relative to the fastest method (the article of 2024-09), which get a
 common factor that fits best. A few rows are left out, each with its reason.
 """
@@ -28,7 +28,7 @@ from rich.progress import track
 from rich.table import Table
 
 from ditile.distributed import files
-from ditile.models.known import ASSETS, CONFIGS
+from ditile.model.known import ASSETS, CONFIGS
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner.hardware import SHEETS, Efficiency, LinkEfficiency, make_datasheet_profile

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.page import DOCS, fill_page_blocks
 from ditile.distributed import files
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import FEW_STEPS, Plan
 from ditile.plan.units import format_number
 from ditile.planner.hardware import load_profile

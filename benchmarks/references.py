@@ -22,8 +22,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ditile.cli.evaluate.metrics import compute_psnr
 from ditile.distributed import files
+from ditile.measure.evaluate.metrics import compute_psnr
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.load import defaults, load

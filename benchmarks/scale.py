@@ -17,7 +17,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import track
 
-from ditile.models.known import CONFIGS
+from ditile.model.known import CONFIGS
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.plan.units import format_number

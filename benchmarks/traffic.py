@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ditile.cli.bench.random_models import RandomModel
 from ditile.distributed.launch import launch
+from ditile.measure.bench.random_models import RandomModel
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize

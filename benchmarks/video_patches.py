@@ -29,9 +29,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from ditile.cli.evaluate.metrics import compute_psnr
-from ditile.cli.evaluate.motion_check import score_clips
 from ditile.distributed import files
+from ditile.measure.evaluate.metrics import compute_psnr
+from ditile.measure.evaluate.motion_check import score_clips
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.runner.load import defaults, load
 from training.evaluate import list_captions

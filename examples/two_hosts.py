@@ -13,8 +13,8 @@ import subprocess
 import sys
 import time
 
-from ditile.cli.bench.links import Host, create_two_hosts
-from ditile.errors import PlanError
+from ditile.measure.bench.links import Host, create_two_hosts
+from ditile.plan.errors import PlanError
 
 DRAW = "--model shapes-flux --pipefusion 2 --patches 4 --seed 7 --out two-hosts.png"
 CAPTION = "a large red circle on the left on a gray background"

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditile.models.block_table import find_diffusers_class
+from ditile.model.block_table import find_diffusers_class
 from tests.tiny import randomise
 
 BATCH, TEXT, WIDTH = 2, 5, 32

@@ -1,7 +1,7 @@
 """Put a trained transformer and its parts together: `python -m training.assemble pixart|flux|flux-turbo|wan [--text
 FOLDER] [--vae FOLDER]`.
 
-Without --text and --vae these come from the model that is bundled now. The folder in src/ditile/models/assets is
+Without --text and --vae these come from the model that is bundled now. The folder in src/ditile/model/assets is
 replaced at once, at the end, and keeps its README.md. Text encoders are saved in fp32 (in bf16 a
 from_pretrained without dtype fails), the rest in bf16. shapes-flux-turbo is only a transformer: its other parts are
 those of shapes-flux.
@@ -33,7 +33,7 @@ from training.models import BETA_END, BETA_START, FLUX_TOKENS, PIXART_TOKENS, TR
 from training.motions import FRAMES, SIDE
 
 HERE = Path(__file__).parent
-ASSETS = HERE.parent / "src" / "ditile" / "models" / "assets"
+ASSETS = HERE.parent / "src" / "ditile" / "model" / "assets"
 
 
 def pixart(transformer: Path, tokenizer: Path, t5: Path, vae: Path) -> PixArtSigmaPipeline:

@@ -24,7 +24,7 @@ from training.optim import MasterOptimiser, learning_rate
 from training.scenes import describe_scene, render_scene, sample_scene
 
 OUT = Path(__file__).parent / "out"
-ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "models" / "assets"
+ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "model" / "assets"
 Bucket = tuple[int, int]  # height, width in pixels
 
 MIXES: dict[str, dict[Bucket, float]] = {

@@ -1,7 +1,7 @@
 """Sample captions with a bundled model and check the pictures or clips: `python -m training.evaluate shapes-pixart
 --captions 200`.
 
-Runs the unmodified diffusers pipeline of src/ditile/models/assets/<model> (or of --folder) with the defaults of its
+Runs the unmodified diffusers pipeline of src/ditile/model/assets/<model> (or of --folder) with the defaults of its
 generation.json, batches of captions with one seed each. --transformer puts in weights that are still in
 training. Prints one row a size and guidance.
 """
@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 
-from ditile.cli.evaluate.caption_check import VERDICT_ITEMS, Image, score_pictures
-from ditile.cli.evaluate.motion_check import CLIP_ITEMS, Video, judge_clip, score_clips
+from ditile.measure.evaluate.caption_check import VERDICT_ITEMS, Image, score_pictures
+from ditile.measure.evaluate.motion_check import CLIP_ITEMS, Video, judge_clip, score_clips
 from ditile.runner.load import FRAME_RATE, load
 from training.motions import sample_motion_caption
 
-ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "models" / "assets"
+ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "model" / "assets"
 GUIDANCE = {
     "PixArtSigmaPipeline": "guidance_scale",
     "FluxPipeline": "true_cfg_scale",

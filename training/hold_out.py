@@ -1,4 +1,4 @@
-"""Write src/ditile/models/assets/captions.txt: 200 distinct captions that training skips: `python -m training.hold_out
+"""Write src/ditile/model/assets/captions.txt: 200 distinct captions that training skips: `python -m training.hold_out
 --seed 1`.
 """
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from training.scenes import describe_scene, sample_scene
 
-CAPTIONS = Path(__file__).parent.parent / "src" / "ditile" / "models" / "assets" / "captions.txt"
+CAPTIONS = Path(__file__).parent.parent / "src" / "ditile" / "model" / "assets" / "captions.txt"
 
 
 def held_out_captions(count: int, seed: int) -> list[str]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ditile.cli.evaluate.caption_check import BACKGROUNDS, COLORS, SHAPES
-from ditile.cli.evaluate.motion_check import LANE_MOVES, LANES, MOVES, RADII, parse_motion_caption
+from ditile.measure.evaluate.caption_check import BACKGROUNDS, COLORS, SHAPES
+from ditile.measure.evaluate.motion_check import LANE_MOVES, LANES, MOVES, RADII, parse_motion_caption
 from training.scenes import is_held_out
 
 FRAMES, SIDE = 9, 64
@@ -103,7 +103,7 @@ def draw_clips(clips: ClipTensors, frames: int, side: int) -> torch.Tensor:
 
 
 def _measure_distance(shape: torch.Tensor, x: torch.Tensor, y: torch.Tensor, radius: torch.Tensor) -> torch.Tensor:
-    """`ditile.cli.evaluate.caption_check.compute_signed_distance` for tensors, of a shape for each clip."""
+    """`ditile.measure.evaluate.caption_check.compute_signed_distance` for tensors, of a shape for each clip."""
     length = torch.hypot(x, y)
     low = y - 0.2 * radius
     sides = torch.maximum(0.87 * x - 0.5 * low, -0.87 * x - 0.5 * low) - 0.55 * radius

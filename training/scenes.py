@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 
-from ditile.cli.evaluate.caption_check import (
+from ditile.measure.evaluate.caption_check import (
     BACKGROUNDS,
     COLORS,
     GRADIENT_DEPTH,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from ditile.cli.evaluate.caption_check import (
+from ditile.measure.evaluate.caption_check import (
     BACKGROUNDS,
     COLORS,
     PLACES,

@@ -26,7 +26,7 @@ from training.scenes import describe_scene, render_scene, sample_scene
 
 HERE = Path(__file__).parent
 OUT = HERE / "out" / "turbo"
-ASSETS = HERE.parent / "src" / "ditile" / "models" / "assets"
+ASSETS = HERE.parent / "src" / "ditile" / "model" / "assets"
 TEACHER = ASSETS / "shapes-flux"
 SIDE, TOKEN, SHIFT = 128, 8, 1.5
 STEPS = 4

@@ -36,7 +36,7 @@ from training.video_latents import GROUP, GroupBasis, load_group_basis
 
 HERE = Path(__file__).parent
 OUT = HERE / "out" / "wan"
-ASSETS = HERE.parent / "src" / "ditile" / "models" / "assets"
+ASSETS = HERE.parent / "src" / "ditile" / "model" / "assets"
 READER = "reader.safetensors"  # beside a transformer that was saved here; the bundled one's is wan-reader.safetensors
 NO_CAPTION = 0.1  # share of clips whose text is the empty one, which guidance needs
 PADDED = (64, 226, 512)  # lengths that captions are padded to; the default of WanPipeline is 512

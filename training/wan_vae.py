@@ -20,7 +20,7 @@ from training.optim import MasterOptimiser
 from training.video_latents import GroupBasis, load_group_basis
 
 OUT = Path(__file__).parent / "out" / "wan"
-ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "models" / "assets"
+ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "model" / "assets"
 LOG_VARIANCE = -6.0
 LATENT_NOISE = 0.04  # at the transformer's scale
 DECODER_SHARE = 0.6  # of the budget

@@ -18,7 +18,7 @@ from benchmarks.cache_quality import (
 from benchmarks.cache_settings import COMMON, OWN, CacheSetting, parse_cache_settings
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
 from ditile.cache.config_text import parse_cache_line
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 
 def test_a_line_is_a_config_and_a_calibrator() -> None:

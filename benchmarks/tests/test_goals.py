@@ -1,4 +1,4 @@
-"""What the stored tables of docs/benchmarks have to say, so that a worse one does not take their place unseen."""
+"""What the stored tables of benchmarks/data have to say, so that a worse one does not take their place unseen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.predictions import find_predicted_fastest
 
-FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
+FOLDER = Path(__file__).parents[1] / "data"
 MODELS = ("shapes-pixart", "shapes-flux")
 CONTROL = "(control: own patch only)"
 

@@ -11,7 +11,7 @@ import pytest
 from rich.table import Table
 
 from benchmarks import page
-from ditile.cli.evaluate.caption_check import VERDICT_ITEMS
+from ditile.measure.evaluate.caption_check import VERDICT_ITEMS
 
 ROW = {"engine": "ditile", "state": "off", "total_us": {"1": 2.0}, "added_us": {"1": 1.25}, "per_block_us": 0.5}
 
@@ -24,7 +24,7 @@ def test_every_table_has_its_place_in_the_page() -> None:
 
 @pytest.mark.parametrize("name", page.SECTIONS)
 def test_the_page_says_what_was_measured(name: str) -> None:
-    """Every table is that of the results in docs/benchmarks, as the command writes it."""
+    """Every table is that of the results in benchmarks/data, as the command writes it."""
     section = page.SECTIONS[name]
     text = (page.DOCS / section.page).read_text("utf-8")
     assert section.is_there(page.DOCS / "benchmarks")

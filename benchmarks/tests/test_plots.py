@@ -1,4 +1,4 @@
-"""The figures of docs/benchmarks that no sweep of `ditile bench` draws."""
+"""The figures of benchmarks/data that no sweep of `ditile bench` draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import plots
 from benchmarks.cache_settings import OURS, THEIRS
-from tests.cli.bench.test_figures import assert_apart
+from tests.measure.bench.test_figures import assert_apart
 
 
 def test_quality_over_speed_of_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

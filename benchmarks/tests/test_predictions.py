@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import predictions
 from benchmarks.page import markdown
-from ditile.cli.bench.cells import parse_cells
+from ditile.measure.bench.cells import parse_cells
 from ditile.planner.hardware import load_profile
 
 

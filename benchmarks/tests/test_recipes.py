@@ -10,11 +10,11 @@ import pytest
 from benchmarks import recipes
 from benchmarks.page import fill_page_blocks
 from ditile.cli.main import build_parser
-from ditile.cli.options import RunOptions
-from ditile.models.known import find_known_model
+from ditile.model.known import find_known_model
 from ditile.plan.flags import collect_arguments
 from ditile.plan.plan import Plan
 from ditile.runner.load import defaults
+from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.options import GenerateOptions
 
 COMMANDS = re.findall(r"`(ditile generate [^`]+)`", recipes.PAGE.read_text("utf-8"))

@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env
 from ditile.distributed.launch import launch
-from ditile.errors import DitileError, JoinError, LoadError, ModelError, PlanError, RankError, StateError, StoppedError
+from ditile.plan.errors import (
+    DitileError,
+    JoinError,
+    LoadError,
+    ModelError,
+    PlanError,
+    RankError,
+    StateError,
+    StoppedError,
+)
 from ditile.plan.plan import Plan
+from ditile.plan.version import __version__
 from ditile.runner.load import defaults, load
 
 if TYPE_CHECKING:
@@ -35,8 +45,7 @@ if TYPE_CHECKING:
         load_quantize_config,
     )
     from ditile.cache.step_mask import steps_mask
-    from ditile.hooks.compile import set_compile_configs
-    from ditile.models.adapter import (
+    from ditile.model.adapter import (
         BlockAdapter,
         ForwardPattern,
         PatchFunctor,
@@ -47,8 +56,9 @@ if TYPE_CHECKING:
         Pattern_4,
         Pattern_5,
     )
-    from ditile.models.block_lists import supported_pipelines
-    from ditile.models.registry import register
+    from ditile.model.block_lists import supported_pipelines
+    from ditile.model.hooks.compile import set_compile_configs
+    from ditile.model.registry import register
     from ditile.plan.spec import ModelSpec
     from ditile.planner.answer import plan_for
     from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
@@ -57,8 +67,6 @@ if TYPE_CHECKING:
     from ditile.runner.quantize import quantize
     from ditile.runner.report import Report
     from ditile.runner.runner import Runner, parallelize
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BasicCacheConfig", "BlockAdapter", "CalibratorConfig", "DBCacheConfig", "DBPruneConfig",
@@ -86,12 +94,12 @@ _LAZY = {
             "load_attn_backend_config load_cache_config load_configs load_parallelism_config load_quantize_config"
         ),
         "ditile.cache.step_mask": "steps_mask",
-        "ditile.hooks.compile": "set_compile_configs",
-        "ditile.models.adapter": (
+        "ditile.model.hooks.compile": "set_compile_configs",
+        "ditile.model.adapter": (
             "BlockAdapter ForwardPattern PatchFunctor Pattern_0 Pattern_1 Pattern_2 Pattern_3 Pattern_4 Pattern_5"
         ),
-        "ditile.models.block_lists": "supported_pipelines",
-        "ditile.models.registry": "register",
+        "ditile.model.block_lists": "supported_pipelines",
+        "ditile.model.registry": "register",
         "ditile.plan.spec": "ModelSpec",
         "ditile.planner.answer": "plan_for",
         "ditile.runner.caching": "disable_cache enable_cache refresh_context strify summary",

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ditile.cache.forecast import Reuse
-from ditile.hooks.overrides import override_attribute
-from ditile.models.block_lists import find_block_lists
+from ditile.model.block_lists import find_block_lists
+from ditile.model.hooks.overrides import override_attribute
 from ditile.plan.spec import BlockList, Flow
 
 Streams = dict[str, Any]

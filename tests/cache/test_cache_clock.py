@@ -22,11 +22,11 @@ import ditile
 from ditile import BlockAdapter, DBCacheConfig, TaylorSeerCalibratorConfig
 from ditile.cache.cached import IdleCacheWarning, find_transformer_cache
 from ditile.cache.step_mask import build_preset_mask
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.runner import caching
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.families import FAMILIES, TEXT, noise
-from tests.hooks.compiling import Counting
+from tests.model.hooks.compiling import Counting
 from tests.more_families import EVERY
 from tests.parallel.sequence.planned import Denoising, denoising, draw, wan_pipeline
 from tests.runner.cases import MAKE, different, run, same

@@ -9,7 +9,7 @@ from ditile.cache.config import DBCacheConfig
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
-from tests.hooks.compiling import MAKE, WAYS, Counting
+from tests.model.hooks.compiling import MAKE, WAYS, Counting
 from tests.runner.cases import run, same, unfused
 
 CONFIG = DBCacheConfig(

@@ -26,7 +26,7 @@ from ditile.cache.config import (
     merge_configs,
 )
 from ditile.cache.step_mask import steps_mask
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 KINDS = [
     DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig, FoCaCalibratorConfig, DMDCalibratorConfig,

@@ -40,7 +40,7 @@ from ditile import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.cache.cached import SingleRankAgreement, find_transformer_cache
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 from ditile.runner import caching
 from tests.cache.pictures import settings_for, skipped
 from tests.families import FAMILIES

@@ -27,7 +27,7 @@ from ditile import (
 )
 from ditile.cache.cache_dit import INSTEAD
 from ditile.cache.cached import IdleCacheWarning
-from ditile.hooks.placeholders import list_quantized_parameters
+from ditile.model.hooks.placeholders import list_quantized_parameters
 from tests import tiny
 from tests.parallel.sequence.planned import draw, qwen, wan_pipeline
 from tests.runner.cases import same

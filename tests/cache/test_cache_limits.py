@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ditile.cache.cached import find_transformer_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig
-from ditile.models.block_lists import find_block_lists
+from ditile.model.block_lists import find_block_lists
 from ditile.runner import caching
 from tests.cache.hand import Hand, HandPrune
 from tests.more_families import EVERY

@@ -20,9 +20,9 @@ from ditile.cache.config import (
     TaylorSeerCalibratorConfig,
 )
 from ditile.cache.forecast import DMD, FoCa, Reuse, TaylorSeer
-from ditile.errors import ModelError, StateError
-from ditile.models.adapter import BlockAdapter, ForwardPattern
-from ditile.models.block_lists import find_block_lists
+from ditile.model.adapter import BlockAdapter, ForwardPattern
+from ditile.model.block_lists import find_block_lists
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.spec import BlockList
 from ditile.runner import caching
 from tests.cache.hand import Hand, HandPrune, mean

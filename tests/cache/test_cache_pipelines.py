@@ -14,7 +14,7 @@ import pytest
 import ditile
 from ditile import TaylorSeerCalibratorConfig
 from ditile.cache.cached import IdleCacheWarning, find_transformer_cache
-from ditile.models.block_lists import find_block_lists
+from ditile.model.block_lists import find_block_lists
 from ditile.runner import caching
 from tests.cache.hand import by_hand
 from tests.cache.pictures import draw_plain_and_cached, live, settings_for, skipped

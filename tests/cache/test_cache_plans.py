@@ -16,7 +16,7 @@ from torch import Tensor
 import ditile
 from ditile.cache.cached import find_transformer_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
-from ditile.hooks.kv_store import KeyStore
+from ditile.model.hooks.kv_store import KeyStore
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize

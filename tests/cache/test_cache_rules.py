@@ -28,7 +28,7 @@ from ditile.cache.judge import (
     split_into_units,
 )
 from ditile.cache.rules import DecisionRecord, RuleVerdict, SkipRules, relax_threshold
-from ditile.hooks.protocols import CallPosition
+from ditile.model.hooks.protocols import CallPosition
 
 STEPS = 19
 

@@ -21,7 +21,7 @@ import ditile
 from ditile.cache.cached import find_transformer_cache
 from ditile.cache.clock import find_schedulers
 from ditile.cache.step_mask import build_preset_mask
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from ditile.runner import caching
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped
 from tests.families import FAMILIES, TEXT, noise

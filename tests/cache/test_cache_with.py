@@ -23,7 +23,7 @@ from torch import nn
 import ditile
 from ditile import BlockAdapter, DBCacheConfig, ParallelismConfig, ParamsModifier, Plan
 from ditile.cache.cached import find_transformer_cache
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 from ditile.runner import caching
 from tests.cache.hand import by_hand
 from tests.cache.pictures import draw_plain_and_cached, settings_for, skipped

@@ -26,7 +26,7 @@ from ditile.cache.forecast import (
     compute_gram_matrix,
     count_even_steps,
 )
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 
 SHAPE = (2, 3, 5)
 MAKERS: dict[str, Callable[..., Forecaster]] = {

@@ -9,7 +9,7 @@ from torch import Tensor
 from ditile.cache.forecast import Reuse
 from ditile.cache.judge import WHOLE_BATCH, CacheCall
 from ditile.cache.segment import Residuals
-from ditile.hooks.protocols import CallPosition
+from ditile.model.hooks.protocols import CallPosition
 
 
 @pytest.mark.parametrize("hidden", [True, False])

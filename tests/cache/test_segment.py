@@ -15,7 +15,7 @@ from ditile.cache.forecast import Reuse
 from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, split_into_units
 from ditile.cache.segment import Residuals, Segment
-from ditile.hooks.protocols import CallPosition
+from ditile.model.hooks.protocols import CallPosition
 from ditile.plan.spec import Flow
 
 BLOCKS, IMAGES = 5, 3

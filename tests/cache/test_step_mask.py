@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ditile.cache.step_mask import PRESET_BINS, build_preset_mask, parse_step_mask, resolve_step_mask, steps_mask
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 PUBLISHED = {
     "slow": "1111111101110011100110010001",

@@ -18,10 +18,10 @@ from ditile.cache.config import (
 )
 from ditile.cli import main
 from ditile.cli.flag_aliases import merge_alias_values
-from ditile.cli.options import RunOptions
-from ditile.errors import DitileError, ModelError, PlanError
+from ditile.plan.errors import DitileError, ModelError, PlanError
 from ditile.plan.flags import collect_arguments, list_flags, normalize_flags
 from ditile.runner.requests.cache_options import QUANTIZE_TYPES, CacheOptions
+from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.options import GenerateOptions
 
 

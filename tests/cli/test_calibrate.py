@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from ditile.cli import calibrate as command
 from ditile.cli.main import main
-from ditile.cli.options import CalibrateOptions
 from ditile.distributed.rank0 import list_ranks_by_host
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 from ditile.planner.calibrate import DisturbanceGuard
 from ditile.planner.hardware import load_profile
 from ditile.planner.profile import Profile
+from ditile.runner.requests.command_options import CalibrateOptions
 from tests.planner.test_calibrate import shrink_measurements
 from tests.pool import Pool
 

@@ -27,7 +27,7 @@ from ditile import Plan, RankError
 from ditile.cli import main
 from ditile.cli.matrix import build_matrix
 from ditile.distributed import console
-from ditile.models.known import ASSETS
+from ditile.model.known import ASSETS
 from ditile.plan.flags import normalize_flags
 from ditile.runner.requests.pictures import read_picture_texts
 from tests import tiny
@@ -536,7 +536,7 @@ def test_models_lists_families_and_bundled_ones(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.skipif(diffusers.__version__.startswith("0.41."), reason="the page has classes that came later")
 def test_the_page_of_the_matrix_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure means: `python -m ditile.cli.matrix > src/ditile/models/assets/matrix.json`, and then
+    """A failure means: `python -m ditile.cli.matrix > src/ditile/model/assets/matrix.json`, and then
     `ditile models --markdown > docs/matrix.md`."""
     assert json.loads((ASSETS / "matrix.json").read_text("utf-8")) == build_matrix()
     assert main.main(["models", "--markdown"]) == 0

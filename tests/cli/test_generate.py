@@ -19,12 +19,12 @@ from PIL import Image
 
 from ditile import ModelError, Plan
 from ditile.cli import main
-from ditile.cli.dry_run import describe_dry_run
-from ditile.cli.options import RunOptions
-from ditile.models.known import ASSETS
+from ditile.model.known import ASSETS
 from ditile.plan.shape import check_image_size
+from ditile.planner.dry_run import describe_dry_run
 from ditile.runner import runner as dividing
 from ditile.runner.requests import arguments, prepare, results
+from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture_texts
 from ditile.runner.requests.pipelines import convert_value_errors
@@ -213,7 +213,8 @@ def test_who_only_starts_ranks_does_not_import_torch(tmp_path: Path, command: st
     code = f"""
 import sys
 from ditile.cli import main
-from ditile.cli.outcome import Check, Outcome, PlanVerdict
+from ditile.cli.outcome import Outcome
+from ditile.measure.verify import Check, PlanVerdict
 report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
 report |= {{"warmup_mode": "serial", "peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
 report |= {{"reference_tokens": 0, "reference_steps": []}}

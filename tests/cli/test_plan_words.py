@@ -13,7 +13,7 @@ import torch.distributed
 
 from ditile import plan_for
 from ditile.cli.main import main
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 from ditile.planner.budget import FILE
 from ditile.planner.hardware import add_interlink, load_profile
 from ditile.planner.profile import Curve, Profile

@@ -128,9 +128,9 @@ def test_replicas_share_out_the_lines(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_last_batch_may_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three lines over two replicas: a batch of two with a generator each, and one of one."""
-    from ditile.cli.prompts import PromptLine
     from ditile.plan.plan import Plan
     from ditile.runner.requests.options import GenerateOptions
+    from ditile.runner.requests.prompts import PromptLine
 
     lines = [PromptLine(prompt, seed, "") for seed, prompt in enumerate(PROMPTS)]
     wanted, base = GenerateOptions(prompts_file="prompts.txt"), {"negative_prompt": "", "guidance_scale": 3.0}

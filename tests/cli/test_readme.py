@@ -18,7 +18,7 @@ import pytest
 from PIL import Image
 
 from ditile.cli import main
-from ditile.models.known import ASSETS, list_bundled_models
+from ditile.model.known import ASSETS, list_bundled_models
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

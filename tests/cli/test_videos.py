@@ -22,7 +22,7 @@ from PIL import Image
 import ditile
 from ditile import ModelError
 from ditile.cli import generate, main
-from ditile.cli.evaluate.motion_check import judge_clip
+from ditile.measure.evaluate.motion_check import judge_clip
 from ditile.runner.load import read_generation_defaults
 from ditile.runner.requests import arguments, prepare, videos
 from ditile.runner.requests.options import GenerateOptions

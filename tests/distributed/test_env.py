@@ -17,7 +17,7 @@ import torch.distributed as dist
 import ditile
 from ditile.distributed import console, cpus, env, mesh
 from ditile.distributed.mesh import build_mesh, find_process_rank
-from ditile.errors import JoinError, PlanError
+from ditile.plan.errors import JoinError, PlanError
 from ditile.plan.plan import Plan
 from tests import tiny
 

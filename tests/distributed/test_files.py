@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ditile.distributed import files
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 
 @pytest.fixture(params=["unnamed", "renamed"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import HostRows
-from ditile.hooks.kv_store import ChangeKey, RelativeChange
+from ditile.model.hooks.kv_store import ChangeKey, RelativeChange
 from ditile.plan.plan import Plan
 
 

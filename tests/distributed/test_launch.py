@@ -27,7 +27,7 @@ from ditile.distributed.mesh import Communicators
 from ditile.distributed.private_network import create_private_network
 from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.supervise import LaunchLimits
-from ditile.errors import PlanError, RankError, StateError
+from ditile.plan.errors import PlanError, RankError, StateError
 
 pytestmark = pytest.mark.alone
 

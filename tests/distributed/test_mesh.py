@@ -24,7 +24,7 @@ from ditile.distributed import backend, env, transport
 from ditile.distributed.launch import PEER_TIMEOUT
 from ditile.distributed.launch import _set_up_process_group as join_launched
 from ditile.distributed.mesh import Communicators, build_mesh, join_process_group, make_subgroup, pick_device
-from ditile.errors import PlanError, StateError
+from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 from ditile.runner import runner
 from ditile.runner.prove import StillScheduler

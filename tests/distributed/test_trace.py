@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import ditile
 from ditile.distributed.trace import GenerationTrace, TraceEvent, TraceWait, sum_waits_by_step, write_chrome_trace
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 from ditile.plan.schedule import OpKind, Schedule
 from tests import tiny
 from tests.pool import Pool

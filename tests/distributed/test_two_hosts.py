@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from ditile.cli.bench import across, runs
-from ditile.cli.bench.cells import ONE_RANK, BenchCell
-from ditile.cli.bench.links import check_namespace_rights, create_two_hosts
-from ditile.cli.bench.options import Workload
-from ditile.cli.bench.session import BenchTask
-from ditile.errors import ModelError, PlanError, RankError
+from ditile.measure.bench import across, runs
+from ditile.measure.bench.cells import ONE_RANK, BenchCell
+from ditile.measure.bench.links import check_namespace_rights, create_two_hosts
+from ditile.measure.bench.options import Workload
+from ditile.measure.bench.session import BenchTask
+from ditile.plan.errors import ModelError, PlanError, RankError
 
 BYTES = 250_000
 ECHO = """

@@ -29,8 +29,8 @@ LEAST_COMMENTS = 1.23
 """Comments on a line of their own, in 100 lines of code."""
 PACKAGE = "src/ditile/"
 ORDER = (
-    "errors", "plan", "distributed", "hooks", "models", "parallel", "cache", "runner", "planner", "__init__", "serve",
-    "cli", "__main__",
+    "plan", "distributed", "model", "parallel", "cache", "runner", "planner", "serve", "measure", "__init__", "cli",
+    "__main__",
 )  # fmt: skip
 """The parts of the package from the ground up: each may import itself and those before it."""
 AXES = {"sequence", "pipefusion", "batch", "tensor", "text", "vae"}
@@ -43,7 +43,7 @@ MAY_PICKLE = {
 MAY_CATCH_ALL = {
     PACKAGE + "distributed/launch.py",  # whatever ends a rank must be reported to its parent
     PACKAGE + "serve/ray_replicas/actor.py",  # the same, to its replica
-    PACKAGE + "models/probe.py",  # a pipeline of anybody's is called in ways that it may not have been made for
+    PACKAGE + "model/probe.py",  # a pipeline of anybody's is called in ways that it may not have been made for
     PACKAGE + "runner/prove.py",
     PACKAGE + "parallel/vae/prove.py",
 }

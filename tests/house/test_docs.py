@@ -22,7 +22,7 @@ import ditile
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "ditile"
-CARDS = PACKAGE.glob("models/assets/*/README.md")
+CARDS = PACKAGE.glob("model/assets/*/README.md")
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("training/*.md"), *CARDS])
 BRACKETS = re.compile(r"\]\(([^)#]+)(#[^)]*)?\)")
 

@@ -30,7 +30,7 @@ TOOLS = {"dev", "docs"}
 IN_NO_EXTRA = {"bitsandbytes", "cache_dit", "ImageReward", "xfuser"}
 """Packages that are used where they are installed, each after a look for it in the same module."""
 BEHIND_A_CHECK: Mapping[str, set[str]] = {
-    "ditile.cli.bench.figures": {"plots"},
+    "ditile.measure.bench.figures": {"plots"},
     "ditile.serve.page.guard": {"serve", "page"},
     "ditile.serve.page.layout": {"serve", "page"},
     "ditile.serve.ray_replicas": {"ray"},

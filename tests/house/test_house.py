@@ -77,7 +77,7 @@ RIGHT = {
     ],
     rules.patched: ["self.forward = mine", "block.forward = mine", "setattr(block, 'forward', mine)", "x.T = 1"],
     rules.unsafe: ["f(trust_remote_code=False, use_safetensors=True)", "json.load(file)"],
-    rules.directions: ["from ditile.models import spec", "from ditile.plan.plan import Plan", "from . import spec"],
+    rules.directions: ["from ditile.model import spec", "from ditile.plan.plan import Plan", "from . import spec"],
     rules.vague: ["class Baseline: ...", "class Hook: ..."],
     rules.machine_paths: ["https://example.org/" + "home/x", "~/models", "'a/" + "tmp/b'"],
 }
@@ -175,12 +175,12 @@ def test_a_rule_of_the_tree_leaves_the_rest_alone(rule: TreeRule, sources: list[
 
 @pytest.mark.parametrize(("rule", "text"), cases(WRONG))
 def test_a_rule_finds_what_breaks_it(rule: Rule, text: str) -> None:
-    assert list(rule(Source("src/ditile/models/sample.py", text)))
+    assert list(rule(Source("src/ditile/model/sample.py", text)))
 
 
 @pytest.mark.parametrize(("rule", "text"), cases(RIGHT))
 def test_a_rule_leaves_the_rest_alone(rule: Rule, text: str) -> None:
-    assert not list(rule(Source("src/ditile/models/sample.py", text)))
+    assert not list(rule(Source("src/ditile/model/sample.py", text)))
 
 
 def test_every_rule_has_a_sample_that_breaks_it() -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.flags import (
     FlagParser,
     add_arguments,

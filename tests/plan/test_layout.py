@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.layout import Grid, Joint, Layout, Split, TokenShard, balance_patch_rows, merge_ranges, pick_even_chunk
 
 

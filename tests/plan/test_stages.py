@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from benchmarks.blocks import measure
 from ditile import Plan
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.models import registry
-from ditile.models.anatomies import build_block_hooks
-from ditile.models.known import CONFIGS
+from ditile.model import registry
+from ditile.model.anatomies import build_block_hooks
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.known import CONFIGS
 from ditile.parallel.pipefusion.block_costs import BlockCosts, CostModel, divide_blocks
 from ditile.plan.stages import compute_stage_loads, cut_stages
 from ditile.planner.subject import PlanSubject

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ditile.cli.models import read_families
-from ditile.errors import ModelError, PlanError
-from ditile.hooks.overrides import list_parameter_names
-from ditile.models.known import CONFIGS
-from ditile.models.pipeline_calls import read_guidance_rule
+from ditile.model.hooks.overrides import list_parameter_names
+from ditile.model.known import CONFIGS
+from ditile.model.pipeline_calls import read_guidance_rule
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.planner.question import PlanQuestion
 from ditile.planner.recording.recorded import read_prompt_table

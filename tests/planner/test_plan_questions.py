@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 
 from ditile.cli.main import main
-from ditile.models.known import ASSETS, CONFIGS, list_known_models
+from ditile.model.known import ASSETS, CONFIGS, list_known_models
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner import hardware

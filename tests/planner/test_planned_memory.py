@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditile.cli.bench.cells import BenchCell
-from ditile.cli.bench.options import Workload
-from ditile.cli.bench.session import count_weight_bytes
-from ditile.cli.bench.subjects import RandomSubject
-from ditile.hooks.fused import can_fuse_gelu
+from ditile.measure.bench.cells import BenchCell
+from ditile.measure.bench.options import Workload
+from ditile.measure.bench.session import count_weight_bytes
+from ditile.measure.bench.subjects import RandomSubject
+from ditile.model.hooks.fused import can_fuse_gelu
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.footprint import LiveBytes

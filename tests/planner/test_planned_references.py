@@ -11,10 +11,10 @@ import diffusers
 import pytest
 from PIL import Image
 
-from ditile.errors import ModelError, PlanError
-from ditile.hooks.placeholders import init_on_meta_device
-from ditile.models.known import CONFIGS
+from ditile.model.hooks.placeholders import init_on_meta_device
+from ditile.model.known import CONFIGS
 from ditile.plan import cost
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape

@@ -18,9 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.cache.config_text import parse_cache_line
 from ditile.cli.main import main
-from ditile.errors import ModelError, PlanError
-from ditile.models.known import CONFIGS
+from ditile.model.known import CONFIGS
 from ditile.plan import cost
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Op, OpKind

@@ -13,12 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.cli.main import main
-from ditile.errors import ModelError, PlanError
-from ditile.hooks.block_calls import BlockCalls
-from ditile.models.known import list_known_models
-from ditile.models.record import capture_call
-from ditile.models.registry import find_holes
+from ditile.model.hooks.block_calls import BlockCalls
+from ditile.model.known import list_known_models
+from ditile.model.record import capture_call
+from ditile.model.registry import find_holes
 from ditile.plan import cost
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import Shape
 from ditile.planner.footprint import LiveBytes

@@ -16,8 +16,8 @@ from diffusers.modular_pipelines.minimax_h3.modular_blocks_minimax_h3 import Min
 from PIL import Image, ImageDraw
 
 from ditile.cli import main
-from ditile.errors import ModelError
-from ditile.models.known import ASSETS
+from ditile.model.known import ASSETS
+from ditile.plan.errors import ModelError
 from ditile.runner.requests.arguments import merge_call_arguments
 from ditile.runner.requests.conditions import bind_conditions, choose_pipeline_class, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions

@@ -16,8 +16,8 @@ from diffusers import (
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from diffusers.hooks.smoothed_energy_guidance_utils import SmoothedEnergyGuidanceHook
 
-from ditile.errors import ModelError
-from ditile.models.step_memory import explain_hook_refusal
+from ditile.model.step_memory import explain_hook_refusal
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny

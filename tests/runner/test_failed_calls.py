@@ -19,7 +19,7 @@ from ditile.cache.config import DBCacheConfig
 from ditile.distributed import backend
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import BROKEN_WORLDS, Communicators
-from ditile.errors import RankError, StateError
+from ditile.plan.errors import RankError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import Runner, parallelize
 from tests.pool import Pool, fork_ranks

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import ditile
 from ditile import DitileError, LoadError, ModelError, PlanError
-from ditile.models.known import ASSETS, find_known_model, list_bundled_models
+from ditile.model.known import ASSETS, find_known_model, list_bundled_models
 from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.runner import partial

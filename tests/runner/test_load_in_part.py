@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import ditile
 from ditile import LoadError, ModelError, PlanError, StateError
-from ditile.hooks.placeholders import is_placeholder
+from ditile.model.hooks.placeholders import is_placeholder
 from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.plan import Plan
 from ditile.runner.checkpoint import Checkpoint, locate_in_folder

@@ -17,8 +17,8 @@ from PIL import Image
 import ditile
 from ditile import LoadError, ModelError, Plan
 from ditile.cli import main
-from ditile.errors import DitileError
-from ditile.hooks.placeholders import is_placeholder
+from ditile.model.hooks.placeholders import is_placeholder
+from ditile.plan.errors import DitileError
 from tests.pool import Pool
 from tests.tiny import flux
 from tests.zoo import ZOO

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ditile
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool, share

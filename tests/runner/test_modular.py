@@ -16,7 +16,7 @@ from diffusers.modular_pipelines import PipelineState
 
 import ditile
 from ditile import Plan
-from ditile.errors import ModelError, StoppedError
+from ditile.plan.errors import ModelError, StoppedError
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.runner import Runner, build_single_runner
 from tests.pool import Pool

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import ditile
-from ditile.errors import ModelError
-from ditile.hooks.placeholders import count_parameter_bytes, list_quantized_parameters
+from ditile.model.hooks.placeholders import count_parameter_bytes, list_quantized_parameters
+from ditile.plan.errors import ModelError
 from ditile.runner.quantize import ALIASES, EXCLUDED, QuantizationRecord, list_quantization_records
 from tests import tiny
 from tests.more_families import EVERY

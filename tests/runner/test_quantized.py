@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import ditile
-from ditile.errors import ModelError, StateError
-from ditile.hooks.placeholders import list_quantized_parameters
+from ditile.model.hooks.placeholders import list_quantized_parameters
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool

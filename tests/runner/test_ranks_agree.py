@@ -16,7 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from peft import LoraConfig
 from PIL import Image
 
-from ditile.errors import PlanError, StateError
+from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.digest import describe_call, describe_value, sum_bits
 from ditile.runner.runner import parallelize

@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from ditile.errors import ModelError, PlanError, StateError
+from ditile.plan.errors import ModelError, PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny

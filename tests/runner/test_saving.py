@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import ditile
-from ditile.errors import StateError
-from ditile.hooks.placeholders import LORA_LOADERS, SAVING_METHODS
+from ditile.model.hooks.placeholders import LORA_LOADERS, SAVING_METHODS
+from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import ditile
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
 from tests.pool import Pool
 from tests.runner.cases import MAKE, different, run, same

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ditile.distributed.launch import launch
-from ditile.errors import RankError
+from ditile.plan.errors import RankError
 from ditile.runner import load as hub
 from ditile.runner import partial
 from ditile.runner.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from diffusers import HeunDiscreteScheduler
 from torch import Tensor
 
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from ditile.runner.callbacks import StepWatch
 from tests.parallel.sequence.planned import wan_pipeline
 from tests.pool import Pool

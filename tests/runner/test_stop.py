@@ -17,8 +17,8 @@ from diffusers import PixArtSigmaPAGPipeline
 import ditile
 from ditile.cache.config import DBCacheConfig
 from ditile.distributed.launch import launch
-from ditile.errors import StoppedError
-from ditile.hooks.attention_processors import find_attention_processors
+from ditile.model.hooks.attention_processors import find_attention_processors
+from ditile.plan.errors import StoppedError
 from ditile.plan.plan import Plan
 from ditile.runner.compose import find_loop_models
 from ditile.runner.runner import Runner, parallelize

@@ -21,7 +21,7 @@ from PIL import Image
 
 import ditile
 from ditile.cache.config import DBCacheConfig
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from ditile.runner.siblings import build_sibling_pipeline

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ditile.cache.config import DBCacheConfig
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache
 from ditile.runner.runner import parallelize

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ditile
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from tests.parallel.sequence import planned
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided, run, same

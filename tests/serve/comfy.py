@@ -1,4 +1,4 @@
-"""The nodes of integrations/comfyui as ComfyUI loads them, and what of ComfyUI they call."""
+"""The nodes of examples/comfyui as ComfyUI loads them, and what of ComfyUI they call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "integrations" / "comfyui"
+FOLDER = Path(__file__).parents[2] / "examples" / "comfyui"
 
 
 class InterruptProcessingException(Exception):  # noqa: N818

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.serve.api.answers import rename_options
 from ditile.serve.app import ACCESS_LOG, create_app, read_api_keys, write_access_log
 from ditile.serve.options import ServeOptions

@@ -10,7 +10,7 @@ import diffusers
 import pytest
 
 import ditile
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.runner.requests.arguments import build_call_arguments
 from ditile.runner.requests.facts import ModelFacts, collect_call_facts, collect_facts
 from ditile.runner.requests.options import GenerateOptions

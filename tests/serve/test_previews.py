@@ -17,7 +17,7 @@ from diffusers import (
 from PIL import Image
 
 import ditile
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import load

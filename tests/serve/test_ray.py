@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ditile.cli import main
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.plan.flags import list_flags
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions

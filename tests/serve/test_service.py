@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from ditile.errors import DitileError, ModelError, RankError
+from ditile.plan.errors import DitileError, ModelError, RankError
 from ditile.runner.requests.facts import CallFacts, ModelFacts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.book import MAX_NEWS

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.jobs import Drawn, Failure, Job, JobNotFoundError, Kind, Request
 from ditile.serve.store import JobStore

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from ditile.hooks.block_hooks import TransformerHooks
+from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.parallel.pipefusion.block_offload import HostCopies
 from ditile.plan.plan import Plan
 from ditile.planner.recording.configs import PipelineConfigs

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ditile.hooks.generation import Generation
+from ditile.model.hooks.generation import Generation
 from ditile.parallel.pipefusion.rehearsal import Rehearsal
 from ditile.parallel.tensor import collectives
 from ditile.plan.schedule import MicroStep

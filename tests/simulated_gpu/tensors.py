@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 
 if TYPE_CHECKING:
     from tests.simulated_gpu.gpu import SimulatedGpu

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import ditile
-from ditile.models.known import ASSETS
+from ditile.model.known import ASSETS
 from training.budget import Step, capture, train_steps
 from training.optim import MasterOptimiser, orthogonalise
 from training.turbo import SIGMAS, PairMaker, PairPool, TurboTrainer

@@ -17,19 +17,19 @@ import torch
 from torch import nn
 
 import ditile
-from ditile.errors import DitileError, ModelError
-from ditile.models.anatomies import forget_anatomy, remember_anatomy, write_row
-from ditile.models.derive import derive_anatomy, merge_anatomies
-from ditile.models.record import capture_call
+from ditile.model.anatomies import forget_anatomy, remember_anatomy, write_row
+from ditile.model.derive import derive_anatomy, merge_anatomies
+from ditile.model.record import capture_call
 from ditile.parallel.tensor.derive import derive_tensor_cuts
 from ditile.plan.anatomy import Anatomy
+from ditile.plan.errors import DitileError, ModelError
 from ditile.runner.prove import TOLERANCE, list_proofs, prove_anatomy
 from ditile.runner.runner import build_single_runner
 from tests import tiny
 from tests.zoo import VARIANTS, ZOO
 from tests.zoo.entry import Entry, entry
 
-TABLE = Path(ditile.__file__).parent / "models" / "anatomies.json"
+TABLE = Path(ditile.__file__).parent / "model" / "anatomies.json"
 WIDTH = 120
 OTHERWISE = "when it was looked at"
 """What an error says of a model that does something else than what it was derived from."""

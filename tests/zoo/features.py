@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import ditile
 from ditile import ModelError, Plan
-from ditile.errors import PlanError, StateError
-from ditile.models.anatomies import load_table
+from ditile.model.anatomies import load_table
+from ditile.plan.errors import PlanError, StateError
 from ditile.runner.partial import load_partial_components
 from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, counted_steps, list_tensors
 

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from ditile.cli.models import ONE_PICTURE
-from ditile.models.known import ASSETS
+from ditile.model.known import ASSETS
 from tests.zoo import ZOO
 from tests.zoo.holes import find_hole, has_row
 from tests.zoo.rows import ROWS

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import ditile
 from ditile import DBCacheConfig, Plan
-from ditile.errors import DitileError
 from ditile.parallel.pipefusion.loop import Loop
+from ditile.plan.errors import DitileError
 from ditile.runner import caching
 from ditile.runner.prove import StillPipeline, ensure_anatomies
 from ditile.runner.runner import build_single_runner

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from ditile.errors import ModelError, PlanError
-from ditile.models.anatomies import find_anatomy
-from ditile.models.record import Call, capture_call
-from ditile.models.registry import choose_model_spec
+from ditile.model.anatomies import find_anatomy
+from ditile.model.record import Call, capture_call
+from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.derive import prove_tensor_cuts
 from ditile.parallel.tensor.tensor import find_tensor_table
+from ditile.plan.errors import ModelError, PlanError
 from ditile.runner.prove import TOLERANCE, prove_anatomy
 from ditile.runner.runner import build_single_runner
 from tests import tiny

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from ditile.errors import DitileError
-from ditile.models.anatomies import find_anatomy
-from ditile.models.record import list_chain, record_blocks
-from ditile.models.registry import find_model_spec
+from ditile.model.anatomies import find_anatomy
+from ditile.model.record import list_chain, record_blocks
+from ditile.model.registry import find_model_spec
+from ditile.plan.errors import DitileError
 from ditile.runner.prove import TOLERANCE, ensure_anatomies
 from ditile.runner.runner import build_single_runner
 from tests.pool import CaseError, Pool

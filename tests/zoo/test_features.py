@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ditile.models.anatomies import find_anatomy, forget_anatomy
+from ditile.model.anatomies import find_anatomy, forget_anatomy
 from ditile.runner.prove import ensure_anatomies
 from ditile.runner.runner import build_single_runner
 from tests.pool import Pool

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import ModelError
-from ditile.hooks.block_hooks import LOADED_ATTRIBUTE
-from ditile.models.anatomies import find_anatomy, find_derived_cuts
-from ditile.models.record import list_chain
-from ditile.models.registry import find_model_spec
+from ditile.model.anatomies import find_anatomy, find_derived_cuts
+from ditile.model.hooks.block_hooks import LOADED_ATTRIBUTE
+from ditile.model.record import list_chain
+from ditile.model.registry import find_model_spec
 from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.checkpoint import locate_in_folder
 from ditile.runner.partial import load_partial_transformer

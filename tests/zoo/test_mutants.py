@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ditile import Plan
-from ditile.errors import DitileError, ModelError, PlanError, StateError
-from ditile.models.anatomies import find_anatomy, forget_anatomy, remember_anatomy
+from ditile.model.anatomies import find_anatomy, forget_anatomy, remember_anatomy
 from ditile.plan.anatomy import LOCAL, TOKENS, Anatomy, ListAnatomy
+from ditile.plan.errors import DitileError, ModelError, PlanError, StateError
 from ditile.runner.prove import TOLERANCE, prove_pipeline
 from ditile.runner.runner import build_single_runner, parallelize
 from tests.zoo import ZOO

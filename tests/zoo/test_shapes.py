@@ -12,10 +12,10 @@ import torch
 
 import ditile
 from ditile import Plan
-from ditile.errors import ModelError, StateError
-from ditile.models.anatomies import find_anatomy, forget_anatomy
-from ditile.models.pipeline_calls import find_denoisers
-from ditile.models.probe import derive_from_pipeline, describe_change
+from ditile.model.anatomies import find_anatomy, forget_anatomy
+from ditile.model.pipeline_calls import find_denoisers
+from ditile.model.probe import derive_from_pipeline, describe_change
+from ditile.plan.errors import ModelError, StateError
 from ditile.runner.prove import make_twin
 from tests.pool import Pool
 from tests.zoo import shapes

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Mesh, make_subgroup
 from ditile.distributed.transport import PeerChannel, connect_group, gather_numbers
-from ditile.hooks.generation import Generation
-from ditile.hooks.kv_store import GenerationMemory
-from ditile.hooks.protocols import CallPosition
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import GenerationMemory
+from ditile.model.hooks.protocols import CallPosition
 from ditile.plan.plan import Plan
 
 TRAFFIC_KIND = "decisions"

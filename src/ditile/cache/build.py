@@ -20,7 +20,7 @@ from ditile.cache.judge import Difference, SkipJudge
 from ditile.cache.rules import SkipRules
 from ditile.cache.segment import Residuals
 from ditile.cache.step_mask import resolve_step_mask
-from ditile.hooks.protocols import SkipAgreement
+from ditile.model.hooks.protocols import SkipAgreement
 
 Chain = DBCache | DBPrune
 """Decides on the blocks of a context, and leaves them out, in one generation."""

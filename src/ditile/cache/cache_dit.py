@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from ditile.cache.config import Fields, check_known
 from ditile.distributed import env
-from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_choice, check_whole_number
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 
 AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}

@@ -20,10 +20,10 @@ from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier, merg
 from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, split_into_units
 from ditile.cache.report import ContextReport, build_context_report
-from ditile.errors import ModelError, StateError
-from ditile.hooks.compile import CompileFunction, exclude_from_compile
-from ditile.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
-from ditile.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
+from ditile.model.hooks.compile import CompileFunction, exclude_from_compile
+from ditile.model.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
+from ditile.model.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.spec import BlockList
 
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from ditile.errors import StateError
-from ditile.hooks.overrides import WatchedMethod, override_attribute
-from ditile.hooks.protocols import CallPosition, LabelledModel
-from ditile.models.source import list_pipeline_parts
+from ditile.model.hooks.overrides import WatchedMethod, override_attribute
+from ditile.model.hooks.protocols import CallPosition, LabelledModel
+from ditile.model.source import list_pipeline_parts
+from ditile.plan.errors import StateError
 
 MAX_CALLS_PER_STEP = 32  # calls of a model in one step that no guidance needs
 

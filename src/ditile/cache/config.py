@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from ditile.cache.step_mask import check_step_mask
-from ditile.errors import ModelError
 from ditile.plan.checks import check_choice, check_finite_number, check_whole_number, is_whole_number, suggest_nearest
+from ditile.plan.errors import ModelError
 
 StoreType = Literal["bfloat16", "float16", "float32"]
 Count = Annotated[int, 0]

@@ -52,7 +52,7 @@ from ditile.cache.config import (
 )
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import files
-from ditile.errors import LoadError, ModelError
+from ditile.plan.errors import LoadError, ModelError
 
 CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "taylorseer": TaylorSeerCalibratorConfig,

@@ -19,7 +19,7 @@ from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, SkipJudge
 from ditile.cache.rules import DecisionRecord
 from ditile.cache.segment import Residuals, Segment
-from ditile.hooks.protocols import SkipAgreement
+from ditile.model.hooks.protocols import SkipAgreement
 
 
 class DBCache:

@@ -15,7 +15,7 @@ from ditile.cache.hooks import CacheHook
 from ditile.cache.judge import CacheCall, SkipJudge
 from ditile.cache.rules import DecisionRecord, relax_threshold
 from ditile.cache.segment import Residuals, Segment
-from ditile.hooks.protocols import SkipAgreement
+from ditile.model.hooks.protocols import SkipAgreement
 
 
 class DynamicThreshold(NamedTuple):

@@ -26,7 +26,7 @@ from ditile.cache.config import (
     StoreType,
     TaylorSeerCalibratorConfig,
 )
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 
 Total = Callable[[Tensor], Tensor]
 """Sums a small tensor on the CPU over the ranks that hold parts of the sequence; all of them call it."""

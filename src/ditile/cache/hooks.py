@@ -12,10 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from ditile.errors import ModelError, StateError
-from ditile.hooks.block_policy import TokenState
-from ditile.hooks.compile import COMPILED_CALL_ATTRIBUTE, CompileFunction, get_compiled_call, normalize_call_strides
-from ditile.hooks.overrides import (
+from ditile.model.hooks.block_policy import TokenState
+from ditile.model.hooks.compile import (
+    COMPILED_CALL_ATTRIBUTE,
+    CompileFunction,
+    get_compiled_call,
+    normalize_call_strides,
+)
+from ditile.model.hooks.overrides import (
     find_forward_attribute,
     hide_attribute,
     is_override_lost,
@@ -23,6 +27,7 @@ from ditile.hooks.overrides import (
     locate_override,
     override_attribute,
 )
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.spec import Flow
 
 BlockHandler = Callable[["CacheHook", tuple[Any, ...], dict[str, Any]], Any]

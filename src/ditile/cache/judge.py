@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ditile.cache.rules import DecisionRecord, RuleVerdict, SkipRules
-from ditile.hooks.protocols import CallPosition, SkipAgreement
+from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 
 
 class Unit(NamedTuple):

@@ -18,9 +18,9 @@ from torch import Tensor
 from ditile.cache.forecast import Forecaster
 from ditile.cache.hooks import BlockHandler, CacheHook
 from ditile.cache.judge import WHOLE_BATCH, CacheCall, Unit
-from ditile.hooks.batch_rows import slice_batch_arguments
-from ditile.hooks.block_policy import TokenState
-from ditile.hooks.protocols import SkipAgreement
+from ditile.model.hooks.batch_rows import slice_batch_arguments
+from ditile.model.hooks.block_policy import TokenState
+from ditile.model.hooks.protocols import SkipAgreement
 
 ROTARY_ARGUMENTS = ("image_rotary_emb", "rotary_emb", "freqs_cis", "rope")
 """Arguments of blocks that belong to tokens. As `[tokens, channels]` they have no batch, whatever their length."""

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ditile.errors import ModelError
 from ditile.plan.checks import MOST, check_whole_number, is_whole_number, suggest_nearest
+from ditile.plan.errors import ModelError
 
 REFERENCE_STEPS = 28
 """The number of steps that the presets were published for."""

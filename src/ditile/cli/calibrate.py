@@ -21,13 +21,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ditile.cli.options import CalibrateOptions
 from ditile.distributed import cpus, env, files
 from ditile.distributed.console import show_progress_bar
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
 from ditile.distributed.rank0 import list_ranks_by_host
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
 from ditile.planner import calibrate as curves
@@ -36,6 +35,7 @@ from ditile.planner.profile import Link, Profile
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import defaults, find_model_source, load
+from ditile.runner.requests.command_options import CalibrateOptions
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import parallelize
 

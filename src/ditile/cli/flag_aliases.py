@@ -11,11 +11,11 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ditile.cli.options import RunOptions
-from ditile.errors import ModelError, PlanError
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.flags import format_flag, iter_field_readers
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.options import GenerateOptions
 
 

@@ -11,12 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ditile
 from ditile.cache.report import summarize_cache_reports
-from ditile.cli.options import RunOptions
 from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, sum_reports
-from ditile.cli.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.distributed.console import show_progress_bar
 from ditile.distributed.transport import gather_json
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.load import defaults, find_model_source
@@ -28,6 +26,7 @@ from ditile.runner.requests.arguments import (
     check_request_by_files,
 )
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.conditions import describe_choice, read_condition_files
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import (
@@ -38,6 +37,7 @@ from ditile.runner.requests.pipelines import (
     find_frames_ratio,
 )
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries
+from ditile.runner.requests.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, list_drawn, write_drawn
 from ditile.runner.warm import warm_runner
 
@@ -178,7 +178,7 @@ def _prepare_runner(
 
 def _say_chosen_class(wanted: GenerateOptions, pipe: Any, runner: Runner) -> None:
     """Says on rank 0 which class draws from what is given, and why."""
-    from ditile.models.pipeline_calls import find_call_owner
+    from ditile.model.pipeline_calls import find_call_owner
     from ditile.runner.partial import find_pipeline_kind
 
     if wanted.conditions and runner.mesh.rank == 0:
@@ -234,7 +234,7 @@ def _build_lines_call(
 @contextlib.contextmanager
 def _show_decoded_frames(pipe: Any, call: Mapping[str, Any], count: int, *, shown: bool) -> Iterator[None]:
     """Shows how many frames of a call's videos the decoder has made, behind the progress of the steps."""
-    from ditile.models.pipeline_calls import list_call_parameters
+    from ditile.model.pipeline_calls import list_call_parameters
 
     name, decoder = find_argument(pipe, FRAME_COUNTS), getattr(getattr(pipe, "vae", None), "decoder", None)
     frames = None if name is None else call.get(name, list_call_parameters(pipe)[name].default)

@@ -20,10 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ditile
 from ditile.cli import flag_aliases
-from ditile.cli.bench.cells import parse_cells
-from ditile.cli.bench.options import Comparison, Workload
-from ditile.cli.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
-from ditile.cli.options import CalibrateOptions, ModelsOptions, RunOptions, VerifyOptions, check_output_files
 from ditile.cli.plan_choice import choose_within_budget, resolve_plan_option
 from ditile.distributed import env
 from ditile.distributed.console import (
@@ -37,9 +33,12 @@ from ditile.distributed.console import (
 from ditile.distributed.launch import launch
 from ditile.distributed.pulse import RankFailure, describe_error, is_out_of_memory
 from ditile.distributed.watch import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
-from ditile.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
-from ditile.models.known import find_known_model
+from ditile.measure.bench.cells import parse_cells
+from ditile.measure.bench.options import Comparison, Workload
+from ditile.measure.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
+from ditile.model.known import find_known_model
 from ditile.plan.checks import find_nearest, suggest_nearest
+from ditile.plan.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
 from ditile.plan.extras import require_extra
 from ditile.plan.flags import FlagParser, add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
@@ -47,11 +46,19 @@ from ditile.planner.budget import Budget
 from ditile.planner.question import PlanQuestion
 from ditile.runner.load import check_weight_source, defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.command_options import (
+    CalibrateOptions,
+    ModelsOptions,
+    RunOptions,
+    VerifyOptions,
+    check_output_files,
+)
 from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
-    from ditile.cli.outcome import Outcome, PlanVerdict
+    from ditile.cli.outcome import Outcome
+    from ditile.measure.verify import PlanVerdict
 
 Options = TypeVar("Options")
 MAX_LINE = 480
@@ -182,7 +189,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
     # Before many processes are started, each of which would raise the same error.
     if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
         _silence_libraries()
-        from ditile.cli.dry_run import build_dry_run_job
+        from ditile.planner.dry_run import build_dry_run_job
 
         build_dry_run_job(_pick_one_line(wanted, plan), plan, cache.build_cache_arguments())
     draw = _generate_prompts_file if wanted.prompts_file is not None else _generate_pictures
@@ -240,7 +247,7 @@ def _print_note_on_prompts(wanted: GenerateOptions) -> None:
     known = find_known_model(wanted.model)
     if known is None or not known.words:
         return
-    from ditile.cli.prompts import read_prompts
+    from ditile.runner.requests.prompts import read_prompts
 
     prompts = [wanted.prompt] if wanted.prompts_file is None else read_prompts(wanted.prompts_file)
     if foreign := [prompt for prompt in prompts if prompt is not None and not known.knows_word_of(prompt)]:
@@ -296,7 +303,7 @@ def _generate_prompts_file(
     wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, budget: Budget
 ) -> Outcome | None:
     """The outcome of a file of prompts, on rank 0. If no picture is missing, no model is loaded."""
-    from ditile.cli import prompts
+    from ditile.runner.requests import prompts
     from ditile.runner.requests.pipelines import draws_videos
 
     all_lines: list[prompts.PromptLine] = []
@@ -351,14 +358,14 @@ def _draw_prompt_lines(*args: Any) -> Outcome | None:
 
 
 def _verify_plan(*args: Any) -> PlanVerdict:
-    from ditile.cli.verify import verify_plan
+    from ditile.measure.verify import verify_plan
 
     return verify_plan(*args)
 
 
 def _print_dry_run(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> int:
     _silence_libraries()
-    from ditile.cli.dry_run import describe_dry_run
+    from ditile.planner.dry_run import describe_dry_run
 
     print(describe_dry_run(_pick_one_line(wanted, plan), plan, cache.build_cache_arguments(), run))
     _leave_torchrun()
@@ -434,7 +441,7 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
         find_model_source(work.model)
     cells = parse_cells(compared.plans) if compared.plans is not None else []
     _check_known_model(work.to_generate_options(), [Plan(), *(cell.plan_object for cell in cells)])
-    from ditile.cli.bench.command import run_benchmark
+    from ditile.measure.bench.command import run_benchmark
 
     measured = run_benchmark(compared, work)
     _leave_torchrun()
@@ -457,7 +464,7 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
 
     if draws_videos(wanted.model):
         raise ModelError(f"model {wanted.model!r} draws videos, and pictures are compared here; try shapes-flux")
-    from ditile.cli.evaluate.evaluate import build_evaluation_tables, list_table_remarks, run_evaluation
+    from ditile.measure.evaluate.evaluate import build_evaluation_tables, list_table_remarks, run_evaluation
 
     evaluation = run_evaluation(wanted, judge, session)
     if evaluation is not None:

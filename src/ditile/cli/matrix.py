@@ -1,6 +1,6 @@
 """Builds the matrix of families and methods. A file keeps it, because building it takes diffusers:
 
-    python -m ditile.cli.matrix > src/ditile/models/assets/matrix.json
+    python -m ditile.cli.matrix > src/ditile/model/assets/matrix.json
 
 Each cell follows from a field of a `ModelSpec`, so a registered family gets its row without a change here.
 """
@@ -18,9 +18,9 @@ from typing import Any
 import diffusers
 from torch import nn
 
-from ditile.errors import ModelError
-from ditile.models.registry import list_families, list_model_specs
+from ditile.model.registry import list_families, list_model_specs
 from ditile.parallel.vae.vae import PROVEN
+from ditile.plan.errors import ModelError
 from ditile.plan.spec import ModelSpec
 from ditile.runner.requests.conditions import describe_condition, find_transformer_class, read_call_conditions
 from ditile.runner.requests.pipelines import returns_videos

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ditile.errors import ModelError
-from ditile.models.known import ASSETS, list_bundled_models, list_known_models, list_published_models
+from ditile.model.known import ASSETS, list_bundled_models, list_known_models, list_published_models
 from ditile.plan.checks import suggest_nearest
+from ditile.plan.errors import ModelError
 
 _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
 """Of a support level; every family of it has them."""
@@ -195,7 +195,7 @@ ONE_PICTURE = "makes one picture at a time"
 _FAMILIES = """
 ## Every family under every axis
 
-Made from `models/assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of
+Made from `model/assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of
 pipelines {whole} hold every column. A transformer class holds a column where one of its calls does: of {classes}
 classes {proven_classes} hold every column, and {but_data} more every one but `data`, because its pipelines make one
 picture at a time. A class of which there are distilled models too, which are called without guidance, holds `cfg` by
@@ -220,7 +220,7 @@ composes them. `ditile generate` takes the class of the model's family that take
 """
 _HEAD = """# Which models work with which methods
 
-Made by `ditile models --markdown` from `models/assets/matrix.json`, which says what the families' tables (`models/`)
+Made by `ditile models --markdown` from `model/assets/matrix.json`, which says what the families' tables (`model/`)
 say. A test fails when it is not up to date.
 """
 _MIDDLE = """

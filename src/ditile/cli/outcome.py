@@ -9,14 +9,10 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ditile.cache.report import format_steps
 from ditile.plan.units import format_bytes
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 NUM_PERF_CALLS = 3
 """Calls of --perf that are measured, after one that is not."""
@@ -214,42 +210,3 @@ def _format_image_names(outcome: Outcome) -> str:
 
 def _format_per_rank(counts: list[int]) -> str:
     return ", ".join(f"rank {rank}: {format_bytes(count)}" for rank, count in enumerate(counts))
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of a verdict; `ok` is None if there is nothing to check, and `says` is what was found."""
-
-    name: str
-    ok: bool | None
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanVerdict:
-    """The result of `ditile verify` for a plan, the same on every rank."""
-
-    title: str
-    checks: list[Check]
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether no check failed."""
-        return all(check.ok is not False for check in self.checks)
-
-    def render_tables(self) -> list[Table | str]:
-        """What the command shows."""
-        return [self.title, build_verdict_table(self)]
-
-
-def build_verdict_table(verdict: PlanVerdict) -> Table:
-    """The verdict with a tick or a cross for every check."""
-    from rich.table import Table
-
-    table = Table()
-    for title in ("", "check", "found"):
-        table.add_column(title, overflow="fold")
-    for check in verdict.checks:
-        table.add_row({True: "✓", False: "✗", None: "-"}[check.ok], check.name, check.says)
-    table.add_row("✓" if verdict.is_proven else "✗", "proven" if verdict.is_proven else "not proven", "")
-    return table

@@ -9,14 +9,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ditile.cli.options import RunOptions
 from ditile.distributed import env
 from ditile.distributed.console import make_console
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
 from ditile.planner.question import PlanQuestion
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.options import GenerateOptions
 
 

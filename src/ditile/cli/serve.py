@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from ditile.distributed import env
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
 from ditile.runner.load import check_weight_source, find_model_source

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ditile.distributed import env, files
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 if TYPE_CHECKING:
     from rich.console import Console

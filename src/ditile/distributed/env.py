@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ditile.errors import PlanError, StateError
+from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import Plan
 
 _PLACE_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 MAX_TEXT_BYTES = 64 * 2**20
 """Larger than any settings, captions or prompts."""

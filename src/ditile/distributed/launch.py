@@ -46,8 +46,8 @@ from ditile.distributed.supervise import (
     terminate_ranks,
     watch_ranks,
 )
-from ditile.errors import PlanError, StateError
 from ditile.plan.checks import check_positive_number, check_whole_number
+from ditile.plan.errors import PlanError, StateError
 
 _PR_SET_PDEATHSIG = 1
 PEER_TIMEOUT = datetime.timedelta(days=30)

@@ -29,7 +29,7 @@ from ditile.distributed.private_network import make_groups
 from ditile.distributed.transport import HostRows, Traffic, connect_group, gather_json
 from ditile.distributed.watch import START_SECONDS, begin_watch
 from ditile.distributed.wire import select_packings
-from ditile.errors import JoinError, PlanError, StateError
+from ditile.plan.errors import JoinError, PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 
 LOG = logging.getLogger("ditile")

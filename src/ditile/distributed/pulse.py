@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ditile.distributed import env
-from ditile.errors import StoppedError
+from ditile.plan.errors import StoppedError
 
 HEARTBEAT = b"\0"
 READING = b"\1"
@@ -69,7 +69,7 @@ def describe_error(error: BaseException) -> RankFailure:
     kind = type(error)
     cause = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     text = "".join(exception_trace.format())
-    plain = next((base.__name__ for base in kind.__mro__ if base.__module__ == "ditile.errors"), "")
+    plain = next((base.__name__ for base in kind.__mro__ if base.__module__ == "ditile.plan.errors"), "")
     if plain in PLAIN_ERRORS:
         return RankFailure(time.monotonic(), cause, str(error), text, plain)
     message = "".join(exception_trace.format_exception_only()).strip()

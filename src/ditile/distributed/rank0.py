@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ditile import errors
 from ditile.distributed import env
 from ditile.distributed.mesh import join_torchrun, leave_process_group
 from ditile.distributed.transport import gather_json
-from ditile.errors import DitileError, PlanError
+from ditile.plan import errors
+from ditile.plan.errors import DitileError, PlanError
 
 
 def decide_on_first_rank(decide: Callable[[int], Any], timeout: float) -> Any:

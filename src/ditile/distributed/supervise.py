@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ditile import errors
 from ditile.distributed.pulse import RankFailure, RankSigns
-from ditile.errors import DitileError, RankError
+from ditile.plan import errors
+from ditile.plan.errors import DitileError, RankError
 
 STACK_SIGNAL = signal.SIGUSR1
 """What makes a rank write the Python stacks of its threads into its stack file."""

@@ -53,7 +53,7 @@ from ditile.distributed.supervise import (
     is_consequence,
     make_error,
 )
-from ditile.errors import JoinError
+from ditile.plan.errors import JoinError
 
 LINK = b"\3"
 """What a watcher sends to the hub every second. It says that the link is whole, and nothing of the rank."""

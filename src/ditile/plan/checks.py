@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 LARGEST = sys.float_info.max
 """Of a number: a whole one above it is no float, and what computes with it fails."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "lora": ("peft",),

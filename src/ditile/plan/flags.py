@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 
 
 @dataclass(frozen=True, slots=True)

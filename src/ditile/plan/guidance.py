@@ -1,7 +1,7 @@
 """When a step of a pipeline has a second branch of guidance, so that there is something for `cfg` to divide.
 
 Pipelines decide it by their arguments: a scale, a negative prompt, or both. Guidance that is embedded in the model, or
-distilled into it, is no branch. `models/pipeline_calls.py` reads the rule of a class off its code.
+distilled into it, is no branch. `model/pipeline_calls.py` reads the rule of a class off its code.
 """
 
 from __future__ import annotations

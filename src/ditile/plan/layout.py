@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from ditile.errors import PlanError
+from ditile.plan.errors import PlanError
 
 
 def split_batch_evenly(batch_size: int, parts: int) -> list[range]:

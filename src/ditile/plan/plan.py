@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
-from ditile.errors import PlanError
 from ditile.plan.checks import (
     check_choice,
     check_counts,
@@ -24,6 +23,7 @@ from ditile.plan.checks import (
     is_whole_number,
     suggest_nearest,
 )
+from ditile.plan.errors import PlanError
 from ditile.plan.flags import build_docstring, build_signature, define_option, iter_field_readers
 from ditile.plan.layout import balance_patch_rows
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ditile.errors import ModelError
 from ditile.plan.checks import MOST, check_whole_number
+from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid, Layout, pick_even_chunk
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.spec import ModelSpec

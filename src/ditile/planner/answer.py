@@ -13,8 +13,8 @@ import torch.distributed
 
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed.console import is_writing_process, make_console, make_numbered_tables
-from ditile.errors import PlanError
-from ditile.models.pipeline_calls import list_call_parameters
+from ditile.model.pipeline_calls import list_call_parameters
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import FEW_STEPS, Plan
 from ditile.plan.shape import fill_call_defaults
 from ditile.plan.units import format_bytes, format_number

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from ditile.distributed import files
-from ditile.errors import LoadError, ModelError, PlanError
 from ditile.plan.checks import check_counts
+from ditile.plan.errors import LoadError, ModelError, PlanError
 from ditile.plan.flags import define_option
 
 FILE = "evaluation.json"
-STORED = Path(__file__).parents[1] / "models" / "assets" / "evaluations"
+STORED = Path(__file__).parents[1] / "model" / "assets" / "evaluations"
 IN_A_ROW = {"plan": str, "cache": str, "world": int, "psnr": float, "seconds": float, "latency_ratio": float}
 """The keys of a row that `choose` reads; JSON may have a whole number in place of a float."""
 

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from ditile.distributed import cpus
 from ditile.distributed.transport import Traffic, gather_json, start_shift
-from ditile.hooks.fused import can_fuse_gelu
+from ditile.model.hooks.fused import can_fuse_gelu
 from ditile.planner.profile import FUSED, Curve, Link, Profile
 
 ROWS = (1, 4, 16, 64, 256, 1024, 4096)

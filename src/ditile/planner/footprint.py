@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from ditile.errors import ModelError
-from ditile.hooks.placeholders import init_on_meta_device
+from ditile.model.hooks.placeholders import init_on_meta_device
+from ditile.plan.errors import ModelError
 
 WHOLE = 5
 """Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""

@@ -12,11 +12,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ditile.errors import PlanError
 from ditile.plan.checks import find_nearest
+from ditile.plan.errors import PlanError
 from ditile.planner.profile import Curve, Link, Profile
 
-PROFILES = Path(__file__).parents[1] / "models" / "assets" / "profiles"
+PROFILES = Path(__file__).parents[1] / "model" / "assets" / "profiles"
 """Profiles that were measured, one JSON file each."""
 
 SOCKET = 4

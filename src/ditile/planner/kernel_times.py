@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ditile.errors import ModelError
-from ditile.hooks.block_policy import BlockHook
-from ditile.hooks.overrides import list_parameter_names, match_modules, override_attribute
-from ditile.models.anatomies import build_block_hooks
+from ditile.model.anatomies import build_block_hooks
+from ditile.model.hooks.block_policy import BlockHook
+from ditile.model.hooks.overrides import list_parameter_names, match_modules, override_attribute
 from ditile.plan.anatomy import ListAnatomy
+from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid
 from ditile.plan.spec import ModelSpec
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers

@@ -16,9 +16,9 @@ from PIL import Image
 
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import cpus, env
-from ditile.errors import PlanError
-from ditile.models.known import find_known_model
+from ditile.model.known import find_known_model
 from ditile.plan.checks import MOST, check_counts, check_finite_number, check_whole_number
+from ditile.plan.errors import PlanError
 from ditile.plan.flags import define_option
 from ditile.plan.plan import Plan
 from ditile.planner import hardware

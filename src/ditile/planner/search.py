@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 from ditile.cache.build import build_skip_rules
 from ditile.cache.config import DBCacheConfig
 from ditile.cache.rules import DecisionRecord, RuleVerdict
-from ditile.errors import PlanError
 from ditile.plan.cost import PlannedCall
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Plan
 from ditile.plan.shape import Shape
 from ditile.planner.memory import count_host_memory, count_peak_bytes

@@ -18,13 +18,12 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from ditile.errors import ModelError, PlanError
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.block_policy import BlockHook
-from ditile.hooks.overrides import find_latents_parameter
-from ditile.models.anatomies import build_block_hooks, find_derived_cuts
-from ditile.models.pipeline_calls import list_call_parameters
-from ditile.models.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
+from ditile.model.anatomies import build_block_hooks, find_derived_cuts
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.hooks.block_policy import BlockHook
+from ditile.model.hooks.overrides import find_latents_parameter
+from ditile.model.pipeline_calls import list_call_parameters
+from ditile.model.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
@@ -32,6 +31,7 @@ from ditile.parallel.text.parts import can_split_encoder, find_encoder_modules
 from ditile.parallel.vae.vae import PROVEN
 from ditile.plan.anatomy import REAL_PAIRS, drop_further_keys
 from ditile.plan.cost import PlannedCall
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
 from ditile.plan.plan import AXES, Plan
 from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
@@ -65,7 +65,7 @@ PROMPT_TOKENS = 512
 SIDES = (32, 64)
 """Latent pixels of the sides of the squares whose tokens say how many pixels a token has."""
 COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale")}
-"""Axis -> the columns of `models/assets/families.json` that a family must hold."""
+"""Axis -> the columns of `model/assets/families.json` that a family must hold."""
 
 
 @dataclass(frozen=True)

@@ -38,19 +38,19 @@ from ditile.cache.config_text import load_configs
 from ditile.cache.report import ContextReport, build_report_table, merge_rank_reports
 from ditile.distributed import cpus
 from ditile.distributed.transport import gather_json
-from ditile.errors import ModelError, StateError
-from ditile.hooks.attention_processors import find_attention_processors
-from ditile.hooks.compile import find_compiler
-from ditile.models.adapter import (
+from ditile.model.adapter import (
     BlockAdapter,
     TransformerBlockLists,
     find_pipeline_block_lists,
     find_transformers,
     resolve_adapter,
 )
-from ditile.models.block_lists import find_model_entry
-from ditile.models.source import list_pipeline_parts, unwrap_module
+from ditile.model.block_lists import find_model_entry
+from ditile.model.hooks.attention_processors import find_attention_processors
+from ditile.model.hooks.compile import find_compiler
+from ditile.model.source import list_pipeline_parts, unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.quantize import quantize
 from ditile.runner.runner import Runner, parallelize

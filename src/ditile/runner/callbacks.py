@@ -23,11 +23,11 @@ from ditile.distributed.console import mark_open_line
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.pulse import note_work_alone
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
-from ditile.errors import ModelError
-from ditile.hooks.overrides import override_attribute
-from ditile.models.pipeline_calls import list_call_parameters, list_progress_bar_owners
+from ditile.model.hooks.overrides import override_attribute
+from ditile.model.pipeline_calls import list_call_parameters, list_progress_bar_owners
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
+from ditile.plan.errors import ModelError
 from ditile.runner.report import CallMeter
 
 

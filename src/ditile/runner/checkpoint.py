@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ditile.distributed import env, files
-from ditile.errors import LoadError
 from ditile.parallel.tensor.cuts import SelectShard
+from ditile.plan.errors import LoadError
 
 MAPPED = 64 * 2**20
 """Bytes that are read from one mapping of a file; a single tensor may have more."""

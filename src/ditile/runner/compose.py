@@ -18,17 +18,16 @@ from ditile.cache.cached import TransformerCache, find_transformer_cache
 from ditile.distributed.mesh import Axis, Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import gather_json
-from ditile.errors import ModelError, StateError, StoppedError
-from ditile.hooks.block_hooks import CallCountHooks, TransformerHooks
-from ditile.hooks.block_policy import BlockHook, LayerAttention
-from ditile.hooks.compile import decide_compile, unwrap_compiled
-from ditile.hooks.fused import fuse_linear_gelu, fuse_projections
-from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.placeholders import list_quantized_parameters, refuse_saving
-from ditile.hooks.protocols import AttentionKernel, HeadExchange, KeySource
-from ditile.models import registry
-from ditile.models.anatomies import build_block_hooks, find_anatomy
-from ditile.models.pipeline_calls import (
+from ditile.model import registry
+from ditile.model.anatomies import build_block_hooks, find_anatomy
+from ditile.model.hooks.block_hooks import CallCountHooks, TransformerHooks
+from ditile.model.hooks.block_policy import BlockHook, LayerAttention
+from ditile.model.hooks.compile import decide_compile, unwrap_compiled
+from ditile.model.hooks.fused import fuse_linear_gelu, fuse_projections
+from ditile.model.hooks.kv_store import AgeChecks
+from ditile.model.hooks.placeholders import list_quantized_parameters, refuse_saving
+from ditile.model.hooks.protocols import AttentionKernel, HeadExchange, KeySource
+from ditile.model.pipeline_calls import (
     explain_manager_refusal,
     find_denoisers,
     find_offload_devices,
@@ -36,7 +35,7 @@ from ditile.models.pipeline_calls import (
     list_denoiser_names,
     read_call_values,
 )
-from ditile.models.source import list_pipeline_parts
+from ditile.model.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
     FreshKeys,
@@ -66,6 +65,7 @@ from ditile.parallel.tensor.tensor import ShardedTransformer, check_unsharded, f
 from ditile.parallel.text.encoders import After, TextEncoders
 from ditile.parallel.vae.vae import ParallelVAE
 from ditile.plan.anatomy import LOCAL, Anatomy
+from ditile.plan.errors import ModelError, StateError, StoppedError
 from ditile.plan.layout import Split
 from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import Weights, count_images

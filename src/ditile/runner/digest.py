@@ -18,7 +18,7 @@ import torch
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from ditile.hooks.compile import unwrap_compiled
+from ditile.model.hooks.compile import unwrap_compiled
 
 SHORT = 300
 """Characters of a description that is sent as it is; of a longer one the beginning, and a checksum."""

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env, files
 from ditile.distributed.pulse import is_out_of_memory
-from ditile.errors import DitileError, LoadError, ModelError
-from ditile.models.known import (
+from ditile.model.known import (
     ASSETS,
     find_component_folder,
     find_known_model,
@@ -34,6 +33,7 @@ from ditile.models.known import (
     list_published_models,
 )
 from ditile.plan.checks import is_number, suggest_nearest
+from ditile.plan.errors import DitileError, LoadError, ModelError
 from ditile.plan.plan import Plan, require_plan
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def load(
 
     from ditile.distributed.mesh import find_process_rank
     from ditile.distributed.watch import START_SECONDS, begin_watch
-    from ditile.hooks.placeholders import refuse_saving
+    from ditile.model.hooks.placeholders import refuse_saving
     from ditile.runner.partial import (
         check_component_packages,
         find_pipeline_kind,

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ditile.errors import ModelError
-from ditile.hooks.block_hooks import LOADED_ATTRIBUTE
-from ditile.hooks.compile import unwrap_compiled
-from ditile.hooks.overrides import override_attribute
-from ditile.hooks.placeholders import allow_state_dict, is_placeholder
+from ditile.model.hooks.block_hooks import LOADED_ATTRIBUTE
+from ditile.model.hooks.compile import unwrap_compiled
+from ditile.model.hooks.overrides import override_attribute
+from ditile.model.hooks.placeholders import allow_state_dict, is_placeholder
 from ditile.parallel.tensor.tensor import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
+from ditile.plan.errors import ModelError
 from ditile.plan.extras import is_installed, require_extra
 
 LOG = logging.getLogger(__name__)

@@ -23,16 +23,16 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from torch import Tensor, nn
 
-from ditile.errors import LoadError
-from ditile.hooks.block_hooks import LoadedBlocks
-from ditile.hooks.placeholders import init_on_meta_device
-from ditile.models import registry
-from ditile.models.anatomies import build_block_hooks
-from ditile.models.known import find_component_folder, name_component_source
-from ditile.models.pipeline_calls import DENOISER_NAME
+from ditile.model import registry
+from ditile.model.anatomies import build_block_hooks
+from ditile.model.hooks.block_hooks import LoadedBlocks
+from ditile.model.hooks.placeholders import init_on_meta_device
+from ditile.model.known import find_component_folder, name_component_source
+from ditile.model.pipeline_calls import DENOISER_NAME
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
+from ditile.plan.errors import LoadError
 from ditile.plan.extras import require_extra
 from ditile.plan.plan import IMAGE, Plan, compute_coordinates, list_subgroups
 from ditile.plan.stages import select_local_blocks

@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.cache.cached import find_transformer_cache
-from ditile.errors import DitileError, ModelError, StateError
-from ditile.hooks.overrides import find_latents_parameter
-from ditile.hooks.pieces import list_predictions
-from ditile.hooks.token_arguments import find_unknown_rows, slice_rows
-from ditile.models.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
-from ditile.models.block_lists import find_block_lists
-from ditile.models.pipeline_calls import find_denoisers, find_pipeline_device
-from ditile.models.probe import derive_from_pipeline
-from ditile.models.record import CapturedCall, find_skip, list_chain
-from ditile.models.registry import find_model_spec
+from ditile.model.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
+from ditile.model.block_lists import find_block_lists
+from ditile.model.hooks.overrides import find_latents_parameter
+from ditile.model.hooks.pieces import list_predictions
+from ditile.model.hooks.token_arguments import find_unknown_rows, slice_rows
+from ditile.model.pipeline_calls import find_denoisers, find_pipeline_device
+from ditile.model.probe import derive_from_pipeline
+from ditile.model.record import CapturedCall, find_skip, list_chain
+from ditile.model.registry import find_model_spec
 from ditile.parallel.tensor.derive import derive_tensor_cuts
+from ditile.plan.errors import DitileError, ModelError, StateError
 from ditile.plan.plan import Plan
 
 TOLERANCE = 1e-4

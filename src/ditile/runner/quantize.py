@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from ditile.cache.cache_dit import QuantizeConfig, parse_quantize_config
-from ditile.errors import ModelError
-from ditile.hooks.compile import unwrap_compiled
-from ditile.hooks.placeholders import count_parameter_bytes, is_plain_parameter
-from ditile.models.adapter import find_transformers
+from ditile.model.adapter import find_transformers
+from ditile.model.hooks.compile import unwrap_compiled
+from ditile.model.hooks.placeholders import count_parameter_bytes, is_plain_parameter
 from ditile.parallel.tensor.tensor import find_share
+from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra, require_quantizer
 
 LOG = logging.getLogger("ditile")

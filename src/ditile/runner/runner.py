@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ditile import errors
 from ditile.cache.agreement import AgreementGroups
 from ditile.distributed import cpus, env, rng
 from ditile.distributed.mesh import (
@@ -35,13 +34,12 @@ from ditile.distributed.mesh import (
 from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
-from ditile.errors import DitileError, ModelError, PlanError, StateError, StoppedError
-from ditile.hooks.attention_processors import restore_processors_on_error
-from ditile.hooks.kv_store import AgeChecks
-from ditile.hooks.overrides import WatchedMethod, override_attribute
-from ditile.hooks.placeholders import list_quantized_parameters
-from ditile.models import registry
-from ditile.models.pipeline_calls import (
+from ditile.model import registry
+from ditile.model.hooks.attention_processors import restore_processors_on_error
+from ditile.model.hooks.kv_store import AgeChecks
+from ditile.model.hooks.overrides import WatchedMethod, override_attribute
+from ditile.model.hooks.placeholders import list_quantized_parameters
+from ditile.model.pipeline_calls import (
     count_most_iterations,
     describe_stale_statistics,
     explain_callback_refusal,
@@ -59,12 +57,14 @@ from ditile.models.pipeline_calls import (
     read_guidance_rule,
     skip_decode_blocks,
 )
-from ditile.models.probe import ProbeError
-from ditile.models.source import find_latent_cuts
-from ditile.models.step_memory import explain_hook_refusal
+from ditile.model.probe import ProbeError
+from ditile.model.source import find_latent_cuts
+from ditile.model.step_memory import explain_hook_refusal
 from ditile.parallel.pipefusion.graphs import BlockGraphs, CudaGraphRecorder
 from ditile.parallel.pipefusion.patch_schedulers import is_custom_scheduler
+from ditile.plan import errors
 from ditile.plan.cost import PlannedCall
+from ditile.plan.errors import DitileError, ModelError, PlanError, StateError, StoppedError
 from ditile.plan.plan import Facts, Plan, require_plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.shape import Shape, count_images, fill_call_defaults

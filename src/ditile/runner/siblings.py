@@ -12,9 +12,9 @@ from typing import Any
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from ditile.errors import ModelError
-from ditile.hooks.compile import unwrap_compiled
-from ditile.models.pipeline_calls import find_denoisers
+from ditile.model.hooks.compile import unwrap_compiled
+from ditile.model.pipeline_calls import find_denoisers
+from ditile.plan.errors import ModelError
 
 
 def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, Any]) -> Any:

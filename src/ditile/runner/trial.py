@@ -32,20 +32,20 @@ from ditile.cache.cached import find_transformer_cache
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.pulse import is_out_of_memory
 from ditile.distributed.transport import gather_json
-from ditile.errors import ModelError, StateError
-from ditile.hooks.attention_hooks import repeat_heads
-from ditile.hooks.attention_processors import find_attention_processors
-from ditile.hooks.block_calls import give_streams, put_tokens_second, read_streams
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.block_policy import BlockHook, advise_whole_tokens
-from ditile.hooks.compile import wrap_model_call
-from ditile.hooks.overrides import IN_CALL, list_parameter_names
-from ditile.hooks.pieces import list_predictions
-from ditile.hooks.placeholders import allow_copies
-from ditile.models.source import list_pipeline_parts
+from ditile.model.hooks.attention_hooks import repeat_heads
+from ditile.model.hooks.attention_processors import find_attention_processors
+from ditile.model.hooks.block_calls import give_streams, put_tokens_second, read_streams
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.hooks.block_policy import BlockHook, advise_whole_tokens
+from ditile.model.hooks.compile import wrap_model_call
+from ditile.model.hooks.overrides import IN_CALL, list_parameter_names
+from ditile.model.hooks.pieces import list_predictions
+from ditile.model.hooks.placeholders import allow_copies
+from ditile.model.source import list_pipeline_parts
 from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.plan.anatomy import ListAnatomy
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 
 TOLERANCE = 1e-4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ditile.models.pipeline_calls import list_call_parameters
+from ditile.model.pipeline_calls import list_call_parameters
 from ditile.plan.plan import Plan
 from ditile.runner.runner import Runner
 

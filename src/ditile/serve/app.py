@@ -27,9 +27,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-import ditile
 from ditile.distributed import env
-from ditile.errors import DitileError, ModelError
+from ditile.plan.errors import DitileError, ModelError
+from ditile.plan.version import __version__
 from ditile.serve.api import images, sdapi, videos
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
@@ -81,7 +81,7 @@ def create_app(service: Service) -> FastAPI:
     middleware.append(Middleware(Gate, options=options, keys=keys, origins=origins, page_keys=page_keys))
     app = FastAPI(
         title="ditile",
-        version=ditile.__version__,
+        version=__version__,
         docs_url=None,  # the page would be made of scripts of other servers
         redoc_url=None,
         redirect_slashes=False,

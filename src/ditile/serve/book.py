@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 from ditile.serve.jobs import Failure, Job, JobEvent, JobNotFoundError, Kind
 from ditile.serve.store import JobStore
 

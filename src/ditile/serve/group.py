@@ -26,7 +26,7 @@ from ditile.distributed import env
 from ditile.distributed.launch import launch
 from ditile.distributed.pulse import MEMORY_MESSAGE
 from ditile.distributed.supervise import LaunchLimits
-from ditile.errors import DitileError, RankError, StateError
+from ditile.plan.errors import DitileError, RankError, StateError
 from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.jobs import Drawn, Failure, Job
 from ditile.serve.link import GroupSetup, RankLink

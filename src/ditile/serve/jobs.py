@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ditile.errors import DitileError
+from ditile.plan.errors import DitileError
 from ditile.runner.requests.options import GenerateOptions
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]

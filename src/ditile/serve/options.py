@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ditile.distributed import env
-from ditile.errors import ModelError
 from ditile.plan.checks import check_counts, check_positive_number
+from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
 from ditile.plan.flags import define_option
 from ditile.runner.requests.options import EngineOptions

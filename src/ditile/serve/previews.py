@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 
 RIDGE = 1e-3
 """The ridge, as a share of the mean variance of a latent channel."""

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 from PIL import Image
 
-import ditile
 from ditile.cache.report import summarize_cache_reports
 from ditile.distributed import env
 from ditile.distributed.transport import gather_json
-from ditile.errors import DitileError, ModelError, StoppedError
-from ditile.models.pipeline_calls import find_call_owner
+from ditile.model.pipeline_calls import find_call_owner
+from ditile.plan.errors import DitileError, ModelError, StoppedError
+from ditile.runner.caching import summary
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import defaults
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
@@ -233,7 +233,7 @@ class RankServer:
     def _summarize_cache(self) -> list[dict[str, Any]]:
         if self._setup.cache.build_cache_arguments()["cache_config"] is None:
             return []
-        return summarize_cache_reports([ditile.summary(self._runner, logging=False)])
+        return summarize_cache_reports([summary(self._runner, logging=False)])
 
     def _collect_trace(self) -> dict[str, bytes]:
         """The Chrome trace of the last call, on rank 0; all ranks call it."""

@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from ditile.errors import DitileError, ModelError
+from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions

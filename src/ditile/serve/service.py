@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ditile.errors import DitileError, RankError, StateError
+from ditile.plan.errors import DitileError, RankError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.book import JobBook

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ditile.distributed.files import write_atomically
-from ditile.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError
 from ditile.serve.jobs import Drawn, Failure, Job, JobNotFoundError, Request
 
 MAX_ATTEMPTS = 3

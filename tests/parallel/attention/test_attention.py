@@ -13,14 +13,14 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis, build_mesh
 from ditile.distributed.transport import Traffic
-from ditile.errors import ModelError
-from ditile.hooks.generation import LayerTokens
-from ditile.hooks.key_padding import expand_mask
+from ditile.model.hooks.generation import LayerTokens
+from ditile.model.hooks.key_padding import expand_mask
 from ditile.parallel.attention.core import AttentionCore, FreshKeys, NoExchange
 from ditile.parallel.attention.kernel import NATIVE
 from ditile.parallel.sequence.masks import GatheredKeyMaskSource
 from ditile.parallel.sequence.ring import RingKeys, merge_attention
 from ditile.parallel.sequence.ulysses import UlyssesExchange
+from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_even_chunk
 from ditile.plan.plan import Plan
 from tests.parallel.sequence.test_tokens import close

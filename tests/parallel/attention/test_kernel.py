@@ -10,7 +10,6 @@ from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import Tensor
 
-from ditile.errors import ModelError
 from ditile.parallel.attention import kernel
 from ditile.parallel.attention.kernel import (
     ATEN_KERNELS,
@@ -20,6 +19,7 @@ from ditile.parallel.attention.kernel import (
     choose_fused_kernel,
     choose_kernel,
 )
+from ditile.plan.errors import ModelError
 
 CPU = torch.device("cpu")
 

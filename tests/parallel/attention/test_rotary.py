@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, Fl
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 
 from ditile.parallel.attention.rotary import RotaryEmbedding
-from tests.hooks.count_ops import OpCounter
+from tests.model.hooks.count_ops import OpCounter
 
 
 def make_table(tokens: int = 6, channels: int = 8) -> tuple[Any, Any]:

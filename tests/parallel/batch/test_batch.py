@@ -21,9 +21,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import ModelError, PlanError
-from ditile.hooks.batch_rows import slice_batch_arguments
+from ditile.model.hooks.batch_rows import slice_batch_arguments
 from ditile.parallel.batch.shares import BatchSlice, ReplicaImages
+from ditile.plan.errors import ModelError, PlanError
 from tests.pool import Pool, share
 from tests.runner.cases import MAKE, call_of, different, divided, run, same
 

@@ -18,8 +18,8 @@ from diffusers import (
 )
 from torch import Tensor
 
-from ditile.errors import DitileError, ModelError, PlanError, StateError
-from ditile.models.registry import list_families
+from ditile.model.registry import list_families
+from ditile.plan.errors import DitileError, ModelError, PlanError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from ditile.runner.table import DERIVED_COLUMNS

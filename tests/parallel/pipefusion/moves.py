@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ditile.cache.config import Calibration, DBCacheConfig
-from ditile.models.block_table import TRANSFORMER_TABLE
+from ditile.model.block_table import TRANSFORMER_TABLE
 from ditile.runner import caching
 from tests.more_families import EVERY
 

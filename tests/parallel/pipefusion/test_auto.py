@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ditile.distributed.mesh import Mesh
-from ditile.hooks.generation import Generation
-from ditile.hooks.kv_store import NOT_FINITE, ChangeCopy, ChangeKey, RelativeChange, find_largest_change
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import NOT_FINITE, ChangeCopy, ChangeKey, RelativeChange, find_largest_change
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup, should_resynchronise
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule

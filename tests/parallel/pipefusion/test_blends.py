@@ -16,7 +16,7 @@ import torch.distributed as dist
 from diffusers import FluxInpaintPipeline
 from torch import Tensor
 
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 from ditile.runner.load import load
 from tests import tiny
 from tests.parallel.pipefusion.test_loops import flux_inpaint, sd3_inpaint

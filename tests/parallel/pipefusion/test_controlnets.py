@@ -14,7 +14,7 @@ import torch
 from diffusers import ZImageControlNetInpaintPipeline
 from torch import nn
 
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny

@@ -17,9 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ditile
-from ditile.errors import PlanError
-from ditile.hooks.kv_store import GenerationMemory
+from ditile.model.hooks.kv_store import GenerationMemory
 from ditile.parallel.pipefusion.graphs import BlockGraphs
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.runner import runner as runners
 from tests.zoo import ZOO

@@ -23,8 +23,8 @@ from diffusers.guiders import (
 )
 
 import ditile
-from ditile.errors import DitileError, ModelError
-from ditile.models.pipeline_calls import count_most_iterations
+from ditile.model.pipeline_calls import count_most_iterations
+from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.plan import Plan
 from ditile.runner import runner as runner_module
 from tests import tiny

@@ -13,7 +13,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 from torch import Tensor
 
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 from tests import tiny
 from tests.families import FAMILIES
 from tests.pool import Pool

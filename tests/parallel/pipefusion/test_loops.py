@@ -37,7 +37,7 @@ from diffusers import (
 )
 from transformers import CLIPTextModelWithProjection
 
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from tests import tiny
 from tests.families import FAMILIES, noise

@@ -15,13 +15,13 @@ from torch import Tensor
 import ditile
 from ditile import disable_cache, enable_cache
 from ditile.cache.config import DBCacheConfig
-from ditile.errors import ModelError, PlanError
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.models.anatomies import build_block_hooks
-from ditile.models.registry import UNKNOWN_MODEL
+from ditile.model.anatomies import build_block_hooks
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.registry import UNKNOWN_MODEL
 from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS, HostCopies, explain_offload_refusal
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.cost import count_flat_bytes
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner import compose
 from ditile.runner import runner as runners

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions
-from ditile.hooks.kv_store import AgeChecks
+from ditile.model.hooks.generation import Generation, LayerTokens
+from ditile.model.hooks.key_padding import AttentionOptions
+from ditile.model.hooks.kv_store import AgeChecks
 from ditile.parallel.sequence import distrifusion, ring
 from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.ring import RingKeys

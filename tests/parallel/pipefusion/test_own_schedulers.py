@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ditile.errors import ModelError, StateError
 from ditile.parallel.pipefusion.patch_schedulers import StepSignature, is_custom_scheduler
+from ditile.plan.errors import ModelError, StateError
 from tests.parallel.batch.test_batch import close
 from tests.pool import Pool
 from tests.runner.cases import MAKE, different, divided, run

@@ -20,9 +20,9 @@ import ditile
 from ditile import Plan
 from ditile.cache.config import DBCacheConfig
 from ditile.cli.outcome import Outcome, list_outcome_lines
-from ditile.errors import PlanError
-from ditile.hooks.generation import Generation
-from ditile.hooks.kv_store import AgeChecks
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import AgeChecks
+from ditile.plan.errors import PlanError
 from ditile.plan.schedule import Schedule
 from ditile.runner.runner import build_single_runner, parallelize
 from tests import tiny

@@ -10,9 +10,9 @@ import pytest
 import torch
 from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler
 
-from ditile.errors import StateError
-from ditile.hooks.block_calls import BlockCalls
+from ditile.model.hooks.block_calls import BlockCalls
 from ditile.parallel.pipefusion.rehearsed_calls import describe_lengths
+from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny

@@ -15,14 +15,14 @@ from torch import Tensor
 
 import ditile
 from ditile import Plan
-from ditile.errors import ModelError
-from ditile.hooks.pieces import Piece
+from ditile.model.hooks.pieces import Piece
 from ditile.parallel.pipefusion.patch_schedulers import (
     PatchSchedulers,
     StepSignature,
     find_argument_names,
     find_step_signature,
 )
+from ditile.plan.errors import ModelError
 from tests.pool import Pool, share
 from tests.runner.cases import MAKE, call_of, different, divided, same
 from tests.zoo import ZOO

@@ -13,7 +13,7 @@ import torch
 from diffusers import EulerDiscreteScheduler
 
 import ditile
-from ditile.errors import ModelError, PlanError
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
 from ditile.runner.runner import parallelize

@@ -15,8 +15,8 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as bac
 from diffusers.models.attention_processor import AttnProcessor2_0
 from torch import Tensor
 
-from ditile.errors import ModelError, PlanError
-from ditile.models import registry
+from ditile.model import registry
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.spec import ModelSpec
 from ditile.runner.runner import parallelize

@@ -23,8 +23,8 @@ from PIL import Image
 from torch import nn
 
 import ditile
-from ditile.errors import StateError
-from ditile.models.registry import FLUX, PIXART
+from ditile.model.registry import FLUX, PIXART
+from ditile.plan.errors import StateError
 from tests import tiny
 from tests.pool import Pool, share
 from tests.runner.cases import MAKE, different, divided, run, same

@@ -15,8 +15,8 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry as reg
 from torch import Tensor
 
 from ditile.distributed.trace import TraceEvent
-from ditile.errors import ModelError, PlanError
 from ditile.parallel.sequence.ulysses import OverlappedUlysses, UlyssesExchange
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests.pool import Pool

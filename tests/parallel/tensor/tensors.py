@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.models.anatomies import find_anatomy
-from ditile.models.registry import choose_model_spec
+from ditile.model.anatomies import find_anatomy
+from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.tensor import ShardedTransformer, find_tensor_table, shard_weights
 from ditile.plan.layout import pick_even_chunk

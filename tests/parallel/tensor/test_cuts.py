@@ -14,10 +14,10 @@ from torch import nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import ModelError, PlanError, StateError
-from ditile.models.registry import choose_model_spec
+from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCut, TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
+from ditile.plan.errors import ModelError, PlanError, StateError
 from tests import tiny
 
 FF = {"net.0.proj": "colwise", "net.2": "rowwise"}

@@ -15,11 +15,11 @@ from torch import nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import ModelError, PlanError, StateError
-from ditile.models.anatomies import find_anatomy, find_derived_cuts
+from ditile.model.anatomies import find_anatomy, find_derived_cuts
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.derive import derive_tensor_cuts, prove_tensor_cuts
 from ditile.parallel.tensor.tensor import shard_weights
+from ditile.plan.errors import ModelError, PlanError, StateError
 from tests.more_families import EVERY
 from tests.zoo import ZOO
 from tests.zoo.derive_table import record_calls

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditile.errors import StateError
+from ditile.plan.errors import StateError
 from tests import tiny
 from tests.parallel.tensor.tensors import ODD, SCHEMES, error, forward, inputs, sharded, with_heads
 from tests.pool import Pool

@@ -13,7 +13,7 @@ import torch
 from diffusers import DiTTransformer2DModel
 
 from ditile.distributed.transport import Traffic
-from ditile.models.pixart import PIXART_TENSOR_PLAN
+from ditile.model.pixart import PIXART_TENSOR_PLAN
 from ditile.parallel.tensor.tensor import shard_weights
 from tests import tiny
 from tests.parallel.tensor.tensors import axis, forward, inputs, sharded, with_heads

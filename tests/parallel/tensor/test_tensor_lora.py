@@ -13,8 +13,8 @@ from torch import Tensor
 import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import ModelError, StateError
 from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import DitileError
-from ditile.models.anatomies import find_anatomy
-from ditile.models.registry import choose_model_spec
+from ditile.model.anatomies import find_anatomy
+from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
+from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny

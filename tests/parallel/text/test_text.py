@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from ditile.errors import ModelError, StateError
 from ditile.parallel.text.encoders import TextEncoders, find_text_encoders
 from ditile.parallel.text.parts import assign_layer_ranks
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny

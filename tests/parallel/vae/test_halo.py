@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditile.errors import ModelError
 from ditile.parallel.vae.halo import PictureRows, RowWindow, plan_halo_exchange
+from ditile.plan.errors import ModelError
 
 CONV, DOWN, UP = RowWindow(3, 1, 1, 1), RowWindow(3, 2, 0, 1), RowWindow(3, 1, 1, 1, scale=2)
 

@@ -16,14 +16,14 @@ from torch import nn
 import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import ModelError, PlanError
 from ditile.parallel.vae.halo import GroupLinks, PictureRows, Strip
 from ditile.parallel.vae.layers import normalize_strip
 from ditile.parallel.vae.vae import ParallelVAE
+from ditile.plan.errors import ModelError, PlanError
 from tests import tiny
 from tests.pool import Pool, share
 
-ASSETS = Path(ditile.__file__).parent / "models" / "assets"
+ASSETS = Path(ditile.__file__).parent / "model" / "assets"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "sd3 and flux": {"latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
     "pixart": {"latent_channels": 4},

@@ -14,14 +14,21 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ditile.errors import ModelError
-from ditile.hooks.compile import CustomOp
-from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, FurtherKeys, KeyPaddingMask, expand_mask, make_pairs_error
-from ditile.hooks.kv_store import AgeChecks, KeyStore
-from ditile.hooks.protocols import AttentionKernel, DeferredTensor, HeadExchange, KeyGather, KeyMaskSource, KeySource
-from ditile.hooks.token_arguments import take_runs
+from ditile.model.hooks.compile import CustomOp
+from ditile.model.hooks.generation import Generation, LayerTokens
+from ditile.model.hooks.key_padding import AttentionOptions, FurtherKeys, KeyPaddingMask, expand_mask, make_pairs_error
+from ditile.model.hooks.kv_store import AgeChecks, KeyStore
+from ditile.model.hooks.protocols import (
+    AttentionKernel,
+    DeferredTensor,
+    HeadExchange,
+    KeyGather,
+    KeyMaskSource,
+    KeySource,
+)
+from ditile.model.hooks.token_arguments import take_runs
 from ditile.plan.anatomy import FURTHER, drop_further_keys
+from ditile.plan.errors import ModelError
 from ditile.plan.layout import merge_ranges
 
 

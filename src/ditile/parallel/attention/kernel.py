@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ditile.distributed.pulse import is_out_of_memory
-from ditile.errors import ModelError
-from ditile.hooks.attention_hooks import refuse_causal_and_dropout
-from ditile.hooks.protocols import AttentionKernel
+from ditile.model.hooks.attention_hooks import refuse_causal_and_dropout
+from ditile.model.hooks.protocols import AttentionKernel
+from ditile.plan.errors import ModelError
 
 ATEN_KERNELS = {
     AttentionBackendName.NATIVE: "",

@@ -22,8 +22,8 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ditile.hooks.attention_processors import find_attention_processors
-from ditile.hooks.overrides import override_attribute
+from ditile.model.hooks.attention_processors import find_attention_processors
+from ditile.model.hooks.overrides import override_attribute
 
 _NAME = apply_rotary_emb.__name__
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -20,14 +20,13 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import AsyncMax, describe_dtype, gather_json
-from ditile.errors import ModelError, StateError
-from ditile.hooks.batch_rows import BatchDimFinder
-from ditile.hooks.compile import wrap_model_call
-from ditile.hooks.generation import Generation
-from ditile.hooks.overrides import find_latents_parameter, list_parameter_names
-from ditile.hooks.pieces import Piece
-from ditile.hooks.token_arguments import find_unknown_rows, slice_rows
-from ditile.models.step_memory import explain_branch_refusal
+from ditile.model.hooks.batch_rows import BatchDimFinder
+from ditile.model.hooks.compile import wrap_model_call
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.overrides import find_latents_parameter, list_parameter_names
+from ditile.model.hooks.pieces import Piece
+from ditile.model.hooks.token_arguments import find_unknown_rows, slice_rows
+from ditile.model.step_memory import explain_branch_refusal
 from ditile.parallel.batch.deferred import DeferredWork
 from ditile.parallel.batch.shares import (
     BatchSlice,
@@ -39,6 +38,7 @@ from ditile.parallel.batch.shares import (
     replace_predictions,
 )
 from ditile.plan.anatomy import ROWS, Kinds, describe_mode
+from ditile.plan.errors import ModelError, StateError
 
 
 class DataCfgBatch:

@@ -29,10 +29,10 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_exchange, start_gather
-from ditile.errors import ModelError
-from ditile.hooks.batch_rows import slice_batch_arguments
-from ditile.hooks.overrides import list_replaced_methods, override_attribute
-from ditile.hooks.pieces import Piece, list_predictions
+from ditile.model.hooks.batch_rows import slice_batch_arguments
+from ditile.model.hooks.overrides import list_replaced_methods, override_attribute
+from ditile.model.hooks.pieces import Piece, list_predictions
+from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_even_chunk
 
 CFG, LATENTS, PICTURES = "cfg", "data", "pictures"

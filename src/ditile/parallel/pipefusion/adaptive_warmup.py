@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import AsyncSum, gather_json
-from ditile.hooks.generation import Generation
-from ditile.hooks.kv_store import ChangeCopy, ChangeKey, RelativeChange, find_largest_change
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import ChangeCopy, ChangeKey, RelativeChange, find_largest_change
 
 RISE = 2.5
 """A change is a jump if it is this many times each of those before it, and at least a quarter of the bound."""

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.block_policy import BlockHook
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.hooks.block_policy import BlockHook
 from ditile.plan.layout import DUMMY_TEXT, Grid, Joint, Layout
 from ditile.plan.plan import Plan
 from ditile.plan.stages import cut_stages

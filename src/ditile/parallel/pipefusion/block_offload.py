@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, transform_subclass
 
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.block_policy import BlockHook
-from ditile.hooks.compile import ForwardCall
-from ditile.hooks.generation import Generation
-from ditile.hooks.placeholders import restore_contents, turn_into_placeholder
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.hooks.block_policy import BlockHook
+from ditile.model.hooks.compile import ForwardCall
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.placeholders import restore_contents, turn_into_placeholder
 from ditile.parallel.pipefusion.weight_streaming import has_weight_hooks
 from ditile.plan.cost import ALIGNMENT, count_flat_bytes
 

@@ -20,14 +20,14 @@ from torch import Tensor
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PeerChannel, start_gather
-from ditile.errors import ModelError, PlanError, StateError
-from ditile.hooks.block_calls import write_tokens
-from ditile.hooks.block_policy import CallForm, TokenState
-from ditile.hooks.generation import Generation
-from ditile.hooks.protocols import TokenStreams
-from ditile.hooks.token_arguments import take_runs
+from ditile.model.hooks.block_calls import write_tokens
+from ditile.model.hooks.block_policy import CallForm, TokenState
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.protocols import TokenStreams
+from ditile.model.hooks.token_arguments import take_runs
 from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
+from ditile.plan.errors import ModelError, PlanError, StateError
 from ditile.plan.layout import DUMMY_TEXT, Joint, Layout, merge_ranges
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule

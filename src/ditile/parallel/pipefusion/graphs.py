@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ditile.hooks.block_policy import BlockHook
-from ditile.hooks.compile import ForwardCall
-from ditile.hooks.generation import Generation
-from ditile.hooks.kv_store import KeyStore
+from ditile.model.hooks.block_policy import BlockHook
+from ditile.model.hooks.compile import ForwardCall
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import KeyStore
 
 LOG = logging.getLogger(__name__)
 

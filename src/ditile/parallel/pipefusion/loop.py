@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import broadcast_tensor
-from ditile.errors import StateError
-from ditile.hooks.generation import Generation
-from ditile.hooks.kv_store import GenerationMemory, RelativeChange
-from ditile.hooks.overrides import WatchedMethod, override_attribute
-from ditile.hooks.pieces import Piece
-from ditile.hooks.protocols import BatchShare
-from ditile.models.pipeline_calls import list_schedulers, replace_call_globals
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import GenerationMemory, RelativeChange
+from ditile.model.hooks.overrides import WatchedMethod, override_attribute
+from ditile.model.hooks.pieces import Piece
+from ditile.model.hooks.protocols import BatchShare
+from ditile.model.pipeline_calls import list_schedulers, replace_call_globals
 from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.other_models import OtherModels
@@ -46,6 +45,7 @@ from ditile.parallel.pipefusion.rehearsal import BlendIterations, Rehearsal, Sav
 from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCalls
 from ditile.parallel.pipefusion.step_agreement import StepAgreement, StepCallbacks
 from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
+from ditile.plan.errors import StateError
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, OpKind, Schedule

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from ditile.hooks.compile import wrap_model_call
-from ditile.hooks.generation import Generation
+from ditile.model.hooks.compile import wrap_model_call
+from ditile.model.hooks.generation import Generation
 
 
 class OtherModels:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ditile.distributed import rng
-from ditile.errors import ModelError, StateError
-from ditile.hooks.overrides import list_replaced_methods
-from ditile.hooks.pieces import Piece
+from ditile.model.hooks.overrides import list_replaced_methods
+from ditile.model.hooks.pieces import Piece
+from ditile.plan.errors import ModelError, StateError
 
 STEP_ARGUMENTS = ("model_output", "timestep", "sample")
 

@@ -1,4 +1,4 @@
-"""Iterations of a pipeline's loop before its first step, in which no block is run: see `hooks/block_calls.py`.
+"""Iterations of a pipeline's loop before its first step, in which no block is run: see `model/hooks/block_calls.py`.
 
 The pipeline's own code between the transformer and the scheduler says which latents belong to a patch, and whether it
 hands on the latents that a step returned, or a copy of them. A pipeline that calls another model in some steps, or its
@@ -25,12 +25,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ditile.distributed import rng
-from ditile.errors import PlanError, StateError
-from ditile.hooks.generation import Generation, RehearsedModel
-from ditile.hooks.pieces import has_nan
+from ditile.model.hooks.generation import Generation, RehearsedModel
+from ditile.model.hooks.pieces import has_nan
 from ditile.parallel.pipefusion.other_models import OtherModels
 from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCall, describe_lengths, forget_numbers
 from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
+from ditile.plan.errors import PlanError, StateError
 from ditile.plan.schedule import MicroStep
 
 

@@ -25,10 +25,10 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ditile.hooks.block_policy import CallForm
-from ditile.hooks.generation import Generation
-from ditile.hooks.pieces import Piece
-from ditile.models.pipeline_calls import list_schedulers
+from ditile.model.hooks.block_policy import CallForm
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.pieces import Piece
+from ditile.model.pipeline_calls import list_schedulers
 
 NOT_LEARNT_FROM = ("callback", "generator", "num_inference_steps", "timesteps", "sigmas", "output")
 """How arguments of pipelines begin of which a rehearsal learns nothing."""

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import PeerChannel, start_exchange, start_gather
-from ditile.errors import ModelError
-from ditile.hooks.block_calls import write_tokens
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.block_policy import BlockHook, TokenState
-from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask
-from ditile.hooks.protocols import AttentionKernel, KeySource
-from ditile.hooks.token_arguments import take_runs
+from ditile.model.hooks.block_calls import write_tokens
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.hooks.block_policy import BlockHook, TokenState
+from ditile.model.hooks.generation import Generation, LayerTokens
+from ditile.model.hooks.key_padding import AttentionOptions, KeyPaddingMask
+from ditile.model.hooks.protocols import AttentionKernel, KeySource
+from ditile.model.hooks.token_arguments import take_runs
 from ditile.parallel.attention.core import merge_rank_runs
 from ditile.parallel.pipefusion.weight_streaming import WeightStream
 from ditile.plan.anatomy import LOCAL, REAL_PAIRS, drop_further_keys
+from ditile.plan.errors import ModelError
 from ditile.plan.schedule import Op, OpKind
 
 KEYS, PREDICTION, LATENTS, SHAPES, MASKS = "keys", "prediction", "latents", "control", "masks"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ditile.distributed.transport import AsyncMax, Traffic
-from ditile.errors import ModelError, StoppedError
+from ditile.plan.errors import ModelError, StoppedError
 
 END_EARLY, GIVE_UP = 1, 2
 """What a rank may want: a picture of the steps that were made, or none at all."""

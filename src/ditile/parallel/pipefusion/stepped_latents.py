@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditile.errors import StateError
-from ditile.hooks.generation import Generation
-from ditile.hooks.pieces import Piece
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.pieces import Piece
 from ditile.parallel.pipefusion.patch_schedulers import (
     PatchSchedulers,
     StepSignature,
     is_custom_scheduler,
 )
+from ditile.plan.errors import StateError
 
 OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 

@@ -18,11 +18,11 @@ from torch.func import functional_call
 
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import PendingMessages, gather_json, start_broadcast
-from ditile.errors import ModelError
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.overrides import ACCELERATE_FORWARD
-from ditile.hooks.placeholders import list_quantized_parameters
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.hooks.overrides import ACCELERATE_FORWARD
+from ditile.model.hooks.placeholders import list_quantized_parameters
 from ditile.plan.cost import ALIGNMENT
+from ditile.plan.errors import ModelError
 
 BLOCKS_AHEAD = 2
 

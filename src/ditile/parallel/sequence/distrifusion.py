@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import PendingMessages, Traffic, start_exchange
-from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.key_padding import AttentionOptions, KeyPaddingMask
-from ditile.hooks.kv_store import AgeChecks, KeyStore
-from ditile.hooks.protocols import AttentionKernel
+from ditile.model.hooks.generation import Generation, LayerTokens
+from ditile.model.hooks.key_padding import AttentionOptions, KeyPaddingMask
+from ditile.model.hooks.kv_store import AgeChecks, KeyStore
+from ditile.model.hooks.protocols import AttentionKernel
 from ditile.parallel.sequence.ring import collect_rank_runs
 
 KIND = "distrifusion"

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_gather
-from ditile.errors import ModelError
-from ditile.hooks.generation import LayerTokens
-from ditile.hooks.key_padding import KeyPaddingMask, expand_mask, make_pairs_error
-from ditile.hooks.token_arguments import take_runs
+from ditile.model.hooks.generation import LayerTokens
+from ditile.model.hooks.key_padding import KeyPaddingMask, expand_mask, make_pairs_error
+from ditile.model.hooks.token_arguments import take_runs
+from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_even_chunk
 
 KIND = "masks"

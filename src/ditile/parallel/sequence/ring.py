@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_gather, start_shift
-from ditile.hooks.generation import LayerTokens
-from ditile.hooks.key_padding import AttentionOptions
-from ditile.hooks.protocols import AttentionKernel
+from ditile.model.hooks.generation import LayerTokens
+from ditile.model.hooks.key_padding import AttentionOptions
+from ditile.model.hooks.protocols import AttentionKernel
 
 KIND = "ring"
 

@@ -26,9 +26,9 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PendingMessages, Traffic, start_all_to_all
-from ditile.errors import PlanError
-from ditile.hooks.generation import Generation, LayerTokens
-from ditile.hooks.protocols import DeferredTensor
+from ditile.model.hooks.generation import Generation, LayerTokens
+from ditile.model.hooks.protocols import DeferredTensor
+from ditile.plan.errors import PlanError
 from ditile.plan.layout import pick_even_chunk
 from ditile.plan.plan import format_divisors
 

@@ -14,8 +14,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxIPAdapterAttnProcessor
 from torch import Tensor, nn
 
-from ditile.hooks.attention_processors import find_attention_processors
-from ditile.hooks.block_policy import ADAPTER_PROCESSORS
+from ditile.model.hooks.attention_processors import find_attention_processors
+from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 
 OUT = "to_out.0"
 """The Linear behind the heads of an attention module of diffusers."""

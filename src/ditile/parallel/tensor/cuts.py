@@ -27,11 +27,11 @@ from diffusers.models.activations import GEGLU, SwiGLU
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
-from ditile.errors import ModelError, PlanError
-from ditile.hooks.attention_processors import UNFUSE, has_fused_projections, is_unfused_leftover
-from ditile.hooks.block_policy import ADAPTER_PROCESSORS
-from ditile.hooks.overrides import match_modules
+from ditile.model.hooks.attention_processors import UNFUSE, has_fused_projections, is_unfused_leftover
+from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
+from ditile.model.hooks.overrides import match_modules
 from ditile.parallel.tensor.adapters import list_adapter_linears
+from ditile.plan.errors import ModelError, PlanError
 
 
 class TensorCut(NamedTuple):

@@ -26,13 +26,13 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import DitileError, ModelError, PlanError
-from ditile.hooks.overrides import list_parameter_names, override_attribute
-from ditile.hooks.pieces import list_predictions
-from ditile.models.record import Call, ChainBlock, list_chain
+from ditile.model.hooks.overrides import list_parameter_names, override_attribute
+from ditile.model.hooks.pieces import list_predictions
+from ditile.model.record import Call, ChainBlock, list_chain
 from ditile.parallel.tensor.cuts import TensorCuts, read_head_counts
 from ditile.parallel.tensor.tensor import shard_weights
 from ditile.plan.anatomy import TOKENS, Anatomy, ListAnatomy, select_word
+from ditile.plan.errors import DitileError, ModelError, PlanError
 
 STREAM = "stream"
 """What is made of the tokens that a block is given."""

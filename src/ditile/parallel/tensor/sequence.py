@@ -18,11 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
-from ditile.errors import ModelError, StateError
-from ditile.hooks.compile import exclude_from_compile
-from ditile.hooks.overrides import list_parameter_names, match_modules
+from ditile.model.hooks.compile import exclude_from_compile
+from ditile.model.hooks.overrides import list_parameter_names, match_modules
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import TensorCuts
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import pick_even_chunk
 
 RETURN = "return"

@@ -38,15 +38,15 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import ModelError, StateError
-from ditile.hooks.attention_processors import find_attention_processors
-from ditile.hooks.compile import exclude_from_compile
-from ditile.hooks.overrides import list_parameter_names, override_attribute
-from ditile.hooks.protocols import TokenStreams, WholeTokenStreams
+from ditile.model.hooks.attention_processors import find_attention_processors
+from ditile.model.hooks.compile import exclude_from_compile
+from ditile.model.hooks.overrides import list_parameter_names, override_attribute
+from ditile.model.hooks.protocols import TokenStreams, WholeTokenStreams
 from ditile.parallel.tensor.adapters import OUT, FluxShardedAdapterProcessor, list_adapter_linears
 from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, take_shard, unwrap_lora_base
 from ditile.parallel.tensor.sequence import SharedStreams, StreamLengths, install_token_gathers
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.spec import ModelSpec
 
 _MARK = "_ditile_tensor"

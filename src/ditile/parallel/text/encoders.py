@@ -20,10 +20,9 @@ from transformers.utils.generic import ModelOutput
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, broadcast_tensor, describe_dtype, gather_json
-from ditile.errors import ModelError, StateError
-from ditile.hooks.compile import exclude_from_compile
-from ditile.hooks.overrides import IN_CALL, override_attribute
-from ditile.hooks.placeholders import ModuleContents, refuse_saving, restore_contents, turn_into_placeholder
+from ditile.model.hooks.compile import exclude_from_compile
+from ditile.model.hooks.overrides import IN_CALL, override_attribute
+from ditile.model.hooks.placeholders import ModuleContents, refuse_saving, restore_contents, turn_into_placeholder
 from ditile.parallel.text.parts import (
     FREED,
     WHOLE,
@@ -39,6 +38,7 @@ from ditile.parallel.text.parts import (
     store_placement,
 )
 from ditile.plan.checks import check_choice
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import TEXT_AFTER
 
 After = Literal["keep", "offload", "free"]

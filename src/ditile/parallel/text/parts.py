@@ -15,10 +15,10 @@ import torch
 import transformers
 from torch import nn
 
-from ditile.errors import LoadError, ModelError, StateError
-from ditile.hooks.compile import exclude_from_compile
-from ditile.hooks.overrides import IN_CALL
-from ditile.hooks.placeholders import ModuleContents, refuse_saving, turn_into_placeholder
+from ditile.model.hooks.compile import exclude_from_compile
+from ditile.model.hooks.overrides import IN_CALL
+from ditile.model.hooks.placeholders import ModuleContents, refuse_saving, turn_into_placeholder
+from ditile.plan.errors import LoadError, ModelError, StateError
 
 _PLACEHOLDER = "stand_in"
 """A parameter without elements: an encoder without weights still has a dtype and a device."""

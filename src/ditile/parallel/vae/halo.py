@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic, start_exchange, start_gather
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ditile.errors import ModelError
 from ditile.parallel.vae.halo import Halo, RowWindow, Strip, intersect_ranges
+from ditile.plan.errors import ModelError
 
 VisibleRows = list[tuple[range, Tensor]]
 """Rows of the input, from top to bottom, and where in the picture they are."""

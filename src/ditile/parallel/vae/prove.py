@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ditile.errors import ModelError
 from ditile.parallel.vae.halo import PendingRows, Strip
+from ditile.plan.errors import ModelError
 
 RANKS, ROWS, COLUMNS, FRAMES = 2, 5, 4, 2
 """Of the latents that are decoded: rows that do not divide."""

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ditile.errors import ModelError
-from ditile.hooks.overrides import override_attribute
-from ditile.hooks.placeholders import build_meta_model
+from ditile.model.hooks.overrides import override_attribute
+from ditile.model.hooks.placeholders import build_meta_model
 from ditile.parallel.vae.halo import PendingRows, RowLinks
+from ditile.plan.errors import ModelError
 
 CALLS = ("encode", "decode")
 

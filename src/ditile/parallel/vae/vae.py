@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.errors import ModelError, PlanError
-from ditile.hooks.overrides import override_attribute
-from ditile.hooks.placeholders import build_meta_model
+from ditile.model.hooks.overrides import override_attribute
+from ditile.model.hooks.placeholders import build_meta_model
 from ditile.parallel.vae.halo import GroupLinks, Strip
 from ditile.parallel.vae.layers import (
     RowFunctions,
@@ -36,6 +35,7 @@ from ditile.parallel.vae.layers import (
 from ditile.parallel.vae.prove import prove_rows
 from ditile.parallel.vae.tiles import install_tile_forwards
 from ditile.plan.checks import check_whole_number
+from ditile.plan.errors import ModelError, PlanError
 
 PROVEN = frozenset({
     "AutoencoderKL", "AutoencoderKLCogVideoX", "AutoencoderKLCosmos", "AutoencoderKLFlux2", "AutoencoderKLHunyuanImage",

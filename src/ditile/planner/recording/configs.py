@@ -12,12 +12,12 @@ import diffusers
 import transformers
 from torch import nn
 
-from ditile.errors import LoadError, ModelError
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.placeholders import build_meta_model, init_on_meta_device
-from ditile.models.anatomies import build_block_hooks
-from ditile.models.known import name_component_source
-from ditile.models.registry import UNKNOWN_MODEL
+from ditile.model.anatomies import build_block_hooks
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.hooks.placeholders import build_meta_model, init_on_meta_device
+from ditile.model.known import name_component_source
+from ditile.model.registry import UNKNOWN_MODEL
+from ditile.plan.errors import LoadError, ModelError
 from ditile.plan.spec import ModelSpec
 from ditile.planner.recording.recorded import (
     PipelineRecorder,

@@ -24,14 +24,14 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ditile.errors import ModelError
-from ditile.hooks.block_hooks import TransformerHooks
-from ditile.hooks.block_policy import BlockHook
-from ditile.hooks.overrides import override_attribute
-from ditile.hooks.placeholders import init_on_meta_device
-from ditile.models.known import ASSETS, name_component_source
-from ditile.models.pipeline_calls import read_guidance_rule
-from ditile.models.record import bind_arguments
+from ditile.model.hooks.block_hooks import TransformerHooks
+from ditile.model.hooks.block_policy import BlockHook
+from ditile.model.hooks.overrides import override_attribute
+from ditile.model.hooks.placeholders import init_on_meta_device
+from ditile.model.known import ASSETS, name_component_source
+from ditile.model.pipeline_calls import read_guidance_rule
+from ditile.model.record import bind_arguments
+from ditile.plan.errors import ModelError
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.kernel_times import make_passthrough
 from ditile.planner.recording.sizes import SizesOnly

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ditile.errors import ModelError
-from ditile.models.pipeline_calls import find_call_owner
-from ditile.models.probe import COUNTS
+from ditile.model.pipeline_calls import find_call_owner
+from ditile.model.probe import COUNTS
 from ditile.plan.checks import is_whole_number
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.load import FRAME_RATE, defaults, find_model_source, read_generation_defaults
@@ -158,7 +158,7 @@ def _check_rotary_table(pipe: Any, call: Mapping[str, Any]) -> None:
 
 def _check_picture_size(pipe: Any, call: dict[str, Any]) -> None:
     """Checks the size if a `ModelSpec` knows a token's side; other pipelines check it (see `convert_value_errors`)."""
-    from ditile.models.registry import find_model_spec
+    from ditile.model.registry import find_model_spec
 
     transformer: Any = getattr(pipe, "transformer", None)
     spec = find_model_spec(transformer)

@@ -20,8 +20,8 @@ from ditile.cache.config import (
 from ditile.cache.config_text import CALIBRATOR_CONFIGS, load_configs, parse_cache_line
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import env
-from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import check_choice
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra, require_quantizer
 from ditile.plan.flags import define_option, format_flag
 from ditile.plan.plan import AXES, Plan

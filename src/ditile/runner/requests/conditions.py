@@ -17,8 +17,8 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, get_args
 
-from ditile.errors import ModelError
-from ditile.models.known import ASSETS
+from ditile.model.known import ASSETS
+from ditile.plan.errors import ModelError
 from ditile.plan.flags import format_flag
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture
@@ -68,7 +68,7 @@ def read_call_conditions(pipeline: Any) -> CallConditions:
 
 def _read_modular_call(pipe: Any) -> CallConditions:
     """What a modular pipeline starts from: its blocks choose by what is given, so most of it is not needed."""
-    from ditile.models.pipeline_calls import list_call_parameters, list_required_inputs
+    from ditile.model.pipeline_calls import list_call_parameters, list_required_inputs
 
     parameters = list_call_parameters(pipe)
     arguments = {

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ditile.errors import ModelError, PlanError
 from ditile.plan.checks import is_number, is_whole_number
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.flags import format_flag
 from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import Plan
@@ -257,8 +257,8 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
         model: its name, by which its own options are found.
         plan: the plan, or its text.
     """
-    from ditile.models.known import find_known_model
-    from ditile.models.pipeline_calls import find_call_owner
+    from ditile.model.known import find_known_model
+    from ditile.model.pipeline_calls import find_call_owner
     from ditile.runner.load import defaults
     from ditile.runner.requests.results import choose_fps
 
@@ -286,7 +286,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
 
 def collect_call_facts(pipeline: Any, config: Mapping[str, Any] | None = None) -> CallFacts:
     """The arguments of the call of a class of pipelines with some config, or of a modular pipeline."""
-    from ditile.models.pipeline_calls import list_call_parameters, read_guidance_rule
+    from ditile.model.pipeline_calls import list_call_parameters, read_guidance_rule
 
     known = list_call_parameters(pipeline).values()
     plain, taken = (bool, int, float, str), read_call_conditions(pipeline)
@@ -340,7 +340,7 @@ def _find_default_size(pipe: Any, call: Mapping[str, Any]) -> list[int]:
 
 def find_size_multiple(pipe: Any) -> int:
     """Pixels of a token's side; of a transformer without a `ModelSpec`, by what its config calls a patch."""
-    from ditile.models.registry import find_model_spec
+    from ditile.model.registry import find_model_spec
 
     transformer: Any = getattr(pipe, "transformer", None)
     scale = next(

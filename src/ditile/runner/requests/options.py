@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ditile.errors import ModelError
 from ditile.plan.checks import check_counts, check_finite_number, check_positive_number
+from ditile.plan.errors import ModelError
 from ditile.plan.flags import define_option
 from ditile.plan.plan import TEXT_AFTER
 from ditile.runner.load import DTYPES

@@ -18,7 +18,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 from ditile.distributed import files
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.runner.requests.metadata import decode_exif, encode_exif
 
 MAX_PICTURE_BYTES = 2**30

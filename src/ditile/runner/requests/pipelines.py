@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ditile.errors import DitileError, ModelError
-from ditile.models.known import find_known_model
+from ditile.model.known import find_known_model
+from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import require_extra
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.load import find_model_source
@@ -97,7 +97,7 @@ def enable_required_tiling(pipe: Any) -> None:
 
 def find_argument(pipe: Any, names: tuple[str, ...]) -> str | None:
     """The first of these names that a pipeline's call takes."""
-    from ditile.models.pipeline_calls import list_call_parameters
+    from ditile.model.pipeline_calls import list_call_parameters
 
     known = list_call_parameters(pipe)
     return next((name for name in names if name in known), None)
@@ -105,7 +105,7 @@ def find_argument(pipe: Any, names: tuple[str, ...]) -> str | None:
 
 def find_frame_rate(pipe: Any, call: Mapping[str, Any]) -> float | None:
     """The frames a second that a call is told, or that its class says; None if the class knows of none."""
-    from ditile.models.pipeline_calls import list_call_parameters
+    from ditile.model.pipeline_calls import list_call_parameters
 
     name = find_argument(pipe, FRAME_RATES)
     rate = None if name is None else call.get(name, list_call_parameters(pipe)[name].default)
@@ -121,7 +121,7 @@ def find_frames_ratio(pipe: Any) -> int:
 
 def check_num_frames(pipe: Any, call: Mapping[str, Any]) -> None:
     """Raises `ModelError` for a number of frames that the pipeline's VAE cannot make."""
-    from ditile.models.pipeline_calls import list_call_parameters
+    from ditile.model.pipeline_calls import list_call_parameters
 
     name = find_argument(pipe, FRAME_COUNTS)
     if name is not None and isinstance(frames := call.get(name), int):
@@ -151,7 +151,7 @@ def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
 @contextlib.contextmanager
 def convert_value_errors(pipe: Any) -> Iterator[None]:
     """Turns a `ValueError` of the pipeline's own code, as of a size, into a `ModelError`; others are bugs."""
-    from ditile.models.pipeline_calls import iterate_blocks
+    from ditile.model.pipeline_calls import iterate_blocks
 
     try:
         yield
@@ -168,7 +168,7 @@ def _list_output_fields(pipeline: Any) -> list[str]:
     """The fields of all output classes in the module of a class; of a modular pipeline, what its blocks make."""
     from diffusers.utils.outputs import BaseOutput
 
-    from ditile.models.pipeline_calls import is_modular, list_output_names
+    from ditile.model.pipeline_calls import is_modular, list_output_names
 
     if is_modular(pipeline):
         return list_output_names(pipeline)

@@ -12,7 +12,7 @@ from ditile.distributed import env
 from ditile.distributed.console import Status
 from ditile.distributed.mesh import join_torchrun
 from ditile.distributed.pulse import is_out_of_memory
-from ditile.errors import DitileError, LoadError, ModelError, PlanError
+from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.units import format_bytes
 from ditile.runner.load import find_model_source, load
@@ -45,7 +45,7 @@ def prepare_runner(
     Raises:
         DitileError: if the model, the plan or an option does not fit.
     """
-    from ditile.hooks.compile import set_compile_configs
+    from ditile.model.hooks.compile import set_compile_configs
     from ditile.runner.partial import find_pipeline_kind
     from ditile.runner.runner import parallelize
 
@@ -88,7 +88,7 @@ def prepare_runner(
 
 def _check_model_guides(pipeline: Any, model: str, plan: Plan) -> None:
     """Raises `PlanError` for cfg with a model of which no call has a second branch of guidance."""
-    from ditile.models.pipeline_calls import read_guidance_rule
+    from ditile.model.pipeline_calls import read_guidance_rule
     from ditile.runner.partial import read_model_index
 
     if plan.cfg == 1 or pipeline is None:
@@ -114,7 +114,7 @@ def switch_to_conditions(
     Raises:
         LoadError, ModelError: if diffusers has none, or the ControlNet cannot be loaded or is of another family.
     """
-    from ditile.models.pipeline_calls import find_call_owner
+    from ditile.model.pipeline_calls import find_call_owner
     from ditile.runner.siblings import build_sibling_pipeline
 
     own = find_call_owner(pipe)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ditile.errors import ModelError
-from ditile.models.pipeline_calls import list_call_parameters
+from ditile.model.pipeline_calls import list_call_parameters
+from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.load import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests import pictures, videos

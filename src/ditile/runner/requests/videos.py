@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageSequence
 
 from ditile.distributed import files
-from ditile.errors import ModelError
+from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
 from ditile.runner.requests.options import GIF_MOST_FPS
 from ditile.runner.requests.pictures import DECODE_ERRORS, MAX_PICTURE_BYTES, encode_png

@@ -11,7 +11,7 @@ from fastapi import Request as HttpRequest
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from ditile.errors import DitileError, LoadError, ModelError, PlanError
+from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.pictures import hide_local_path
 from ditile.serve.jobs import Job, JobNotFoundError, Kind, NotReadyError, QueueFullError, RanksFailedError

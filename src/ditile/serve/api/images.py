@@ -12,7 +12,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
-from ditile.errors import DitileError
+from ditile.plan.errors import DitileError
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,

@@ -15,7 +15,7 @@ from typing import Any
 
 import gradio as gr
 
-from ditile.errors import DitileError
+from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.serve.api.answers import cancel_job_of_gone_client, check_done, convert_error, find_served_name

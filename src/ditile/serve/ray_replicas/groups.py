@@ -22,9 +22,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ditile import errors
 from ditile.distributed import env
-from ditile.errors import DitileError, RankError, StateError
+from ditile.plan import errors
+from ditile.plan.errors import DitileError, RankError, StateError
 from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.group import Batch, BatchBegun, GroupEvent, ReplicaGroup
 from ditile.serve.link import GroupSetup

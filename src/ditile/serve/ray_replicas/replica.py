@@ -25,7 +25,7 @@ from ditile.distributed import env
 from ditile.distributed.env import RankPlace
 from ditile.distributed.pulse import RankFailure
 from ditile.distributed.supervise import LaunchLimits, RankState, find_first_failure, is_consequence, make_error
-from ditile.errors import DitileError, RankError
+from ditile.plan.errors import DitileError, RankError
 from ditile.serve.group import STOP_AGAIN_SECONDS
 from ditile.serve.link import GroupSetup
 from ditile.serve.ray_replicas.actor import ActorPlace, RankActor, RankNews

@@ -1,0 +1,1 @@
+"""The command line: `ditile generate`, `verify`, `plan`, `calibrate`, `bench`, `evaluate` and `models`."""

@@ -1,0 +1,91 @@
+"""A cell: one thing that is measured. It is a plan, a cache (or none), a size, and the link between the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ditile.cache.config_text import NO_CACHE, parse_cache_line
+from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.plan import Plan
+
+ONE_RANK = ""
+"""In place of a plan: the plain pipeline on one rank."""
+
+
+class BenchCell(NamedTuple):
+    """One thing that is measured.
+
+    Attributes:
+        plan: as `str(Plan)` writes it, or `ONE_RANK`.
+        cache: a line that `parse_cache_line` reads; "" is no cache.
+        link: the rate of the link between two hosts; "" is this machine, without a link.
+        height, width: pixels; None is the model's own size.
+    """
+
+    plan: str
+    cache: str = ""
+    link: str = ""
+    height: int | None = None
+    width: int | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks."""
+        return self.plan_object.world
+
+    @property
+    def plan_object(self) -> Plan:
+        """The plan."""
+        return Plan() if self.plan == ONE_RANK else Plan.parse(self.plan)
+
+    @property
+    def cache_configs(self) -> dict[str, Any]:
+        """The keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
+        return parse_cache_line(self.cache or NO_CACHE)
+
+    @property
+    def num_pictures(self) -> int:
+        """The number of pictures of a call: one for each replica."""
+        return self.plan_object.data
+
+    @property
+    def one_rank_baseline(self) -> BenchCell:
+        """The cell that this one is compared with: the plain pipeline at the same size."""
+        return BenchCell(ONE_RANK, "", "", self.height, self.width)
+
+    @property
+    def display_label(self) -> str:
+        """Plan and cache, for people."""
+        return (self.plan or "one rank") + (f" | {self.cache}" if self.cache else "")
+
+
+def parse_cells(lines: str) -> list[BenchCell]:
+    """The cells of `pipefusion=2 patches=4; ulysses=2 | F=1 W=4 R=0.12`, each once.
+
+    Raises:
+        PlanError: if there is no plan, or one cannot be read.
+        ModelError: if a cache cannot be read.
+    """
+    cells = [_parse_cell(line) for line in lines.split(";") if line.strip()]
+    if not cells:
+        raise PlanError(f"plans={lines!r} names no plan; try 'pipefusion=2 patches=4; ulysses=2'")
+    return list(dict.fromkeys(cells))
+
+
+def group_cells_by_world(cells: Iterable[BenchCell]) -> Mapping[int, list[BenchCell]]:
+    """Cells by the number of ranks that they need, most first."""
+    cells_by_world: dict[int, list[BenchCell]] = {}
+    for cell in cells:
+        cells_by_world.setdefault(cell.num_ranks, []).append(cell)
+    return dict(sorted(cells_by_world.items(), reverse=True))
+
+
+def _parse_cell(line: str) -> BenchCell:
+    plan, bar, cache = line.partition("|")
+    cache = " ".join(cache.split())
+    if bar and not cache:
+        raise ModelError(f"{line.strip()!r} has no cache behind its |; write it as F=1 W=4 R=0.12, or leave | out")
+    cell = BenchCell(str(Plan.parse(plan)), "" if cache == NO_CACHE else cache)
+    _ = cell.cache_configs
+    return cell

@@ -1,0 +1,177 @@
+"""The model that is measured: a stored one or one of random weights, with its pipeline and its call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+
+from ditile.measure.bench.cells import ONE_RANK, BenchCell
+from ditile.measure.bench.options import Workload
+from ditile.measure.bench.random_models import VAE_SCALE, RandomModel
+from ditile.model.hooks.placeholders import init_on_meta_device
+from ditile.plan.cost import PlannedCall
+from ditile.plan.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.planner.dry_run import build_subject_job
+from ditile.planner.subject import PlanSubject as Described
+from ditile.runner.load import defaults, find_model_source, load
+from ditile.runner.requests.arguments import build_call_arguments
+from ditile.runner.requests.facts import build_dry_run_call
+from ditile.runner.requests.options import GenerateOptions
+
+SIZE, STEPS = 512, 20
+"""Pixels of a side and steps of a random model, by default."""
+
+
+def create_bench_subject(work: Workload) -> BenchSubject:
+    """The subject of a workload.
+
+    Raises:
+        ModelError, LoadError: if there is no such model, or it cannot be read.
+    """
+    if work.has_random_weights:
+        return RandomSubject(work, str(RandomModel.parse_model_name(work.model)))
+    find_model_source(work.model)
+    return StoredSubject(work, work.model)
+
+
+@dataclass(frozen=True)
+class StoredSubject:
+    """A bundled model, a folder or a hub id."""
+
+    work: Workload
+    name: str
+
+    @cached_property
+    def planner_subject(self) -> Described:
+        """The model without its weights, from its configs."""
+        return Described.from_configs(self.name, find_model_source(self.name))
+
+    def get_num_steps(self) -> int | None:
+        """Denoising steps: as given, or as the `generation.json` beside the model says."""
+        return self.work.steps or defaults(self.name).get("num_inference_steps")
+
+    def get_native_side(self) -> int | None:
+        """Pixels of a side of the model's own size, where it is known."""
+        job = self.make_cost_job(BenchCell(ONE_RANK))
+        return None if job is None else job.shape.height
+
+    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
+        """The arguments of a call on which its latency depends, with the model's own options."""
+        return build_dry_run_call(
+            replace(self._make_generate_options(cell), num_images=cell.num_pictures), defaults(self.name)
+        )
+
+    def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
+        """A cell as numbers, from configs alone; None if the model has no spec and the plan needs none.
+
+        Raises:
+            DitileError: if the cell does not fit the model.
+        """
+        try:
+            return build_subject_job(
+                self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
+            )
+        except ModelError:
+            if cell.plan_object.divides_the_batch_alone and not cell.cache and not self._has_model_spec:
+                return None
+            raise
+
+    def create_pipeline(self, plan: Plan | None) -> Any:
+        """The pipeline on the CPU, without its progress bar: whole, or what this rank of a plan owns."""
+        pipe: Any = load(self.name, dtype=self.work.dtype, plan=plan)
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
+        """New arguments of a call, for as many pictures as the cell has. The pipeline moves what its prompt becomes."""
+        call = build_call_arguments(pipe, self._make_generate_options(cell), defaults(self.name))
+        if cell.num_pictures > 1:
+            call["num_images_per_prompt"] = cell.num_pictures
+        return call | {
+            "generator": torch.Generator("cpu").manual_seed(0),
+            "output_type": _choose_output_type(self.work),
+        }
+
+    @property
+    def _has_model_spec(self) -> bool:
+        """Whether there is a spec of its transformer."""
+        try:
+            return bool(self.planner_subject.model_spec)
+        except ModelError:
+            return False
+
+    def _make_generate_options(self, cell: BenchCell) -> GenerateOptions:
+        return self.work.to_generate_options(model=self.name, height=cell.height, width=cell.width)
+
+
+@dataclass(frozen=True)
+class RandomSubject:
+    """A model of random weights."""
+
+    work: Workload
+    name: str
+
+    @property
+    def random_model(self) -> RandomModel:
+        """Its sizes."""
+        return RandomModel.parse_model_name(self.name)
+
+    @cached_property
+    def planner_subject(self) -> Described:
+        """The model without its weights."""
+        with init_on_meta_device():
+            transformer = self.random_model.create_transformer(SIZE)
+        return Described(self.name, self.random_model.pipeline_class, transformer, VAE_SCALE)
+
+    def get_num_steps(self) -> int:
+        """Denoising steps: as given, or 20."""
+        return self.work.steps or STEPS
+
+    def get_native_side(self) -> int:
+        """Pixels of a side: 512."""
+        return SIZE
+
+    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
+        """The arguments of a call, with embeddings in place of a prompt, on the CPU."""
+        return self._make_arguments_on(torch.device("cpu"), cell)
+
+    def make_cost_job(self, cell: BenchCell) -> PlannedCall:
+        """A cell as numbers. Raises `DitileError` if the cell does not fit the model."""
+        return build_subject_job(
+            self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
+        )
+
+    def create_pipeline(self, plan: Plan | None) -> Any:
+        """The whole pipeline, whatever the plan: `parallelize` divides it."""
+        return self.random_model.create_pipeline(SIZE, self.torch_dtype)
+
+    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
+        """The arguments of a call on a device, with the output type that is measured."""
+        return self._make_arguments_on(device, cell) | {"output_type": _choose_output_type(self.work)}
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type of its weights."""
+        wanted = self.work.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
+        dtype: torch.dtype = getattr(torch, wanted)
+        return dtype
+
+    def _make_arguments_on(self, device: torch.device, cell: BenchCell) -> dict[str, Any]:
+        height, width = self._choose_height_and_width(cell)
+        call = self.random_model.make_call_arguments(height, width, self.get_num_steps(), self.torch_dtype, device)
+        return call | {"num_images_per_prompt": cell.num_pictures}
+
+    def _choose_height_and_width(self, cell: BenchCell) -> tuple[int, int]:
+        return cell.height or SIZE, cell.width or SIZE
+
+
+BenchSubject: TypeAlias = StoredSubject | RandomSubject
+"""What is measured: both classes have the same methods."""
+
+
+def _choose_output_type(work: Workload) -> str:
+    return "latent" if work.output == "latent" else "pil"

@@ -1,0 +1,173 @@
+"""The options of `ditile evaluate`: what is compared, how it is judged, and how it is run. No import of torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ditile.cache.config_text import NO_CACHE
+from ditile.plan.checks import check_counts
+from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.flags import define_option
+from ditile.plan.plan import Plan
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.command_options import check_output_files
+from ditile.runner.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
+
+DEFAULT_PLANS = "pipefusion=2 patches=4; ulysses=2"
+DEFAULT_CACHES = f"{NO_CACHE}; F=1 W=4 R=0.12 taylor=1"
+
+
+class EvaluationSetting(NamedTuple):
+    """A plan and a cache, as text; equal text is one setting.
+
+    Attributes:
+        plan: the plan, as `str(Plan)` writes it.
+        cache: a cache in one line (`ditile.cache.config_text`), or `none`.
+    """
+
+    plan: str
+    cache: str
+
+    def __str__(self) -> str:
+        return "original" if self == ORIGINAL else f"{self.plan}; {self.cache}" if self.cache != NO_CACHE else self.plan
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return Plan.parse(self.plan).world
+
+    @property
+    def cache_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
+        return CacheOptions(cache_line=self.cache).build_cache_arguments()
+
+    @property
+    def has_original_plan(self) -> bool:
+        """Whether one process draws with the undivided pipeline, with or without a cache."""
+        return self.plan == ORIGINAL.plan
+
+
+ORIGINAL = EvaluationSetting(str(Plan()), NO_CACHE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluateOptions(ModelOptions):
+    """What is drawn: every caption by the original pipeline, and by each plan with each cache.
+
+    Raises:
+        ModelError: if a value is out of its range, or a cache is not known.
+        PlanError: if a plan cannot be read, has data above 1, or there is none beside the original.
+    """
+
+    plans: str = define_option(
+        DEFAULT_PLANS, "plans, with ; between them; pipefusion=1 is one process", metavar="PLANS"
+    )
+    caches: str = define_option(
+        DEFAULT_CACHES,
+        f"caches for each plan, with ; between them (docs/caching.md); {NO_CACHE} is no cache",
+        metavar="CACHES",
+    )
+    captions: str = define_option(
+        "bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE", reads=True
+    )
+    num: int | None = define_option(None, "captions to draw; 10, or all if there are fewer", metavar="N")
+    seed: int = define_option(0, "seed of the first caption; they count up", metavar="N")
+    guidance: float | None = define_option(None, GUIDANCE, metavar="X")
+    negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
+
+    def __post_init__(self) -> None:
+        check_counts(self, "num")
+        self.build_generate_options()
+        if not self.candidate_settings:
+            raise PlanError(f"plans={self.plans!r} and caches={self.caches!r} leave nothing beside the original")
+
+    @property
+    def candidate_settings(self) -> list[EvaluationSetting]:
+        """All plans with all caches, each once, without the original; errors are those of the class."""
+        plans = [Plan.parse(text) for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]]
+        for plan in plans:
+            if plan.data > 1:
+                raise PlanError(
+                    f"data={plan.data} makes more pictures at a time, each as before; leave data out of '{plan}'"
+                )
+        caches = [" ".join(line.split()) for line in _split_at_semicolons(self.caches) or [NO_CACHE]]
+        all_settings = [EvaluationSetting(str(plan), cache) for plan, cache in itertools.product(plans, caches)]
+        for setting in all_settings:
+            _ = setting.cache_arguments
+        return [setting for setting in dict.fromkeys(all_settings) if setting != ORIGINAL]
+
+    def build_generate_options(self) -> GenerateOptions:
+        """The options of `ditile generate` for the picture of a caption; errors are those of the class."""
+        return self.to_generate_options(prompt="a caption")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JudgeOptions:
+    """How pictures are judged. Other metrics are measured too if their packages and weights are there.
+
+    Raises:
+        ModelError: if a value is out of its range, or a folder has no picture.
+    """
+
+    resize: int | None = define_option(None, "pixels of a side that pictures get before they are judged", metavar="N")
+    references: str | None = define_option(
+        None, "folder of reference pictures, for the Frechet distance", metavar="FOLDER"
+    )
+    clip: str | None = define_option(
+        None, "a CLIP that transformers loads from disk, for the CLIP score", metavar="NAME"
+    )
+
+    def __post_init__(self) -> None:
+        if self.resize is not None and self.resize < 8:
+            raise ModelError(f"resize={self.resize} is too small to judge; try resize=256")
+        if self.references is not None and not list_pictures(Path(self.references)):
+            raise ModelError(f"references={self.references!r} is no folder with pictures (.png, .jpg, .jpeg, .webp)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionOptions(DeviceOptions):
+    """Where ranks run, and where results are written.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    out: str = define_option("evaluation", "folder for all that is written; resumes what is there", metavar="FOLDER")
+    threads: int | None = define_option(
+        None, "CPU threads of each rank and of the original; by default the cores over the most ranks", metavar="N"
+    )
+    one_at_a_time: bool = define_option(
+        False, "hold one setting in memory at a time: for large models; latencies are then not interleaved"
+    )
+
+    def __post_init__(self) -> None:
+        self.check_device_options()
+        out = Path(self.out)
+        # The functions of os.path are False for a name that is too long, for which those of Path raise.
+        exists = os.path.exists(out)
+        if exists and not out.is_dir():
+            raise ModelError(f"out={self.out!r} is a file; give a folder")
+        if not exists and not os.path.isdir(out.absolute().parent):
+            raise ModelError(f"out={self.out!r}: there is no folder {str(out.parent)!r}; make it first")
+
+    def check_output_folder(self, *others: Any) -> None:
+        """Raises `ModelError` unless the files of the folder can be written, over none that `others` read."""
+        folder = Path(self.out)
+        names: tuple[str, ...] = ("",)
+        if os.path.isdir(folder):
+            names = ("job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png")
+        check_output_files([("out", folder / name) for name in names], *others)
+
+
+def list_pictures(folder: Path) -> list[Path]:
+    """The pictures of a folder, without those of its subfolders, sorted by name; none if there is no such folder."""
+    suffixes = (".png", ".jpg", ".jpeg", ".webp")
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes) if os.path.isdir(folder) else []
+
+
+def _split_at_semicolons(text: str) -> list[str]:
+    return [part.strip() for part in text.split(";") if part.strip()]

@@ -1,0 +1,450 @@
+"""BlockAdapter: what a user says of a transformer's blocks, in the words of cache-dit; and its six forward patterns.
+
+What the user leaves out comes from the table or the source; what the user gives is compared with them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from ditile.model.block_lists import (
+    find_block_lists,
+    find_candidate_lists,
+    find_list_flow,
+    get_module_list,
+    look_up_block_lists,
+)
+from ditile.model.block_table import find_table_entry
+from ditile.model.source import (
+    find_token_parameters,
+    list_forward_parameters,
+    list_pipeline_parts,
+    unwrap_module,
+)
+from ditile.plan.errors import ModelError
+from ditile.plan.spec import BlockList, Flow
+
+PREFIXES = ("transformer", "single", "double", "joint", "visual", "blocks", "layers")
+SUFFIXES = ("TransformerBlock", "Block", "Layer")
+
+
+class PatchFunctor(ABC):
+    """Edits a transformer before its blocks are looked at; none is needed for any family of diffusers.
+
+    Attributes that it sets on instances are put back when the cache is taken off.
+    """
+
+    @abstractmethod
+    def apply(self, transformer: nn.Module) -> nn.Module:
+        """Returns the transformer it was given, edited."""
+
+
+@dataclass(slots=True)
+class BlockAdapter:
+    """The blocks of one transformer, or of several that a pipeline calls in turns (a list per transformer).
+
+    Attributes:
+        pipe: the pipeline; None for a transformer alone. It is needed to cache several, because its steps are counted.
+        transformer: the transformer or transformers; None is those of the pipeline.
+        blocks: the list or lists of blocks, in order of execution; None finds them.
+        blocks_name: the names of the lists, instead of the lists.
+        unique_blocks_name: accepted and not used: a list is identified by transformer and name.
+        dummy_blocks_names: lists that are left out of the chain.
+        forward_pattern: how the blocks pass tokens on, for all lists or one for each; None reads it off the source.
+        check_forward_pattern: what happens where the source says otherwise: None warns and takes what the source says,
+            True is an error, False trusts the pattern.
+        check_num_outputs: True is an error where blocks return another number of streams than the pattern.
+        params_modifiers: other settings of the cache for all lists or one for each.
+        patch_functor: edits each transformer first.
+        has_separate_cfg: whether guidance is a second call; None watches the calls.
+        auto: whether one list is looked for, by the fields that follow.
+        allow_prefixes: what the name of such a list begins with.
+        check_prefixes: whether it must.
+        allow_suffixes: what the class of its blocks ends with.
+        check_suffixes: whether it must.
+        blocks_policy: "max" takes the longest such list, "min" the shortest.
+        skip_post_init: whether fields are looked at only when the adapter is used.
+    """
+
+    pipe: Any = None
+    transformer: nn.Module | Sequence[nn.Module] | None = None
+    blocks: Any = None
+    blocks_name: Any = None
+    unique_blocks_name: Any = None
+    dummy_blocks_names: Sequence[str] | None = None
+    forward_pattern: Any = None
+    check_forward_pattern: bool | None = None
+    check_num_outputs: bool | None = None
+    params_modifiers: Any = None
+    patch_functor: Any = None
+    has_separate_cfg: bool | None = None
+    auto: bool = False
+    allow_prefixes: Sequence[str] = PREFIXES
+    check_prefixes: bool = True
+    allow_suffixes: Sequence[str] = SUFFIXES
+    check_suffixes: bool = False
+    blocks_policy: str = "max"
+    skip_post_init: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.skip_post_init:
+            validate_adapter(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerBlockLists:
+    """A transformer and the lists of its chain.
+
+    Attributes:
+        transformer: without what torch.compile or peft wrapped around it.
+        lists: its lists, in order of execution.
+        params_modifiers: one for each list, or none.
+        has_separate_cfg: what the adapter says of guidance.
+        undo: takes back what a `PatchFunctor` edited.
+    """
+
+    transformer: nn.Module
+    lists: list[BlockList]
+    params_modifiers: list[Any] = field(default_factory=list)
+    has_separate_cfg: bool | None = None
+    undo: Callable[[], None] = lambda: None
+
+
+NamedBlocks = tuple[str, Sequence[nn.Module]]
+"""A list, or a part of one: its name, and blocks."""
+
+
+class _AdapterFields(NamedTuple):
+    """The fields of an adapter for one transformer: its lists; patterns and modifiers, one for each list or for all."""
+
+    transformer: nn.Module
+    blocks: list[Any] | None
+    patterns: list[ForwardPattern | None]
+    modifiers: list[Any]
+
+
+def validate_adapter(adapter: BlockAdapter) -> None:
+    """Refuses fields that are unknown or contradict each other.
+
+    Raises:
+        ModelError: with the field, its value, and what would work.
+    """
+    if adapter.pipe is None and adapter.transformer is None:
+        raise ModelError("BlockAdapter has neither pipe nor transformer; give one of them")
+    if adapter.blocks_policy not in ("max", "min"):
+        raise ModelError(f"blocks_policy={adapter.blocks_policy!r} is unknown; it is 'max' or 'min'")
+    for pattern in _flatten_nested(adapter.forward_pattern):
+        if pattern is not None and not isinstance(pattern, ForwardPattern):
+            names = ", ".join(each.name for each in ForwardPattern)
+            raise ModelError(f"forward_pattern={pattern!r} is unknown; ForwardPattern has {names}")
+    if adapter.blocks is not None and adapter.auto:
+        raise ModelError("BlockAdapter has blocks and auto=True, which looks for blocks; give one of them")
+    functor = adapter.patch_functor
+    if functor is not None and not callable(getattr(functor, "apply", None)):
+        raise ModelError(f"patch_functor={functor!r} has no method apply; derive it from PatchFunctor")
+
+
+def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
+    """The lists that an adapter means, for each of its transformers.
+
+    Raises:
+        ModelError: if blocks are not the transformer's, or patterns are not what the blocks do.
+    """
+    validate_adapter(adapter)
+    return [_resolve_transformer(adapter, fields) for fields in _split_by_transformer(adapter)]
+
+
+def find_pipeline_block_lists(pipe: Any) -> list[TransformerBlockLists]:
+    """The lists of each transformer of a pipeline (or of the transformer that is given), by table or source.
+
+    Raises:
+        ModelError: if there is no transformer, or its blocks are not known.
+    """
+    return [
+        TransformerBlockLists(unwrap_module(transformer), find_block_lists(transformer))
+        for transformer in find_transformers(pipe)
+    ]
+
+
+def find_transformers(pipe: Any) -> list[nn.Module]:
+    """The transformers that a pipeline calls: `transformer`, `transformer_2`, `prior` and the like.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    if isinstance(pipe, nn.Module):
+        return [pipe]
+    modules = {name: part for name, part in list_pipeline_parts(pipe).items() if isinstance(part, nn.Module)}
+    transformers = [
+        part for name, part in modules.items() if "transformer" in name or find_table_entry(type(unwrap_module(part)))
+    ]
+    if not transformers:
+        raise ModelError(
+            f"{type(pipe).__name__} has no transformer, and only the blocks of one can be left out; give a pipeline, a "
+            "transformer or a BlockAdapter"
+        )
+    return list(dict.fromkeys(transformers))
+
+
+def _split_by_transformer(adapter: BlockAdapter) -> list[_AdapterFields]:
+    """The fields of an adapter, sorted by transformer."""
+    named = adapter.transformer
+    transformers = [named] if isinstance(named, nn.Module) else list(named or find_transformers(adapter.pipe))
+    if named is not None and adapter.pipe is not None:
+        called = [unwrap_module(each) for each in find_transformers(adapter.pipe)]
+        for stranger in (each for each in transformers if unwrap_module(each) not in called):
+            raise ModelError(
+                f"the {type(unwrap_module(stranger)).__name__} of BlockAdapter is not that of its "
+                f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
+            )
+    count = len(transformers)
+    given = adapter.blocks if adapter.blocks is not None else adapter.blocks_name
+    blocks = _split_adapter_field("blocks", given, count)
+    patterns = _split_adapter_field("forward_pattern", adapter.forward_pattern, count)
+    modifiers = _split_adapter_field("params_modifiers", adapter.params_modifiers, count)
+    return [
+        _AdapterFields(unwrap_module(transformer), blocks[index], patterns[index] or [None], modifiers[index] or [])
+        for index, transformer in enumerate(transformers)
+    ]
+
+
+def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | None]:
+    """A field as a list for each transformer; one value is that of all."""
+    if not isinstance(value, (list, tuple)):
+        return [None if value is None else [value]] * count
+    if not value:
+        raise ModelError(f"{what} is empty; leave it out, or name one")
+    if count == 1:
+        nested = len(value) == 1 and isinstance(value[0], (list, tuple)) and not _is_list_of_blocks(value[0])
+        return [_list_field_entries(value[0] if nested else value)]
+    if len(value) != count:
+        raise ModelError(f"{what} has {len(value)} entries for {count} transformers; give a list with one for each")
+    return [_list_field_entries(each) for each in value]
+
+
+def _list_field_entries(value: Any) -> list[Any]:
+    """The entries for one transformer; blocks in a plain list are one entry."""
+    return list(value) if isinstance(value, (list, tuple)) and not _is_list_of_blocks(value) else [value]
+
+
+def _is_list_of_blocks(value: Any) -> bool:
+    """Whether a list holds blocks, rather than lists of them."""
+    return bool(value) and all(isinstance(each, nn.Module) and not isinstance(each, nn.ModuleList) for each in value)
+
+
+def _flatten_nested(value: Any) -> list[Any]:
+    return [item for each in value for item in _flatten_nested(each)] if isinstance(value, (list, tuple)) else [value]
+
+
+def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> TransformerBlockLists:
+    model = fields.transformer
+    # First of all: what it edits may be the blocks.
+    undo = _apply_functor(model, adapter.patch_functor)
+    # Also if the adapter names the blocks: this refuses a transformer whose blocks may not be left out.
+    every = look_up_block_lists(model)
+    for name in adapter.dummy_blocks_names or ():
+        get_module_list(model, name)
+    parts: list[list[NamedBlocks]]
+    if adapter.auto:
+        parts = [[_search_block_list(adapter, model, fields.patterns[0])]]
+    elif fields.blocks is None:
+        parts = [[(each.name, each.blocks)] for each in every or find_block_lists(model)]
+    else:
+        parts = [_group_by_owner(model, each) for each in fields.blocks]
+    patterns = _repeat_for_lists("forward_pattern", fields.patterns, len(parts))
+    modifiers = _repeat_for_lists("params_modifiers", fields.modifiers, len(parts)) if fields.modifiers else []
+    lists = []
+    settings = []
+    for index, part in enumerate(parts):
+        for name, blocks in part:
+            if name not in (adapter.dummy_blocks_names or ()) or len(part) > 1:
+                flow = _resolve_flow(adapter, model, name, blocks, patterns[index])
+                lists.append(BlockList(name, tuple(blocks), flow))
+                settings += modifiers[index : index + 1]
+    if not lists:
+        raise ModelError(f"dummy_blocks_names={adapter.dummy_blocks_names} leaves no block of {type(model).__name__}")
+    return TransformerBlockLists(model, lists, settings, adapter.has_separate_cfg, undo)
+
+
+def _repeat_for_lists(what: str, values: list[Any], count: int) -> list[Any]:
+    """One value for each list."""
+    if len(values) not in (1, count):
+        raise ModelError(f"{what} has {len(values)} entries for {count} lists of blocks; give one, or one for each")
+    return values if len(values) == count else values * count
+
+
+def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
+    """Given blocks by the lists of the transformer that own them; a list may join several of these."""
+    if isinstance(blocks, str):
+        return [(blocks, tuple(get_module_list(model, blocks)))]
+    if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList):
+        raise ModelError(f"blocks is a {type(blocks).__name__}; it must be a ModuleList of {type(model).__name__}")
+    members = list(blocks)
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
+    owners = {id(member): name for name, each in reversed(lists) for member in each}
+    strangers = [type(unwrap_module(member)).__name__ for member in members if id(member) not in owners]
+    if strangers or not members:
+        names = ", ".join(name for name, _ in lists if "." not in name)
+        what = f"{strangers[0]} in blocks is" if strangers else "blocks is empty, so nothing is"
+        raise ModelError(f"{what} not in a ModuleList of {type(model).__name__}; its lists are {names or 'none'}")
+    return [(name, list(each)) for name, each in groupby(members, lambda member: owners[id(member)])]
+
+
+def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: ForwardPattern | None) -> NamedBlocks:
+    """The list that auto=True finds.
+
+    Raises:
+        ModelError: if none is as the adapter wants it.
+    """
+    matches = []
+    others = []
+    prefixes = tuple(adapter.allow_prefixes)
+    suffixes = tuple(adapter.allow_suffixes)
+    for name, blocks, call in find_candidate_lists(model):
+        flow = find_list_flow(model, name, blocks)
+        classes = [type(unwrap_module(block)).__name__ for block in blocks]
+        is_named = not adapter.check_prefixes or name.startswith(prefixes)
+        is_classed = not adapter.check_suffixes or all(cls.endswith(suffixes) for cls in classes)
+        if flow is None or pattern is None:
+            is_alike = not (flow is None and pattern is None)
+        else:
+            is_alike = adapter.check_forward_pattern is False or pattern.flow.returns == flow.returns
+        is_usable = (call is None or call.alone) and name not in (adapter.dummy_blocks_names or ())
+        if is_named and is_classed and is_alike and is_usable:
+            matches.append((name, tuple(blocks)))
+        others.append(f"{name} ({find_flow_pattern(flow).name if flow else 'of no known pattern'})")
+    if not matches:
+        raise ModelError(
+            f"auto=True finds no list of {type(model).__name__} with forward_pattern="
+            f"{pattern.name if pattern else None} and allow_prefixes={list(adapter.allow_prefixes)}; "
+            f"it has {', '.join(others) or 'no list of blocks'}"
+        )
+    best = max if adapter.blocks_policy == "max" else min
+    return best(matches, key=lambda each: len(each[1]))
+
+
+def _resolve_flow(
+    adapter: BlockAdapter, model: nn.Module, name: str, blocks: Sequence[nn.Module], pattern: ForwardPattern | None
+) -> Flow:
+    """How the blocks of a list pass tokens on: by the pattern, where table and source do not say otherwise."""
+    known_flow = find_list_flow(model, name, blocks)
+    where = f"{type(model).__name__}.{name}"
+    if pattern is None:
+        if known_flow is None:
+            raise ModelError(
+                f"{where}: it cannot be told in which order its blocks return image and text; say it with "
+                "forward_pattern=ForwardPattern...."
+            )
+        return known_flow
+    if known_flow is None:
+        return _bind_pattern(pattern, where, blocks[0])
+    right = find_flow_pattern(known_flow)
+    wrong = f"{where}: forward_pattern={pattern}, and its blocks are {right}"
+    if adapter.check_num_outputs and len(known_flow.returns) != len(pattern.flow.returns):
+        raise ModelError(f"{wrong}; give ForwardPattern.{right.name}, or check_num_outputs=False")
+    if adapter.check_forward_pattern is False:
+        return _bind_pattern(pattern, where, blocks[0])
+    if known_flow.returns != pattern.flow.returns:
+        if adapter.check_forward_pattern:
+            raise ModelError(f"{wrong}; give ForwardPattern.{right.name}, or check_forward_pattern=False")
+        warnings.warn(f"{wrong}; ForwardPattern.{right.name} is used", UserWarning, stacklevel=4)
+    return known_flow
+
+
+def _bind_pattern(pattern: ForwardPattern, where: str, block: nn.Module) -> Flow:
+    """The flow of a pattern, with the names of a block's parameters."""
+    parameters = list_forward_parameters(block)
+    image, text = find_token_parameters(parameters)
+    if pattern.flow.text is None:
+        return Flow(pattern.flow.returns, image, None)
+    if text is None and "text" in pattern.flow.returns:
+        text = next((name for name in parameters if name != image), None)
+        if text is None:
+            raise ModelError(f"{where}: forward_pattern={pattern}, and its blocks take {', '.join(parameters)} alone")
+    return Flow(pattern.flow.returns, image, text)
+
+
+def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
+    """Lets a functor edit a transformer; returns what undoes the attributes that it set on instances."""
+    if functor is None:
+        return lambda: None
+    before = [(module, dict(vars(module))) for module in model.modules()]
+    if unwrap_module(functor.apply(model)) is not model:
+        raise ModelError(
+            f"{type(functor).__name__}.apply returned another module; edit the one it is given, and return it"
+        )
+    edits = [
+        (module, name, old.get(name), name in old, value)
+        for module, old in before
+        for name, value in vars(module).items()
+        if name not in old or old[name] is not value
+    ]
+
+    def undo_edits() -> None:
+        for module, name, old, was, value in edits:
+            # Only if it was not set again since.
+            if vars(module).get(name) is value:
+                vars(module).pop(name)
+                if was:
+                    vars(module)[name] = old
+
+    return undo_edits
+
+
+class ForwardPattern(Enum):
+    """What a block's forward takes, and what it returns; each value is the number in the name."""
+
+    Pattern_0 = 0
+    Pattern_1 = 1
+    Pattern_2 = 2
+    Pattern_3 = 3
+    Pattern_4 = 4
+    Pattern_5 = 5
+
+    @property
+    def flow(self) -> Flow:
+        """The same as a `Flow`, with diffusers' usual names of parameters."""
+        return _FLOWS[self.value]
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        """Parameters that take tokens."""
+        return ("hidden_states",) if self.flow.text is None else ("hidden_states", "encoder_hidden_states")
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """What is returned, in order."""
+        names = {"image": "hidden_states", "text": "encoder_hidden_states"}
+        return tuple(names[stream] for stream in self.flow.returns)
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.takes)} -> {', '.join(self.gives)})"
+
+
+Pattern_0, Pattern_1, Pattern_2, Pattern_3, Pattern_4, Pattern_5 = ForwardPattern
+"""The patterns under the names that cache-dit gives them too."""
+
+_FLOWS = (
+    Flow(("image", "text")),
+    Flow(("text", "image")),
+    Flow(("image",)),
+    Flow(("image",), text=None),
+    Flow(("image", "text"), text=None),
+    Flow(("text", "image"), text=None),
+)
+
+
+def find_flow_pattern(flow: Flow) -> ForwardPattern:
+    """The pattern of a flow, whatever its parameters are called; raises `ModelError` if there is none."""
+    for pattern in ForwardPattern:
+        if pattern.flow.returns == flow.returns and (pattern.flow.text is None) == (flow.text is None):
+            return pattern
+    raise ModelError(f"no pattern returns {flow.returns}; known are 'image' alone, and 'image' and 'text' in any order")

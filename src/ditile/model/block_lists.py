@@ -1,0 +1,176 @@
+"""Which lists have a transformer's blocks, and how these pass tokens on: by its `ModelSpec`, the table, or its source.
+
+Where the source (see `source.py`) leaves something open, a `BlockAdapter` with a `forward_pattern` says it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator
+
+import diffusers
+from torch import nn
+
+from ditile.model.block_table import TRANSFORMER_TABLE, TransformerEntry, find_table_entry
+from ditile.model.source import (
+    BlockCall,
+    find_token_parameters,
+    infer_block_flow,
+    list_forward_parameters,
+    read_block_calls,
+    unwrap_module,
+)
+from ditile.plan.errors import ModelError
+from ditile.plan.spec import BlockList, Flow
+
+_PREPARES = re.compile(r"refiner|(^|_)(text|txt|context|caption|prompt)(_|$)")
+"""Lists with such a name prepare tokens once, ahead of the chain."""
+
+
+def find_block_lists(transformer: nn.Module) -> list[BlockList]:
+    """The lists of a transformer's blocks, in order of execution.
+
+    Raises:
+        ModelError: if its blocks may not be left out, or no list, or no flow of its blocks, is known.
+    """
+    return look_up_block_lists(transformer) or discover_block_lists(transformer)
+
+
+def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
+    """The lists of a transformer by the table; empty if it does not know it.
+
+    Raises:
+        ModelError: if its blocks may not be left out.
+    """
+    model = unwrap_module(transformer)
+    entry = find_table_entry(type(model))
+    return _build_lists_from_entry(model, entry) if entry is not None else []
+
+
+def find_list_flow(transformer: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
+    """How the blocks of a list pass tokens on, by table or source; None if they differ, or it is not known."""
+    model = unwrap_module(transformer)
+    for each in look_up_block_lists(model):
+        if each.name == name:
+            return each.flow
+    return _infer_common_flow(blocks, read_block_calls(model).get(name))
+
+
+def _infer_common_flow(blocks: Iterable[nn.Module], call: BlockCall | None) -> Flow | None:
+    """The flow of the blocks of a list by their sources; None if they differ."""
+    kinds = {type(unwrap_module(block)): block for block in blocks}
+    flows = {infer_block_flow(block, call) for block in kinds.values()}
+    return flows.pop() if len(flows) == 1 else None
+
+
+def find_model_entry(transformer: nn.Module) -> TransformerEntry:
+    """The row of a transformer in the table; an empty row if it has none."""
+    return find_table_entry(type(unwrap_module(transformer))) or TransformerEntry()
+
+
+def discover_block_lists(transformer: nn.Module) -> list[BlockList]:
+    """The lists of blocks of a transformer by its source.
+
+    Raises:
+        ModelError: if there is none, two are called in turns, or no flow of their blocks is known.
+    """
+    model = unwrap_module(transformer)
+    block_lists = [_build_discovered_list(model, *candidate) for candidate in find_candidate_lists(model)]
+    if not block_lists:
+        raise ModelError(
+            f"{type(model).__name__} has no ModuleList that its forward runs its tokens through; name one with "
+            "BlockAdapter(transformer=..., blocks=..., forward_pattern=...)"
+        )
+    return block_lists
+
+
+def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.ModuleList, BlockCall | None]]:
+    """The lists of a transformer that can have its chain of blocks, in order of execution, and how they are called."""
+    calls = read_block_calls(transformer)
+    children = transformer.named_children()
+    lists = {name: child for name, child in children if isinstance(child, nn.ModuleList) and _has_custom_blocks(child)}
+    for name in [name for name in calls if name in lists] or list(lists):
+        if not _only_prepares_tokens(name, lists[name], calls.get(name)):
+            yield name, lists[name], calls.get(name)
+
+
+def supported_pipelines() -> tuple[int, list[str]]:
+    """The diffusers pipelines whose transformer has known lists: how many they are, and their names."""
+    known = {name for name, row in TRANSFORMER_TABLE.items() if not row.refusal}
+    names = sorted(name for name, models in map_pipeline_components().items() if models & known)
+    return len(names), names
+
+
+def map_pipeline_components() -> dict[str, set[str]]:
+    """Each diffusers pipeline, and the names of the classes that its components may have."""
+    components = {}
+    for name in dir(diffusers):
+        cls = getattr(diffusers, name) if name.endswith("Pipeline") else None
+        if isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline):
+            annotations = [str(p.annotation) for p in inspect.signature(cls.__init__).parameters.values()]
+            components[name] = {word for annotation in annotations for word in re.findall(r"\w+", annotation)}
+    return components
+
+
+def _build_lists_from_entry(model: nn.Module, entry: TransformerEntry) -> list[BlockList]:
+    if entry.refusal:
+        raise ModelError(
+            f"{type(model).__name__}: {entry.refusal}, so its blocks cannot be left out; run it without a cache"
+        )
+    lists = []
+    for name, flow in entry.lists.items():
+        blocks = get_module_list(model, name)
+        apart = int(getattr(model, entry.apart[name])) if name in entry.apart else 0
+        lists.append(BlockList(name, tuple(blocks)[: len(blocks) - apart], flow))
+    return [each for each in lists if len(each.blocks)]
+
+
+def get_module_list(model: nn.Module, name: str) -> nn.ModuleList:
+    """The list of that name.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    module = model
+    for part in name.split("."):
+        module = getattr(module, part, None)  # type: ignore[assignment]
+    if not isinstance(module, nn.ModuleList):
+        lists = ", ".join(name for name, child in model.named_children() if isinstance(child, nn.ModuleList))
+        raise ModelError(f"{type(model).__name__} has no ModuleList {name!r}; it has {lists or 'none'}")
+    return module
+
+
+def _build_discovered_list(model: nn.Module, name: str, blocks: nn.ModuleList, call: BlockCall | None) -> BlockList:
+    """A list with the flow that its blocks agree on."""
+    if call is not None and not call.alone:
+        raise ModelError(
+            f"{type(model).__name__} calls the blocks of {name} and of another list in turns, so none can be left out; "
+            "run it without a cache"
+        )
+    flow = _infer_common_flow(blocks, call)
+    if flow is None:
+        classes = ", ".join(sorted({type(unwrap_module(block)).__name__ for block in blocks}))
+        raise ModelError(
+            f"{type(model).__name__}.{name}: the source of {classes} does not say in which order its blocks return "
+            "image and text; say it with BlockAdapter(transformer=..., blocks=..., forward_pattern=ForwardPattern....)"
+        )
+    return BlockList(name, tuple(blocks), flow)
+
+
+def _has_custom_blocks(modules: nn.ModuleList) -> bool:
+    """Whether the modules of a list are more than PyTorch's own layers."""
+    kinds = {type(unwrap_module(module)): module for module in modules}
+    own = all(not cls.__module__.startswith("torch.") and cls.forward is not nn.Module.forward for cls in kinds)
+    return bool(kinds) and own and all(list_forward_parameters(module) for module in kinds.values())
+
+
+def _only_prepares_tokens(name: str, blocks: nn.ModuleList, call: BlockCall | None) -> bool:
+    """Whether a list only prepares tokens for the lists behind it, or does not pass on its own tokens."""
+    if _PREPARES.search(name):
+        return True
+    if call is None or not call.results:
+        return False
+    parameters = list_forward_parameters(blocks[0])
+    tokens = call.bind_arguments(parameters).get(find_token_parameters(parameters)[0], "")
+    return tokens == "encoder_hidden_states" or _PREPARES.search(tokens) is not None or tokens not in call.results

@@ -1,0 +1,256 @@
+"""Brings the attention of a block's layers to the cores of a plan, by whatever way the block calls attention.
+
+Layers that go through diffusers' `dispatch_attention_fn`: diffusers passes `processor._parallel_config` verbatim to the
+backend that `processor._attention_backend` names. Layers that call torch's scaled dot-product attention themselves:
+calls of that function go to a core while the layer's forward runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from ditile.model.hooks.attention_processors import uses_dispatch
+from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS, BlockHook, LayerAttention, list_adapter_calls
+from ditile.model.hooks.compile import exclude_from_compile
+from ditile.model.hooks.key_padding import make_pairs_error
+from ditile.model.hooks.overrides import override_attribute, replace_globals
+from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS
+from ditile.plan.errors import ModelError, StateError
+from ditile.plan.spec import ModelSpec
+
+BuildAttention = Callable[..., LayerAttention]
+
+
+def install_attention(
+    stack: ExitStack,
+    spec: ModelSpec,
+    hook: BlockHook,
+    build: BuildAttention,
+    choose_backend: Callable[[Any], Any],
+    is_whole: Callable[[], bool] | None = None,
+) -> None:
+    """Installs cores in the layers of a block until the stack is closed.
+
+    Args:
+        stack: undoes it.
+        spec: may have processors of its own.
+        hook: the block.
+        build: (layer, backend, kind, through_dispatch) -> the attention of a layer.
+        choose_backend: the name of the attention backend that calls a core, given the name that a processor has.
+        is_whole: whether the call at hand is computed whole, without cores; None if none is.
+    """
+    for path, module in hook.list_attentions():
+        layer = f"{hook.name}.{path}".rstrip(".")
+        calls = hook.list_calls(path)
+        stock: Any = getattr(module, "processor", None)
+        through_dispatch = uses_dispatch(stock)
+        backend = stock._attention_backend if through_dispatch else None
+        # What has further keys may dispatch without the processor's `_parallel_config`, and otherwise in other calls.
+        redirects = not through_dispatch or is_whole is not None or any(FURTHER in kind for _, kind in calls)
+        cores: list[LayerAttention | None] = []
+        for name, kind in calls:
+            core = None
+            if kind != LOCAL:
+                core = build(name, backend, kind=kind.removesuffix(REAL_PAIRS), through_dispatch=through_dispatch)
+            cores.append(MaskOfRealPairs(core) if core is not None and kind.endswith(REAL_PAIRS) else core)
+        attend = cores[0]
+        if len(cores) > 1:
+            attend = turns = CallsInTurn(layer, cores, len(cores) - len(list_adapter_calls(stock)))
+            stack.callback(hook.block.register_forward_hook(exclude_from_compile(turns.end_block)).remove)
+        assert attend is not None
+        if not redirects:
+            processor = spec.overlapped(attend) if spec.overlapped is not None and attend.overlaps else copy.copy(stock)
+            if spec.overlapped is None or not attend.overlaps:
+                processor._parallel_config = attend
+                processor._attention_backend = choose_backend(backend)
+            override_attribute(stack, module, "processor", processor)
+        elif spec.processor is not None and not isinstance(stock, ADAPTER_PROCESSORS):
+            override_attribute(stack, module, "processor", spec.processor(attend))
+        else:
+            if backend is not None:
+                processor = copy.copy(stock)
+                processor._attention_backend = AttentionBackendName.NATIVE
+                override_attribute(stack, module, "processor", processor)
+            redirect = AttentionRedirect(attend)
+            override_attribute(
+                stack,
+                module,
+                "forward",
+                functools.partial(_forward_redirected, redirect, layer if path else None, is_whole, module.forward),
+            )
+
+
+class MaskOfRealPairs:
+    """Attention whose mask has a pair for each query and key that are both real: a mask of keys says the same.
+
+    What padded queries attend to is read by nobody.
+    """
+
+    overlaps = False
+
+    def __init__(self, core: LayerAttention) -> None:
+        self._core = core
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """`[B, S, N, H]` to the same.
+
+        Raises:
+            ModelError: if the mask is additive, so that padded keys are attended to, and padded queries are read.
+        """
+        if mask is not None and mask.dtype != torch.bool:
+            raise make_pairs_error(mask)
+        return self._core.attend(q, k, v, mask=None if mask is None else mask.any(dim=-2, keepdim=True), scale=scale)
+
+
+class CallsInTurn:
+    """The attention of a layer that attends several times in each call, known by their turn.
+
+    Args:
+        layer: its name in the model.
+        cores: of each turn.
+        least: how many turns there are at least; the others are of IP-adapters, which a call may give no pictures.
+    """
+
+    overlaps = False
+
+    def __init__(self, layer: str, cores: Sequence[LayerAttention | None], least: int) -> None:
+        self._layer = layer
+        self._cores = cores
+        self._turn = 0
+        self._known = range(least, len(cores) + 1)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor:
+        """`[B, S, N, H]` to the same, by the core whose turn it is, or by torch where all keys are here."""
+        core = self._cores[self._turn % len(self._cores)]
+        self._turn += 1
+        if core is not None:
+            return core.attend(q, k, v, mask=mask, scale=scale)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
+
+    def end_block(self, *_: Any) -> None:
+        """The block of the layer returns: in its next call the first turn is next.
+
+        Raises:
+            StateError: if there were more turns or fewer; a pass in which the block is left out has none.
+        """
+        turns = self._turn
+        self._turn = 0
+        if turns and turns not in self._known:
+            raise StateError(
+                f"{self._layer} attended {turns} times in a call and {self._known[-1]} times when it was looked at, "
+                "so which keys are whose is not known; use a plan of data or cfg"
+            )
+        if turns and len(self._known) > 1:
+            self._known = range(turns, turns + 1)
+
+
+def copy_multi_head_attention(attend: Callable[..., Tensor]) -> Callable[..., Any]:
+    """The function of torch's `nn.MultiheadAttention`, with another function in place of scaled dot-product attention.
+
+    It returns no weights of attention: whoever asked for them and does not use them, as is the default, misses none.
+    """
+    function = replace_globals(functional.multi_head_attention_forward, {"scaled_dot_product_attention": attend})
+
+    @functools.wraps(function)
+    def attend_without_weights(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{**kwargs, "need_weights": False})
+
+    return attend_without_weights
+
+
+class AttentionRedirect(TorchFunctionMode):
+    """While it is entered, scaled dot-product attention goes to a core.
+
+    Args:
+        core: attends.
+
+    Attributes:
+        calls: how many calls it has redirected.
+    """
+
+    def __init__(self, core: LayerAttention) -> None:
+        super().__init__()
+        self._core = core
+        self.calls = 0
+        self._multi_head = copy_multi_head_attention(self._count_and_attend)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            self.calls += 1
+            return self._attend_with_core(*args, **(kwargs or {}))
+        if func is functional.multi_head_attention_forward:
+            return self._multi_head(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _count_and_attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return self._attend_with_core(*args, **kwargs)
+
+    def _attend_with_core(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        refuse_causal_and_dropout(dropout_p, is_causal)
+        # Rows and heads are one dimension: they are passed on as the heads of one row.
+        if query.ndim == 3:
+            mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
+            return self._attend_with_core(query[None], key[None], value[None], mask, scale=scale)[0]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
+        return self._core.attend(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
+
+
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values `[B, S, N, H]` that several heads share, once for each head."""
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+
+
+def _forward_redirected(
+    redirect: AttentionRedirect,
+    layer: str | None,
+    is_whole: Callable[[], bool] | None,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if is_whole is not None and is_whole():
+        return forward(*args, **kwargs)
+    before = redirect.calls
+    with redirect:
+        out = forward(*args, **kwargs)
+    # A block that attends itself may be left out by a cache, whose hook is within.
+    if redirect.calls == before and layer is not None:
+        raise ModelError(
+            f"{layer} computes attention otherwise than it did when it was looked at; use a plan of data or cfg"
+        )
+    return out
+
+
+def refuse_causal_and_dropout(dropout_p: float, is_causal: bool) -> None:
+    """Raises `ModelError` if attention is causal or drops out."""
+    if dropout_p:
+        raise ModelError(f"attention drops out with dropout_p={dropout_p}; call eval() on the transformer")
+    if is_causal:
+        raise ModelError("causal attention cannot be shared out over ranks; run this model with ulysses=1 and ring=1")

@@ -1,0 +1,84 @@
+"""The attention processors of diffusers' models: where they are, and how their calls are made faster."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_processor import Attention
+from torch import nn
+
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.overrides import override_attribute
+from ditile.plan.spec import ModelSpec
+
+UNFUSE = "call pipe.transformer.unfuse_qkv_projections()"
+"""What undoes diffusers' `fuse_qkv_projections`; few pipelines have a method of that name."""
+
+
+def has_fused_projections(attention: Any) -> bool:
+    """Whether q, k and v come from the product that diffusers' `fuse_qkv_projections` made.
+
+    Newer layers say so themselves. Older ones have a processor for it, and a flag that stays when they are unfused.
+    """
+    if isinstance(attention, AttentionModuleMixin):
+        return bool(attention.fused_projections)
+    return type(getattr(attention, "processor", None)).__name__.startswith("Fused")
+
+
+def is_unfused_leftover(attention: Any, name: str) -> bool:
+    """Whether a product is one that older layers keep after they were unfused, and never use again."""
+    return isinstance(attention, Attention) and name in ("to_qkv", "to_kv", "to_added_qkv")
+
+
+def find_attention_processors(transformer: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """(name, module, processor) of every module of a model that has an attention processor."""
+    for name, module in transformer.named_modules():
+        processor = getattr(module, "processor", None)
+        if processor is not None:
+            yield name, module, processor
+
+
+@contextmanager
+def restore_processors_on_error(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts the processors of models back after an error: pipelines that replace them do it at their end alone."""
+    before = [each for model in models for each in find_attention_processors(model)]
+    try:
+        yield
+    except BaseException:
+        for _, module, processor in before:
+            if module.processor is not processor:
+                module.set_processor(processor)  # type: ignore[operator]
+        raise
+
+
+def cache_signatures(stack: ExitStack, block: nn.Module) -> None:
+    """Keeps each processor's signature, which diffusers computes in every call (0.1 ms), until the stack is closed."""
+    for _, module, processor in find_attention_processors(block):
+        if isinstance(processor, nn.Module):
+            continue
+        ready = copy.copy(processor)
+        signed_call = functools.partial(type(processor).__call__, processor)
+        signed_call.__signature__ = inspect.signature(processor.__call__)  # type: ignore[attr-defined]
+        ready.__call__ = signed_call
+        override_attribute(stack, module, "processor", ready)
+
+
+def replace_cross_processors(stack: ExitStack, spec: ModelSpec, block: nn.Module, now: Generation) -> None:
+    """Replaces the processors of attention to the text, which is whole on every rank, until the stack is closed."""
+    for name, make in spec.cross.items():
+        attention: Any = getattr(block, name, None)
+        if type(getattr(attention, "processor", None)) in spec.stock:
+            override_attribute(
+                stack, attention, "processor", make(lambda key, compute: now.get_branch_constant(key, compute))
+            )
+
+
+def uses_dispatch(processor: Any) -> bool:
+    """Whether a processor goes through diffusers' `dispatch_attention_fn`."""
+    return hasattr(processor, "_attention_backend") and hasattr(processor, "_parallel_config")

@@ -1,0 +1,293 @@
+"""Which dimension of each tensor of a transformer call is the batch: cuts a call down to some rows, joins several.
+
+A row is one branch of guidance of one image. Rows never see each other in a transformer, so any run of them may be
+computed apart; only the shapes of matrices change, and with them the last bits.
+
+A table of positions may be as long as the batch, so a length alone says nothing. A family with a `ModelSpec` says which
+arguments have no rows. Any other model is asked: a copy of it that has shapes and no data is called with another number
+of rows. Such a call is possible only if all that has rows has as many, and what has none is as long as it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import attention_backend
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from ditile.model.hooks.overrides import override_attribute
+from ditile.plan.errors import ModelError
+
+LOG = logging.getLogger("ditile")
+TensorPath = tuple[str | int, ...]
+"""Where a tensor is in the arguments of a call: the argument's name, then keys and indices."""
+_MOST_TABLES = 2
+"""How many arguments may be as long as the batch without having rows."""
+_MISFITS = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AttributeError, AssertionError)
+"""What a model raises if its arguments do not fit each other."""
+_VALUE_NEEDED = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+    fake_tensor.UnsupportedOperatorException,
+)
+"""What torch raises if a forward asks for a value that a tensor without data does not have."""
+_OTHER_DIMS = {"encoder_hidden_states_llama3": 1}
+"""Arguments of models that need values (HiDream's) with the batch in another dimension than the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDims:
+    """Which dimension of each tensor of a call is the batch.
+
+    Attributes:
+        dims: path of a tensor -> its batch dimension. What is not named is the same for all rows.
+    """
+
+    dims: Mapping[TensorPath, int]
+
+    def slice_arguments(self, arguments: Mapping[str, Any], select: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The arguments of a call on some rows, of which `select` takes those of a tensor `[rows, ...]`."""
+
+        def select_dim(path: TensorPath, x: Tensor) -> Tensor:
+            dim = self.dims.get(path)
+            return x if dim is None else select(x.movedim(dim, 0)).movedim(0, dim)
+
+        return {name: _map_tensors(value, select_dim, (name,)) for name, value in arguments.items()}
+
+
+class BatchDimFinder:
+    """Finds the batch dimension of the arguments of a model.
+
+    Args:
+        model: as the user gave it.
+        table: names of the arguments that have no rows, where the family says so; None asks the model.
+    """
+
+    def __init__(self, model: nn.Module, table: Collection[str] | None) -> None:
+        self._model = model
+        self._table = table
+        self._known: dict[object, BatchDims | None] = {}
+
+    def find_dims(self, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
+        """The batch dimensions of a call; None where they cannot be known, so that only the whole batch will do.
+
+        Args:
+            arguments: of the call, by name.
+            noisy: which of them is the noisy input.
+            batch_size: its rows.
+
+        Raises:
+            ModelError: if an argument has another number of rows.
+        """
+        misfit = _find_misfit(arguments, batch_size, self._table or ())
+        if self._table is not None and misfit is None:
+            return find_dims_by_length(arguments, batch_size, self._table)
+        shapes = [(path, tuple(x.shape)) for path, x in _list_tensors(arguments)]
+        key = tuple((path, shape[:1] == (batch_size,), len(shape)) for path, shape in shapes)
+        if key not in self._known:
+            self._known[key] = derive_batch_dims(self._model, arguments, noisy, batch_size)
+            if self._known[key] is None and self._table is None:
+                LOG.warning(
+                    "%s cannot be called with another number of rows than %d, so every rank of the axes data and cfg "
+                    "computes all of them; data=1 and cfg=1 are as fast",
+                    type(self._model).__name__,
+                    batch_size,
+                )
+        if self._known[key] is None and self._table is not None:
+            raise ModelError(
+                f"{misfit} has {len(arguments[str(misfit)])} row(s) in a call of the model on {batch_size}, so it is "
+                "not known whose they are; give as many embeddings as images"
+            )
+        return self._known[key]
+
+
+def find_dims_by_length(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str] = ()) -> BatchDims:
+    """Every tensor of that length has rows, by its first dimension, but for the arguments `whole`: a family's table."""
+    candidates = _list_candidates(arguments, batch_size)
+    return BatchDims({path: 0 for path in candidates if path[0] not in whole})
+
+
+def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
+    """The batch dimensions of a call, learnt from the model's own forward, of which nothing is computed.
+
+    If no copy can be made of the model, or its forward needs values, every tensor as long as the batch has rows, but
+    those that are in a container with tensors of other lengths.
+
+    Returns:
+        None if the model takes no other number of rows, or what it takes does not fit its batch.
+    """
+    candidates = _list_candidates(arguments, batch_size)
+    try:
+        probe = _ShapeProbe(model, arguments)
+        for size in probe.list_other_sizes(batch_size):
+            for tables in _list_subsets(candidates, noisy):
+                rows = {path for path in candidates if path[0] not in tables}
+                if not probe.is_possible(rows, size):
+                    # Where the call is not possible as it is, no other one tells more.
+                    if not tables and not probe.is_possible((), batch_size):
+                        return None
+                    continue
+                # A table that is looked up by index may have any length.
+                for path in sorted(rows - {(noisy,)}, key=str):
+                    if probe.is_possible(rows - {path}, size):
+                        rows.remove(path)
+                return BatchDims(dict.fromkeys(rows, 0))
+        return None
+    except _VALUE_NEEDED:
+        # Embeddings for another number of images: the model itself says that they do not fit.
+        embeds = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 2}
+        if _find_misfit(embeds, batch_size, _OTHER_DIMS) is not None:
+            return None
+        mixed = {path[0] for path, x in _list_tensors(arguments) if x.ndim and x.shape[0] not in (1, batch_size)}
+        dims = {path: 0 for path in candidates if path[0] not in mixed}
+        return BatchDims(dims | {(name,): dim for name, dim in _OTHER_DIMS.items() if name in arguments})
+
+
+def slice_batch_arguments(
+    arguments: Mapping[str, Any], batch_size: int, select: Callable[[Tensor], Tensor], whole: Collection[str] = ()
+) -> dict[str, Any]:
+    """Arguments of a call on a batch, cut down to some of its rows, where a table says what has none.
+
+    Args:
+        arguments: by name. Tensors with `batch_size` entries in the first dimension are cut, also within dicts, lists
+            and tuples; all else (scalars, one row for all, tables per token) is the same for every row.
+        batch_size: rows of the batch.
+        select: the wanted rows of a tensor.
+        whole: names of arguments that have no rows, whatever their length, as position ids.
+    """
+    return find_dims_by_length(arguments, batch_size, whole).slice_arguments(arguments, select)
+
+
+def join_batch_results(results: Sequence[Any]) -> Any:
+    """The result of a call on all rows, from those of its parts: a tuple or an output object of batched tensors.
+
+    A list has an entry for each row.
+    """
+    one = results[0]
+    if isinstance(one, Tensor):
+        return torch.cat(list(results))
+    # Outputs of diffusers are mappings, and dataclasses.
+    if isinstance(one, Mapping):
+        return type(one)(**{name: join_batch_results([result[name] for result in results]) for name in one})
+    if isinstance(one, list):
+        return [row for result in results for row in result]
+    if isinstance(one, tuple):
+        return tuple(join_batch_results(parts) for parts in zip(*results, strict=True))
+    return one
+
+
+class _ShapeProbe:
+    """A model of the same class and config without data, which is called to see whether a call is possible.
+
+    Raises:
+        UnsupportedFakeTensorException: if it cannot be made.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Mapping[str, Any]) -> None:
+        self._arguments = arguments
+        self._mode = fake_tensor.FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        try:
+            with self._mode:
+                self._copy: nn.Module = type(model).from_config(model.config).eval()  # type: ignore[attr-defined]
+        except _MISFITS as error:  # no class of diffusers, or its config was changed since
+            raise fake_tensor.UnsupportedFakeTensorException(str(error)) from error
+
+    def list_other_sizes(self, batch_size: int) -> Iterator[int]:
+        """Numbers of rows to try, that no tensor has: first no multiple of the batch, then one."""
+        shapes = [x.shape for _, x in _list_tensors(self._arguments)] + [p.shape for p in self._copy.parameters()]
+        lengths = {length for shape in shapes for length in shape}
+        free = (size for size in itertools.count(2 * batch_size + 1) if size not in lengths)
+        yield next(size for size in free if size % batch_size)
+        yield next(size for size in free if size % batch_size == 0)
+
+    def is_possible(self, rows: Collection[TensorPath], size: int) -> bool:
+        """Whether the model can be called with `size` rows in the tensors `rows`, and returns as many."""
+
+        def resize(path: TensorPath, x: Tensor) -> Tensor:
+            dtype = torch.get_default_dtype() if x.is_floating_point() else x.dtype
+            return torch.empty((size, *x.shape[1:]) if path in rows else x.shape, dtype=dtype)
+
+        with ExitStack() as stack:
+            # It logs every failure as an error, and failures are answers here.
+            override_attribute(stack, fake_tensor.log, "disabled", True)
+            for context in (self._mode, torch.no_grad(), attention_backend("native"), _MaskCheck()):
+                stack.enter_context(context)
+            inputs = {name: _map_tensors(value, resize, (name,)) for name, value in self._arguments.items()}
+            try:
+                results = _list_tensors({"": self._copy(**inputs)})
+            except _VALUE_NEEDED:
+                raise
+            except _MISFITS:
+                return False
+        return all(x.shape[:1] == (size,) for _, x in results)
+
+
+class _MaskCheck(TorchFunctionMode):
+    """Attention without data takes masks with any number of rows; this refuses them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            query = args[0] if args else kwargs["query"]
+            mask = kwargs.get("attn_mask", (*args, *[None] * 4)[3])
+            if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, query.shape[0]):
+                raise ValueError(f"a mask of {mask.shape[0]} rows for {query.shape[0]}")
+        return func(*args, **kwargs)
+
+
+def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Collection[object]]:
+    """Arguments that may have no rows, the smallest sets first, and those within containers before others."""
+    names = sorted({path[0] for path in candidates} - {noisy}, key=lambda name: ((name,) in candidates, str(name)))
+    for count in range(_MOST_TABLES + 1):
+        yield from itertools.combinations(names, count)
+
+
+def _find_misfit(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> str | None:
+    """An argument that has neither a row for each of the batch nor one for all, though it is not named in `whole`."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
+    misfits = (name for name, x in tensors.items() if name not in whole and x.shape[0] not in (1, batch_size))
+    return next(misfits, None)
+
+
+def _list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[TensorPath]:
+    """The tensors whose first dimension is as long as the batch."""
+    return [path for path, x in _list_tensors(arguments) if x.ndim and x.shape[0] == batch_size]
+
+
+def _list_tensors(arguments: Mapping[str, Any]) -> list[tuple[TensorPath, Tensor]]:
+    """Every tensor of a call, also within dicts, lists and tuples."""
+    tensors: list[tuple[TensorPath, Tensor]] = []
+
+    def note(path: TensorPath, x: Tensor) -> Tensor:
+        tensors.append((path, x))
+        return x
+
+    for name, value in arguments.items():
+        _map_tensors(value, note, (name,))
+    return tensors
+
+
+def _map_tensors(value: Any, change: Callable[[TensorPath, Tensor], Tensor], path: TensorPath) -> Any:
+    """A value with its tensors changed, also within dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return change(path, value)
+    if isinstance(value, dict):
+        return {name: _map_tensors(part, change, (*path, name)) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_map_tensors(part, change, (*path, k)) for k, part in enumerate(value)]
+    if isinstance(value, tuple):
+        parts = [_map_tensors(part, change, (*path, k)) for k, part in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value

@@ -1,0 +1,228 @@
+"""Fewer and larger kernels for the small products of a patch: one for q, k and v, one for a linear layer and its GELU.
+
+q, k and v: their weights are laid side by side in memory and stay three parameters with their names and values. What is
+done to one in place, as when a LoRA is fused, is done to its part of the whole, and no weight is in memory twice, as it
+is with diffusers' `fuse_qkv_projections`.
+
+Linear and GELU, on CPUs: apart, the GELU takes half as long as the product. oneDNN's kernel rounds otherwise than
+torch's two, by units of the last place. So it runs only where the picture is not the plain pipeline's to the bit in any
+case: in steps with stale keys, and where ranks share out tokens, whose products have other shapes.
+
+A layer with LoRAs that add nothing now counts as the plain layer below them, so that a picture without LoRAs is the
+same whether some are loaded or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+from diffusers.models.activations import GELU
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.overrides import override_attribute
+from ditile.model.hooks.placeholders import is_plain_parameter
+
+STREAMS = (("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj"))
+"""What diffusers calls the projections of one stream."""
+
+
+def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], device: torch.device) -> None:
+    """Makes one product of the projections of each stream, where they are plain layers on the device.
+
+    Args:
+        stack: undoes it when it is closed; the weights stay side by side.
+        attentions: layers with their names, in which all projections of a stream see the same tokens.
+        device: where they run. Weights that are brought there for a time are left alone.
+    """
+    for _, attention in attentions:
+        for names in STREAMS:
+            layers: list[Any] = [getattr(attention, name, None) for name in names]
+            if _are_linears_alike(layers, device):
+                fused = FusedProjections(layers)
+                for index, layer in enumerate(layers):
+                    override_attribute(stack, layer, "forward", partial(fused, index))
+
+
+class FusedProjections:
+    """Linear layers that see the same tokens: the first computes the outputs of all.
+
+    A layer that is called with other tokens computes its own, and so do all if some weight was moved in memory.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._forwards: list[Callable[[Tensor], Tensor]] = [layer.forward for layer in layers]
+        linears = [_unwrap_loras(layer) for layer in layers]
+        self._with_loras = [layer for layer, linear in zip(layers, linears, strict=True) if layer is not linear]
+        self._widths = [linear.out_features for linear in linears]
+        self._weight = pack_parameters([linear.weight for linear in linears])
+        self._bias = None if linears[0].bias is None else pack_parameters([linear.bias for linear in linears])
+        names = ("weight",) if linears[0].bias is None else ("weight", "bias")
+        self._addresses = {(linear, name): getattr(linear, name).data_ptr() for linear in linears for name in names}
+        self._tokens: Tensor | None = None
+        self._outputs: dict[int, Tensor] = {}
+
+    def __call__(self, index: int, x: Tensor) -> Tensor:
+        """What the layer of this index makes of `[..., C]`."""
+        if x is self._tokens and index in self._outputs:
+            output = self._outputs.pop(index)
+            if not self._outputs:
+                self._tokens = None
+            return output
+        if index or torch.is_grad_enabled() or (self._with_loras and any(map(_adds_loras, self._with_loras))):
+            return self._forwards[index](x)
+        for (linear, name), address in self._addresses.items():
+            if getattr(linear, name).data_ptr() != address:
+                return self._forwards[index](x)
+        outputs: tuple[Tensor, ...] = functional.linear(x, self._weight, self._bias).split(self._widths, dim=-1)
+        self._tokens, self._outputs = x, dict(enumerate(outputs[1:], start=1))
+        return outputs[0]
+
+
+def pack_parameters(parameters: Sequence[Tensor]) -> Tensor:
+    """Parameters as one tensor, in whose memory each has its part; they are moved there if they are not yet."""
+    first = parameters[0]
+    lengths = [len(p) for p in parameters]
+    places = accumulate((p.numel() for p in parameters), initial=first.storage_offset())
+    memory = first.untyped_storage().data_ptr()
+    if all(
+        p.untyped_storage().data_ptr() == memory and p.storage_offset() == place and p.is_contiguous()
+        for p, place in zip(parameters, places, strict=False)
+    ):
+        return first.data.as_strided((sum(lengths), *first.shape[1:]), first.stride())
+    whole = torch.cat([p.data for p in parameters])
+    for p, part in zip(parameters, whole.split(lengths), strict=True):
+        p.data = part
+    return whole
+
+
+def is_plain_linear(linear: Any, device: torch.device) -> bool:
+    """Whether a module is a linear layer as torch makes it, with nothing around its forward, on a device.
+
+    LoRAs of peft may be around it, which may add something.
+    """
+    base = _unwrap_loras(linear)
+    if base is not linear:
+        is_hooked = "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks
+        return not is_hooked and is_plain_linear(base, device)
+    if type(linear) is not nn.Linear or "forward" in vars(linear):
+        return False
+    parameters = [p for p in (linear.weight, linear.bias) if p is not None]
+    is_plain = all(is_plain_parameter(p) and not p.is_inference() for p in parameters)
+    is_on_device = {(p.device, p.dtype) for p in parameters} == {(device, linear.weight.dtype)}
+    return is_plain and is_on_device and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def _unwrap_loras(layer: Any) -> Any:
+    """The layer below the LoRAs that peft puts around a linear layer, or the layer itself."""
+    is_wrapped = type(layer).__module__ == "peft.tuners.lora.layer" and type(layer).__name__ == "Linear"
+    return layer.base_layer if is_wrapped else layer
+
+
+def _adds_loras(layer: Any) -> bool:
+    """Whether LoRAs around a layer add something now, or are or were added to its weight."""
+    is_idle = layer.disable_adapters or layer.lora_A.keys().isdisjoint(layer.active_adapters)
+    return not is_idle or layer.merged
+
+
+def _are_linears_alike(layers: Sequence[Any], device: torch.device) -> bool:
+    """Whether all are such layers, of one width and type."""
+    if not all(is_plain_linear(layer, device) for layer in layers):
+        return False
+    linears = map(_unwrap_loras, layers)
+    return len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
+
+
+def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether oneDNN has the kernel; `torch.backends.mkldnn.flags(enabled=False)` switches it off."""
+    # `enabled` is also true where torch was built without oneDNN.
+    onednn = torch.backends.mkldnn
+    return device.type == "cpu" and dtype == torch.float32 and onednn.is_available() and bool(onednn.enabled)
+
+
+def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, now: Generation) -> None:
+    """Makes one kernel of each linear layer of a block and the GELU behind it; on CPUs alone.
+
+    Args:
+        stack: undoes it when it is closed.
+        block: its modules are looked through.
+        device: where it runs.
+        now: the generation under way, which says where it may round otherwise.
+    """
+    for owner, name, linear, activation, place in _find_gelu_pairs(block):
+        if is_plain_linear(linear, device) and can_fuse_gelu(device, _unwrap_loras(linear).weight.dtype):
+            fused = FusedGELU(owner, name, linear, getattr(activation, place), activation.approximate, now)
+            override_attribute(stack, linear, "forward", fused.run_linear)
+            override_attribute(stack, activation, place, fused.run_activation)
+
+
+class FusedGELU:
+    """A linear layer that applies the GELU which is called next, and that GELU, which then does nothing.
+
+    Args:
+        owner, name: the layer's module and attribute; a LoRA may put another layer there in mid-run.
+        linear: the layer, perhaps with LoRAs.
+        activation: the GELU behind it.
+        approximate: "none" or "tanh", as in `torch.nn.GELU`.
+        now: the generation under way, which says where it may round otherwise.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        name: str,
+        linear: Any,
+        activation: Callable[[Tensor], Tensor],
+        approximate: str,
+        now: Generation,
+    ) -> None:
+        self._owner = owner
+        self._name = name
+        self._linear = linear
+        self._approximate = approximate
+        self._product = linear.forward
+        self._activation = activation
+        self._now = now
+        self._base = _unwrap_loras(linear)
+        self._activated: Tensor | None = None
+
+    def run_linear(self, x: Tensor) -> Any:
+        """`[..., k]` to `[..., n]`; with GELU applied, where that may round otherwise."""
+        if (
+            not self._now.may_round
+            or getattr(self._owner, self._name) is not self._linear
+            or (self._base is not self._linear and _adds_loras(self._linear))
+            or x.dtype != torch.float32
+            or not x.numel()
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+        ):
+            return self._product(x)
+        weight = self._base.weight
+        bias = self._base.bias
+        self._activated = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], self._approximate)
+        return self._activated
+
+    def run_activation(self, x: Tensor) -> Tensor:
+        """GELU of `[..., n]`, unless the product has applied it."""
+        if self._activated is None or x is not self._activated:
+            return self._activation(x)
+        self._activated = None
+        return x
+
+
+def _find_gelu_pairs(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any, str]]:
+    """Each linear layer with the GELU behind it: (owner, name, layer, activation, the method that applies it)."""
+    for module in block.modules():
+        if type(module) is GELU:
+            yield module, "proj", module.proj, module, "gelu"
+        # Of single blocks: FLUX's, HunyuanVideo's.
+        activation = getattr(module, "act_mlp", None)
+        if type(activation) is nn.GELU:
+            yield module, "proj_mlp", getattr(module, "proj_mlp", None), activation, "forward"

@@ -1,0 +1,460 @@
+"""The memory that survives a step: stale keys and values, constants, and how much they change. One per generation.
+
+Keys and values of the whole image are kept in one buffer `[B, S, N, H]` each, in the order of the sequence, so that a
+patch attends to them without a copy; those of a head lie together, which attention reads faster. Every segment (a
+patch; the text goes with patch 0) knows the step that wrote it.
+
+The relative change of latents, keys and values from one step to the next decides on synchronous steps (warmup=auto). It
+is the norm of the difference over the norm, of each row of the batch by itself, so that no picture hides the jump of
+another. It is computed where the tensors are, and leaves a GPU by one asynchronous copy per step.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ditile.distributed.mesh import Mesh
+from ditile.distributed.transport import HostCopy, HostNumbers, PendingMessages
+from ditile.model.hooks.token_arguments import group_runs, view_frames, write_runs
+from ditile.plan.errors import StateError
+
+NEVER = -1
+
+READ_SHAPE, READ_VERSION = operator.attrgetter("shape"), operator.attrgetter("_version")
+"""Of a tensor: the version counts what is written into its memory."""
+
+
+MakeZeros = Callable[[str, tuple[int, ...], Tensor], Tensor]
+
+
+class _KeyPlace(NamedTuple):
+    """Where some fresh keys and values belong.
+
+    Attributes:
+        part: of the fresh ones; None is all.
+        shape: runs and their length, where there are several at equal distances.
+        k, v: the stale ones, as views.
+    """
+
+    part: slice | None
+    shape: tuple[int, int] | None
+    k: Tensor
+    v: Tensor
+
+
+class KeyStore:
+    """Keys and values of one attention layer of one guidance branch, by segment (patch).
+
+    Args:
+        length: tokens of the whole sequence.
+        segments: patches that are written apart.
+        branch: the guidance branch.
+        relative_change: records how much each write changes, if given.
+        make_zeros: (what it is for, shape, like) -> zeros.
+
+    Attributes:
+        buffers: keys and values of the whole sequence; None before the first are written.
+        buffer_bytes: bytes of both.
+        incoming: keys of other ranks that are under way.
+        incoming_runs: where in the sequence those of each rank belong.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        segments: int,
+        branch: int = 0,
+        relative_change: RelativeChange | None = None,
+        make_zeros: MakeZeros = lambda _, shape, like: like.new_zeros(shape),
+    ) -> None:
+        self._length, self._branch, self._relative_change = length, branch, relative_change
+        self._make_zeros = make_zeros
+        self.buffers: tuple[Tensor, Tensor] | None = None
+        self.buffer_bytes = 0
+        self.mask: Tensor | None = None
+        self.incoming: PendingMessages | None = None
+        self.incoming_runs: Sequence[tuple[range, ...]] = ()
+        self.written = [NEVER] * segments
+        self._places: dict[tuple[tuple[range, ...], range | None], list[_KeyPlace]] = {}
+
+    def write_keys(
+        self, k: Tensor, v: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Writes k and v `[B, n, N, H]` over stale ones; returns the whole. Raises `StateError` for another batch size.
+
+        Args:
+            k, v: fresh.
+            runs: the places of their tokens in the sequence.
+            batch_range: their rows among the `batch_size` rows of the batch; None if they are all.
+            batch_size: rows in all.
+        """
+        first, buffers, runs = self.buffers is None, self.buffers, tuple(runs)
+        rows = k.shape[0] if batch_range is None else batch_size
+        if buffers is None or buffers[0].shape[0] != rows:
+            buffers = self._make_buffers(k, rows)
+        places = self._places.get((runs, batch_range))
+        if places is None:
+            places = self._places[runs, batch_range] = self._find_places(buffers, runs, batch_range)
+        for part, shape, *olds in places:
+            for fresh, old in zip((k, v), olds, strict=True):
+                new = fresh if part is None else fresh[:, part]
+                if shape is not None:
+                    new = new.unflatten(1, shape)
+                if self._relative_change is not None and not first:
+                    row = batch_range.start if batch_range else 0
+                    self._relative_change.record_change(("keys", self._branch, row), new, old)
+                old.copy_(new)
+        return buffers
+
+    def drop_keys(self) -> None:
+        """Drops all keys: those of a batch of another size are about to be written."""
+        self.buffers = self.mask = None
+        self._places.clear()
+
+    @staticmethod
+    def _find_places(
+        buffers: tuple[Tensor, Tensor], runs: tuple[range, ...], batch_range: range | None
+    ) -> list[_KeyPlace]:
+        """Where tokens of these runs belong: views of the buffers, found once."""
+        at, places = 0, []
+        if batch_range is not None:
+            k, v = buffers
+            buffers = k[batch_range.start : batch_range.stop], v[batch_range.start : batch_range.stop]
+        for frames in (groups := group_runs(runs)):
+            length = len(frames.first)
+            part = None if len(groups) == 1 else slice(at, at + frames.number * length)
+            shape = None if frames.number == 1 else (frames.number, length)
+            k, v = buffers
+            if shape is None:
+                k, v = k[:, frames.first.start : frames.first.stop], v[:, frames.first.start : frames.first.stop]
+            else:
+                k, v = view_frames(k, frames, 1), view_frames(v, frames, 1)
+            places.append(_KeyPlace(part, shape, k, v))
+            at += frames.number * length
+        return places
+
+    def write_mask(
+        self, mask: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
+    ) -> Tensor:
+        """Writes which of these keys are attended to, `[B or 1, N or 1, 1, n]`; returns that of all keys.
+
+        Args:
+            mask: of the keys that were just written.
+            runs, batch_range, batch_size: as of `write_keys`. A mask for every row has one, and in a micro-batch,
+                where it may as well be of the only row, it is written to all of its rows.
+        """
+        rows = mask.shape[0] if batch_range is None else batch_size
+        if self.mask is None:
+            self.mask = self._make_zeros("mask", (rows, *mask.shape[1:3], self._length), mask)
+        elif self.mask.shape[0] < rows:  # so far one was for every row
+            self.mask = self.mask.repeat(rows, 1, 1, 1)
+        into = self.mask if batch_range is None else self.mask[batch_range.start : batch_range.stop]
+        write_runs(into, mask, tuple(runs), into.ndim - 1)
+        return into
+
+    def list_tensors(self) -> list[Tensor]:
+        """Keys, values, and their mask if there is one."""
+        return [x for x in (*(self.buffers or ()), self.mask) if x is not None]
+
+    def mark_written(self, step: int, segment: int | None = None) -> None:
+        """Notes the step that wrote a segment, or all of them."""
+        for k in range(len(self.written)) if segment is None else (segment,):
+            self.written[k] = step
+
+    def segment_ages(self, step: int) -> tuple[int | None, ...]:
+        """How many steps old each segment is; None if it was never written."""
+        return tuple(None if at == NEVER else step - at for at in self.written)
+
+    def _make_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
+        """The buffers, zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
+        if self.buffers is not None:
+            raise StateError(
+                f"the batch changed from {self.buffers[0].shape[0]} to {batch_size} rows in mid-run, and stale "
+                "keys belong to rows; keep guidance on for the whole run, or use a plan without pipefusion, patches "
+                "and distrifusion, such as ulysses"
+            )
+        shape = (batch_size, like.shape[2], self._length, like.shape[3])
+        k, v = (self._make_zeros(name, shape, like).transpose(1, 2) for name in ("k", "v"))
+        self.buffers, self.buffer_bytes = (k, v), k.nbytes + v.nbytes
+        return self.buffers
+
+
+class AgeChecks:
+    """Asserts that keys have the ages that the schedule says, and counts how often it did.
+
+    Attributes:
+        passed: reads of keys that were as scheduled.
+    """
+
+    def __init__(self) -> None:
+        self.passed = 0
+
+    def expect_ages(self, store: KeyStore, step: int, ages: Iterable[int], where: str) -> None:
+        """Raises `StateError` unless the segments of a store have these ages; before the first step they are None."""
+        scheduled_ages = tuple(None if age > step else age for age in ages)
+        if store.segment_ages(step) != scheduled_ages:
+            raise StateError(
+                f"{where} reads keys of ages {store.segment_ages(step)}, and the schedule says {scheduled_ages}"
+            )
+        self.passed += 1
+
+
+class SliceEntry(NamedTuple):
+    """A part of a value, the value that it was cut from, and what that held, if it is a dictionary."""
+
+    value: Any
+    source: Any
+    held: tuple[Any, ...]
+
+
+class RememberedOutput:
+    """What a module returned.
+
+    Args:
+        output: its output.
+        given: what it was given, if that is to be compared.
+
+    Attributes:
+        step: in which it was last used.
+        tensors, versions: of the output, as it was.
+    """
+
+    def __init__(self, output: Any, given: Any) -> None:
+        self.output, self._given, self.step = output, given, NEVER
+        self._memory = None if given is None else _describe_memory(given)
+        self.tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and not x.is_inference()]
+        self.versions = tuple(map(READ_VERSION, self.tensors))
+
+    def is_given_same(self, args: Any, kwargs: Any) -> bool:
+        """Whether a module is given the same memory now, in which nothing was changed."""
+        return self._given is not None and _describe_memory((args, kwargs)) == self._memory
+
+
+def _describe_memory(values: Any) -> list[Any]:
+    """Equal for the same values in the same memory, as long as one of them is held."""
+    described: list[Any] = []
+    for leaf in pytree.tree_leaves(values):
+        if not isinstance(leaf, Tensor):
+            described.append(leaf if isinstance(leaf, int | float | str | None) else id(leaf))
+        elif leaf.is_inference() or leaf.is_meta:  # whether it was changed is not known
+            described.append(object())
+        else:
+            described.append((leaf.data_ptr(), leaf._version, leaf.shape, leaf.stride(), leaf.dtype))
+    return described
+
+
+class GenerationMemory:
+    """Key stores, predictions and constants of one generation.
+
+    Args:
+        relative_change: records how much keys and values change, if given.
+        kept_buffers: where keys and values stay from one generation to the next, if they do.
+
+    Attributes:
+        outputs: of modules that need not compute them again.
+        epoch: another object after whatever may have changed the model.
+    """
+
+    def __init__(
+        self, relative_change: RelativeChange | None = None, kept_buffers: dict[Hashable, Tensor] | None = None
+    ) -> None:
+        self._relative_change, self._kept_buffers = relative_change, kept_buffers
+        self._stores: dict[tuple[int, str], KeyStore] = {}
+        self._stores_of_blocks: dict[tuple[int, str], list[KeyStore]] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
+        self._constants: dict[Hashable, Any] = {}
+        self.outputs: dict[Hashable, RememberedOutput] = {}
+        self.epoch = object()
+        self._slices: dict[Hashable, SliceEntry] = {}
+
+    def get_key_store(self, branch: int, layer: str, length: int, segments: int) -> KeyStore:
+        """The keys and values of a layer."""
+        key = (branch, layer)
+        if key not in self._stores:
+            # Not a method: stores must go as soon as this memory does.
+            make_zeros = functools.partial(_make_zeros, self._kept_buffers, key)
+            self._stores[key] = KeyStore(length, segments, branch, self._relative_change, make_zeros)
+            self._stores_of_blocks.clear()
+        return self._stores[key]
+
+    def list_key_stores(self, branch: int, block: str) -> list[KeyStore]:
+        """The keys and values of the layers of a block."""
+        found = self._stores_of_blocks.get((branch, block))
+        if found is None:
+            found = [store for (of, layer), store in self._stores.items() if of == branch and _is_within(layer, block)]
+            self._stores_of_blocks[branch, block] = found
+        return found
+
+    def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
+        """Counts old keys of these patches (None: all) as those of a step that left out layers with these prefixes."""
+        for (store_branch, layer), store in self._stores.items():
+            if store_branch == branch and layer.startswith(tuple(layers)):
+                for patch in patches:
+                    store.mark_written(step, patch)
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of all keys and values."""
+        return sum(map(operator.attrgetter("buffer_bytes"), self._stores.values()))
+
+    def forget_branch_keys(self, branch: int) -> None:
+        """Drops the keys and values of a guidance branch that this rank will not compute again."""
+        self._stores_of_blocks.clear()
+        for key in [key for key in self._stores if key[0] == branch]:
+            incoming = self._stores.pop(key).incoming
+            if incoming is not None:
+                incoming.wait_for_tensors()
+
+    def get_persistent_buffer(self, key: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """A buffer that keeps its content from call to call; zeros at first."""
+        persistent = self._buffers.get(key)
+        if persistent is None or persistent.shape != torch.Size(shape) or persistent.dtype != like.dtype:
+            persistent = self._buffers[key] = like.new_zeros(shape)
+        return persistent
+
+    def get_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """A value that does not change during the generation, made once."""
+        if key not in self._constants:
+            self._constants[key] = make()
+        return self._constants[key]
+
+    def get_cached_slice(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
+        """The part of `source` that a patch needs, cut anew only when `source` is another object."""
+        entry = self._slices.get(key)
+        # A model may fill one dictionary anew for each of its blocks.
+        held = tuple(source.values()) if isinstance(source, dict) else ()
+        if entry is None or entry.source is not source or any(map(operator.is_not, held, entry.held)):
+            entry = self._slices[key] = SliceEntry(make(), source, held)
+        return entry.value
+
+    @contextmanager
+    def hide_remembered(self) -> Iterator[None]:
+        """All that is remembered, but keys and values, is computed anew meanwhile, and not remembered."""
+        hidden = self._constants, self.outputs, self._slices
+        self._constants, self.outputs, self._slices = {}, {}, {}
+        try:
+            yield
+        finally:
+            self._constants, self.outputs, self._slices = hidden
+
+    def forget_constants(self) -> None:
+        """Forgets what was constant in the generation: a callback may have changed what it was made of."""
+        self._constants.clear()
+        self.outputs.clear()
+        self._slices.clear()
+        self.epoch = object()
+
+
+def _make_zeros(
+    kept_buffers: dict[Hashable, Tensor] | None, store: Hashable, name: str, shape: tuple[int, ...], like: Tensor
+) -> Tensor:
+    """Zeros for a key store; where buffers are kept, where those of the last generation were."""
+    if kept_buffers is None:
+        return like.new_zeros(shape)
+    kept = kept_buffers.get((store, name))
+    if kept is None or (kept.shape, kept.dtype, kept.device) != (torch.Size(shape), like.dtype, like.device):
+        kept = kept_buffers[store, name] = like.new_zeros(shape)
+        return kept
+    return kept.zero_()
+
+
+def _is_within(layer: str, block: str) -> bool:
+    return layer == block or layer.startswith(f"{block}.")
+
+
+MILLIONTHS = 1_000_000
+"""Changes are sent as whole millionths: a sum of whole numbers is the same on every rank, in whatever order."""
+
+NOT_FINITE = 1_000 * MILLIONTHS
+"""Stands for NaN and infinity."""
+
+
+class ChangeKey(NamedTuple):
+    """What changes: `kind` is "keys" (and values) or "latents"; `half` is the rank's half of the guidance."""
+
+    kind: str
+    half: int
+    branch: int
+    row: int
+
+
+class ChangeCopy:
+    """Mean changes on their way from a device.
+
+    Args:
+        means: one for each row that changed.
+        counts: how many changes each is the mean of.
+    """
+
+    def __init__(self, means: HostCopy | HostNumbers, counts: Sequence[int]) -> None:
+        self._means, self._counts = means, counts
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether reading needs no wait."""
+        return self._means.is_read
+
+    def wait_for_changes(self) -> list[int]:
+        """Sum and number of the changes of each row; waits for the copy."""
+        pairs = zip(self._means.wait_for_numbers().tolist(), self._counts, strict=True)
+        return [number for mean, count in pairs for number in (_round_to_millionths(mean) * count, count)]
+
+
+class RelativeChange:
+    """The changes of one step on this rank.
+
+    Args:
+        mesh: this rank's half of the guidance, and the rows by way of which numbers leave its GPU.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._half, self._rows = mesh["cfg"].index, mesh.host_rows
+        self._changes: dict[ChangeKey, list[tuple[Tensor, Tensor]]] = {}
+
+    def record_change(self, what: tuple[str, int, int], fresh: Tensor, stale: Tensor) -> None:
+        """Records tensors of some rows of a batch and those they replace; `what` is their kind, branch, first row."""
+        kind, branch, row = what
+        pair = (_compute_row_norms(fresh - stale), _compute_row_norms(fresh))
+        self._changes.setdefault(ChangeKey(kind, self._half, branch, row), []).append(pair)
+
+    def start_change_copy(self, keys: Sequence[ChangeKey]) -> ChangeCopy:
+        """Ends the step: starts the copy of its changes.
+
+        Args:
+            keys: every row that may have changed on some rank, in an order that all ranks agree on.
+        """
+        means: dict[ChangeKey, Tensor] = {}
+        counts: dict[ChangeKey, int] = {}
+        for first_key, pairs in self._changes.items():
+            distances, lengths = (torch.stack(part) for part in zip(*pairs, strict=True))
+            mean = (distances / lengths.clamp_min(torch.finfo(torch.float32).tiny)).mean(dim=0)
+            for row, value in enumerate(mean.unbind(), start=first_key.row):
+                means[first_key._replace(row=row)], counts[first_key._replace(row=row)] = value, len(pairs)
+        self._changes = {}
+        zero = torch.zeros(()) if not means else torch.zeros_like(next(iter(means.values())))
+        copy = self._rows.start_copy(torch.stack([means.get(row, zero) for row in keys]))
+        return ChangeCopy(copy, [counts.get(row, 0) for row in keys])
+
+
+def find_largest_change(numbers: Sequence[int]) -> float:
+    """The largest mean change of any row, from sums and numbers over all ranks; 0 if nothing changed."""
+    pairs = zip(numbers[::2], numbers[1::2], strict=True)
+    return max((total / count / MILLIONTHS for total, count in pairs if count), default=0.0)
+
+
+def _compute_row_norms(x: Tensor) -> Tensor:
+    length: Tensor = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), dtype=torch.float32)
+    return length
+
+
+def _round_to_millionths(change: float) -> int:
+    return min(round(change * MILLIONTHS), NOT_FINITE) if math.isfinite(change) else NOT_FINITE

@@ -1,0 +1,221 @@
+"""Pieces: which elements of the latents, or of a prediction, belong to a patch, whatever their layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ditile.plan.errors import ModelError
+from ditile.plan.layout import Grid, merge_ranges
+
+
+def list_predictions(result: Any) -> list[Tensor]:
+    """The tensors that a model returns, bare, in a tuple or in one of diffusers' output objects.
+
+    A list has a prediction for each row of the batch, which are stacked. An object of a class of the user's has them in
+    its attributes, or its items.
+    """
+    _open_result_class(result)
+    leaves = pytree.tree_leaves(result, is_leaf=lambda value: isinstance(value, list))
+    return [torch.stack(x) if isinstance(x, list) else x for x in leaves if isinstance(x, Tensor | list)]
+
+
+def _open_result_class(result: Any) -> None:
+    """Lets torch look into what a model returns, as into the outputs of diffusers: diffusers says the same of those."""
+    cls = type(result)
+    is_open = cls in pytree.SUPPORTED_NODES or isinstance(result, Tensor | tuple | list)
+    if is_open or result is None or not (hasattr(result, "__dict__") or dataclasses.is_dataclass(cls)):
+        return
+    if isinstance(result, dict):
+        pytree.register_pytree_node(cls, _list_items, functools.partial(_rebuild_dict, cls))
+    else:
+        pytree.register_pytree_node(cls, _list_attributes, functools.partial(_rebuild_result, cls))
+
+
+def _list_items(result: dict[str, Any]) -> tuple[list[Any], list[str]]:
+    return list(result.values()), list(result)
+
+
+def _rebuild_dict(cls: type, values: Iterable[Any], names: Iterable[str]) -> Any:
+    return cls(zip(names, values, strict=True))
+
+
+def _list_attributes(result: Any) -> tuple[list[Any], list[str]]:
+    names = list(getattr(result, "__dict__", ()))
+    if dataclasses.is_dataclass(result):
+        names = [field.name for field in dataclasses.fields(result)]
+    return [getattr(result, name) for name in names], names
+
+
+def _rebuild_result(cls: type, values: Iterable[Any], names: Iterable[str]) -> Any:
+    result: Any = object.__new__(cls)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(result, name, value)
+    return result
+
+
+def has_nan(values: Any) -> bool:
+    """Whether some tensor in values has a NaN. Waits for the device."""
+    _open_result_class(values)
+    flags = [torch.isnan(x).any() for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
+    return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
+
+
+def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The same call with NaN for some arguments, such as the latents."""
+    given = {name: inputs[name] for name in names if name in inputs}
+    return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), given)}
+
+
+class UnmixedTokens(TorchFunctionMode):
+    """Self-attention returns each token's own value, so that NaN of a token does not come to others."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            given = {**dict(zip(("query", "key", "value"), args, strict=False)), **(kwargs or {})}
+            query, value = given["query"], given["value"]
+            if query.shape == value.shape:
+                return value
+        return func(*args, **(kwargs or {}))
+
+
+def find_nan_tokens(x: Tensor, dim: int) -> range | None:
+    """The run of tokens along a dimension that are NaN; None if they are not one run. Waits for the device."""
+    return find_run(torch.isnan(x).movedim(dim, 0).flatten(1).any(1))
+
+
+def find_run(flags: Tensor) -> range | None:
+    """The run of places where flags are set; None if they are not one run. Waits for the device."""
+    places = flags.nonzero().flatten().tolist()
+    if not places:
+        return range(0)
+    run = range(places[0], places[-1] + 1)
+    return run if len(run) == len(places) else None
+
+
+def find_grid(flags: Tensor) -> Grid | None:
+    """The grid whose first row of each frame are these tokens; None if there is none. Waits for the device."""
+    places = flags.nonzero().flatten().tolist()
+    runs = merge_ranges(range(place, place + 1) for place in places)
+    if not runs or len(flags) % len(runs):
+        return None
+    frame, width = len(flags) // len(runs), len(runs[0])
+    grid = Grid(frame // width, width, len(runs))
+    return grid if grid.num_tokens == len(flags) and grid.locate_rows(0, 1) == runs else None
+
+
+class RehearsedPrediction(Tensor):
+    """A prediction that is NaN in the places of a patch, on its way through the pipeline to the scheduler.
+
+    What the pipeline adds up over many places, as rescaled guidance does, is a statistic of the whole: NaN in a part of
+    these places says nothing of the sum. So a reduction is NaN only where all that it reduces is.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "normalize":  # torch would compute the norm of NaN within
+            x = args[0].as_subclass(Tensor)
+            result = func(torch.nan_to_num(x), *args[1:], **(kwargs or {}))
+            return result.masked_fill(torch.isnan(x), float("nan")).as_subclass(cls)
+        at = _DIM_OF_REDUCTIONS.get(name)
+        if at is None or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        named = kwargs or {}
+        x = args[0].as_subclass(Tensor)
+        bad = torch.isnan(x)
+        result = func(torch.nan_to_num(x), *args[1:], **named)
+        dim = named.get("dim", named.get("axis", args[at] if len(args) > at else None))
+        share = bad.float().mean() if dim is None else bad.float().mean(dim=dim, keepdim=result.ndim == x.ndim)
+        return result.masked_fill(share == 1, float("nan")).as_subclass(cls)
+
+
+_DIM_OF_REDUCTIONS = {"mean": 1, "sum": 1, "std": 1, "var": 1, "norm": 2, "vector_norm": 2, "linalg_vector_norm": 2}
+"""Reductions -> where their argument `dim` is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The elements of a tensor that belong to a patch: a run along one dimension, or any elements by their index.
+
+    Attributes:
+        dim, run: a run along a dimension; the run is None where the elements are no run.
+        index: places in a row `[B, ...]` flattened, or where rows are not alike in the flattened tensor.
+        has_rows: whether the first dimension is the batch, in every row of which the same elements belong to the patch.
+    """
+
+    dim: int = 1
+    run: range | None = None
+    index: Tensor | None = None
+    has_rows: bool = True
+
+    @classmethod
+    def from_mask(cls, mask: Tensor) -> Piece:
+        """The elements where a boolean mask is set. Waits for the device of the mask, where an index stays."""
+        device, mask = mask.device, mask.cpu()
+        has_rows = mask.ndim > 1 and bool((mask[:1] == mask).all())
+        for dim in range(int(has_rows), mask.ndim):
+            along = mask.movedim(dim, 0).flatten(1).any(dim=1) if mask.ndim > 1 else mask
+            places = along.nonzero().flatten()
+            if len(places) and int(places[-1] - places[0]) + 1 == len(places):
+                run = range(int(places[0]), int(places[-1]) + 1)
+                shape = [-1 if d == dim else 1 for d in range(mask.ndim)]
+                if torch.equal(along.view(shape).expand_as(mask), mask) and len(run) < mask.shape[dim]:
+                    return cls(dim, run, has_rows=has_rows)
+        if bool(mask.all()) and mask.ndim > 1:
+            return cls(1, range(mask.shape[1]), has_rows=True)
+        flat = mask[0] if has_rows else mask
+        return cls(index=flat.flatten().nonzero().flatten().to(device), has_rows=has_rows)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing belongs to the patch: its tokens come out nowhere, as those of a reference picture."""
+        return self.run is None and len(self._get_index()) == 0
+
+    def take(self, x: Tensor) -> Tensor:
+        """The elements: a view of their run, or a copy `[B, n]`, or `[n]` where rows are not alike."""
+        if self.run is not None:
+            return x.narrow(self.dim, self.run.start, len(self.run))
+        return x.flatten(int(self.has_rows))[..., self._get_index().to(x.device)]
+
+    def take_prefix(self, x: Tensor) -> Tensor:
+        """The same of a tensor that lacks the last dimensions: what is alike for all of these.
+
+        Raises:
+            ModelError: if the piece is no run along a dimension that the tensor has.
+        """
+        if self.run is None:
+            raise ModelError(
+                "an argument of scheduler.step has a value for each token, and patches are no runs of tokens"
+            )
+        return self.take(x) if self.dim < x.ndim else x
+
+    def put(self, x: Tensor, values: Tensor) -> None:
+        """Writes what `take` gave."""
+        if self.run is not None:
+            self.take(x).copy_(values)
+            return
+        flat = x.flatten(int(self.has_rows))
+        flat[..., self._get_index().to(x.device)] = values.to(x.dtype)
+        if flat.data_ptr() != x.data_ptr():  # x is not contiguous
+            x.copy_(flat.view(x.shape))
+
+    def shape(self, like: Tensor) -> tuple[int, ...]:
+        """The shape of what `take` gives of a tensor."""
+        if self.run is not None:
+            return (*like.shape[: self.dim], len(self.run), *like.shape[self.dim + 1 :])
+        length = len(self._get_index())
+        return (like.shape[0], length) if self.has_rows else (length,)
+
+    def _get_index(self) -> Tensor:
+        assert self.index is not None
+        return self.index

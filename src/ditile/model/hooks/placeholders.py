@@ -1,0 +1,235 @@
+"""What a module holds: how to take it out and put it back, how many bytes it takes, and what of it is quantized.
+
+A placeholder is a module without weights and children that stays in its place: nothing of it is saved, moved or
+counted. It keeps the parts that the model's forward computes with outside of the module. Quantized weights are treated
+alike, whether ditile, diffusers or the user has quantized them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from diffusers.models.modeling_utils import no_init_weights
+from torch import Tensor, nn
+
+from ditile.model.hooks.overrides import WatchedMethod, override_attribute
+from ditile.plan.errors import ModelError, StateError
+
+_MARK = "_is_placeholder_of_ditile"
+
+ModuleContents = tuple[dict[str, Any], ...]
+"""What is in a module: children, parameters, buffers."""
+
+
+class ReplacementBlock(Protocol):
+    """Computes a block whose own module is a placeholder."""
+
+    block: nn.Module
+
+    def __call__(self, **call: Any) -> Any:
+        """The block's forward."""
+
+
+def turn_into_placeholder(module: nn.Module, kept: Iterable[str] = ()) -> ModuleContents:
+    """Takes everything out of a module but the parts at the paths `kept`, and returns all of it."""
+    parts = {path: module.get_submodule(path) for path in kept}
+    contents = _empty_module(module)
+    for path, part in parts.items():
+        owner, source = module, contents[0]
+        *parents, name = path.split(".")
+        for parent in parents:
+            if parent not in owner._modules:
+                owner._modules[parent] = _copy_without_contents(source[parent])
+            owner, source = owner.get_submodule(parent), source[parent]._modules
+        owner._modules[name] = part
+    vars(module)[_MARK] = True
+    return contents
+
+
+def _empty_module(module: nn.Module) -> ModuleContents:
+    containers = _list_contents(module)
+    contents = tuple(dict(container) for container in containers)
+    for container in containers:
+        container.clear()
+    return contents
+
+
+def _copy_without_contents(module: nn.Module) -> nn.Module:
+    copied = copy.copy(module)
+    for name in ("_modules", "_parameters", "_buffers"):
+        vars(copied)[name] = {}
+    vars(copied)[_MARK] = True
+    return copied
+
+
+def restore_contents(module: nn.Module, contents: ModuleContents) -> None:
+    """Puts back what `turn_into_placeholder` took out."""
+    vars(module).pop(_MARK, None)
+    for container, content in zip(_list_contents(module), contents, strict=True):
+        container.clear()
+        container.update(content)
+
+
+class PartView:
+    """What of a part of a block may be read without its weights, such as its attention processor.
+
+    Args:
+        part: of another block of the same class.
+        kept: what the block itself kept of it, if anything.
+    """
+
+    def __init__(self, part: nn.Module, kept: nn.Module | None) -> None:
+        self._part, self._kept = part, kept
+
+    def __getattr__(self, name: str) -> Any:
+        if self._kept is not None and name in self._kept._modules:
+            return self._kept._modules[name]
+        value = getattr(self._part, name)
+        if isinstance(value, nn.Module | Tensor):
+            raise ModelError(
+                f"the model's forward computes with {name} of {type(self._part).__name__} outside of its block, "
+                "which is on another stage; use a plan with pipefusion=1"
+            )
+        return value
+
+
+def lend_parts(stack: contextlib.ExitStack, placeholder: nn.Module, block: nn.Module) -> None:
+    """Lets a model's forward read of a placeholder, until the stack is closed, what is alike in all its blocks.
+
+    Args:
+        stack: undoes it.
+        placeholder: has no parts.
+        block: of the same class, which has.
+    """
+    for name, part in block.named_children():
+        override_attribute(stack, placeholder, name, PartView(part, placeholder._modules.get(name)))
+
+
+SAVING_METHODS = {
+    "save_pretrained": "save_pretrained",
+    "push_to_hub": "push_to_hub",
+    # What `pickle`, `torch.save` and `copy.deepcopy` ask an object for.
+    "__reduce_ex__": "a pickle or copy",
+}
+"""The methods that write all that an object holds, and what to call each of them."""
+
+
+LORA_LOADERS = ("load_lora_weights", "load_lora_adapter")
+"""The methods of a pipeline and of a model that read the names in a model's state dict, and save nothing."""
+
+_LOADS_LORA = "_loads_lora_for_ditile"
+"""The attribute of a model that says that a LoRA is being loaded."""
+
+
+def refuse_saving(stack: contextlib.ExitStack, owner: Any, models: Iterable[nn.Module] = ()) -> None:
+    """Makes a model or a pipeline refuse to be saved or copied, until the stack is closed.
+
+    Args:
+        stack: undoes it.
+        owner: a model of which this rank has a part, or a pipeline.
+        models: those of a pipeline of which this rank has a part.
+    """
+    name = type(owner).__name__
+    if isinstance(owner, nn.Module):
+        models = (owner,)
+        # Other libraries save what this returns.
+        stack.callback(owner.register_state_dict_pre_hook(_refuse_state_dict).remove)
+    for method, what in SAVING_METHODS.items():
+        if hasattr(owner, method):
+            override_attribute(stack, owner, method, partial(_refuse_saving, name, what))
+    for method in LORA_LOADERS:
+        if hasattr(owner, method):
+            load_with_names = partial(_load_lora, tuple(models))
+            override_attribute(stack, owner, method, WatchedMethod(load_with_names, getattr(owner, method)))
+
+
+def allow_state_dict(stack: contextlib.ExitStack, models: Iterable[nn.Module]) -> None:
+    """Lets models of which this rank has a part say what they have, for a LoRA, until the stack is closed."""
+    for model in models:
+        override_attribute(stack, model, _LOADS_LORA, True)
+
+
+@contextlib.contextmanager
+def allow_copies(model: nn.Module) -> Iterator[None]:
+    """Lets ditile copy a model that refuses to be copied."""
+    guard = vars(model).pop("__reduce_ex__", None)
+    try:
+        yield
+    finally:
+        if guard is not None:
+            vars(model)["__reduce_ex__"] = guard
+
+
+def _load_lora(models: Iterable[nn.Module], load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with contextlib.ExitStack() as stack:
+        allow_state_dict(stack, models)
+        return load(*args, **kwargs)
+
+
+def _refuse_state_dict(model: nn.Module, prefix: str, _keep_vars: bool) -> None:
+    # peft asks the module that it puts around a model, to load a LoRA.
+    if prefix == "" and _LOADS_LORA not in vars(model):
+        _refuse_saving(type(model).__name__, "state_dict")
+
+
+def _refuse_saving(name: str, what: str, *_: Any, **__: Any) -> NoReturn:
+    raise StateError(
+        f"{what} of this {name} would lack weights, of which this rank has a part; do it before parallelize, or after "
+        "runner.restore(), which with stages needs parallelize(..., keep_weights=True)"
+    )
+
+
+def is_placeholder(module: nn.Module) -> bool:
+    """Whether a module was turned into a placeholder."""
+    return _MARK in vars(module)
+
+
+@contextlib.contextmanager
+def init_on_meta_device() -> Iterator[None]:
+    """Builds models on the meta device: they have structure and shapes alone, and no values are drawn."""
+    with no_init_weights(), torch.device("meta"):
+        yield
+
+
+def build_meta_model(transformer: nn.Module) -> nn.Module:
+    """The structure of a transformer by its config, whole and without weights."""
+    model: Any = transformer
+    with init_on_meta_device():
+        return type(model).from_config(model.config)  # type: ignore[no-any-return]
+
+
+def _list_contents(module: nn.Module) -> ModuleContents:
+    return (module._modules, module._parameters, module._buffers)
+
+
+def list_quantized_parameters(module: nn.Module) -> list[str]:
+    """The names of the parameters that are quantized: those of a tensor class other than torch's own."""
+    return [name for name, parameter in module.named_parameters() if not is_plain_parameter(parameter)]
+
+
+def is_plain_parameter(parameter: Tensor) -> bool:
+    """Whether a parameter is an ordinary tensor of floating point numbers."""
+    is_plain = type(parameter) in (nn.Parameter, Tensor) or getattr(parameter, "holds_plain_numbers", False)
+    return is_plain and parameter.is_floating_point()
+
+
+def count_parameter_bytes(module: nn.Module) -> int:
+    """What the parameters of a module take, scales and zero points included."""
+    return sum(_count_tensor_bytes(parameter) for parameter in module.parameters())
+
+
+def _count_tensor_bytes(tensor: Any) -> int:
+    """The bytes of a tensor and of its parts: those of torchao are a subclass's, those of bitsandbytes in a state."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_count_tensor_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    num_bytes = int(tensor.numel() * tensor.element_size())
+    state = getattr(tensor, "quant_state", None)
+    while state is not None:
+        num_bytes += _count_tensor_bytes(state.absmax)
+        state = state.state2
+    return num_bytes

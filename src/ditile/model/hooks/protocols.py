@@ -1,0 +1,221 @@
+"""The protocols by which strategies of different axes meet. `runner.compose` puts the strategies together.
+
+In attention: a kernel, an exchange of tokens for heads, and whose keys are attended to. Between blocks: which of its
+tokens a rank has, and how ranks agree on the blocks that are left out. Around the model: which rows of the batch a rank
+computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, nn
+
+from ditile.model.hooks.generation import LayerTokens
+from ditile.model.hooks.key_padding import AttentionOptions, KeyPaddingMask
+
+DeferredTensor = Callable[[], Tensor]
+"""Computes q, k or v `[B, S, N, H]`: projection, norm and rope."""
+
+
+class HeadExchange(Protocol):
+    """Trades a split over tokens for one over heads, and back.
+
+    Attributes:
+        overlaps: whether q, k and v travel one by one, each while the next is computed.
+        takes_dummies: whether queries of dummies may be among those of tokens.
+    """
+
+    overlaps: bool
+    takes_dummies: bool
+
+    def exchange_tokens_for_heads(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
+    ) -> tuple[Tensor, ...]:
+        """q, k and v `[B, own tokens, N, H]` to `[B, tokens of the ulysses ranks, own heads, H]`.
+
+        Args:
+            q, k, v: as a layer makes them.
+            tokens: of q.
+            keys: the tokens of k and v.
+        """
+
+    def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
+        """The same of q, k and v that are yet to be made, in this order."""
+
+    def exchange_heads_for_tokens(self, out: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
+        """The way back, `[B, tokens of the ulysses ranks, own heads, H]` to `[B, own tokens, heads, H]`."""
+
+    def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
+        """This rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
+
+
+class KeySource(Protocol):
+    """Which keys and values the queries attend to."""
+
+    def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
+        """The output of fresh queries `[B, S, N, H]`."""
+
+
+class KeyMaskSource(Protocol):
+    """Gathers a layer's mask of keys from all ranks that share out the tokens."""
+
+    def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
+        """The mask of all keys, from that of this rank's keys or of the whole sequence, for `batch` rows.
+
+        Only this rank's heads are kept; all heads if `heads` is None.
+        """
+
+
+class KeyGather(Protocol):
+    """Collects fresh keys and values along ring: `[B, own tokens, N, H]` to those of all its ranks, in their order."""
+
+    def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]: ...
+
+
+class AttentionKernel(Protocol):
+    """Attention over `[B, S, N, H]` tensors; the keys may be longer than the queries.
+
+    `mask` is boolean or additive, and broadcasts to `[B, N, queries, keys]`.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> Tensor: ...
+
+    def attend_with_lse(
+        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same, and the log-sum-exp of the scores `[B, S, N]` in fp32 (in fp64 for fp64)."""
+
+
+class TokenStreams(Protocol):
+    """Which of its tokens a rank has between the Linears of a block: all, or (split_scheme=sequence) a share."""
+
+    def set_stream_lengths(self, image: int, text: int) -> None:
+        """A call is about to enter the blocks with these tokens."""
+
+    def locate_own_share(self, length: int) -> slice:
+        """Where a rank's share of a stream is."""
+
+    def gather_stream(self, x: Tensor, length: int) -> Tensor:
+        """The whole of a stream `[B, length, C]` from every rank's share."""
+
+
+class WholeTokenStreams:
+    """Every rank has all of its tokens: nothing is gathered."""
+
+    def set_stream_lengths(self, image: int, text: int) -> None:
+        """Does nothing."""
+
+    def locate_own_share(self, length: int) -> slice:
+        """The whole stream."""
+        return slice(0, length)
+
+    def gather_stream(self, x: Tensor, length: int) -> Tensor:
+        """The stream, as it came."""
+        return x
+
+
+class BatchShare(Protocol):
+    """Which images and calls are this rank's."""
+
+    @property
+    def has_idle_replica(self) -> bool:
+        """Whether some rank has no images."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has no images: it calls no model, and takes part in all messages."""
+
+    def begin_generation(self) -> None:
+        """A generation begins."""
+
+    def select_branches(self, step: int, calls: int) -> Sequence[int]:
+        """Which of the calls of a step this rank computes."""
+
+    def check_prediction(self, prediction: Tensor, sample: Tensor) -> None:
+        """Checks the prediction and the latents that the scheduler is about to be stepped with."""
+
+    def check_streams(self, number: int) -> None:
+        """Checks how many schedulers an iteration stepped."""
+
+    def view_own_images(self, batch: Tensor) -> Tensor:
+        """A view of this rank's rows of `[images, ...]`."""
+
+    def gather_latents(self, latents: Tensor) -> Tensor:
+        """All latents, each replica's from its own ranks; collective over the last stages of all replicas."""
+
+    def end_generation(self) -> None:
+        """The last step is over."""
+
+
+class CallPosition(NamedTuple):
+    """Where the pipeline is when it calls a model whose blocks may be left out.
+
+    Attributes:
+        step: of the loop.
+        branch: calls of the model since the scheduler was last stepped.
+        patches: the patches that are computed, in order; 0 alone where the image is one patch.
+        sizes: their image tokens; only known after the first block was reached.
+        has_text: whether the text is real and no dummy; only known after the first block was reached.
+        images: in the batch, if that is known; a row is one branch of guidance of one image.
+        must_compute: whether nothing may be left out, because the next step reads what this one computes.
+    """
+
+    step: int
+    branch: int = 0
+    patches: Sequence[int] = (0,)
+    sizes: Callable[[], Sequence[int]] = lambda: ()
+    has_text: Callable[[], bool] = lambda: True
+    images: int | None = None
+    must_compute: bool = False
+
+
+class LabelledModel(Protocol):
+    """A model whose pipeline names its calls.
+
+    Attributes:
+        label: of the call that is made, as "cond" and "uncond" of diffusers' `cache_context`; None if it has no name.
+    """
+
+    label: str | None
+
+
+class PipelineClock(Protocol):
+    """Tells the hooks around a model's blocks where the pipeline is."""
+
+    def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
+        """A model is called; None if all of it must be computed, and nothing remembered."""
+
+    def end_model_call(self, model: LabelledModel) -> None:
+        """It returns."""
+
+
+class SkipAgreement(Protocol):
+    """How the ranks of an image agree on the blocks that are left out.
+
+    Attributes:
+        owned: the blocks that this rank runs; None is all.
+    """
+
+    owned: Collection[nn.Module] | None
+
+    def sum_over_ranks(self, sums: Tensor) -> Tensor:
+        """The sums over the ranks that share out the tokens and branches of these blocks, on the CPU."""
+
+    def send_skip_decision(self, skips: Sequence[bool]) -> None:
+        """Sends what was decided to the stages behind."""
+
+    def receive_skip_decision(self, count: int) -> Sequence[bool]:
+        """What a stage in front has decided, for so many units."""
+
+    def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
+        """Sends the input of a probe to the stage that has its last block, `to`."""
+
+    def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
+        """Receives the input of a probe there; `of` is its first block."""
+
+    def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
+        """Notes that these blocks ran for no row: the keys that are kept of them count as those of this step."""

@@ -1,0 +1,567 @@
+"""What ditile asks of a pipeline, whichever kind it is: one class with one call, or a tree of modular blocks.
+
+A modular pipeline (diffusers' `ModularPipeline`) has no code of its own. Its inputs, its loop over timesteps and the
+progress bar of that loop belong to the blocks of its tree, of which a user may call any part as a pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from inspect import Parameter
+from numbers import Real
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers import ModularPipeline
+from diffusers.guiders.guider_utils import BaseGuidance
+from diffusers.modular_pipelines import SequentialPipelineBlocks, modular_pipeline
+from diffusers.modular_pipelines.components_manager import CustomOffloadHook
+from torch import Tensor, nn
+
+from ditile.model.hooks.compile import unwrap_compiled
+from ditile.model.hooks.overrides import list_replaced_methods, replace_globals
+from ditile.model.hooks.pieces import RehearsedPrediction
+from ditile.model.source import find_timed_guidance
+from ditile.plan.errors import ModelError
+from ditile.plan.guidance import GuidanceRule
+
+TRIED_SCALES = {0.5: 0.0, 1.5: 1.0}
+"""Scales of guidance that a class is asked about, the smallest first -> the largest one that is not guided then."""
+COUNT_NAME = re.compile(r"num_inference_steps|height|width|num_frames|video_length|num_\w+_per_prompt")
+"""Of an argument without which, at zero, nothing is drawn."""
+CONTENT_NAME = re.compile(r"(prompt|timesteps|sigmas)(_\d|_embeds)*")
+"""Of an argument that must not be empty, where it is given."""
+DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
+"""Of a component that a pipeline calls in its loop."""
+_BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
+"""In the name of a component of a pipeline of one's own that it does not call in its loop."""
+
+
+def is_modular(pipe: Any) -> bool:
+    """Whether a pipeline is a tree of blocks."""
+    return isinstance(pipe, ModularPipeline)
+
+
+def find_call_owner(pipe: Any) -> Any:
+    """What says which call a pipeline has: its class, or the modular pipeline itself."""
+    return pipe if is_modular(pipe) else type(pipe)
+
+
+def list_output_names(pipe: Any) -> list[str]:
+    """What a modular pipeline's call may return."""
+    return [each.name for each in pipe._blocks.outputs]
+
+
+def list_required_inputs(pipe: Any) -> set[str]:
+    """The arguments without which no call of a pipeline, or of a class of pipelines, can draw."""
+    if is_modular(pipe):
+        return {each.name for each in pipe._blocks.inputs if each.required}
+    return {name for name, each in list_call_parameters(pipe).items() if each.default is Parameter.empty}
+
+
+def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
+    """The parameters of a pipeline's call by name; of a modular one, the inputs of its blocks.
+
+    Args:
+        pipe: a pipeline, or a class of pipelines.
+    """
+    if not is_modular(pipe):
+        parameters = inspect.signature(pipe.__call__).parameters
+        return {name: each for name, each in parameters.items() if name != "self"}
+    # Which of them are needed depends on the others, and on what earlier blocks make.
+    inputs = [each for each in pipe._blocks.inputs if each.name is not None]
+    return {
+        each.name: Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type_hint)
+        for each in inputs
+    }
+
+
+def read_call_values(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with those that it hands over in the state of another modular pipeline."""
+    values = getattr(call.get("state"), "values", None)
+    return {**(values if isinstance(values, dict) else {}), **call}
+
+
+def list_progress_bar_owners(pipe: Any) -> list[Any]:
+    """What shows the progress of a pipeline's loop: itself, or its blocks."""
+    return [each for each in (pipe, *iterate_blocks(pipe)) if hasattr(each, "progress_bar")]
+
+
+def list_schedulers(pipe: Any) -> list[Any]:
+    """The schedulers that a pipeline may step, the one that drives its loop first."""
+    found = [each for each in vars(pipe).values() if hasattr(each, "set_timesteps") and hasattr(each, "step")]
+    return list({id(each): each for each in (pipe.scheduler, *found)}.values())
+
+
+def list_denoiser_names(pipe: Any) -> list[str]:
+    """The attributes of a pipeline that hold what it may call in its loop, its transformer or U-Net first.
+
+    A modular pipeline may have names of its own for two checkpoints of a model.
+    """
+    names = ["transformer", "transformer_2", "unet", "unet_2"]
+    if is_modular(pipe):
+        names = sorted(filter(DENOISER_NAME.fullmatch, pipe.component_names))
+    held = [name for name in names if isinstance(getattr(pipe, name, None), nn.Module)]
+    if not held and not is_modular(pipe):
+        held = _list_own_models(pipe)[:1]
+    return [name for name in held if name[0] == held[0][0]]
+
+
+def _list_own_models(pipe: Any) -> list[str]:
+    """The attributes of a pipeline that hold a model of nobody's library; none if there are several."""
+    held = [
+        name
+        for name, part in (getattr(pipe, "components", None) or {}).items()
+        if isinstance(part, nn.Module) and type(part).__module__.partition(".")[0] not in ("diffusers", "transformers")
+    ]
+    models = [name for name in held if not _BESIDE_THE_LOOP.search(name)]
+    return models if len(models) == 1 else []
+
+
+def find_pipeline_device(pipe: Any) -> torch.device:
+    """Where a pipeline is. One with a plain module of torch, which does not say so, does not say so itself."""
+    device = getattr(pipe, "device", None)
+    if device is None:
+        parts = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+        device = next((x.device for part in parts for x in part.parameters()), "cpu")
+    return torch.device(device)
+
+
+def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
+    """The models that a pipeline calls in its loop, by name: one, or two of a class in turns; themselves, if compiled.
+
+    Raises:
+        ModelError: if it has none, or two that differ in their classes.
+    """
+    models = {name: unwrap_compiled(getattr(pipe, name)) for name in list_denoiser_names(pipe)}
+    if len({type(model) for model in models.values()}) > 1:
+        raise ModelError(f"{type(pipe).__name__} calls models of two classes in turns, {' and '.join(models)}")
+    if not models:
+        raise ModelError(
+            f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; "
+            f"{'load_components() loads them' if is_modular(pipe) else 'give the model of its loop one of these names'}"
+        )
+    return models
+
+
+def find_offload_devices(pipe: Any) -> dict[str, torch.device]:
+    """The components that a ComponentsManager keeps on the CPU until they are called -> where it moves them then."""
+    hooks = {name: vars(part).get("_hf_hook") for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+    return {
+        name: torch.device(hook.execution_device or "cpu")
+        for name, hook in hooks.items()
+        if isinstance(hook, CustomOffloadHook)
+    }
+
+
+def explain_manager_refusal(pipe: Any, device: torch.device, reader: str = "") -> str | None:
+    """Why a ComponentsManager that offloads a pipeline's components cannot go with a runner, or None.
+
+    Args:
+        pipe: the pipeline.
+        device: this rank's.
+        reader: what of the plan reads the weights of blocks between the calls of the model; empty if nothing does.
+    """
+    for name, where in find_offload_devices(pipe).items():
+        if (where.type, where.index or 0) != (device.type, device.index or 0):
+            return (
+                f"a ComponentsManager moves {name} to {where}, and this rank computes on {device}; call "
+                f"enable_auto_cpu_offload(device={str(device)!r}) of the manager of this rank"
+            )
+        if reader:
+            return (
+                f"{reader} reads weights where they were when the pipeline was divided, and a ComponentsManager moves "
+                f"those of {name} between the calls; leave it out, or call disable_auto_cpu_offload()"
+            )
+    return None
+
+
+def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None) -> int | None:
+    """How many iterations a pipeline's loop has at most: solvers of a higher order make several in a step.
+
+    Args:
+        pipe: the pipeline.
+        call: its arguments, of which timesteps and sigmas may say otherwise than the number of steps.
+        steps: that number; None where it is not known.
+
+    Returns:
+        None too where timesteps or sigmas have no length.
+    """
+    given = [call[name] for name in ("timesteps", "sigmas") if call.get(name) is not None]
+    try:
+        lengths = [len(each) for each in given]
+    # A number, or a tensor of one: the pipeline says what it thinks of it.
+    except TypeError:
+        return None
+    return None if steps is None else max([steps, *lengths]) * getattr(pipe.scheduler, "order", 1)
+
+
+def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """What a call does with statistics of a whole prediction, which is partly one step old in a step of patches.
+
+    Args:
+        pipe: the pipeline.
+        call: its arguments, and the defaults of the others.
+
+    Returns:
+        A line for the user; None if there is nothing of the kind.
+    """
+    scales = {name: value for name, value in call.items() if name.endswith("guidance_rescale")}
+    named = [f"{name}={value}" for name, value in scales.items() if isinstance(value, int | float) and value]
+    guiders = {name: part for name, part in vars(pipe).items() if isinstance(part, BaseGuidance)}
+    named += [f"{type(part).__name__} ({name})" for name, part in guiders.items() if not _guides_each_place_alone(part)]
+    if not named:
+        return None
+    return (
+        f"guidance with {', '.join(named)} takes a statistic of the whole prediction, which is partly one step old in "
+        "a step of patches: an approximation, as stale keys are; with warmup equal to the steps it is exact"
+    )
+
+
+def read_guidance_rule(pipeline: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
+    """When a call has a second branch of guidance, read off the code of its class.
+
+    Args:
+        pipeline: a pipeline, or a class of pipelines.
+        config: of the pipeline, which says whether a model is distilled.
+
+    Returns:
+        None where the code does not say it in one of the ways of diffusers' pipelines.
+    """
+    code = getattr(inspect.unwrap(pipeline.__call__), "__code__", None)
+    if is_modular(pipeline) or code is None:
+        return None
+    if "do_true_cfg" in code.co_varnames:
+        return GuidanceRule(scales=("true_cfg_scale",), needs_negative_prompt=True)
+    if "do_classifier_free_guidance" in code.co_varnames and "guidance_scale" in code.co_varnames:
+        return GuidanceRule()
+    kind = pipeline if inspect.isclass(pipeline) else type(pipeline)
+    # Other kinds of guidance, such as of perturbed attention, have branches of their own.
+    decisions = {name: getattr(kind, name) for name in dir(kind) if re.fullmatch("do_[a-z_]+_guidance", name)}
+    decision = decisions.pop("do_classifier_free_guidance", None)
+    if decisions or not isinstance(decision, property):
+        return None
+    rule = _try_guidance_scales(decision.fget, config)
+    # Of a scale that changes from frame to frame, the call has the ends alone.
+    return rule if rule is not None and list_call_parameters(kind).keys() >= {*rule.scales} else None
+
+
+def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
+    """The rule of a property that says by the scales of a call whether it is guided."""
+    attributes = [name for name in decide.__code__.co_names if name.endswith("_scale")]
+    # It may look scales up by a string, as ACE-Step does.
+    if not attributes:
+        return None
+    scales = tuple(name.removeprefix("_") for name in attributes)
+
+    def is_guided_at(scale: float) -> bool:
+        return bool(decide(SimpleNamespace(config=SimpleNamespace(**config), **dict.fromkeys(attributes, scale))))
+
+    try:
+        guided = {scale: is_guided_at(scale) for scale in (0.0, *TRIED_SCALES)}
+    # It reads more of the pipeline than its scales and its config.
+    except (AttributeError, TypeError):
+        return None
+    if guided[0.0]:
+        return None
+    least = next((scale for scale in TRIED_SCALES if guided[scale]), None)
+    return GuidanceRule(scales=()) if least is None else GuidanceRule(scales=scales, above=TRIED_SCALES[least])
+
+
+def explain_empty_call(call: Mapping[str, Any]) -> str | None:
+    """Why a call asks for nothing that could be drawn, or None."""
+    for name, value in call.items():
+        if COUNT_NAME.fullmatch(name) and isinstance(value, Real) and value < 1:
+            return f"{name}={value} leaves nothing to draw; give 1 or more, or leave it out for the pipeline's own"
+        is_empty = not value if isinstance(value, list | tuple) else getattr(value, "shape", (1,))[:1] == (0,)
+        if is_empty and CONTENT_NAME.fullmatch(name):
+            return f"{name} is empty, so there is nothing to draw; give one or more, or leave it out"
+    return None
+
+
+def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | None) -> str | None:
+    """Why what a callback does to guidance in mid-run cannot be divided into patches, or None.
+
+    Args:
+        pipe: the pipeline.
+        call: its arguments, and the defaults of the others.
+        steps: how many there are, if that is known.
+    """
+    if not hasattr(type(pipe), "do_classifier_free_guidance"):
+        return None
+    callback = call.get("callback_on_step_end")
+    for each in getattr(callback, "callbacks", [callback]):
+        name = _find_ended_guidance(each)
+        scale = None if name is None else call.get(name.lstrip("_"), 2)
+        if scale is None or scale <= 1 or _comes_too_late(each, steps):
+            continue
+        return (
+            f"{getattr(each, '__name__', type(each).__name__)} sets {name} so that guidance ends in mid-run, which "
+            "cannot be divided into patches; guide all steps, or use a plan without pipefusion, patches and "
+            "distrifusion, such as ulysses"
+        )
+    return None
+
+
+def _find_ended_guidance(callback: Any) -> str | None:
+    """The scale of guidance that the code of a callback sets to a number of at most 1, or None."""
+    function = getattr(callback, "func", callback)
+    functions = [function, getattr(function, "callback_fn", None), getattr(type(function), "__call__", None)]  # noqa: B004
+    codes = [each.__code__ for each in functions if hasattr(each, "__code__")]
+    for code in codes:
+        instructions = list(dis.get_instructions(code))
+        # Functions within it come next.
+        codes += [each.argval for each in instructions if isinstance(each.argval, CodeType)]
+        for at, instruction in enumerate(instructions):
+            if not str(instruction.argval).endswith("guidance_scale"):
+                continue
+            # The number is loaded before the attribute is stored, or after its name for `setattr`.
+            is_store = instruction.opname == "STORE_ATTR"
+            near = instructions[max(at - 3, 0) : at] if is_store else instructions[at + 1 : at + 2]
+            numbers = [each.argval for each in near if each.opname.startswith("LOAD_")]
+            if any(isinstance(number, int | float) and number <= 1 for number in numbers):
+                return str(instruction.argval)
+    return None
+
+
+def _comes_too_late(callback: Any, steps: int | None) -> bool:
+    """Whether one of diffusers' callbacks changes nothing before the last step is over."""
+    config = getattr(callback, "config", {})
+    index = config.get("cutoff_step_index")
+    ratio = config.get("cutoff_step_ratio")
+    if steps is None or (index is None and ratio is None):
+        return False
+    cutoff = int(steps * (ratio or 0)) if index is None else index
+    return bool(cutoff >= steps - 1)
+
+
+def is_guidance_timed(pipe: Any, call: Mapping[str, Any]) -> bool:
+    """Whether a call may ask for guidance in some steps only, so that the model is called more often in these."""
+    deciding = find_timed_guidance(inspect.unwrap(type(pipe).__call__))
+    parameters = list_call_parameters(pipe)
+    asked = (deciding & parameters.keys()) - {"num_inference_steps", "timesteps", "sigmas"}
+    if not asked:
+        return bool(deciding)
+    return any(name in call and call[name] != parameters[name].default for name in asked)
+
+
+_CALLED_BY_PIPELINES = ("add_noise", "scale_noise", "set_begin_index", "set_timesteps")
+"""The methods of schedulers that a pipeline alone calls, on its scheduler and not on a copy."""
+
+
+def explain_replaced_step_refusal(pipe: Any) -> str | None:
+    """Why a pipeline cannot be stepped patch by patch, or on another stage, with methods that the user replaced."""
+    for scheduler in list_schedulers(pipe):
+        replaced = [name for name in list_replaced_methods(scheduler) if name not in _CALLED_BY_PIPELINES]
+        if replaced:
+            kind = type(scheduler).__name__
+            return (
+                f"{kind}.{replaced[0]} was replaced on the scheduler itself, and patches are stepped by copies of it, "
+                f"which the new function does not know; override {replaced[0]} in a class derived from {kind}, or use "
+                "a plan without pipefusion and patches"
+            )
+    return None
+
+
+def explain_changed_size_refusal(pipe: Any) -> str | None:
+    """Why latents of this pipeline cannot be cut, as its scheduler changes their size between steps, or None."""
+    scales = getattr(pipe.scheduler, "config", {}).get("scale_factors") or ()
+    if all(scale == 1 for scale in scales):
+        return None
+    return (
+        f"{type(pipe.scheduler).__name__} with scale_factors={list(scales)} changes the size of the latents between "
+        "steps, and patches and stale keys belong to one size; use a plan without pipefusion, patches and distrifusion"
+    )
+
+
+def explain_scheduler_refusal(pipe: Any) -> str | None:
+    """Why a pipeline's scheduler cannot step latents patch by patch, or None."""
+    scheduler = type(pipe.scheduler).__name__
+    config = getattr(pipe.scheduler, "config", {})
+    if config.get("thresholding"):
+        return f"{scheduler} with thresholding=True takes a quantile of the whole image; set thresholding=False"
+    if config.get("noise_sampler_seed") is not None:
+        return f"{scheduler} with noise_sampler_seed draws noise by the shape that it steps; leave the seed at None"
+    return None
+
+
+def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | None:
+    """Why a modular pipeline's guidance cannot be divided with its model, or None.
+
+    Args:
+        pipe: the pipeline.
+        partial: whether tokens are cut, and belong to branches of guidance.
+        fresh: whether all of a prediction is of the step at hand, wherever it counts.
+    """
+    for name, part in vars(pipe).items():
+        if not isinstance(part, BaseGuidance):
+            continue
+        kind = f"{type(part).__name__} ({name})"
+        if type(part).prepare_models is not BaseGuidance.prepare_models:
+            return (
+                f"{kind} changes blocks of the model between calls of a step, and these are divided; use a guider such "
+                "as ClassifierFreeGuidance, or a plan of data or cfg"
+            )
+        if partial and (part._start, part._stop) != (0.0, 1.0):
+            return (
+                f"{kind} guides from {part._start:.0%} to {part._stop:.0%} of the steps, and guidance that changes the "
+                "number of calls in mid-run cannot be divided into patches; use start=0.0 and stop=1.0"
+            )
+        if not partial or _guides_each_place_alone(part):
+            continue
+        if not fresh and _remembers_predictions(part):
+            return (
+                f"{kind} remembers earlier predictions, and in a step of patches it is given one for each patch; use a "
+                "guider without a memory, such as ClassifierFreeGuidance, or warmup equal to the steps"
+            )
+        if not _shows_patches(part):
+            return (
+                f"{kind} computes with the whole prediction, and in it the places of a patch cannot be told; use "
+                "another guider, such as ClassifierFreeGuidance, or a plan without pipefusion and patches"
+            )
+    return None
+
+
+def _guides_each_place_alone(guider: BaseGuidance) -> bool:
+    """Whether what a guider makes at a place of a prediction depends on nothing but what it is given there."""
+    tried = _try_guider(guider)
+    return tried is not None and all(torch.equal(each[:, :4], one[:, :4]) for one, *others in tried for each in others)
+
+
+def _remembers_predictions(guider: BaseGuidance) -> bool:
+    """Whether a guider makes something else of the same prediction behind another one; so is one that raises."""
+    tried = _try_guider(guider)
+    return tried is None or any(not torch.equal(first, last) for first, _, last in tried)
+
+
+def _try_guider(guider: BaseGuidance) -> list[list[Tensor]] | None:
+    """What a guider makes of a prediction, of another with the same first places, and of the first one again.
+
+    That is done in the first step, where memories begin, in the next, and in a late one, as some change in between.
+    None if it cannot be asked.
+    """
+    twin: Any = copy.deepcopy(guider)
+    twin._start, twin._stop = 0.0, 1.0
+    random = torch.Generator().manual_seed(0)
+    one, other = torch.randn(2, 1, 8, 4, generator=random)
+    changed = torch.cat([one[:, :4], torch.randn(1, 4, 4, generator=random)], dim=1)
+    found = []
+    try:
+        for step in (0, 1, 98):
+            twin.set_state(step=step, num_inference_steps=100, timestep=torch.tensor(500.0))
+            found.append([twin(_name_predictions(twin, each, other)).pred for each in (one, changed, one)])
+    # What cannot be asked of a made-up prediction is not known of it.
+    except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
+        return None
+    return found
+
+
+def _shows_patches(guider: BaseGuidance) -> bool:
+    """Whether what is NaN in a prediction, as it is in a rehearsal, is NaN in what a guider makes of it, no more."""
+    twin: Any = copy.deepcopy(guider)
+    twin.set_state(step=0, num_inference_steps=2, timestep=torch.tensor(500.0))
+    predictions = torch.randn(2, 1, 8, 4, generator=torch.Generator().manual_seed(0))
+    predictions[:, :, 4:] = float("nan")
+    one, other = predictions.as_subclass(RehearsedPrediction)
+    try:
+        result = twin(_name_predictions(twin, one, other)).pred
+    except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
+        return False
+    return torch.equal(torch.isnan(result), torch.isnan(predictions[0]))
+
+
+def _name_predictions(guider: Any, conditional: Tensor, unconditional: Tensor) -> list[Any]:
+    """Predictions as blocks hand them to a guider."""
+    inputs: list[Any] = guider.prepare_inputs({"given": (None, None)})
+    for each, prediction in zip(inputs, (conditional, unconditional), strict=False):
+        each.noise_pred = prediction
+    return inputs
+
+
+def iterate_blocks(pipe: Any) -> Iterator[Any]:
+    """The blocks of a modular pipeline's tree; none of any other pipeline."""
+    queue = [pipe._blocks] if is_modular(pipe) else []
+    while queue:
+        block = queue.pop()
+        yield block
+        queue += (getattr(block, "sub_blocks", None) or {}).values()
+
+
+def replace_call_globals(
+    stack: ExitStack, pipe: Any, pipeline_call: Callable[..., Any], values: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """The call of a pipeline, whose code finds other values under some global names; its modules stay as they are.
+
+    Blocks of a modular pipeline that use such a name get a class of their own until the stack is closed.
+
+    Args:
+        pipeline_call: the function of the pipeline's class.
+        values: by name.
+
+    Raises:
+        ModelError: if a block uses such a name in a function that it overrides and calls.
+    """
+    for block in iterate_blocks(pipe):
+        kind = type(block)
+        # Not static methods, which would become methods of the instance.
+        methods = {name: inspect.getattr_static(kind, name) for name in dir(kind)}
+        functions = {name: method for name, method in methods.items() if _uses_globals(method, values)}
+        hidden = any(_uses_globals(vars(cls).get("__call__"), values) for cls in kind.__mro__)
+        if hidden and "__call__" not in functions and _uses_globals(kind.__call__, {"super": None}):
+            raise ModelError(
+                f"{kind.__name__} calls the loop that it inherits from its own, so its steps cannot be counted; "
+                "give it a loop of its own, or use a plan without pipefusion and patches"
+            )
+        if functions:
+            copies = {name: replace_globals(each, values) for name, each in functions.items()}
+            block.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **copies})
+            stack.callback(setattr, block, "__class__", kind)
+    return replace_globals(pipeline_call, values)
+
+
+def skip_decode_blocks(stack: ExitStack, pipe: Any) -> None:
+    """Until the stack is closed, a modular pipeline's call ends behind the last block that uses a model of its loop.
+
+    What comes behind it, such as the decoder, leaves the state as it is. A tree whose blocks do not follow each other
+    is run as it is.
+    """
+    blocks: list[Any] = []
+    if isinstance(pipe._blocks, SequentialPipelineBlocks):
+        blocks = [*vars(pipe)["_blocks"].sub_blocks.values()]
+    denoisers = {*list_denoiser_names(pipe)}
+    used = [k for k, each in enumerate(blocks) if denoisers & {spec.name for spec in each.expected_components}]
+    for block in blocks[used[-1] + 1 :] if used else ():
+        kind = type(block)
+        block.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _return_state})
+        stack.callback(setattr, block, "__class__", kind)
+
+
+def _return_state(_: Any, components: Any, state: Any) -> Any:
+    return components, state
+
+
+def hide_block_tracebacks(stack: ExitStack, errors: type[Exception]) -> None:
+    """Until the stack is closed, blocks do not log an error that passes through them, with its traceback.
+
+    Each block of a tree would; what such an error says is said where it ends.
+    """
+    logger = logging.getLogger(modular_pipeline.__name__)
+
+    def is_other_error(_: logging.LogRecord) -> bool:
+        return not isinstance(sys.exc_info()[1], errors)
+
+    logger.addFilter(is_other_error)
+    stack.callback(logger.removeFilter, is_other_error)
+
+
+def _uses_globals(function: Any, names: Mapping[str, Any]) -> bool:
+    code = getattr(inspect.unwrap(function) if inspect.isfunction(function) else None, "__code__", None)
+    return code is not None and not names.keys().isdisjoint(code.co_names)

@@ -1,0 +1,383 @@
+"""Calls a pipeline so that its transformer's calls tell what their dimensions count: other sizes, texts, batches.
+
+No call gets further than the transformer: it is left there. Sizes are small. A pipeline whose arguments ditile cannot
+make up, such as one without a text encoder, is called with those of an example, one thing of which is changed at a
+time.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ditile.model.derive import derive_anatomy
+from ditile.model.hooks.overrides import find_latents_parameter
+from ditile.model.pipeline_calls import find_pipeline_device, list_call_parameters
+from ditile.model.record import CapturedCall, capture_call
+from ditile.plan.anatomy import Anatomy
+from ditile.plan.errors import ModelError
+
+SHORT_TEXT, LONG_TEXT = "a red ring", "a small red ring on the left of a large blue square above a green circle"
+SIZES = ((6, 10), (10, 14))
+"""Rows and columns of the small and the large picture, in `UNIT` pixels of the VAE's latents."""
+UNIT = 2
+SEQUENCE_LENGTHS = (19, 29)
+COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
+REMEDY = "give parallelize the arguments of a call that draws, as example=dict(...), or use a plan of data or cfg"
+
+
+class ProbeError(ModelError):
+    """A pipeline could not be called to look at its model; with the arguments of a call that draws, it could."""
+
+
+def derive_from_pipeline(
+    pipe: Any, transformer: nn.Module, twin: nn.Module, example: Mapping[str, Any] | None = None
+) -> tuple[Anatomy, list[CapturedCall]]:
+    """The anatomy of a pipeline's transformer, and the calls that it was derived from.
+
+    Args:
+        pipe: a pipeline that makes pictures or videos.
+        transformer: its model.
+        twin: a copy of it with few blocks, on which calls are run.
+        example: the arguments of a call of the pipeline; without them it is called with a prompt and a size.
+
+    Raises:
+        ProbeError: if the pipeline cannot be called so.
+        ModelError: if something in the transformer cannot be divided.
+    """
+    capture = functools.partial(_capture_call, pipe, transformer, twin)
+    if example is None:
+        calls = _capture_known_calls(pipe, transformer, capture)
+    else:
+        calls = _capture_variations(pipe, transformer, capture, _clean_example(pipe, example))
+    try:
+        return derive_anatomy(twin, calls), calls
+    except ModelError as error:
+        raise ModelError(f"{error}; use a plan of data or cfg") from error
+    except Exception as error:  # whatever the model runs into where its calls are made without the pipeline
+        raise ModelError(
+            f"{type(transformer).__name__} could not be called to learn what its dimensions count: "
+            f"{_describe_error(error)}; {_advise(transformer)}"
+        ) from error
+
+
+Capture = Callable[[Mapping[str, Any]], CapturedCall]
+
+
+def _capture_call(pipe: Any, transformer: nn.Module, twin: nn.Module, arguments: Mapping[str, Any]) -> CapturedCall:
+    return _convert_call(capture_call(pipe, transformer, arguments, functools.partial(_run_twin, twin)))
+
+
+def _describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def _capture_known_calls(pipe: Any, transformer: nn.Module, capture: Capture) -> list[CapturedCall]:
+    """The calls of a pipeline that draws what a prompt says, in a size."""
+    calls = []
+    for what, arguments in list_probe_arguments(pipe).items():
+        try:
+            calls.append(capture(arguments))
+        except ModelError:
+            raise
+        except Exception as error:
+            if what not in ("small", "large"):
+                continue
+            raise ProbeError(
+                f"{type(transformer).__name__} is not in the table of known anatomies, and {type(pipe).__name__} "
+                f"could not be called with a {what} picture to look at it: {_describe_error(error)}; {REMEDY}"
+            ) from error
+    return calls
+
+
+def _capture_variations(
+    pipe: Any, transformer: nn.Module, capture: Capture, example: Mapping[str, Any]
+) -> list[CapturedCall]:
+    """The calls of a pipeline with the arguments of an example, and with one thing of them changed.
+
+    Small pictures are preferred. Where no change of the arguments changes the size, the size is the model's.
+    """
+    latents = find_latents_parameter(transformer)
+    try:
+        whole = capture(example)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ProbeError(
+            f"{type(transformer).__name__} is not in the table of known anatomies, and {type(pipe).__name__} could not "
+            f"be called with these arguments to look at it: {_describe_error(error)}"
+        ) from error
+    shrunk = {**example, **_shrink_example(pipe, example)}
+    small = _try_call(capture, shrunk)
+    if small is not None and _count_numbers(small, latents) < _count_numbers(whole, latents):
+        changes = _capture_changes(pipe, capture, shrunk, small, latents)
+        if "size" in changes:
+            return [small, *changes.values()]
+    changes = _capture_changes(pipe, capture, example, whole, latents)
+    return [whole, changes.pop("size", whole), *changes.values()]
+
+
+def _try_call(capture: Capture, arguments: Mapping[str, Any]) -> CapturedCall | None:
+    """The call of the model; None where the pipeline does not take such arguments together."""
+    try:
+        return capture(arguments)
+    except Exception:  # it was asked what it was not made for
+        return None
+
+
+def _count_numbers(call: CapturedCall, latents: str) -> int:
+    return sum(x.numel() for x in pytree.tree_leaves(call.get(latents)) if isinstance(x, Tensor))
+
+
+def _capture_changes(
+    pipe: Any, capture: Capture, example: Mapping[str, Any], first: CapturedCall, latents: str
+) -> dict[str, CapturedCall]:
+    """Calls that differ from the first one: in the "size", and where arguments do so, in the "text" and the "rows"."""
+    changes = dict[str, CapturedCall]()
+    for arguments in _list_variations(pipe, example):
+        call = _try_call(capture, arguments)
+        if call is not None and (change := describe_change(first, call, latents)):
+            changes.setdefault(change, call)
+        if len(changes) == 3:
+            break
+    return {change: changes[change] for change in ("size", "text", "rows") if change in changes}
+
+
+def describe_change(first: Mapping[str, Any], other: Mapping[str, Any], latents: str) -> str:
+    """What differs between two calls of a transformer: "size", "rows", "text", or nothing that counts.
+
+    Args:
+        first, other: the arguments, by parameter.
+        latents: the parameter of the latents.
+    """
+    before, after = (_list_shapes(call.get(latents)) for call in (first, other))
+    if before != after:
+        if isinstance(first.get(latents), list):
+            return "rows" if set(before) == set(after) else "size"
+        # Latents of two dimensions are the tokens of all rows.
+        is_longer = any(len(shape) > 2 for shape in before) and _drop_rows(before) == _drop_rows(after)
+        return "rows" if is_longer else "size"
+    before, after = (_list_shapes(list(call.values())) for call in (first, other))
+    # Rows of one argument alone are no other text: what they are joined with may be as many.
+    rows = [[shape[0] for shape in shapes if len(shape) > 2] for shapes in (before, after)]
+    return "text" if before != after and rows[0] == rows[1] else ""
+
+
+def _drop_rows(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return [shape[1:] for shape in shapes]
+
+
+def _list_shapes(value: Any) -> list[tuple[int, ...]]:
+    return [tuple(x.shape) for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _clean_example(pipe: Any, example: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an example, of which probes change nothing: without callbacks, with generators of their own."""
+    device = find_pipeline_device(pipe)
+
+    def copy_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return torch.Generator(device).manual_seed(0)
+        return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
+
+    kept = {name: value for name, value in example.items() if value is not None and not name.startswith("callback")}
+    return {name: pytree.tree_map(copy_leaf, value) for name, value in kept.items()}
+
+
+def _shrink_example(pipe: Any, example: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with which a pipeline makes a small picture, where it says what a token of latents is in pixels."""
+    scale = _find_scale(pipe)
+    if scale is None:
+        return {}
+    given = _list_known_arguments(*(side * scale for side in SIZES[0]))
+    if not isinstance(example.get("prompt"), str | list):
+        del given["prompt"], given["max_sequence_length"]
+    return {name: value for name, value in given.items() if name in list_call_parameters(pipe)}
+
+
+def _list_variations(pipe: Any, example: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Calls in which one thing of an example is changed; what says most comes first."""
+    defaults = {name: parameter.default for name, parameter in list_call_parameters(pipe).items()}
+    numbers = {name: value for name, value in {**defaults, **example}.items() if type(value) is int and value}
+    wider = {"width": 2 * numbers["width"]} if "width" in numbers else {}
+    yield {**example, **wider}
+    yield {**example, **wider, **{name: _widen(name, value) for name, value in example.items()}}
+    texts = {name: _replace_text(value) for name, value in example.items() if "prompt" in name}
+    if "max_sequence_length" in example:
+        texts["max_sequence_length"] = SEQUENCE_LENGTHS[1]
+    yield {**example, **texts}
+    for length in _list_text_lengths(example):
+        yield {**example, **{name: _lengthen(value, length) for name, value in example.items()}}
+    for name in COUNTS:
+        if name in defaults:
+            yield {**example, name: 2}
+    rows = _count_rows(example)
+    yield {**example, **{name: _repeat_rows(value, rows) for name, value in example.items()}}
+    # A number that its pipeline alone knows the meaning of, such as a number of frames or a label of the only row.
+    for name, value in numbers.items():
+        yield {**example, name: 2 * value}
+        if name in example:
+            yield {**example, name: [value, value]}
+    for name, value in {**defaults, **example}.items():
+        if isinstance(value, tuple) and value and all(type(each) is int for each in value):
+            yield {**example, name: (*value[:-1], 2 * value[-1])}
+
+
+def _widen(name: str, value: Any) -> Any:
+    """A picture, a video, or latents, twice as wide."""
+
+    def widen_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Image.Image):
+            return leaf.resize((2 * leaf.width, leaf.height))
+        if isinstance(leaf, numpy.ndarray) and leaf.ndim > 2:
+            return leaf.repeat(2, axis=-2)
+        if not isinstance(leaf, Tensor) or leaf.ndim < 3:
+            return leaf
+        is_packed = leaf.ndim == 3 and "latents" in name
+        if leaf.ndim > 3 or "image" in name or "mask" in name or is_packed:
+            return leaf.repeat_interleave(2, dim=1 if is_packed else -1)
+        return leaf
+
+    return pytree.tree_map(widen_leaf, value)
+
+
+def _replace_text(value: Any) -> Any:
+    return pytree.tree_map_only(str, lambda text: LONG_TEXT, value)
+
+
+def _list_text_lengths(example: Mapping[str, Any]) -> list[int]:
+    """The lengths that embeddings of an example have: [B, T, C], or in a list [T, C] for each row."""
+    lengths = dict[int, None]()
+    for value in example.values():
+        for leaf in pytree.tree_leaves(value):
+            least = 2 if isinstance(value, list | tuple) else 3
+            if isinstance(leaf, Tensor) and least <= leaf.ndim <= 3 and leaf.shape[-2] > 1:
+                lengths[leaf.shape[-2]] = None
+    return list(lengths)
+
+
+def _lengthen(value: Any, length: int) -> Any:
+    """What has so many tokens in its first or second dimension, with each of them twice: padding stays at the end."""
+
+    def lengthen_leaf(leaf: Tensor) -> Tensor:
+        if leaf.ndim < 2 or length not in leaf.shape[:2]:
+            return leaf
+        return leaf.repeat_interleave(2, dim=1 if leaf.shape[1] == length else 0)
+
+    return pytree.tree_map_only(Tensor, lengthen_leaf, value)
+
+
+def _count_rows(example: Mapping[str, Any]) -> int:
+    """The number of rows that most of what has rows has."""
+    sizes = [len(value) for value in example.values() if isinstance(value, Tensor | list) and _has_rows(value)]
+    return Counter(sizes).most_common(1)[0][0] if sizes else 1
+
+
+def _has_rows(value: Tensor | list[Any]) -> bool:
+    return isinstance(value, list) or value.ndim > 0
+
+
+def _repeat_rows(value: Any, rows: int) -> Any:
+    """An argument with each of so many rows twice."""
+    if isinstance(value, dict):
+        return {name: _repeat_rows(each, rows) for name, each in value.items()}
+    if isinstance(value, Tensor | list):
+        if not _has_rows(value) or len(value) != rows:
+            return value
+        return [*value, *value] if isinstance(value, list) else torch.cat([value, value])
+    return [value, value] if rows == 1 and isinstance(value, str | Image.Image) else value
+
+
+def _advise(transformer: nn.Module) -> str:
+    for path, module in transformer.named_modules():
+        if isinstance(processor := getattr(module, "processor", None), nn.Module):
+            return f"unload the IP-adapter that brought {type(processor).__name__} to {path}"
+    return "use a plan of data or cfg"
+
+
+def _convert_call(call: CapturedCall) -> CapturedCall:
+    converted = CapturedCall(pytree.tree_map_only(Tensor, _convert_to_float32, dict(call)))
+    converted.before = (
+        None if call.before is None else pytree.tree_map_only(Tensor, _convert_to_float32, dict(call.before))
+    )
+    return converted
+
+
+def _run_twin(twin: nn.Module, **call: Any) -> Any:
+    """What a twin makes of a call, on the device and in the dtype of its latents."""
+    latents = next(x for x in pytree.tree_leaves(list(call.values())) if isinstance(x, Tensor))
+    result = twin(**pytree.tree_map_only(Tensor, _convert_to_float32, call))
+    return pytree.tree_map_only(Tensor, lambda x: x.to(latents.device, latents.dtype), result)
+
+
+def _convert_to_float32(x: Tensor) -> Tensor:
+    return x.detach().cpu().float() if x.is_floating_point() else x.detach().cpu()
+
+
+def list_probe_arguments(pipe: Any) -> dict[str, dict[str, Any]]:
+    """What a pipeline is called with, by what is special about the call.
+
+    Raises:
+        ProbeError: if its call needs an argument that is not known.
+    """
+    parameters = list_call_parameters(pipe)
+    scale = _find_scale(pipe) or 8 * UNIT
+    small = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[0]))
+    large = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[1]))
+    calls = {"small": small, "large": large}
+    if "prompt" in parameters:
+        calls["text"] = {**small, "prompt": LONG_TEXT}
+        if "max_sequence_length" in parameters:
+            calls["text"]["max_sequence_length"] = SEQUENCE_LENGTHS[1]
+    for name in COUNTS:
+        if name in parameters:
+            calls["two"] = {**small, name: 2}
+    return calls
+
+
+def _find_scale(pipe: Any) -> int | None:
+    """How many pixels a pipeline's sizes are multiples of; None if it does not say so."""
+    factor = getattr(pipe, "vae_scale_factor", None) or getattr(pipe, "vae_scale_factor_spatial", None)
+    return int(factor) * UNIT if factor else None
+
+
+def _list_known_arguments(height: int, width: int) -> dict[str, Any]:
+    return {
+        "height": height,
+        "width": width,
+        "prompt": SHORT_TEXT,
+        "num_inference_steps": 2,
+        "output_type": "latent",
+        "max_sequence_length": SEQUENCE_LENGTHS[0],
+        "num_frames": 9,
+        "use_resolution_binning": False,
+    }
+
+
+def _fill_arguments(pipe: Any, parameters: Mapping[str, inspect.Parameter], height: int, width: int) -> dict[str, Any]:
+    known = _list_known_arguments(height, width)
+    arguments = {name: value for name, value in known.items() if name in parameters}
+    for name, parameter in parameters.items():
+        is_needed = parameter.default is parameter.empty and parameter.kind not in (
+            parameter.VAR_KEYWORD,
+            parameter.VAR_POSITIONAL,
+        )
+        if name in arguments or not (is_needed or name == "image"):
+            continue
+        if "image" not in name:
+            raise ProbeError(
+                f"{type(pipe).__name__} needs {name}, and its transformer is not in the table of known anatomies; "
+                f"{REMEDY}"
+            )
+        pixels = numpy.random.default_rng(0).integers(0, 256, (height, width, 3), dtype="uint8")
+        arguments[name] = Image.fromarray(pixels)
+    return arguments

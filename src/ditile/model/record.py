@@ -1,0 +1,353 @@
+"""Records calls of a transformer: what a pipeline gives it, what its blocks are given, and how these attend."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ditile.model.block_lists import find_block_lists
+from ditile.model.hooks.attention_hooks import copy_multi_head_attention
+from ditile.model.hooks.attention_processors import find_attention_processors
+from ditile.model.hooks.overrides import override_attribute
+from ditile.model.hooks.pieces import find_run, has_nan
+from ditile.model.pipeline_calls import hide_block_tracebacks
+from ditile.plan.anatomy import describe_mode
+from ditile.plan.errors import ModelError
+from ditile.plan.spec import BlockList, Flow
+
+Call = Mapping[str, Any]
+"""The arguments of a call of the transformer, by parameter."""
+
+
+class AttentionCall(NamedTuple):
+    """One call of scaled dot-product attention: queries, keys, the mask's shape, which keys are NaN and which are not.
+
+    `real_pairs` is whether a mask of pairs has one for each query and key that are both real.
+    """
+
+    queries: int
+    keys: int
+    mask: tuple[int, ...] | None
+    real_pairs: bool
+    causal: bool
+    poisoned: range | None = None
+    finite: range | None = None
+
+
+@dataclass(slots=True)
+class BlockRecord:
+    """One call of a block: its arguments by parameter, and by path the attention calls within it.
+
+    `outside` has the paths of modules within it that were called outside of it.
+    """
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    outputs: tuple[Any, ...] | None = None
+    attention: dict[str, list[AttentionCall]] = field(default_factory=dict)
+    outside: dict[str, None] = field(default_factory=dict)
+
+
+class ChainBlock(NamedTuple):
+    """A block of the chain."""
+
+    list_name: str
+    name: str
+    block: nn.Module
+    flow: Flow
+
+
+def list_chain(transformer: nn.Module) -> list[ChainBlock]:
+    """The blocks of a transformer, in order of execution; raises `ModelError` if they are not known."""
+    return [ChainBlock(*each) for each in _iterate_chain(find_block_lists(transformer))]
+
+
+def _iterate_chain(lists: Sequence[BlockList]) -> Iterator[tuple[str, str, nn.Module, Flow]]:
+    for each in lists:
+        for index, block in enumerate(each.blocks):
+            yield each.name, f"{each.name}.{index}", block, each.flow
+
+
+class AttentionWatch(TorchFunctionMode):
+    """Notes every call of scaled dot-product attention."""
+
+    def __init__(self, note: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor | None]) -> None:
+        super().__init__()
+        self._note = note
+        self._multi_head = copy_multi_head_attention(self._note_and_attend)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is functional.scaled_dot_product_attention:
+            return self._note_and_attend(*args, **(kwargs or {}))
+        if func is functional.multi_head_attention_forward:
+            return self._multi_head(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _note_and_attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        instead = self._note_call(*args, **kwargs)
+        return functional.scaled_dot_product_attention(*args, **kwargs) if instead is None else instead
+
+    def _note_call(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **others: Any,
+    ) -> Tensor | None:
+        return self._note(query, key, attn_mask, is_causal)
+
+
+def record_blocks(
+    transformer: nn.Module,
+    chain: Sequence[ChainBlock],
+    call: Call,
+    *,
+    bypass: bool = False,
+    poisons: Collection[str] = (),
+) -> list[BlockRecord]:
+    """The arguments and attention calls of every block in one call of a transformer.
+
+    Args:
+        transformer, chain, call: the model, its blocks, the arguments.
+        bypass: whether blocks pass on what they are given, though they run.
+        poisons: the streams, `image` and `text`, that are NaN as blocks are given them.
+
+    Raises:
+        ModelError: if a block is called twice, or not at all.
+    """
+    records = [BlockRecord() for _ in chain]
+    path: list[tuple[BlockRecord, str]] = []
+
+    def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> None:
+        if path:
+            record, name = path[-1]
+            shape = None if mask is None else tuple(mask.shape)
+            attention = AttentionCall(query.shape[-2], key.shape[-2], shape, has_real_pairs(mask), causal)
+            if bypass:
+                bad = torch.isnan(key).movedim(-2, 0).flatten(1).any(1)
+                attention = attention._replace(poisoned=find_run(bad), finite=find_run(~bad))
+            record.attention.setdefault(name, []).append(attention)
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(attention_backend(AttentionBackendName.NATIVE))
+        for record, (_, name, block, flow) in zip(records, chain, strict=True):
+            for _, _, processor in find_attention_processors(block):
+                if getattr(processor, "_attention_backend", None) is not None:
+                    override_attribute(stack, processor, "_attention_backend", AttentionBackendName.NATIVE)
+            # Attention is that of the innermost module that calls it.
+            for module_path, module in block.named_modules():
+                if module_path:
+                    track_path(stack, path, (record, module_path), module, _note_outside)
+            _record_block(stack, path, record, name, block, flow, bypass=bypass, poisons=poisons)
+        stack.enter_context(AttentionWatch(note))
+        transformer(**call)
+    for record, (_, name, _, _) in zip(records, chain, strict=True):
+        if not record.arguments:
+            raise ModelError(f"{type(transformer).__name__} did not call its block {name}")
+    return records
+
+
+def has_real_pairs(mask: Tensor | None) -> bool:
+    if mask is None or mask.dtype != torch.bool or mask.ndim < 3 or mask.shape[-2] == 1:
+        return False
+    return torch.equal(mask, mask.any(dim=-2, keepdim=True) & mask.any(dim=-1, keepdim=True))
+
+
+def _note_outside(path: Sequence[tuple[BlockRecord, str]], place: tuple[BlockRecord, str]) -> None:
+    record, name = place
+    if all(each is not record for each, _ in path):
+        record.outside[name] = None
+
+
+def track_path(
+    stack: ExitStack,
+    path: list[Any],
+    place: Any,
+    module: nn.Module,
+    note: Callable[[list[Any], Any], None] = lambda path, place: None,
+) -> None:
+    """Until the stack is closed, `path` ends with `place` while a module's forward runs; `note` is called before."""
+    forward = module.forward
+
+    @functools.wraps(forward)
+    def forward_on_path(*args: Any, **kwargs: Any) -> Any:
+        note(path, place)
+        path.append(place)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            path.pop()
+
+    override_attribute(stack, module, "forward", forward_on_path)
+
+
+def _record_block(
+    stack: ExitStack,
+    path: list[Any],
+    record: BlockRecord,
+    name: str,
+    block: nn.Module,
+    flow: Flow,
+    *,
+    bypass: bool,
+    poisons: Collection[str],
+) -> None:
+    track_path(stack, path, (record, ""), block)
+    forward, signature = block.forward, inspect.signature(type(block).forward)
+
+    @functools.wraps(forward)
+    def forward_and_record(*args: Any, **kwargs: Any) -> Any:
+        if record.arguments:
+            raise ModelError(f"block {name} is called more than once in a call of the transformer")
+        record.arguments.update(signature.bind(block, *args, **kwargs).arguments)
+        del record.arguments[next(iter(signature.parameters))]
+        if poisons:
+            args, kwargs = spread_arguments(block, _poison_streams(record.arguments, flow, poisons))
+        out = forward(*args, **kwargs)
+        record.outputs = out if isinstance(out, tuple) else None
+        return _pass_on(record.arguments, flow, out) if bypass else out
+
+    override_attribute(stack, block, "forward", forward_and_record)
+
+
+def spread_arguments(block: nn.Module, arguments: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by parameter, as a call."""
+    signature = inspect.signature(type(block).forward)
+    bound = inspect.BoundArguments(signature, {next(iter(signature.parameters)): block, **arguments})
+    return bound.args[1:], bound.kwargs
+
+
+def _poison_streams(arguments: Call, flow: Flow, poisons: Collection[str]) -> dict[str, Any]:
+    names = {"image": flow.image, "text": flow.text if "text" in flow.returns else None}
+    given = {name: x for kind in poisons if isinstance(x := arguments.get(name := names[kind] or ""), Tensor)}
+    return {**arguments, **{name: torch.full_like(x, float("nan")) for name, x in given.items()}}
+
+
+def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
+    """What a block was given, in the form of what it returned."""
+    streams = {"image": arguments[flow.image], "text": arguments.get(flow.text or "")}
+    if not isinstance(out, tuple):
+        return streams["image"]
+    return tuple(None if part is None else streams[name] for name, part in zip(flow.returns, out, strict=False))
+
+
+def find_skip(transformer: nn.Module, chain: Sequence[ChainBlock], call: Call) -> tuple[str, str] | None:
+    """A block whose tokens come to something else than the next block, and what that is; None if there is none."""
+    for at, source in enumerate(chain[:-1]):
+        receivers: list[str] = []
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for place, block in enumerate(chain):
+                fill = float("nan") if place == at else 0.0
+                receiver = block.name if place > at + 1 else ""
+                _replace_outputs(stack, block.block, fill, receiver, receivers)
+            if has_nan(transformer(**call)):
+                receivers.append("what comes after the blocks")
+        if receivers:
+            return source.name, receivers[0]
+    return None
+
+
+def _replace_outputs(stack: ExitStack, block: nn.Module, fill: float, receiver: str, receivers: list[str]) -> None:
+    """Until the stack is closed, a block returns one number everywhere, and `receiver` is noted if it is given NaN."""
+    forward = block.forward
+
+    @functools.wraps(forward)
+    def forward_and_fill(*args: Any, **kwargs: Any) -> Any:
+        if receiver and has_nan([args, kwargs]):
+            receivers.append(receiver)
+        return pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, fill), forward(*args, **kwargs))
+
+    override_attribute(stack, block, "forward", forward_and_fill)
+
+
+class _Recorded(Exception):
+    """The call that was wanted has been recorded: the pipeline is left."""
+
+
+class CapturedCall(dict[str, Any]):
+    """The arguments of a call, by parameter.
+
+    Attributes:
+        before: the call of the step before, where it had another mode: this one reads what that one kept.
+    """
+
+    before: Call | None = None
+
+
+def bind_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of a module's own forward, by parameter."""
+    signature, call = inspect.signature(type(module).forward), dict[str, Any]()
+    for name, value in signature.bind(module, *args, **kwargs).arguments.items():
+        is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        call.update(value if is_rest else {name: value})
+    call.pop(next(iter(signature.parameters)))
+    return call
+
+
+def capture_call(
+    pipe: Any, transformer: nn.Module, arguments: Mapping[str, Any], run: Callable[..., Any] | None = None
+) -> CapturedCall:
+    """The arguments of a pipeline's first call of a transformer, by parameter; the pipeline is left there.
+
+    Where the call has a mode, the first step is run, and if the mode is another one in the next step, that call counts.
+
+    Args:
+        pipe, transformer: the pipeline, and its model.
+        arguments: of the pipeline's call.
+        run: computes a call of the model, where it is not to be run itself.
+
+    Raises:
+        ModelError: if the pipeline never calls it, or with arguments that it does not take.
+    """
+    captured, stepped = list[CapturedCall](), list[bool]()
+    forward: Callable[..., Any] = run or transformer.forward
+
+    @functools.wraps(transformer.forward)
+    def forward_to_capture(*args: Any, **kwargs: Any) -> Any:
+        try:
+            call = CapturedCall(bind_arguments(transformer, args, kwargs))
+        except TypeError as error:
+            raise ModelError(
+                f"{type(transformer).__name__} does not fit its pipeline: {type(pipe).__name__} could not be called to "
+                f"look at it, as it gives its model other arguments than this takes ({error}); give it its own model"
+            ) from error
+        if stepped and describe_mode(call) != describe_mode(captured[0]):
+            call.before = captured[0]
+            captured.insert(0, call)
+        captured.append(call)
+        if stepped or not describe_mode(call):
+            raise _Recorded
+        return forward(**call)
+
+    def step_and_note(*args: Any, **kwargs: Any) -> Any:
+        stepped.append(True)
+        assert step is not None
+        return step(*args, **kwargs)
+
+    with ExitStack() as stack:
+        override_attribute(stack, transformer, "forward", forward_to_capture)
+        step: Callable[..., Any] | None = getattr(getattr(pipe, "scheduler", None), "step", None)
+        if step is not None:
+            override_attribute(stack, pipe.scheduler, "step", functools.wraps(step)(step_and_note))
+        stack.enter_context(torch.no_grad())
+        hide_block_tracebacks(stack, _Recorded)
+        with suppress(_Recorded):
+            pipe(**arguments)
+    if not captured:
+        raise ModelError(f"{type(pipe).__name__} did not call its {type(transformer).__name__}")
+    return captured[0]

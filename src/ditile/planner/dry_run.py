@@ -1,0 +1,115 @@
+"""A dry run: the runner's table and the first steps of the schedule, from configs alone. No weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ditile.cache.build import explain_idle_steps
+from ditile.cache.cached import build_transformer_cache
+from ditile.distributed.cpus import count_memory_bytes
+from ditile.model.block_lists import find_block_lists
+from ditile.plan.cost import PlannedCall
+from ditile.plan.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.plan.schedule import render_gantt_chart
+from ditile.plan.units import format_bytes
+from ditile.planner.memory import count_host_memory
+from ditile.planner.subject import PlanSubject
+from ditile.runner.load import choose_dtype_name, defaults, find_model_source
+from ditile.runner.requests.arguments import merge_call_arguments
+from ditile.runner.requests.conditions import choose_requested_class, describe_choice
+from ditile.runner.requests.facts import build_dry_run_call
+from ditile.runner.requests.options import EngineOptions, GenerateOptions
+from ditile.runner.requests.pictures import read_picture
+from ditile.runner.requests.pipelines import returns_videos
+from ditile.runner.table import describe_plan
+
+STEPS_SHOWN = 2
+
+
+def describe_dry_run(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any], engine: EngineOptions) -> str:
+    """The table and the schedule of a call of a model under a plan, as text.
+
+    Args:
+        wanted: the picture. For a hub id only configs are fetched. Options of the model and its pipeline fill gaps.
+        plan: the plan.
+        configs: the keyword arguments of `enable_cache`.
+        engine: how ranks compute: what of it stays in the host's memory is counted.
+
+    Raises:
+        LoadError, ModelError, PlanError: if the model is not there, has no spec, does not take an option that is
+            given, or does not fit the plan or the cache.
+    """
+    subject, call = _read_planned_call(wanted)
+    job = build_subject_job(subject, plan, call, configs)
+    table = describe_plan(wanted.model, job, ["any"] * plan.world)
+    shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
+    chart = render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
+    host = _describe_host_memory(wanted, subject, plan, call, engine)
+    return f"{_describe_class(wanted)}{table}\n{host}\n{chart}"
+
+
+def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> PlannedCall:
+    """The call as numbers; arguments and errors are those of `describe_dry_run`."""
+    subject, call = _read_planned_call(wanted)
+    return build_subject_job(subject, plan, call, configs)
+
+
+def _read_planned_call(wanted: GenerateOptions) -> tuple[PlanSubject, dict[str, Any]]:
+    """A model without its weights, and the arguments of the call that is asked for."""
+    source, base = find_model_source(wanted.model, weights=False), defaults(wanted.model)
+    has_controlnet = wanted.controlnet is not None
+    subject = PlanSubject.from_configs(wanted.model, source, [*wanted.conditions], has_controlnet=has_controlnet)
+    returns_videos(subject.pipeline)  # or refuses it
+    merge_call_arguments(choose_requested_class(wanted)[0] or subject.pipeline, wanted, base)
+    pictures = [read_picture(path, "image") for path in wanted.image or ()]
+    return subject, build_dry_run_call(wanted, base) | subject.bind_pictures(pictures)
+
+
+def _describe_host_memory(
+    wanted: GenerateOptions, subject: PlanSubject, plan: Plan, call: Mapping[str, Any], engine: EngineOptions
+) -> str:
+    """Lines on the weights that stay in the host's memory, for all ranks together; empty if there are none."""
+    offloads_text = engine.text_after == "offload"
+    if plan.offload == "none" and not offloads_text:
+        return ""
+    dtype = choose_dtype_name(find_model_source(wanted.model, weights=False), engine.dtype, on_gpu=True)
+    job = subject.make_plan_job(plan, subject.make_call_shape(call, getattr(torch, dtype).itemsize))
+    host, there = count_host_memory(subject, job, offloads_text=offloads_text), count_memory_bytes()
+    short = f"; this machine has {format_bytes(there)}" if max(host) > there else ""
+    return (
+        f"\nhost's memory, of all ranks together in {dtype}: {format_bytes(host.kept)} of weights stay there,\n"
+        f"and up to {format_bytes(host.loading)} are needed while they load{short}\n"
+    )
+
+
+def _describe_class(wanted: GenerateOptions) -> str:
+    """A line on the class that draws from the conditions of a request; nothing without."""
+    kind, own = choose_requested_class(wanted) if wanted.conditions else (None, None)
+    return "" if own is None else f"pipeline: {describe_choice(kind, own, [*wanted.conditions])}\n"
+
+
+def build_subject_job(
+    subject: PlanSubject, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]
+) -> PlannedCall:
+    """The call of a subject as numbers.
+
+    Raises:
+        ModelError, PlanError: if it has no spec, or does not fit the plan or the cache.
+    """
+    job = subject.make_plan_job(plan, subject.make_call_shape(call))
+    _check_cache_config(subject.transformer, configs, job.shape.steps)
+    return job
+
+
+def _check_cache_config(transformer: nn.Module, configs: Mapping[str, Any], steps: int) -> None:
+    """Raises `ModelError` for a cache that can never leave anything out."""
+    if (config := configs["cache_config"]) is None:
+        return
+    for context in build_transformer_cache(transformer, find_block_lists(transformer), config).contexts:
+        if reason := context.idle or explain_idle_steps(context.config, steps):
+            raise ModelError(reason)

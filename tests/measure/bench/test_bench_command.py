@@ -1,0 +1,142 @@
+"""`ditile bench` as a person meets it. A failure would mean no rows, no figures, or a traceback for bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+import ditile
+from ditile.cli import main
+from ditile.measure.bench import command, links
+from tests import tiny
+from tests.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test has a working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ((), "give --plans"),
+        (("--sweep", "all"), "there are methods"),
+        (("--suite", "gpu", "--plans", "ulysses=2"), "one of them alone"),
+        (("--suite", "cpu"), "gpu"),
+        (("--suite", "gpu", "--devices", "1"), "devices=1 leaves nothing to divide"),
+        (("--suite", "gpu", "--devices", "0"), "devices=0"),
+        (("--suite", "gpu", "--model", "nothing-like-it"), "shapes-flux"),
+        (("--suite", "gpu", "--model", "random-wan"), "random-pixart"),
+        (("--suite", "gpu", "--device", "cpu"), "add --small to try every part on a CPU"),
+        (("--suite", "gpu", "--device", "gpu", "--small"), "device='gpu' is no device; try cpu, cuda or cuda:0"),
+        (("--suite", "gpu", "--device", "cuda:99", "--small"), "device='cuda:99' "),
+        (("--plans", "ulysses=2", "--quick"), "quick=True is for --suite gpu"),
+        (("--sweep", "methods", "--small"), "small=True is for --suite gpu"),
+        (("--plans", "ulyses=2"), "ulyses=2"),
+        (("--plans", "ulysses=2 | F=x"), "Fn_compute_blocks"),
+        (("--plans", "ulysses=2 | Q=1"), "Q"),
+        (("--plans", "ulysses=2", "--model", "nothing-like-it"), "shapes-flux"),
+        (("--plans", "ulysses=2", "--model", "random-wan"), "random-pixart"),
+        (("--plans", "pipefusion=13"), "try 1 to 12"),
+        (("--plans", "tensor=3"), "tensor=3 does not divide"),
+        (("--plans", "pipefusion=2 patches=99"), "token rows"),
+        (("--plans", "ulysses=2", "--round", "3"), "did you mean --rounds?"),
+        (("--plans", "ulysses=2", "--threads", "0"), "threads=0"),
+        (("--plans", "ulysses=2", "--out", "nowhere/there"), "nowhere"),
+        (("--plans", "ulysses=4", "--links", "1gbit"), "links join two hosts"),
+        (("--plans", "ulysses=2", "--height", "100"), "height=100"),
+        (("--plans", "ulysses=2", "--hardware", "l40"), "did you mean l40-pcie?"),
+        (("--plans", "ulysses=2", "--profile", "nowhere"), "profile='nowhere'"),
+        (("--sweep", "methods", "--model", "random-flux heads=3", "--height", "72"), "multiple of 16"),
+    ],
+)
+def test_bad_input_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    assert main.main(["bench", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("ditile: ") and err.count("\n") == 1 and says in err, err
+    assert not list(Path().iterdir())
+
+
+def test_links_need_root(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
+    assert main.main(["bench", "--sweep", "links", "--no-figures"]) == 2
+    assert "need root" in capsys.readouterr().err and not list(Path().iterdir())
+
+
+def test_torchrun_must_have_started_enough(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main.main(["bench", "--plans", "ulysses=4", "--no-figures"]) == 2
+    assert "a plan needs 4 ranks and torchrun started 2" in capsys.readouterr().err
+    assert main.main(["bench", "--plans", "ulysses=2", "--links", "1gbit", "--no-figures"]) == 2
+    assert "without torchrun" in capsys.readouterr().err and not list(Path().iterdir())
+
+
+def rows() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("b/rows.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_measured_with_figures_and_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, figures and numbers of a real run; a second time nothing is measured, and one plan more is that alone."""
+    plans = "pipefusion=2 patches=2; ulysses=2 | F=1 W=1 R=0.5"
+    words = ["--steps", "3", "--rounds", "1", "--threads", "1", "--out", "b", "--height", "64", "--width", "64"]
+    assert main.main(["bench", "--plans", plans, *words, "--hardware", "l40-pcie", "--remeasure", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "ended on cores that others slowed by more than 10%" in out
+    assert "pipefusion=2 patches=2" in out and "predicted: seconds of the loop and memory on l40-pcie" in out, out
+    found = {(row["plan"], row["cache"]): row for row in rows()}
+    one, pipe = found["", ""], found["pipefusion=2 patches=2", ""]
+    assert found.keys() == {("", ""), ("pipefusion=2 patches=2", ""), ("ulysses=2", "F=1 W=1 R=0.5")}
+    assert all(0 <= row["again"] <= 1 and 0 <= row["disturbed"] <= row["rounds"] for row in rows())
+    assert pipe["world"] == 2 and len(pipe["seconds"]) == 1 and pipe["ratio"] > 0 and pipe["bound"] > 1
+    assert all(0 < row["loop_s"] < row["median_s"] for row in found.values()), "text and decode are beside the loop"
+    assert one["predicted_loop_s"] > 0 and pipe["predicted_loop_s"] > 0
+    assert len(pipe["bytes_sent"]) == len(pipe["memory"]) == 2 and min(pipe["bytes_sent"]) > 0
+    assert 0 < pipe["exposed"] < 1 and pipe["exposed_kinds"].keys() >= {"activations", "latents"}
+    assert all(rank["keys"] > 0 and rank["activations"] > 0 for rank in pipe["memory"])
+    assert all(rank["parameters"] < one["memory"][0]["parameters"] for rank in pipe["memory"]), "half the blocks"
+    assert found["ulysses=2", "F=1 W=1 R=0.5"]["memory"][0]["cache"] > 0
+    for name in ("plans-latency", "plans-memory", "plans-exposed"):
+        with Image.open(f"b/{name}.png") as image:
+            assert image.width > 900
+        assert "<svg" in Path(f"b/{name}.svg").read_text()
+    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setenv("DITILE_PROFILE", "none")
+    before = Path("b/runs.jsonl").read_text()
+    assert main.main(["bench", "--plans", plans, *words, "--no-figures"]) == 0
+    out = capsys.readouterr().out
+    assert "speed-up" in out and "run `ditile calibrate`" in out and Path("b/runs.jsonl").read_text() == before
+    todo: list[Any] = []
+    monkeypatch.setattr(command, "launch", lambda fn, world, args, **_: todo.extend(args[0].todo))
+    assert main.main(["bench", "--plans", f"{plans}; ring=2", *words, "--no-figures"]) == 0
+    assert [(cell.plan, left) for cell, left in todo] == [("ring=2", 1)]
+
+
+def drawn_by_turns() -> None:
+    """Three runners and the plain pipeline on one pipeline, in turn, against each on a pipeline of its own."""
+    plans = [ditile.Plan(ulysses=2), ditile.Plan(distrifusion=2), ditile.Plan(cfg=2)]
+    shared = tiny.pixart()
+    runners = [ditile.parallelize(shared, plan) for plan in plans]
+    plain = shared(**tiny.arguments("pixart")).images
+    for _ in range(2):
+        for plan, runner in zip(plans, runners, strict=True):
+            alone = ditile.parallelize(tiny.pixart(), plan)(**tiny.arguments("pixart")).images
+            assert torch.equal(torch.as_tensor(runner(**tiny.arguments("pixart")).images), torch.as_tensor(alone)), plan
+        assert torch.equal(torch.as_tensor(shared(**tiny.arguments("pixart")).images), torch.as_tensor(plain))
+
+
+def test_plans_that_divide_no_weights_may_share_a_pipeline(pool: Pool) -> None:
+    """Bit for bit. A failure means that a session measures plans which disturb each other."""
+    pool.run(drawn_by_turns, 2)

@@ -1,0 +1,98 @@
+"""Rows of a batched call: cut as evenly as can be, and joined again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from torch.utils import _pytree as pytree
+
+from ditile.model.hooks.batch_rows import BatchDimFinder, join_batch_results, slice_batch_arguments
+from ditile.plan.errors import ModelError
+from ditile.plan.layout import split_batch_evenly
+from tests.families import BATCH, FAMILIES
+from tests.more_families import RUN
+
+
+def test_parts_are_even_and_whole() -> None:
+    """Larger ones first: the pipeline fills with the longest."""
+    assert split_batch_evenly(5, 3) == [range(2), range(2, 4), range(4, 5)]
+    assert split_batch_evenly(2, 8) == [range(1), range(1, 2)]
+    assert split_batch_evenly(4, 1) == [range(4)]
+
+
+def test_only_what_is_batched_is_cut() -> None:
+    """Within mappings and tuples too; not what is as long by chance. A failure means that rows swap their prompts."""
+    x = torch.arange(3.0)
+    given = {"x": x, "deep": {"mask": x, "scale": 0.5}, "pair": (x, None), "one": x[:1], "number": x[0], "ids": x}
+    cut = slice_batch_arguments(given, 3, lambda rows: rows[1:], whole=("ids",))
+    assert cut["x"].tolist() == cut["deep"]["mask"].tolist() == cut["pair"][0].tolist() == [1.0, 2.0]
+    assert cut["deep"]["scale"] == 0.5 and cut["pair"][1] is None
+    assert cut["one"].shape == (1,) and cut["number"].ndim == 0 and cut["ids"] is x
+
+
+KINDS = {
+    "ChromaTransformer2DModel": ("img_ids", "txt_ids"),
+    "BriaFiboTransformer2DModel": ("img_ids", "txt_ids"),  # a list of tensors with rows
+    "PixArtTransformer2DModel": (),  # a dict of them
+    "LTXVideoTransformer3DModel": (),  # a mask that attention takes with any number of rows, if nothing is computed
+    "HunyuanVideoTransformer3DModel": (),
+    "Kandinsky5Transformer3DModel": ("text_rope_pos", "visual_rope_pos"),
+    "StableAudioDiTModel": ("rotary_embedding",),
+    "AllegroTransformer3DModel": ("image_rotary_emb",),
+    "LuminaNextDiT2DModel": ("image_rotary_emb",),
+    "Krea2Transformer2DModel": ("position_ids",),
+    "Lumina2Transformer2DModel": (),  # its forward needs values
+    "HiDreamImageTransformer2DModel": (),  # the same, and a batch in the second dimension
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_batch_is_known_from_the_forward(name: str) -> None:
+    """Each row by itself is what it is in the whole batch, though text has as many tokens as the batch has rows.
+
+    A failure means that positions are cut, or that rows are not, so a replica draws another picture or raises.
+    """
+    family = next(family for family in [*FAMILIES.values(), *RUN] if family.name == name)
+    model, inputs = family.make(), family.inputs()
+    state = torch.get_rng_state()
+    dims = BatchDimFinder(model, None).find_dims(inputs, next(iter(inputs)), BATCH)
+    assert dims is not None and torch.equal(torch.get_rng_state(), state)
+    tensors = {name for name, value in inputs.items() if any(map(torch.is_tensor, pytree.tree_leaves(value)))}
+    assert tensors - {path[0] for path in dims.dims} == set(KINDS[name])
+    with torch.no_grad():
+        whole = model(**inputs, return_dict=False)
+        for row in range(BATCH):
+            one = model(**dims.slice_arguments(inputs, lambda x, row=row: x[row : row + 1]), return_dict=False)
+            first, wanted = (x[0] if isinstance(x, tuple) else x for x in (one, whole))
+            assert torch.allclose(first, wanted[row : row + 1], rtol=1e-3, atol=1e-4), row
+
+
+def test_a_call_that_is_not_possible_is_not_cut() -> None:
+    """Two embeddings for four latents raise in the plain pipeline. A failure means that they are drawn mixed."""
+    family = FAMILIES["WanTransformer3DModel"]
+    inputs = family.inputs() | {"hidden_states": torch.zeros(4, 4, 2, 8, 8), "timestep": torch.zeros(4)}
+    assert BatchDimFinder(family.make(), None).find_dims(inputs, "hidden_states", 4) is None
+    values = FAMILIES["Lumina2Transformer2DModel"]
+    two = values.inputs() | {"hidden_states": torch.zeros(4, 4, 8, 8), "timestep": torch.zeros(4)}
+    assert BatchDimFinder(values.make(), None).find_dims(two, "hidden_states", 4) is None
+    with pytest.raises(ModelError, match=r"encoder_hidden_states has 2 row\(s\) in a call of the model on 4"):
+        BatchDimFinder(family.make(), ()).find_dims(inputs, "hidden_states", 4)
+
+
+def test_a_table_that_leaves_something_out_is_asked_about() -> None:
+    """A user's `ModelSpec` need not name what no batch is as long as. A failure means that such a call is refused."""
+    family = FAMILIES["ChromaTransformer2DModel"]
+    inputs = family.inputs()
+    dims = BatchDimFinder(family.make(), ("img_ids",)).find_dims(inputs, "hidden_states", BATCH)
+    assert dims is not None and ("txt_ids",) not in dims.dims and ("timestep",) in dims.dims
+
+
+def test_joined_is_what_one_call_returns() -> None:
+    """As a tuple and as diffusers' output object."""
+    a, b = torch.zeros(2, 3), torch.ones(1, 3)
+    assert torch.equal(join_batch_results([(a,), (b,)])[0], torch.cat([a, b]))
+    assert join_batch_results([([a],), ([b],)])[0] == [a, b], "a list has an entry for each row"
+    joined = join_batch_results([Transformer2DModelOutput(sample=a), Transformer2DModelOutput(sample=b)])
+    assert isinstance(joined, Transformer2DModelOutput)
+    assert torch.equal(joined.sample, torch.cat([a, b]))

@@ -1,0 +1,288 @@
+"""Compiled pipelines under a plan: the picture of the uncompiled one, few graphs, and none in the second picture.
+
+The counting backend runs what dynamo captured op by op, so pictures are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo import config as dynamo
+from torch._inductor import config as inductor
+
+import ditile
+from ditile.model.hooks.compile import decide_compile
+from ditile.plan.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.runner import compose
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.model.hooks.compiling import WAYS, Counting
+from tests.parallel.sequence import planned
+from tests.pool import Pool
+from tests.runner.cases import MAKE, run, same, unfused
+
+NAMES = ("flux", "pixart sigma", "sd3.5 medium")
+UNEVEN = {"patches": 3, "warmup": 1}  # 12 rows and the text: no two patches have equally many tokens
+MOST_GRAPHS = 4  # of a class of blocks
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """What one test compiled is none of the next one's."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def uncompiled(name: str, plan: dict[str, Any], **changes: Any) -> list[Tensor]:
+    """Two pictures, of two seeds."""
+    runner = parallelize(MAKE[name](), Plan(**plan))
+    with unfused():
+        return [run(runner, name, seed=seed, **changes) for seed in (7, 8)]
+
+
+def compiled(
+    name: str, plan: dict[str, Any], way: str, order: str = "before", **changes: Any
+) -> tuple[list[Tensor], list[Counter[str]]]:
+    """The same two compiled, with the graphs of each picture."""
+    torch._dynamo.reset()
+    backend, pipe = Counting(), MAKE[name]()
+    if order == "before":
+        WAYS[way](pipe, backend=backend)
+    runner = parallelize(pipe, Plan(**plan))
+    if order == "after":
+        WAYS[way](pipe, backend=backend)
+    actual = [(run(runner, name, seed=seed, **changes), backend.take()) for seed in (7, 8)]
+    return [picture for picture, _ in actual], [graphs for _, graphs in actual]
+
+
+def check(wanted: list[Tensor], got: tuple[list[Tensor], list[Counter[str]]]) -> None:
+    pictures, (first, second) = got
+    same(pictures, wanted)
+    assert first and max(first.values()) <= MOST_GRAPHS, first
+    assert all(name.endswith("Block") for name in first), f"something beside the blocks was captured: {first}"
+    assert not second, f"captured anew for a second picture of the same size: {second}"
+
+
+@pytest.mark.parametrize(
+    ("order", "way"), [("before", "whole"), ("after", "whole"), ("before", "in place"), ("after", "blocks")]
+)
+def test_a_compiled_transformer_works_before_and_after(order: str, way: str) -> None:
+    """A failure: a compiled module was not looked through, or a hook became part of a graph."""
+    check(uncompiled("flux", UNEVEN), compiled("flux", UNEVEN, way, order))
+
+
+@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma", "sd3.5 medium"])
+def test_graphs_under_uneven_patches(name: str) -> None:
+    check(uncompiled(name, UNEVEN), compiled(name, UNEVEN, "whole"))
+
+
+def on_ranks(name: str, plan: dict[str, Any], way: str) -> tuple[list[Tensor], tuple[list[Tensor], list[Counter[str]]]]:
+    return uncompiled(name, plan), compiled(name, plan, way)
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "stages": {"pipefusion": 2, "patches": 3, "warmup": 4},
+    "stale": {"pipefusion": 2, "patches": 3, "warmup": 1},
+    "heads": {"ulysses": 2},
+    "ring": {"ring": 2},
+    "overlapped": {"ulysses": 2, "async_ulysses": True},
+    "distrifusion": {"distrifusion": 2, "warmup": 1},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_graphs_on_two_ranks(pool: Pool, plan: str) -> None:
+    """A failure: where the pipeline is, or what travels, was guarded."""
+    name = "flux" if plan != "stale" else "sd3.5 medium"
+    for wanted, got in pool.run(on_ranks, 2, name, PLANS[plan], "whole"):
+        check(wanted, got)
+
+
+@pytest.mark.parametrize("scheme", ["row", "sequence"])
+def test_tensor_parallel_sums_between_graphs(pool: Pool, scheme: str) -> None:
+    """Every sum over the ranks breaks a block's graph; the picture is the same, and nothing is captured anew."""
+    plan = {"tensor": 2, "split_scheme": scheme}
+    for wanted, (pictures, (first, second)) in pool.run(on_ranks, 2, "flux", plan, "blocks"):
+        same(pictures, wanted)
+        assert first and not second
+
+
+def replicas(order: str, way: str) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    pictures, graphs = compiled("sd3.5 medium", {"cfg": 2}, way, order)
+    return uncompiled("sd3.5 medium", {"cfg": 2}), pictures, [sum(actual.values()) for actual in graphs]
+
+
+@pytest.mark.parametrize(("order", "way"), [("before", "whole"), ("after", "in place")])
+def test_a_plan_of_the_batch_alone_keeps_the_whole_graph(pool: Pool, order: str, way: str) -> None:
+    for wanted, pictures, (first, second) in pool.run(replicas, 2, order, way):
+        same(pictures, wanted)
+        assert first == 1 and not second
+
+
+def share_tokens() -> tuple[Tensor, Tensor, Counter[str]]:
+    actual, backend = [], Counting()
+    for way in (None, "whole"):
+        pipe, call = planned.denoising("ltx", 4, 5, 6)
+        if way is not None:
+            WAYS[way](pipe, backend=backend)
+        with unfused():
+            actual.append(parallelize(pipe, Plan(ulysses=2))(**call).images)
+    return actual[0], actual[1], backend.take()
+
+
+def test_a_family_without_a_spec_is_compiled_by_blocks(pool: Pool) -> None:
+    for wanted, got, graphs in pool.run(share_tokens, 2):
+        same(got, wanted)
+        assert graphs and max(graphs.values()) <= MOST_GRAPHS
+
+
+def test_a_runner_compiles_the_blocks_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`compile=True` is `torch.compile` of each block's forward, here with the counting backend."""
+    backend, real = Counting(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn: real(fn, backend=backend))
+    for plan in ({}, UNEVEN):
+        torch._dynamo.reset()
+        pipe = MAKE["flux"]()
+        runner = parallelize(pipe, Plan(**plan), compile=True)
+        pictures = [(run(runner, "flux", seed=seed), backend.take()) for seed in (7, 8)]
+        check(uncompiled("flux", plan), ([p for p, _ in pictures], [g for _, g in pictures]))
+        assert not any("forward" in vars(module) for module in pipe.transformer.modules()), "gone after the call"
+
+
+AUTO_PLANS = [("flux", UNEVEN), ("pixart sigma", UNEVEN), ("sd3.5 medium", {**UNEVEN, "pipefusion": 2})]
+
+
+def draw_as_on_cuda(name: str, plan: dict[str, Any]) -> tuple[list[Tensor], tuple[list[Tensor], list[Counter[str]]]]:
+    """Two pictures and two of `compile="auto"`, which is told that the device is a GPU."""
+    backend, real, decide = Counting(), torch.compile, compose.decide_compile
+    wanted = uncompiled(name, plan)
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda fn: real(fn, backend=backend))
+        patch.setattr(compose, "decide_compile", lambda *given: decide(*given[:-2], CUDA, given[-1]))
+        runner = parallelize(MAKE[name](), Plan(**plan), compile="auto")
+        drawn = [(run(runner, name, seed=seed), backend.take()) for seed in (7, 8)]
+    return wanted, ([picture for picture, _ in drawn], [graphs for _, graphs in drawn])
+
+
+@pytest.mark.parametrize(("name", "plan"), AUTO_PLANS)
+def test_auto_makes_at_most_four_graphs_of_a_class_of_blocks(pool: Pool, name: str, plan: dict[str, Any]) -> None:
+    """Synchronous and asynchronous steps, patches of unequal heights: more graphs would be a wait in mid-picture."""
+    for wanted, got in pool.run(draw_as_on_cuda, Plan(**plan).world, name, plan):
+        check(wanted, got)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "device", "says"),
+    [
+        (MAKE["pixart sigma"], Plan(), torch.device("cpu"), "the device is cpu and no GPU"),
+        (MAKE["pixart sigma"], Plan(tensor=2), CUDA, "each sum of tensor=2 would break a graph"),
+        (tiny.stable_diffusion, Plan(), CUDA, "nothing is known of the blocks of UNet2DConditionModel"),
+    ],
+)
+def test_auto_says_why_it_compiles_nothing(
+    caplog: pytest.LogCaptureFixture, make: Callable[[], Any], plan: Plan, device: torch.device, says: str
+) -> None:
+    pipe = make()
+    model = getattr(pipe, "unet", None) or pipe.transformer
+    for rank in range(2):
+        assert not decide_compile("auto", model, getattr(model, "transformer_blocks", ()), plan, device, rank)
+    (line,) = caplog.messages
+    assert says in line and line.startswith("compile='auto' compiles nothing: ")
+
+
+def test_auto_on_a_cpu_runs_what_was_there(caplog: pytest.LogCaptureFixture) -> None:
+    """Said when the pipeline is divided, and not in its calls."""
+    runner = parallelize(MAKE["pixart sigma"](), Plan(), compile="auto")
+    assert sum("compiles nothing" in line for line in caplog.messages) == 1
+    same([run(runner, "pixart sigma", seed=seed) for seed in (7, 8)], uncompiled("pixart sigma", {}))
+    assert sum("compiles nothing" in line for line in caplog.messages) == 1
+
+
+def test_another_word_than_auto_is_refused() -> None:
+    with pytest.raises(ModelError, match="compile='atuo' is not known; try True, False or 'auto'"):
+        parallelize(MAKE["pixart sigma"](), Plan(), compile="atuo")  # type: ignore[arg-type]
+
+
+def test_a_compiled_pipeline_is_left_as_it_was() -> None:
+    pipe, backend = MAKE["flux"](), Counting()
+    WAYS["whole"](pipe, backend=backend)
+    WAYS["blocks"](pipe, backend=backend)
+    outer, calls = pipe.transformer, [module._compiled_call_impl for module in pipe.transformer.modules()]
+    runner = parallelize(pipe, Plan(**UNEVEN), keep_weights=True)
+    run(runner, "flux")
+    runner.restore()
+    assert pipe.transformer is outer
+    assert [module._compiled_call_impl for module in pipe.transformer.modules()] == calls
+
+
+def test_quantized_blocks_are_compiled() -> None:
+    wanted = run(parallelize(ditile.quantize(MAKE["flux"](), "int8_weight_only"), Plan(**UNEVEN)), "flux")
+    pipe, backend = ditile.quantize(MAKE["flux"](), "int8_weight_only"), Counting()
+    WAYS["whole"](pipe, backend=backend)
+    same(run(parallelize(pipe, Plan(**UNEVEN)), "flux"), wanted)
+    assert max(backend.take().values()) <= MOST_GRAPHS
+
+
+def test_what_has_no_blocks_is_not_compiled_by_a_runner() -> None:
+    with pytest.raises(ModelError, match="compile=True: nothing is known of the blocks of UNet2DConditionModel"):
+        parallelize(tiny.stable_diffusion(), Plan(), compile=True)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_inductor_makes_the_same_picture() -> None:
+    """Sums in other orders: 1e-4, as the tiny model's guidance and steps add them up."""
+    plain = run(parallelize(tiny.pixart(1), Plan(**UNEVEN)), "pixart", num_inference_steps=2)
+    with inductor.patch(compile_threads=1):  # no pool of processes
+        got = run(parallelize(tiny.pixart(1), Plan(**UNEVEN), compile=True), "pixart", num_inference_steps=2)
+    assert float((got - plain).norm() / plain.norm()) < 1e-4
+
+
+@pytest.mark.parametrize("limit", ["x", 0, True])
+def test_a_limit_that_is_no_number(limit: Any) -> None:
+    with pytest.raises(ModelError, match=f"recompile_limit={limit!r} is not a whole number of at least 1"):
+        ditile.set_compile_configs(recompile_limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ({"use_fast_maths": True}, "use_fast_maths=True is no flag of this torch's .*; did you mean use_fast_math"),
+        ({"use_fast_math": "yes"}, "use_fast_math='yes' is neither on nor off; try use_fast_math=True"),
+    ],
+)
+def test_a_flag_that_torch_has_not(flag: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=says):
+        ditile.set_compile_configs(**flag)
+
+
+def test_the_configs_say_what_they_set() -> None:
+    before = dynamo.save_config(), inductor.save_config()
+    try:
+        actual = ditile.set_compile_configs(descent_tuning=True)
+        assert actual == ditile.set_compile_configs(descent_tuning=True), "idempotent"
+        assert actual["recompile_limit"] == dynamo.recompile_limit == 1024
+        assert actual["reorder_for_compute_comm_overlap"] is inductor.reorder_for_compute_comm_overlap is True
+        assert not inductor.epilogue_fusion and inductor.coordinate_descent_tuning
+        dynamo.recompile_limit = 4096
+        assert ditile.set_compile_configs()["recompile_limit"] == 4096, "never lowered"
+        assert inductor.epilogue_fusion and not inductor.triton.cudagraphs
+        actual = ditile.set_compile_configs(
+            use_fast_math=True, fx_graph_cache=False, capture_scalar_outputs=True, autotune_local_cache=None
+        )
+        assert actual["use_fast_math"] and inductor.use_fast_math and not inductor.fx_graph_cache
+        assert dynamo.capture_scalar_outputs and "autotune_local_cache" not in actual
+        ditile.set_compile_configs()
+        assert inductor.use_fast_math, "what is not given stays"
+    finally:
+        dynamo.load_config(before[0])
+        inductor.load_config(before[1])

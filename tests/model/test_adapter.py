@@ -1,0 +1,305 @@
+"""BlockAdapter: the snippets that users know, on tiny real pipelines; what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ditile.model.adapter import (
+    BlockAdapter,
+    ForwardPattern,
+    PatchFunctor,
+    find_flow_pattern,
+    find_pipeline_block_lists,
+    resolve_adapter,
+)
+from ditile.model.block_lists import find_block_lists
+from ditile.plan.errors import ModelError
+from ditile.plan.spec import Flow
+from tests import tiny
+from tests.more_families import EVERY
+
+P0, P1, P2, P3, P4, P5 = ForwardPattern
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden_states: Tensor, context: Tensor) -> Tensor:
+        return hidden_states + self.linear(hidden_states + context)
+
+
+class Vague(Block):
+    """Its source does not say what it returns."""
+
+    def forward(self, img: Tensor, txt: Tensor) -> Any:
+        return self.both(img, txt)
+
+    def both(self, img: Tensor, txt: Tensor) -> tuple[Tensor, Tensor]:
+        return img, txt
+
+
+class User(nn.Module):
+    def __init__(self, block: type[nn.Module] = Block, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(depth))
+        self.blocks = nn.ModuleList(Block() for _ in range(depth + 1))
+
+    def forward(self, hidden_states: Tensor, context: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, context)
+        for block in self.blocks:
+            hidden_states = block(hidden_states, context)
+        return hidden_states
+
+
+class Opaque(User):
+    """Its source does not say what its blocks return either."""
+
+    def forward(self, hidden_states: Tensor, context: Tensor) -> Tensor:
+        state = hidden_states, context
+        for layer in list(self.layers):
+            state = layer(*state)
+        return state[0]
+
+
+def pipe_of(name: str, *transformers: str) -> Any:
+    """A pipeline, as far as an adapter looks at it, with transformers of a family."""
+    return SimpleNamespace(**{each: EVERY[name].on_meta() for each in transformers or ("transformer",)})
+
+
+def names(adapter: BlockAdapter) -> list[list[str]]:
+    return [[each.name for each in adapted.lists] for adapted in resolve_adapter(adapter)]
+
+
+def test_patterns_are_flows_and_back() -> None:
+    assert len(ForwardPattern) == 6
+    for pattern in ForwardPattern:
+        assert find_flow_pattern(pattern.flow) is pattern
+    assert P1.flow == Flow(("text", "image"))
+    assert (P3.takes, P3.gives) == (("hidden_states",), ("hidden_states",))
+    assert (P5.takes, P5.gives) == (("hidden_states",), ("encoder_hidden_states", "hidden_states"))
+    assert find_flow_pattern(Flow(("image", "text"), "img", "txt")) is P0
+    with pytest.raises(ModelError, match="no pattern returns"):
+        find_flow_pattern(Flow(("text",)))
+
+
+def test_the_snippet_of_flux_runs_and_names_the_right_pattern() -> None:
+    """It gives Pattern_3 for single blocks, which take and return both streams."""
+    pipe = tiny.flux()
+    adapter = BlockAdapter(
+        pipe=pipe,
+        transformer=pipe.transformer,
+        blocks=[pipe.transformer.transformer_blocks, pipe.transformer.single_transformer_blocks],
+        forward_pattern=[P1, P3],
+    )
+    with pytest.warns(UserWarning, match=r"single_transformer_blocks: .*ForwardPattern.Pattern_1 is used"):
+        (adapted,) = resolve_adapter(adapter)
+    assert adapted.lists == find_block_lists(pipe.transformer)
+    assert (adapted.params_modifiers, adapted.has_separate_cfg) == ([], None)
+
+
+def test_the_snippet_of_wan_runs() -> None:
+    pipe = pipe_of("WanTransformer3DModel", "transformer", "transformer_2")
+    modifiers = [object(), object()]
+    high, low = resolve_adapter(
+        BlockAdapter(
+            pipe=pipe,
+            transformer=[pipe.transformer, pipe.transformer_2],
+            blocks=[pipe.transformer.blocks, pipe.transformer_2.blocks],
+            forward_pattern=[P2, P2],
+            params_modifiers=modifiers,
+            has_separate_cfg=True,
+        )
+    )
+    assert (high.transformer, low.transformer) == (pipe.transformer, pipe.transformer_2)
+    assert [each.params_modifiers for each in (high, low)] == [[modifiers[0]], [modifiers[1]]]
+    assert high.lists == find_block_lists(pipe.transformer) and high.has_separate_cfg
+    assert low.lists[0].blocks == tuple(pipe.transformer_2.blocks)
+
+
+def test_the_snippet_of_auto_runs() -> None:
+    (actual,) = resolve_adapter(
+        BlockAdapter(
+            pipe=pipe_of("WanTransformer3DModel"),
+            auto=True,
+            forward_pattern=P2,
+            allow_prefixes=["transformer", "blocks"],
+            blocks_policy="max",
+        )
+    )
+    assert [each.name for each in actual.lists] == ["blocks"]
+
+
+def test_merged_lists_are_those_that_own_the_blocks() -> None:
+    """The way in which FLUX was given: both lists as one, and the second as a dummy."""
+    model = EVERY["FluxTransformer2DModel"].on_meta()
+    adapter = BlockAdapter(
+        None,
+        model,
+        model.transformer_blocks + model.single_transformer_blocks,
+        "transformer_blocks",
+        dummy_blocks_names=["single_transformer_blocks"],
+        forward_pattern=P1,
+    )
+    (adapted,) = resolve_adapter(adapter)
+    assert adapted.lists == find_block_lists(model)
+
+
+def test_lists_are_given_by_name_nested_or_left_to_be_found() -> None:
+    model = EVERY["HunyuanVideoTransformer3DModel"].on_meta()
+    both = [["transformer_blocks", "single_transformer_blocks"]]
+    lists = [model.transformer_blocks, model.single_transformer_blocks]
+    assert names(BlockAdapter(transformer=model)) == both
+    assert names(BlockAdapter(transformer=model, blocks=[lists], forward_pattern=[[P0, P0]])) == both
+    assert names(BlockAdapter(transformer=model, blocks=lists, forward_pattern=P0)) == both
+    assert names(BlockAdapter(transformer=[model], blocks_name=both[0])) == both
+    assert names(BlockAdapter(transformer=model, blocks_name="transformer_blocks")) == [["transformer_blocks"]]
+    assert names(BlockAdapter(transformer=model, blocks=list(model.transformer_blocks))) == [["transformer_blocks"]]
+    assert names(BlockAdapter(transformer=model, dummy_blocks_names=["transformer_blocks"])) == [both[0][1:]]
+    pair = [model, EVERY["HunyuanVideoTransformer3DModel"].on_meta()]
+    nested = [[each.transformer_blocks, each.single_transformer_blocks] for each in pair]
+    two = resolve_adapter(BlockAdapter(transformer=pair, blocks=nested, params_modifiers=[["a", "b"], ["c", "d"]]))
+    assert [each.params_modifiers for each in two] == [["a", "b"], ["c", "d"]]
+    (one,) = resolve_adapter(BlockAdapter(transformer=model, blocks=lists, params_modifiers="a"))
+    assert one.params_modifiers == ["a", "a"]
+
+
+def test_a_transformer_of_the_user_is_searched() -> None:
+    model = User()
+    assert names(BlockAdapter(transformer=model, auto=True)) == [["blocks"]]
+    assert names(BlockAdapter(transformer=model, auto=True, blocks_policy="min", forward_pattern=P2)) == [["layers"]]
+    assert names(BlockAdapter(transformer=model, auto=True, allow_prefixes=["lay"])) == [["layers"]]
+    assert names(BlockAdapter(transformer=model, auto=True, dummy_blocks_names=["blocks"])) == [["layers"]]
+    assert names(BlockAdapter(pipe=SimpleNamespace(transformer=model), auto=True)) == [["blocks"]]
+    suffixes: dict[str, Any] = {"check_suffixes": True, "check_prefixes": False}
+    assert names(BlockAdapter(transformer=User(Vague), auto=True, allow_suffixes=["Block"], **suffixes)) == [["blocks"]]
+    for wrong in ({"allow_prefixes": ["joint"]}, {"forward_pattern": P1}, {"allow_suffixes": ["Flux"], **suffixes}):
+        with pytest.raises(ModelError, match=r"auto=True finds no list of User .*layers \(Pattern_2\), blocks"):
+            resolve_adapter(BlockAdapter(transformer=model, auto=True, **wrong))
+
+
+def test_what_the_source_leaves_open_the_pattern_says() -> None:
+    model = Opaque(Vague)
+    with pytest.raises(ModelError, match=r"Opaque.layers: it cannot be told .*forward_pattern="):
+        resolve_adapter(BlockAdapter(transformer=model, blocks=model.layers))
+    (adapted,) = resolve_adapter(BlockAdapter(transformer=model, blocks=model.layers, forward_pattern=P0))
+    assert adapted.lists[0].flow == Flow(("image", "text"), "img", "txt")
+    (adapted,) = resolve_adapter(BlockAdapter(transformer=model, blocks=model.layers, forward_pattern=P4))
+    assert adapted.lists[0].flow == Flow(("image", "text"), "img", None)
+
+
+def test_a_wrong_pattern_is_corrected_refused_or_trusted() -> None:
+    model = EVERY["FluxTransformer2DModel"].on_meta()
+    given: dict[str, Any] = {"transformer": model, "blocks": model.transformer_blocks}
+    right = Flow(("text", "image"))
+    with pytest.warns(UserWarning, match=re.escape("Pattern_0 (hidden_states, encoder_hidden_states -> hidden_states")):
+        (adapted,) = resolve_adapter(BlockAdapter(**given, forward_pattern=P0))
+    assert adapted.lists[0].flow == right
+    with pytest.raises(ModelError, match="give ForwardPattern.Pattern_1, or check_forward_pattern=False"):
+        resolve_adapter(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=True))
+    (adapted,) = resolve_adapter(BlockAdapter(**given, forward_pattern=P0, check_forward_pattern=False))
+    assert adapted.lists[0].flow == Flow(("image", "text"))
+    with pytest.raises(ModelError, match="or check_num_outputs=False"):
+        resolve_adapter(BlockAdapter(**given, forward_pattern=P2, check_forward_pattern=False, check_num_outputs=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve_adapter(BlockAdapter(**given, forward_pattern=P1, check_forward_pattern=True, check_num_outputs=True))
+        model = EVERY["WanTransformer3DModel"].on_meta()
+        resolve_adapter(
+            BlockAdapter(transformer=model, blocks=model.blocks, forward_pattern=P3)
+        )  # the same for a cache
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "neither pipe nor transformer"),
+        ({"transformer": User(), "blocks_policy": "mean"}, "blocks_policy='mean' is unknown"),
+        ({"transformer": User(), "forward_pattern": "Pattern_1"}, "forward_pattern='Pattern_1' is unknown"),
+        ({"transformer": User(), "blocks": User().layers, "auto": True}, "give one of them"),
+        ({"transformer": User(), "blocks": User().layers}, "Block in blocks is not in a ModuleList of User"),
+        ({"transformer": User(), "blocks": nn.ModuleList()}, "blocks is empty"),
+        ({"transformer": User(), "blocks": []}, "blocks is empty"),
+        ({"transformer": User(), "blocks": User()}, "blocks is a User; it must be a ModuleList"),
+        ({"transformer": User(), "blocks_name": "stages"}, "User has no ModuleList 'stages'; it has layers, blocks"),
+        ({"transformer": User(), "dummy_blocks_names": ["stages"]}, "no ModuleList 'stages'"),
+        ({"transformer": User(), "dummy_blocks_names": ["layers", "blocks"]}, "leaves no block of User"),
+        ({"transformer": [User(), User()], "blocks_name": ["layers"]}, "blocks has 1 entries for 2 transformers"),
+        ({"transformer": User(), "forward_pattern": [P2, P2, P2]}, "forward_pattern has 3 entries for 2 lists"),
+        ({"transformer": User(), "params_modifiers": [1, 2, 3]}, "params_modifiers has 3 entries for 2 lists"),
+        ({"transformer": User(), "patch_functor": object()}, "has no method apply"),
+        ({"transformer": User(), "pipe": pipe_of("WanTransformer3DModel")}, "is not that of its SimpleNamespace"),
+        ({"pipe": SimpleNamespace(unet=nn.Linear(2, 2))}, "SimpleNamespace has no transformer"),
+        ({"pipe": pipe_of("LatteTransformer3DModel"), "blocks_name": "transformer_blocks"}, "in turns"),
+    ],
+)
+def test_wrong_adapters_are_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=re.escape(message)) as caught:
+        resolve_adapter(BlockAdapter(**fields))
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_fields_are_an_error_and_the_check_can_wait() -> None:
+    with pytest.raises(TypeError, match="block_names"):
+        BlockAdapter(block_names="layers")
+    with pytest.raises(ModelError, match="blocks_policy"):
+        BlockAdapter(transformer=User(), blocks_policy="mean")
+    adapter = BlockAdapter(transformer=User(), blocks_policy="mean", skip_post_init=True)
+    with pytest.raises(ModelError, match="blocks_policy"):
+        resolve_adapter(adapter)
+
+
+class Patch(PatchFunctor):
+    def apply(self, transformer: nn.Module) -> nn.Module:
+        transformer.added, transformer.layers[0].training = 1, "changed"
+        return transformer
+
+
+class Copy(PatchFunctor):
+    def apply(self, transformer: nn.Module) -> nn.Module:
+        return User()
+
+
+def test_a_functor_edits_the_instance_and_is_undone() -> None:
+    model = User()
+    (adapted,) = resolve_adapter(BlockAdapter(transformer=model, patch_functor=Patch()))
+    assert (model.added, model.layers[0].training) == (1, "changed")
+    adapted.undo()
+    assert not hasattr(model, "added") and model.layers[0].training is True
+    with pytest.raises(ModelError, match="Copy.apply returned another module"):
+        resolve_adapter(BlockAdapter(transformer=model, patch_functor=Copy()))
+
+
+def test_transformers_of_a_pipeline_are_found() -> None:
+    wan = pipe_of("WanTransformer3DModel", "transformer", "transformer_2")
+    assert [each.transformer for each in find_pipeline_block_lists(wan)] == [wan.transformer, wan.transformer_2]
+    assert [each.transformer for each in find_pipeline_block_lists(wan.transformer)] == [wan.transformer]
+    wan.transformer_2 = None
+    assert len(find_pipeline_block_lists(wan)) == 1
+    prior = pipe_of("PriorTransformer", "prior")
+    assert find_pipeline_block_lists(prior)[0].lists == find_block_lists(prior.prior)
+    flux = tiny.flux()
+    assert find_pipeline_block_lists(flux)[0].lists == find_block_lists(flux.transformer)
+    with pytest.raises(ModelError, match="has no transformer"):
+        find_pipeline_block_lists(tiny.stable_diffusion())
+
+
+def test_compiled_and_peft_transformers_are_looked_through() -> None:
+    peft = pytest.importorskip("peft")
+    model = User()
+    compiled = torch.compile(model, backend="eager")
+    (adapted,) = resolve_adapter(BlockAdapter(SimpleNamespace(transformer=compiled), compiled, model.blocks))
+    assert adapted.transformer is model
+    wrapped = peft.get_peft_model(User(), peft.LoraConfig(target_modules=["linear"]))
+    (adapted,) = find_pipeline_block_lists(SimpleNamespace(transformer=wrapped))
+    assert adapted.transformer is wrapped.get_base_model()
+    assert [each.name for each in adapted.lists] == ["layers", "blocks"]

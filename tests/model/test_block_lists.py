@@ -1,0 +1,323 @@
+"""The table of block lists against the real classes: their sources, and what their blocks do in a forward that runs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import ChronoEditPipeline, FluxPipeline, FluxTransformer2DModel, WanTransformer3DModel
+from torch import Tensor, nn
+
+from ditile.model.block_lists import (
+    discover_block_lists,
+    find_block_lists,
+    find_model_entry,
+    map_pipeline_components,
+    supported_pipelines,
+)
+from ditile.model.block_table import TRANSFORMER_TABLE, find_diffusers_class, find_table_entry
+from ditile.model.source import find_latent_cuts, infer_block_flow, read_block_calls, unwrap_module
+from ditile.plan.errors import ModelError
+from ditile.plan.spec import BlockList, Flow
+from tests.families import Family
+from tests.more_families import EVERY
+
+SPECS = {"FluxTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"}
+LISTED = sorted(name for name in EVERY if name in SPECS or not TRANSFORMER_TABLE[name].refusal)
+REFUSED = sorted(name for name, row in TRANSFORMER_TABLE.items() if row.refusal)
+RUN = sorted(name for name in LISTED if EVERY[name].inputs)
+
+UNTOLD = {
+    "HiDreamImageTransformer2DModel": "its blocks return what another module returns",
+    "Cosmos3OmniTransformer": "its first parameter is the text",
+    "LongCatAudioDiTTransformer": "its parameter for text is called cond",
+    "SanaWMTransformer3DModel": "its parameter for text is called y",
+}
+"""Where the source does not say what the table says."""
+
+NOT_FOUND = UNTOLD | {
+    "MotifVideoTransformer3DModel": "its last blocks are called in a loop of their own",
+}
+"""Where what is discovered is not what the table says."""
+
+CHANGED = {
+    "BriaFiboTransformer2DModel": "each block is given other features of the text",
+    "ConsisIDTransformer3DModel": "faces are added between blocks, where there are some",
+    "HiDreamImageTransformer2DModel": "each block is given more text, which is dropped again",
+    "WanVACETransformer3DModel": "controls are added between blocks",
+}
+"""Where what a block returns is not what the next one gets."""
+
+
+def test_every_row_has_a_tiny_transformer() -> None:
+    assert set(EVERY) == {*TRANSFORMER_TABLE, *SPECS}
+    assert len(RUN) >= 50
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_lists_are_there_and_their_blocks_have_the_parameters(name: str) -> None:
+    lists = find_block_lists(EVERY[name].on_meta())
+    assert lists
+    for each in lists:
+        assert len(each.blocks) >= 1
+        for block in each.blocks:
+            parameters = inspect.signature(type(block).forward).parameters
+            assert each.flow.image in parameters
+            assert each.flow.text is None or each.flow.text in parameters
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_source_says_the_same(name: str) -> None:
+    """A failure means that the table is wrong, or that diffusers has changed."""
+    model = EVERY[name].on_meta()
+    calls = read_block_calls(model)
+    same = all(
+        infer_block_flow(block, calls.get(each.name.split(".")[0])) == each.flow
+        for each in find_block_lists(model)
+        for block in each.blocks
+    )
+    assert same == (name not in UNTOLD), UNTOLD.get(name)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_discovery_finds_the_same(name: str) -> None:
+    model = EVERY[name].on_meta()
+    try:
+        same = discover_block_lists(model) == find_block_lists(model)
+    except ModelError as error:
+        assert "forward_pattern" in str(error)
+        same = False
+    assert same == (name not in NOT_FOUND), NOT_FOUND.get(name)
+
+
+@pytest.mark.filterwarnings("ignore:In CPU autocast")  # Mochi asks for float32
+@pytest.mark.parametrize("name", RUN)
+def test_blocks_do_what_their_flow_says(name: str) -> None:
+    """Each block runs once, in order; it returns what the flow says, and the next block of the list is given that."""
+    family = EVERY[name]
+    model = family.make()
+    lists = find_block_lists(model)
+    seen = run(model, lists, family)
+    assert [block for block, _, _ in seen] == [block for each in lists for block in each.blocks]
+    for each in lists:
+        calls = [call for call in seen if call[0] in each.blocks]
+        for _, _, output in calls:
+            assert streams(output, each.flow).keys() == set(each.flow.returns)
+        handed_on = all(
+            equal(streams(before[2], each.flow)[stream], given(after[1], each.flow)[stream])
+            for before, after in zip(calls, calls[1:], strict=False)
+            for stream in each.flow.returns
+        )
+        assert handed_on or name in CHANGED, name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_skipped_is_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=f"{name}: .*run it without a cache"):
+        find_block_lists(EVERY[name].on_meta())
+
+
+def test_blocks_that_decode_are_left_out() -> None:
+    model = EVERY["MotifVideoTransformer3DModel"].on_meta()
+    assert [len(each.blocks) for each in find_block_lists(model)] == [2, 2]
+    assert len(model.single_transformer_blocks) == 4
+
+
+def test_mirrored_blocks_are_marked() -> None:
+    assert find_model_entry(EVERY["HunyuanDiT2DModel"].on_meta()).mirrored
+    assert not find_model_entry(EVERY["WanTransformer3DModel"].on_meta()).mirrored
+
+
+class FluxTransformer2DModelOfMine(nn.Module):
+    """Its name begins like that of a known class; it is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList(Plain() for _ in range(3))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        for block in self.transformer_blocks:
+            hidden_states = block(hidden_states)
+        return hidden_states
+
+
+class Subclass(FluxTransformer2DModel):
+    """It is a FLUX, whatever its name."""
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states + self.linear(hidden_states)
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, context: Tensor, gate: float = 1.0) -> tuple[Tensor, Tensor]:
+        x = x + gate * self.linear(x)
+        return context, x
+
+
+class Vague(Both):
+    """What it returns is made elsewhere."""
+
+    def forward(self, img: Tensor, txt: Tensor) -> Any:
+        return super().forward(img, txt)
+
+
+class User(nn.Module):
+    """A transformer as somebody may write it: a refiner, double blocks, and single ones."""
+
+    def __init__(self, block: type[nn.Module] = Both) -> None:
+        super().__init__()
+        self.single = nn.ModuleList(Plain() for _ in range(3))
+        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.text_layers = nn.ModuleList(Plain() for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
+        for layer in self.text_layers:
+            text = layer(text)
+        for index, layer in enumerate(self.layers):
+            text, hidden_states = layer(hidden_states, text, float(index))
+        for layer in self.single:
+            hidden_states = layer(hidden_states)
+        return hidden_states
+
+
+class Told(User):
+    """Its blocks do not say in which order they return, and its forward does."""
+
+    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
+        for layer in self.layers:
+            text, hidden_states = layer(hidden_states, txt=text)
+        return hidden_states
+
+
+class Untold(User):
+    """Nobody says."""
+
+    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
+        for index in range(2):
+            text, hidden_states = self.layers[index](hidden_states, text)
+        return hidden_states
+
+
+class Outside(User):
+    """Its blocks return what is added to the tokens, not the tokens."""
+
+    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
+        for layer in self.single:
+            hidden_states = hidden_states + layer(hidden_states)
+        return hidden_states
+
+
+class Turns(User):
+    """Two lists in turns."""
+
+    def forward(self, hidden_states: Tensor, text: Tensor) -> Tensor:
+        for double, single in zip(self.layers, self.single, strict=False):
+            text, hidden_states = double(hidden_states, text)
+            hidden_states = single(hidden_states)
+        return hidden_states
+
+
+def test_a_class_is_known_by_its_bases_and_not_by_its_name() -> None:
+    assert find_table_entry(WanTransformer3DModel) is TRANSFORMER_TABLE["WanTransformer3DModel"]
+    assert find_table_entry(FluxTransformer2DModelOfMine) is None
+    assert [each.flow for each in find_block_lists(FluxTransformer2DModelOfMine())] == [Flow(text=None)]
+    assert find_table_entry(type("WanTransformer3DModel", (nn.Module,), {})) is None
+    lists = find_block_lists(Subclass(**EVERY["FluxTransformer2DModel"].config))
+    assert [each.name for each in lists] == ["transformer_blocks", "single_transformer_blocks"]
+
+
+def test_lists_of_an_unknown_transformer_are_found_in_order() -> None:
+    model = User()
+    double, single = find_block_lists(model)
+    assert double == BlockList("layers", tuple(model.layers), Flow(("text", "image"), "x", "context"))
+    assert single == BlockList("single", tuple(model.single), Flow(("image",), "hidden_states", None))
+
+
+def test_the_caller_says_what_the_block_leaves_open() -> None:
+    (actual,) = find_block_lists(Told(Vague))
+    assert actual.flow == Flow(("text", "image"), "img", "txt")
+
+
+def test_what_cannot_be_told_is_asked_for() -> None:
+    with pytest.raises(ModelError, match=r"Untold.layers: the source of Vague does not say .*forward_pattern="):
+        find_block_lists(Untold(Vague))
+    with pytest.raises(ModelError, match="no ModuleList that its forward runs its tokens through"):
+        find_block_lists(Outside())
+    with pytest.raises(ModelError, match="in turns"):
+        find_block_lists(Turns())
+    with pytest.raises(ModelError, match="Linear has no ModuleList"):
+        find_block_lists(nn.Linear(2, 2))
+
+
+def test_compiled_transformers_and_blocks_are_looked_through() -> None:
+    model = User()
+    compiled = torch.compile(model, backend="eager")
+    assert unwrap_module(compiled) is model
+    assert find_block_lists(compiled) == find_block_lists(model)
+    flows = [each.flow for each in find_block_lists(model)]
+    model.layers[0] = torch.compile(model.layers[0], backend="eager")
+    assert [each.flow for each in find_block_lists(model)] == flows
+
+
+def test_every_pipeline_with_a_transformer_is_supported_or_known_not_to_be() -> None:
+    count, names = supported_pipelines()
+    assert count == len(names) == len(set(names)) > 130
+    assert {"FluxPipeline", "WanPipeline", "QwenImageEditPipeline", "AmusedPipeline", "ShapEPipeline"} <= set(names)
+    assert not {"LattePipeline", "AnyFlowFARPipeline", "StableDiffusionPipeline"} & set(names)
+    classes = {name for name in dir(diffusers) if "Transformer" in name and find_diffusers_class(name)}
+    with_one = {name for name, models in map_pipeline_components().items() if models & classes}
+    assert with_one - set(names) == {name for name in UNSUPPORTED if hasattr(diffusers, name)}
+
+
+UNSUPPORTED = {"AnyFlowFARPipeline", "LattePipeline", "RFD4ProteinaPipeline"}
+
+
+def test_pipelines_that_cut_their_latents_in_mid_run() -> None:
+    """A failure means that patches are cut of latents which get another size, or that other pipelines are refused."""
+    found = {cls: find_latent_cuts(inspect.unwrap(cls.__call__)) for cls in (ChronoEditPipeline, FluxPipeline)}
+    guarded = {"latents = latents[:, :, [0, -1]]": {"enable_temporal_reasoning"}}
+    assert found == {ChronoEditPipeline: guarded, FluxPipeline: {}}
+
+
+def run(model: nn.Module, lists: list[BlockList], family: Family) -> list[tuple[nn.Module, dict[str, Any], Any]]:
+    """Each call of a block in a forward: the block, its arguments by name, and what it returned."""
+    seen: list[tuple[nn.Module, dict[str, Any], Any]] = []
+
+    def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        seen.append((block, inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments, output))
+
+    for each in lists:
+        for block in each.blocks:
+            block.register_forward_hook(hook, with_kwargs=True)
+    with torch.no_grad():
+        family.call(model)
+    return seen
+
+
+def streams(output: Any, flow: Flow) -> dict[str, Any]:
+    """What a block returned, by stream."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    return dict(zip(flow.returns, outputs, strict=True))
+
+
+def given(arguments: dict[str, Any], flow: Flow) -> dict[str, Any]:
+    """What a block is given, by stream."""
+    return {"image": arguments[flow.image], "text": arguments.get(flow.text or "")}
+
+
+def equal(one: Any, other: Any) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
