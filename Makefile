@@ -28,16 +28,20 @@ demo-video: $(VIDEO)
 	  --model shapes-wan --pipefusion 2 --patches 2 --out $(VIDEO_DEMO)
 	@echo "the video is $(CURDIR)/$(VIDEO_DEMO)"
 
+# Of rows that are marked `rotating` a commit runs a tenth, and those of changed classes: tests/rotation.py. ROWS=all runs all.
+ROWS := commit
+ROTATE := $(if $(filter all,$(ROWS)),,--rotate)
+
 # All tests but those that another stage of .ci/run runs: the rules of the house are in `make check`, the zoo is in
 # `make test-families`.
 test: environment
-	$(RUN) -m pytest -n 3 --dist worksteal --ignore tests/house --ignore tests/zoo \
+	$(RUN) -m pytest -n 2 --dist worksteal $(ROTATE) --ignore tests/house --ignore tests/zoo \
 	  -m 'not alone and not cluster and not installed and not sizes'
 	$(RUN) -m pytest -n 2 --dist worksteal -m alone $$(grep -rl --include='test_*.py' mark.alone tests)
 
-# Every pipeline of diffusers, tiny, under every axis: tests/zoo.
+# Pipelines of diffusers, tiny, under every axis (tests/zoo).
 test-families: environment
-	$(RUN) -m pytest -n 2 --dist worksteal tests/zoo
+	$(RUN) -m pytest -n 2 --dist worksteal $(ROTATE) tests/zoo
 
 # Replicas on a Ray cluster of two nodes on this machine, in some minutes.
 test-cluster: environment
@@ -51,9 +55,16 @@ test-cuda-sizes: environment
 test-installed: environment
 	$(RUN) -m pytest -m 'installed and not nightly' tests/packaging
 
-# Everything: what runs on every commit, each extra by itself, and the faults of processes. Some hours.
+# Everything: what runs on every commit with all rows of the tables, a Ray cluster, real sizes, each extra by itself, and
+# the faults of processes. Some hours.
 nightly: environment
-	.ci/run
+	$(MAKE) test ROWS=all
+	$(MAKE) test-families ROWS=all
+	$(MAKE) test-cluster
+	$(MAKE) test-cuda-sizes
+	$(MAKE) test-installed
+	$(MAKE) benchmarks-check
+	scripts/check
 	$(RUN) -m pytest -m nightly tests/packaging
 	$(MAKE) faults
 

@@ -15,9 +15,22 @@ import pytest
 import torch
 
 from ditile.distributed import console
+from tests import rotation
 from tests.pool import Pool, fork_ranks
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rotate", action="store_true", help="of the tests that are marked `rotating`, run a tenth")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out the rows of long tables that another commit runs."""
+    if not config.getoption("--rotate"):
+        return
+    items[:], left = rotation.choose_rows(items)
+    config.hook.pytest_deselected(items=left)
 
 
 def pytest_collection_finish() -> None:

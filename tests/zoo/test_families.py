@@ -35,7 +35,7 @@ from tests.zoo.rows import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-NAMES = [pytest.param(name, marks=() if name in {*FAST, *OWN} else pytest.mark.families) for name in EVERY]
+NAMES = [pytest.param(name, marks=() if name in {*FAST, *OWN} else pytest.mark.rotating) for name in EVERY]
 TIMEOUT = 60.0
 
 
@@ -109,7 +109,7 @@ def prove(transformer: nn.Module, calls: Mapping[str, dict[str, Any]], patches: 
     return "" if difference <= TOLERANCE else f"differs by {difference:.1e}"
 
 
-@pytest.mark.families
+@pytest.mark.rotating
 def test_the_shipped_anatomies_are_those_that_are_derived(capsys: pytest.CaptureFixture[str]) -> None:
     """A failure means: `python -m tests.zoo.derive_table`, and look at what changed."""
     derived = derive_rows(prove_rows(derive_all({**ZOO, **OTHERS})))
@@ -133,7 +133,7 @@ def test_stages_share_synchronous_steps(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(one.name, marks=() if one.name == "qwen-image-modular" else pytest.mark.families)
+        pytest.param(one.name, marks=() if one.name == "qwen-image-modular" else pytest.mark.rotating)
         for one in modular.ENTRIES
     ],
 )

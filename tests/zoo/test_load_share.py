@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def list_names() -> list[Any]:
     # What diffusers adds for an IP-adapter is saved with a transformer, and cannot be read from there.
     names = [name for name in ZOO if not name.endswith("ip-adapter")]
-    return [pytest.param(name, marks=() if name in FAST else pytest.mark.families) for name in names]
+    return [pytest.param(name, marks=() if name in FAST else pytest.mark.rotating) for name in names]
 
 
 def save_transformers(one: Entry, folder: Path) -> dict[str, nn.Module]:
