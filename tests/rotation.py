@@ -1,4 +1,4 @@
-"""Which rows of long tables of tests run on a commit: those of changed classes, and a tenth of the others.
+"""Which rows of long tables of tests run on a commit: the first, those of changed classes, and a tenth of the others.
 
     pytest --rotate tests/zoo            # as CI runs them
     python -m tests.rotation             # writes tests/proven.json, after all rows passed in `make nightly`
@@ -31,8 +31,12 @@ def choose_rows(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
     """The tests that run on this commit, and those that do not."""
     chosen, left = [], []
     tenth = choose_tenth(read_commit())
+    tables = set[str]()
     for item in items:
-        runs = item.get_closest_marker("rotating") is None or is_changed(item) or choose_tenth(name_row(item)) == tenth
+        table = item.nodeid.partition("[")[0]
+        is_always = item.get_closest_marker("rotating") is None or table not in tables or is_changed(item)
+        tables.add(table)
+        runs = is_always or choose_tenth(name_row(item)) == tenth
         (chosen if runs else left).append(item)
     return chosen, left
 

@@ -99,6 +99,7 @@ def on_rank(case: Case, threshold: float) -> tuple[Tensor, list[dict[str, Any]]]
     return draw(case, threshold, case.plan)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.plan}, {case.config}")
 def test_ranks_skip_what_one_process_skips(pool: Pool, case: Case) -> None:
     """Decisions and latents are those of one process. A failure of decisions means that ranks decided on a part of

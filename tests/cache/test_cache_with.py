@@ -200,6 +200,7 @@ def test_hooks_that_are_renewed_after_each_picture(hooked_first: bool) -> None:
         assert skipped(pipe) == [REST]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("config", [CACHE, PRUNE], ids=str)
 @pytest.mark.parametrize("how", ["accelerate", "blocks to disk", "layers to disk"])
 def test_weights_that_are_elsewhere(how: str, config: Any, tmp_path: Path) -> None:
@@ -233,6 +234,7 @@ def cache_by_diffusers(pipe: Any) -> None:
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("drawn", [False, True], ids=["at once", "after a picture"])
 @pytest.mark.parametrize("alone", [False, True], ids=["pipeline", "transformer"])
 @pytest.mark.parametrize("below", [offload_by_block, cache_by_diffusers])

@@ -1,4 +1,4 @@
-"""A commit runs a tenth of the rows of long tables, and all those of changed classes."""
+"""A commit runs the first row of a long table, a tenth of the others, and all those of changed classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROWS = """
 import pytest
 
 @pytest.mark.rotating
-@pytest.mark.parametrize("name", ["flux", "sana", *map(str, range(38))])
+@pytest.mark.parametrize("name", ["sana", "flux", *map(str, range(38))])
 def test_row(name):
     pass
 
@@ -36,7 +36,7 @@ def test_ten_commits_run_every_row(request: pytest.FixtureRequest, tmp_path: Pat
     tenths = [choose(items, commit, monkeypatch) for commit in commits.values()]
     assert len(commits) == 10 and len(items) == 41
     assert set[str]().union(*tenths) == {item.name for item in items}
-    assert all("test_always" in names and len(names) < 20 for names in tenths)
+    assert all({"test_always", "test_row[sana]"} <= names and len(names) < 20 for names in tenths)
     proven = {"classes": {"flux": "FluxTransformer2DModel"}, "digests": {"FluxTransformer2DModel": "of another table"}}
     monkeypatch.setattr(rotation, "read_proven", lambda: proven)
     assert all("test_row[flux]" in choose(items, commit, monkeypatch) for commit in commits.values())

@@ -120,6 +120,7 @@ CASES: list[tuple[dict[str, Any], str, int, tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("plan", "way", "ranks", "axes"), CASES, ids=str)
 def test_after_an_error_of_all_ranks(
     pool: Pool, plan: dict[str, Any], way: str, ranks: int, axes: tuple[str, ...]

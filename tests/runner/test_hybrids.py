@@ -205,6 +205,7 @@ def names(row: Hybrid) -> str:
     return f"{row.name}-{row.plan}-{row.also}".replace(" ", "_")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("row", HYBRIDS, ids=names)
 def test_exact_axes_change_nothing(drawn_by: Drawn, row: Hybrid) -> None:
     """A failure with one plan means that two strategies tread on each other: keys of a patch kept elsewhere than those

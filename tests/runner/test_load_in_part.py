@@ -277,6 +277,7 @@ def divided(model: Path, name: str, text: str, lora: Path | None) -> tuple[Tenso
     return run(runner, name), said
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("text", ["each", "first", "split"])
 @pytest.mark.parametrize("family", ["pixart", "sd3"])
 def test_a_pipeline_loaded_in_part_draws_the_same(

@@ -51,6 +51,7 @@ def in_every_state(name: str, folder: Path, ranks: int, before: list[int]) -> No
             same(run(runner, name), picture, f"{name} {what}, divided after {first} edits")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "ranks"), [(name, 2 + (k > 0)) for k, name in enumerate(NAMES)])
 def test_every_state_of_loras_is_the_plain_pipelines(
     pool: Pool, folders: dict[str, Path], name: str, ranks: int

@@ -94,6 +94,7 @@ def after_the_cut(name: str, folder: Path, ranks: int) -> None:
         assert pipe.get_list_adapters() == adapters, what
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lora_of_one_block_is_loaded_after_the_cut(pool: Pool, folders: dict[str, Path], name: str) -> None:
     """A failure means that a LoRA cannot be loaded on the stages that it does not touch, or has no effect there."""
@@ -175,6 +176,7 @@ def between_calls(name: str, folder: Path, text: str) -> None:
     same(run(runner, name), run(plain, name), f"{name} {text} after that call")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "text"), [("flux", "each"), ("flux", "first"), ("flux", "split"), ("sd3.5 medium", "split")]
 )

@@ -82,6 +82,7 @@ def keys(name: str, ranks: int, warmup: int) -> int:
     return runner.report.key_bytes
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "layers", "tokens", "rows"),
     [
@@ -137,6 +138,7 @@ def _attributes(pipe: Any) -> list[tuple[str, list[str], int]]:
     ]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", LISTS)
 def test_nothing_outlives_the_call(pool: Pool, name: str) -> None:
     """A failure means that a picture's keys or constants stay in memory, or the pipeline is left seated."""

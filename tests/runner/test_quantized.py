@@ -62,6 +62,7 @@ def before_and_after(name: str, quant_type: str, plans: list[dict[str, Any]]) ->
     return actual
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "quant_type"),
     [*(("flux true cfg", each) for each in TYPES), ("pixart sigma", "int8"), ("sd3.5 medium", "int4_weight_only")],

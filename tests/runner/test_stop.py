@@ -142,6 +142,7 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("case", list(PLANS))
 def test_a_stop_on_one_rank_ends_all(pool: Pool, case: str) -> None:
     """A failure means that ranks hang, end at different steps, decode for nobody, or that the next picture is wrong."""

@@ -44,6 +44,7 @@ def calls_of(name: str, plan: dict[str, Any], steps: int) -> Counter[str]:
     return calls
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "branches", "once"),
     [

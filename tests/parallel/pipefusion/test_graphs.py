@@ -95,6 +95,7 @@ def draw_three_times(name: str, plan: Plan) -> Any:
     return runner
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", NAMES)
 def test_replayed_blocks_draw_the_same_picture_in_every_call(name: str, graphs: list[BlockGraphs]) -> None:
     runner = draw_three_times(name, Plan(pipefusion=1, patches=2, warmup=1))
@@ -165,6 +166,7 @@ def test_other_weights_sizes_and_prompts_are_seen(graphs: list[BlockGraphs]) -> 
     runner.restore()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "z-image", "wan-2.2"])
 def test_without_warmup_stale_keys_are_not_wiped(name: str, graphs: list[BlockGraphs]) -> None:
     """The first keys of a picture get their memory in a step of patches, which must not be recorded."""

@@ -109,6 +109,7 @@ def logged() -> Iterator[list[str]]:
     lines[:] = [line for line in lines if "guidance" in line]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", [*RESCALED, *GUIDERS, "hunyuan-image"])
 def test_a_statistic_of_the_whole_prediction(pool: Pool, name: str) -> None:
     """A failure means a picture of other contrast on some ranks, an approximation in silence, or a refusal where there

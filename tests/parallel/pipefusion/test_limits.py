@@ -27,6 +27,7 @@ def like_plain(name: str, plans: list[dict[str, Any]], calls: list[dict[str, Any
                 same(run(runner, name, **call), want, f"{name} {plan} {call}")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MAKE)
 def test_nothing_stale_is_the_plain_pipeline(pool: Pool, name: str, ranks: int) -> None:
@@ -37,6 +38,7 @@ def test_nothing_stale_is_the_plain_pipeline(pool: Pool, name: str, ranks: int) 
     pool.run(like_plain, ranks, name, plans, [SMALL])
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", MAKE)
 def test_any_number_of_stages_is_one_stage(pool: Pool, name: str) -> None:
     """With stale keys too. A failure means that a stage reads keys of another age, or another patch's tokens."""
@@ -46,6 +48,7 @@ def test_any_number_of_stages_is_one_stage(pool: Pool, name: str) -> None:
         different(one, other, "patches or warmup had no effect")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "pixart sigma", "sd3.5 medium"])
 def test_stages_cut_by_hand(pool: Pool, name: str) -> None:
     """Stages of one block, and uneven ones. A failure means that a seat at a boundary hands over the wrong tokens."""
@@ -66,6 +69,7 @@ def eight_stages(name: str, make: Callable[..., Any], *blocks: int) -> None:
             same(run(runner, name, **SMALL), wanted, f"{name} {plan}")
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("name", "make", "blocks"),
     [("flux", tiny.flux, (3, 5)), ("pixart sigma", tiny.pixart, (9,)), ("sd3.5 medium", tiny.sd3, (8,))],
@@ -109,6 +113,7 @@ def unlike_before(name: str, plan: dict[str, Any], calls: list[dict[str, Any]]) 
     return results
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3.5 medium"])
 def test_every_way_to_call(pool: Pool, name: str) -> None:
     """Batches, prompts, embeddings, sizes, steps, one after the other with one runner.
@@ -122,6 +127,7 @@ def test_every_way_to_call(pool: Pool, name: str) -> None:
     pool.run(like_plain, 2, name, exact, calls)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "warmup"), [("flux", 0), ("flux", 1), ("pixart sigma", 1), ("sd3.5 medium", 0)])
 def test_a_call_knows_nothing_of_the_one_before(pool: Pool, name: str, warmup: int) -> None:
     """With stale keys. A failure means that keys or constants of an earlier picture reach a later one."""

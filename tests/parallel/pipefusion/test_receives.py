@@ -73,6 +73,7 @@ def waiting(name: str, plan: str, call: dict[str, Any]) -> int:
     return count
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("name", "plan", "call"), ROWS, ids=[f"{name} {plan}" for name, plan, _ in ROWS])
 def test_receives_wait_for_no_work_of_their_own(pool: Pool, name: str, plan: str, call: dict[str, Any]) -> None:
     counts = pool.run(waiting, Plan.parse(plan).world, name, plan, call, timeout=60)

@@ -120,6 +120,7 @@ def draw_twice(name: str, stages: int) -> None:
     different(drawn[0][0], drawn[1][0], name)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "name",
     ["qwen-image-edit", "z-image-inpaint", "wan-2.2", "flux-controlnet", "qwen-image-2.1", "ltx-2", "minimax-h3"],

@@ -114,6 +114,7 @@ def as_plain(name: str, table: dict[str, Any], which: list[str], generators: str
     return wrong
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["pixart sigma", "flux", "sd3"])
 def test_every_scheduler_is_exact(pool: Pool, name: str) -> None:
     """Two calls in a row with one generator. A failure means that copies of this scheduler, stepped by patches, forget
@@ -126,6 +127,7 @@ def test_every_scheduler_is_exact(pool: Pool, name: str) -> None:
         assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("generators", ["own", "list"])
 def test_generators(pool: Pool, generators: str) -> None:
     """A failure means that ranks draw other numbers than the plain pipeline, or leave generators elsewhere than it."""

@@ -35,6 +35,7 @@ def pictures(pool: Pool) -> Pictures:
     return Pictures(pool, CASES)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("ranks", "name"), RUNS)
 def test_ranks_equal_the_simulation(pictures: Pictures, ranks: int, name: str) -> None:
     """Every rank ends with the simulation's latents, and the plain picture is at least a hundred times farther away.

@@ -62,6 +62,7 @@ def begun_with_a_picture(name: str, ranks: int) -> list[Any]:
         return [run(runner, name, **call) for call in calls]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", FROM_IMAGE)
 def test_image_to_image(pool: Pool, name: str) -> None:
     """A failure means that a loop which begins at step k warms up at the wrong steps, or reads keys of another age."""
