@@ -64,14 +64,14 @@ class LoopClock:
         step, patch = now.micro_step
         whole = now.token_patch is None
         interleaved = (self._shares_streams and self._patches > 1) or now.num_references > 0
-        if now.batch_range is not None or (whole and (now.warmup_split is not None or interleaved)):
+        if now.batch_range is not None or (whole and (now.shares.warmup_split is not None or interleaved)):
             return None
         patches = range(self._patches) if patch is None else (patch,)
         return CallPosition(
             step,
             now.branch,
             patches,
-            lambda: [now.get_own_part(k).image_tokens for k in patches],
+            lambda: [now.tokens.get_own_part(k).image_tokens for k in patches],
             lambda: _has_real_text(now),
             self._images(),
             whole and now.keeps_keys and not now.is_stale,
@@ -88,7 +88,8 @@ class LoopClock:
 
 def _has_real_text(now: Generation) -> bool:
     """Whether this rank has text tokens of its own. There is a layout only where ranks share out tokens."""
-    return now.layout_key not in now.layouts or bool(now.get_own_part(now.token_patch).text)
+    tokens = now.layouts.get((now.branch, now.is_whole))
+    return tokens is None or bool(tokens.get_own_part(now.token_patch).text)
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,8 +164,9 @@ class StepEndCallbacks:
 
     def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
         now = self.loop.generation
-        layout = next(iter(now.layouts.values()), None)
-        text, references = (None, 0) if layout is None else (layout.text, layout.count_reference_tokens())
+        tokens = next(iter(now.layouts.values()), None)
+        text = None if tokens is None else tokens.layout.text
+        references = 0 if tokens is None else tokens.layout.count_reference_tokens()
         computed = now.schedule.computes_references(step)
         self._watch.record_step_end(now.memory.key_bytes, text, references, computed=computed)
         if self.decodes_alone and step == self._steps - 1:

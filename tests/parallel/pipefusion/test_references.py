@@ -215,7 +215,7 @@ def test_what_fills_up_a_sequence_is_no_reference(monkeypatch: pytest.MonkeyPatc
     forget = Generation.forget_layouts
 
     def note_and_forget(now: Generation) -> None:
-        found.append(now.reference_rows)
+        found.append(now.findings.reference_rows)
         forget(now)
 
     monkeypatch.setattr(Generation, "forget_layouts", note_and_forget)

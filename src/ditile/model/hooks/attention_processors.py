@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -71,12 +71,15 @@ def cache_signatures(stack: ExitStack, block: nn.Module) -> None:
 
 def replace_cross_processors(stack: ExitStack, spec: ModelSpec, block: nn.Module, now: Generation) -> None:
     """Replaces the processors of attention to the text, which is whole on every rank, until the stack is closed."""
+
+    def get_branch_constant(key: Hashable, compute: Callable[[], Any]) -> Any:
+        # The text is the same in all steps, and another one in each branch and each run of rows.
+        return now.memory.get_constant((key, now.branch, now.micro_batch), compute)
+
     for name, make in spec.cross.items():
         attention: Any = getattr(block, name, None)
         if type(getattr(attention, "processor", None)) in spec.stock:
-            override_attribute(
-                stack, attention, "processor", make(lambda key, compute: now.get_branch_constant(key, compute))
-            )
+            override_attribute(stack, attention, "processor", make(get_branch_constant))
 
 
 def uses_dispatch(processor: Any) -> bool:

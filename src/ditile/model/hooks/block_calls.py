@@ -52,7 +52,7 @@ from ditile.model.hooks.token_arguments import (
 )
 from ditile.plan.anatomy import ROWS, Anatomy, Kinds, ListAnatomy, describe_mode, select_word
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.layout import Grid
+from ditile.plan.layout import Grid, Layout, merge_ranges
 
 Forward = Callable[..., Any]
 ReadGrid = Callable[[nn.Module, Mapping[str, Any]], Grid]
@@ -114,20 +114,20 @@ class BlockCalls:
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             now = self._now.check_under_way()
-            if now.blended_step is not None:
+            if now.dry.blended_step is not None:
                 return now.take_rehearsed_result()
             inputs = dict(zip(self._names, args, strict=False)) | kwargs
             now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
             given = (now.branch, self._key, mode, *inputs, *_describe_inputs(inputs.values()))
-            if now.recognises_call is not None and now.recognises_call(given, inputs, self._latents):
+            if now.dry.recognises_call is not None and now.dry.recognises_call(given, inputs, self._latents):
                 return now.take_rehearsed_result()
-            form = now.forms.get(given)
-            if form is None or now.surveys_again:
+            form = now.findings.forms.get(given)
+            if form is None or now.dry.surveys_again:
                 self._policy.begin_survey()
-                form = now.forms[given] = self._survey_call(forward, inputs, form, not now.is_whole)
+                form = now.findings.forms[given] = self._survey_call(forward, inputs, form, not now.is_whole)
             now.form = form
             self._policy.begin_branch(form)
-            if now.rehearsed_patch is not None:
+            if now.dry.patch is not None:
                 return self._rehearse_call(now, forward, inputs)
             micro_batches = self._policy.begin_transformer_call(self._count_rows(inputs, form))
             self._visits = 0
@@ -224,7 +224,7 @@ class BlockCalls:
             with UnmixedTokens():
                 flags = self._flag_nan_tokens(forward, poison_latents(inputs, self._latents))
             padding = frozenset() if flags is None else frozenset((~flags).nonzero().flatten().tolist())
-        poisoned = poison_latents(inputs, self._latents, *self._now.live_arguments)
+        poisoned = poison_latents(inputs, self._latents, *self._now.findings.live_arguments)
         self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
         result = self._memo.survey_call(run, self._anatomy.lists, survey)
@@ -261,15 +261,15 @@ class BlockCalls:
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
-        now.called_models[now.branch] = RehearsedModel(self._key, now.is_whole, self._count_rows(inputs, now.form))
+        now.dry.called_models[now.branch] = RehearsedModel(self._key, now.is_whole, self._count_rows(inputs, now.form))
         self._visits = 0
         result = self._run_pass(_RehearsalPass(self._anatomy, self._last), forward, inputs)
         self._check_visits(now.form.visits)
         pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
-        assert now.rehearsed_patch is not None
-        now.prediction_pieces.setdefault(now.branch, {})[now.rehearsed_patch] = pieces
+        assert now.dry.patch is not None
+        now.findings.prediction_pieces.setdefault(now.branch, {})[now.dry.patch] = pieces
         result = pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
-        now.rehearsed_results[now.branch] = result
+        now.dry.results[now.branch] = result
         return now.take_rehearsed_result()
 
     def _run_pass(self, block_pass: BlockPass, forward: Forward, inputs: Mapping[str, Any]) -> Any:
@@ -446,15 +446,28 @@ class _RehearsalPass:
         anatomy = hook.anatomy
         image, text = read_streams(anatomy, call)
         if hook.index == self._last:
-            assert now.rehearsed_patch is not None
-            layout = now.branch_layout
+            assert now.dry.patch is not None
+            layout = now.tokens.layout
             start = layout.text if anatomy.joint == "text_first" else 0
             image = torch.nan_to_num(image)
-            for run in now.locate_rehearsed_tokens():
+            for run in _locate_rehearsed_tokens(now, layout):
                 image.narrow(anatomy.tokens, start + run.start, len(run)).fill_(float("nan"))
-            if text is not None and now.form.returns_text and layout.carries_text(now.rehearsed_patch):
+            if text is not None and now.form.returns_text and layout.carries_text(now.dry.patch):
                 text = torch.full_like(text, float("nan"))
         return give_streams(anatomy, image, text)
+
+
+def _locate_rehearsed_tokens(now: Generation, layout: Layout) -> tuple[range, ...]:
+    """Where NaN is in a rehearsal: in a patch, or in the rows of tokens whose number has a bit."""
+    assert now.dry.patch is not None
+    if now.dry.bit is None:
+        return layout.locate_tokens(now.dry.patch)
+    start = now.form.start
+    runs: list[range] = []
+    for row in range(start, layout.grid.rows):
+        if (row - start) >> now.dry.bit & 1:
+            runs += layout.grid.locate_rows(row, row + 1)
+    return merge_ranges(runs)
 
 
 class _DividedPass:
@@ -491,7 +504,7 @@ class _DividedPass:
             image, text = self._leave_blocks(now, anatomy, state, image, text)
             self.forget_tokens()
             return give_streams(anatomy, image, text)
-        if self._has_all_tokens and state.image.shape[1] == now.branch_layout.image_tokens:
+        if self._has_all_tokens and state.image.shape[1] == now.tokens.layout.image_tokens:
             image, text = self._join_streams(anatomy, state)
         elif index + 1 in now.form.glued:
             image, text = self._place_tokens(now, hook, state, image, text)
@@ -589,9 +602,9 @@ class _DividedPass:
         self, now: Generation, hook: BlockHook, state: TokenState, image: Tensor, text: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Full-size streams with the tokens at hand in their places; what is elsewhere is read by nobody."""
-        anatomy, part = hook.anatomy, now.get_own_part(now.token_patch)
+        anatomy, part = hook.anatomy, now.tokens.get_own_part(now.token_patch)
         key = (hook.index, now.branch, now.micro_batch)
-        layout, like = now.branch_layout, state.image
+        layout, like = now.tokens.layout, state.image
         whole = now.memory.get_persistent_buffer(
             (*key, "image"), (like.shape[0], layout.image_tokens, like.shape[2]), like
         )
@@ -611,7 +624,7 @@ def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:
 
 
 def _cut_for_patch(value: Any, kinds: Kinds, now: Generation) -> Any:
-    return cut_argument(value, kinds, now.get_argument_runs(now.token_patch))
+    return cut_argument(value, kinds, now.tokens.get_argument_runs(now.token_patch))
 
 
 def put_tokens_second(x: Tensor, anatomy: ListAnatomy) -> Tensor:

@@ -546,7 +546,7 @@ def count_model_calls(now: Generation, forward: Callable[..., Any]) -> Callable[
 
 def _list_varying_arguments(anatomy: ListAnatomy, now: Generation) -> Sequence[str]:
     """The arguments of a block that have another number of tokens from patch to patch."""
-    if now.branch_layout.num_patches == 1:
+    if now.tokens.layout.num_patches == 1:
         return ()
     cut = (name for name, kinds in anatomy.arguments.items() if is_cut(kinds))
     return tuple(filter(None, (anatomy.image, anatomy.text, *cut)))

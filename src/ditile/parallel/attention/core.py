@@ -76,7 +76,7 @@ class AttentionCore:
         if torch.compiler.is_compiling():
             q, k, v = (make() for make in makers)
             return self.attend(q, k, v, mask=mask, scale=scale)
-        tokens = self._now.get_layer_tokens(self._kind)
+        tokens = self._now.tokens.get_layer_tokens(self._now.token_patch, self._kind)
         heads = 0
 
         def make_without_dummies(make: DeferredTensor) -> Tensor:
@@ -104,9 +104,9 @@ class AttentionCore:
             ModelError: if the mask is not one of keys alone.
         """
         kind = self._kind
-        keys = tokens = tokens or self._now.get_layer_tokens(kind[0])
+        keys = tokens = tokens or self._now.tokens.get_layer_tokens(self._now.token_patch, kind[0])
         if len(kind) > 1:
-            keys = self._now.get_layer_tokens(kind[1])
+            keys = self._now.tokens.get_layer_tokens(self._now.token_patch, kind[1])
         heads = q.shape[2]
         further = None
         if self._further and k.shape[1] > q.shape[1]:

@@ -96,7 +96,7 @@ class DataCfgBatch:
         """
         if not self._by_calls or step == 0:
             return False
-        whole = self._now.whole_steps
+        whole = self._now.findings.whole_steps
         return step not in self._changed_steps and (step in whole) == (step - 1 in whole)
 
     def install_batch_hooks(
@@ -454,7 +454,7 @@ class DataCfgBatch:
     def _find_fresh_piece(self, now: Generation, branch: int, output: int) -> Piece | None:
         """What is fresh of a prediction of a call at the micro-step at hand; None is all of it."""
         patch = now.micro_step.patch
-        return None if patch is None else now.prediction_pieces[branch][patch][output]
+        return None if patch is None else now.findings.prediction_pieces[branch][patch][output]
 
     def _make_calls_error(self, now: Generation, calls: int) -> StateError:
         return StateError(

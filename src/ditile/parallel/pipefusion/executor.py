@@ -22,7 +22,7 @@ from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PeerChannel, start_gather
 from ditile.model.hooks.block_calls import write_tokens
 from ditile.model.hooks.block_policy import CallForm, TokenState
-from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.generation import Generation, LayoutTokens
 from ditile.model.hooks.protocols import TokenStreams
 from ditile.model.hooks.token_arguments import take_runs
 from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
@@ -138,7 +138,7 @@ class PipeFusion:
     def reads_latents(self) -> bool:
         """Whether this stage embeds the latents, in some steps at least."""
         is_member = self.warmup_group is not None and self.warmup_group.is_member
-        return self.stage == 0 or is_member or self.generation.reads_latents_everywhere
+        return self.stage == 0 or is_member or self.generation.findings.reads_latents_everywhere
 
     def begin_generation(self, schedule: Schedule, generation: Generation) -> None:
         """A generation begins."""
@@ -258,21 +258,23 @@ class PipeFusion:
         prediction is made of the same patch of each.
         """
         now = self.generation
-        if form.returns_text and now.warmup_split is not None:
+        if form.returns_text and now.shares.warmup_split is not None:
             if self.warmup_group is None or not self.warmup_group.may_rest:
                 raise PlanError(
                     f"warmup_mode={self.plan.warmup_mode}: the model makes a result of two streams, as of a video and "
                     "its sound, and ranks that share out synchronous steps send one; use serial or pipelined"
                 )
             # In the rehearsal, behind which the loop goes on with a schedule without the group.
-            now.warmup_split = None
+            now.shares.warmup_split = None
         if form.returns_text and form.text < self._sequence.num_ranks:
             raise PlanError(
                 f"the second stream, as a sound, has {form.text} tokens, and {self._sequence.num_ranks} ranks share "
                 "them out; use a lower ring or ulysses degree, or a longer video"
             )
-        if now.layout_key in now.layouts:
-            known = now.branch_layout
+        layout_key = (now.branch, now.is_whole)
+        if layout_key in now.layouts:
+            now.tokens = now.layouts[layout_key]
+            known = now.tokens.layout
             if (known.grid, known.text) == (form.grid, form.text):
                 return
             if now.pieces or now.is_stale:
@@ -281,37 +283,37 @@ class PipeFusion:
                     f"{known.image_tokens} and {known.text} before; patches and stale keys belong to one size, so use "
                     "a plan without pipefusion, patches and distrifusion"
                 )
-            now.forget_layout()
+            now.layouts.pop(layout_key)
             now.memory.forget_branch_keys(now.branch)
         self.plan.check(Facts(rows=form.grid.rows))
         # The last stage steps the latents, so it has what the first one gets.
         if self.stages > 2 and (fed := form.list_fed_blocks()):
-            if now.rehearsed_patch is None and not now.reads_latents_everywhere:
+            if now.dry.patch is None and not now.findings.reads_latents_everywhere:
                 raise ModelError(
                     f"pipefusion={self.stages}: {fed[0]} is given what the forward makes of the latents, and was not "
                     "before; only the first and the last stage have them; use pipefusion=2"
                 )
-            now.reads_latents_everywhere = True
+            now.findings.reads_latents_everywhere = True
         if now.is_whole:  # its patches are but parts of messages
             layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         elif now.branch and (0, False) in now.layouts:
-            layout = now.layouts[0, False].cut_alike(form.grid, form.text, form.start - self._start_of_image)
+            layout = now.layouts[0, False].layout.cut_alike(form.grid, form.text, form.start - self._start_of_image)
         else:
             layout = self._cut_first_branch(form)
-        now.layouts[now.layout_key] = layout
+        now.tokens = now.layouts[layout_key] = LayoutTokens(layout, now.shares, is_whole=now.is_whole)
 
     def _cut_first_branch(self, form: CallForm) -> Layout:
         """Cuts the tokens of the first call: around those of references, once these are known."""
         now, self._start_of_image = self.generation, form.start
-        now.latent_rows = range(form.grid.rows) if form.latents is None else form.latents
-        now.padding_rows = form.padding
+        now.dry.latent_rows = range(form.grid.rows) if form.latents is None else form.latents
+        now.dry.padding_rows = form.padding
         if form.latents is not None and form.grid.rows != form.grid.num_tokens:
-            now.latent_rows = range(0)  # counted in tokens, and not in rows
-        if not now.reference_rows:
+            now.dry.latent_rows = range(0)  # counted in tokens, and not in rows
+        if not now.findings.reference_rows:
             return Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         # Ranks of DistriFusion share out the references, as one patch, and the image.
         cut = form.grid, self._patches + (self.plan.distrifusion > 1), form.text, self._joint
-        return Layout.cut_around_references(*cut, now.reference_rows, even=self.plan.references == 1)
+        return Layout.cut_around_references(*cut, now.findings.reference_rows, even=self.plan.references == 1)
 
     def begin_survey(self) -> None:
         """A call of a new form is looked at. With one stage no message comes before the blocks of the first call."""
@@ -376,7 +378,7 @@ class PipeFusion:
             return TokenState(tokens, None) if self.is_last_stage else None
         if not self.is_last_stage:
             return None
-        part = now.get_own_part(now.token_patch)
+        part = now.tokens.get_own_part(now.token_patch)
         image = self._streams.gather_stream(state.image, part.image_tokens)
         text = state.text if now.form.returns_text else None
         if text is not None:
@@ -384,13 +386,13 @@ class PipeFusion:
         self._record_compute()
         if now.has_all_image_tokens and not now.keeps_keys:
             return TokenState(image, text)
-        parts = now.list_rank_parts(now.token_patch)
-        every = self._gather_tokens("image", image, now.branch_layout.image_tokens, [part.image for part in parts])
+        parts = now.tokens.list_rank_parts(now.token_patch)
+        every = self._gather_tokens("image", image, now.tokens.layout.image_tokens, [part.image for part in parts])
         every_text = None
         if text is not None:
             text_runs = [(part.text,) for part in parts]
             own_text = text if part.text else text[:, :0]
-            every_text = self._gather_tokens("text", own_text, now.branch_layout.text, text_runs)
+            every_text = self._gather_tokens("text", own_text, now.tokens.layout.text, text_runs)
         # Those of a whole step are kept for the next one: the pipeline may look at all of a prediction.
         return TokenState(image, text) if now.has_all_image_tokens else TokenState(every, every_text)
 
@@ -425,21 +427,21 @@ class PipeFusion:
         if self.stage == 0:
             return self.cut_tokens(state)
         # Here the forward's own tokens are never read: they only have the length of those that will be received.
-        part = now.get_own_part(now.token_patch)
+        part = now.tokens.get_own_part(now.token_patch)
         own = self._streams.locate_own_share(part.image_tokens)
         text = self._cut_text(state)
         return TokenState(state.image[:, : own.stop - own.start], text)
 
     def cut_tokens(self, state: TokenState) -> TokenState:
         """Of all tokens those of the patch that this rank computes."""
-        text, part = self._cut_text(state), self.generation.get_own_part(self.generation.token_patch)
+        text, part = self._cut_text(state), self.generation.tokens.get_own_part(self.generation.token_patch)
         own = self._streams.locate_own_share(part.image_tokens)
         runs = [state.image[:, run.start : run.stop] for run in part.image]
         image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
         return TokenState(_arrange_like(image[:, own], state.image), text)
 
     def _cut_text(self, state: TokenState) -> Tensor | None:
-        part = self.generation.get_own_part(self.generation.token_patch)
+        part = self.generation.tokens.get_own_part(self.generation.token_patch)
         text = None if state.text is None else state.text[:, part.text.start : part.text.stop]
         if not part.text:
             text = self._get_dummy_text(state)
@@ -450,7 +452,7 @@ class PipeFusion:
     def _active_warmup_group(self) -> WarmupGroup | None:
         """The warmup group, if it computes the micro-step at hand."""
         now = self.generation
-        return self.warmup_group if now.micro_step.patch is None and now.warmup_split is not None else None
+        return self.warmup_group if now.micro_step.patch is None and now.shares.warmup_split is not None else None
 
     def _expect_call_messages(self) -> None:
         """In the first step the number of calls is not known yet: only the messages of this call are certain."""
@@ -474,21 +476,22 @@ class PipeFusion:
         if not parts:
             return state
         now, streams = self.generation, self._streams
-        part = now.get_own_part(now.token_patch)
+        part = now.tokens.get_own_part(now.token_patch)
         width, text_width = self._widths[now.branch]
         text = state.text
         if part.text:
             own = streams.locate_own_share(len(part.text))
             numbers = (own.stop - own.start) * text_width
-            with_text = now.branch_layout.num_references if len(parts) > 1 else 0
+            with_text = now.tokens.layout.num_references if len(parts) > 1 else 0
             message = parts[with_text]
             text = message[:, :numbers].unflatten(1, (-1, text_width)).contiguous()
             parts[with_text] = message[:, numbers:]
         parts = [x.unflatten(1, (-1, width)) for x in parts]
         if len(parts) > 1:
-            whole = [streams.gather_stream(x, now.get_own_part(patch).image_tokens) for patch, x in enumerate(parts)]
+            patches = [now.tokens.get_own_part(patch) for patch in range(len(parts))]
+            whole = [streams.gather_stream(x, patch.image_tokens) for patch, x in zip(patches, parts, strict=True)]
             tokens = torch.cat(whole, dim=1)
-            runs = merge_ranges(run for patch in range(len(whole)) for run in now.get_own_part(patch).image)
+            runs = merge_ranges(run for patch in patches for run in patch.image)
             if now.has_all_image_tokens and len(runs) > 1:
                 tokens = _place_tokens(tokens, runs)
             parts = [tokens[:, streams.locate_own_share(part.image_tokens)]]
@@ -499,10 +502,10 @@ class PipeFusion:
         now, streams, image, at = self.generation, self._streams, state.image, 0
         whole_step = now.micro_step.patch is None and self._patches > 1
         if whole_step:
-            image = streams.gather_stream(image, now.get_own_part(None).image_tokens)
+            image = streams.gather_stream(image, now.tokens.get_own_part(None).image_tokens)
         for op in self._ops:
             assert self._activations_out is not None and op.patch is not None
-            part, message = now.get_own_part(op.patch), image
+            part, message = now.tokens.get_own_part(op.patch), image
             if whole_step:
                 # In the order of the model, or patch after patch.
                 runs = part.image if now.has_all_image_tokens else (range(at, at + part.image_tokens),)
@@ -562,7 +565,8 @@ class PipeFusion:
         if key.branch not in self._widths:
             return None
         rows = self.schedule.split_micro_batches(self.schedule.find_micro_step(key.step, key.patch))[key.micro_batch]
-        part = self.generation.get_own_part(key.patch, (key.branch, key.step in self.generation.whole_steps))
+        now = self.generation
+        part = now.layouts[key.branch, key.step in now.findings.whole_steps].get_own_part(key.patch)
         owns = [self._streams.locate_own_share(length) for length in (part.image_tokens, len(part.text))]
         pairs, vector = zip(owns, self._widths[key.branch], strict=True), math.gcd(*self._widths[key.branch])
         # A text may have other channels than the image: a message is vectors that are a part of a token of both.

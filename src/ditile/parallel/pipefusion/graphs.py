@@ -167,7 +167,7 @@ class BlockGraphs:
             if args or patch is None or now.is_surveyed:
                 return forward(*args, **call)
             leaves, spec = pytree.tree_flatten(call)
-            form = (spec, tuple(map(_describe_leaf, leaves)), now.branch_layout, now.may_round, settings)
+            form = (spec, tuple(map(_describe_leaf, leaves)), now.tokens.layout, now.may_round, settings)
             key = (hook.name, now.branch, patch)
             recording = self._recordings.get(key)
             if recording is None or recording.form != form:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import broadcast_tensor
-from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.generation import Generation, TokenShares
 from ditile.model.hooks.kv_store import GenerationMemory, RelativeChange
 from ditile.model.hooks.overrides import WatchedMethod, override_attribute
 from ditile.model.hooks.pieces import Piece
@@ -210,7 +210,13 @@ class Loop:
         for count, item in enumerate(iterable, start):
             # By identity: it may come through a progress bar.
             is_driven = self.generation.is_under_way and item is self._timestep
-            yield start + self.generation.shown_step if is_driven else count, item
+            yield start + self._shown_step if is_driven else count, item
+
+    @property
+    def _shown_step(self) -> int:
+        """The step that the pipeline takes this iteration for: latents are blended in the step before theirs."""
+        blended_step = self.generation.dry.blended_step
+        return self.generation.micro_step.step if blended_step is None else blended_step - 1
 
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says.
@@ -231,7 +237,7 @@ class Loop:
         if blends.are_needed:
             yield from self._drive_dry_iterations(blends.restore_first_latents())
         else:
-            generation.rehearsed_results.clear()
+            generation.dry.results.clear()
         saved.restore()
         step = 0
         while step < self._schedule.steps:
@@ -267,19 +273,18 @@ class Loop:
         generation = self.generation
         generation.become(
             Generation(
-                schedule,
-                self._plan.rounds_otherwise,
-                True,
-                self._split,
-                self._mesh.sequence.index,
-                self._batch.select_branches,
-                GenerationMemory(self._relative_change, self._kept_buffers),
+                schedule=schedule,
+                rounds_otherwise=self._plan.rounds_otherwise,
+                is_under_way=True,
+                shares=TokenShares(self._split, self._mesh.sequence.index),
+                branches=self._batch.select_branches,
+                memory=GenerationMemory(self._relative_change, self._kept_buffers),
             )
         )
         warmup_group = self._pipefusion.warmup_group
         if warmup_group is not None and plan is self._plan:
-            generation.warmup_split = Split(warmup_group.size)
-            generation.warmup_index = warmup_group.stage if warmup_group.is_member else 0
+            generation.shares.warmup_split = Split(warmup_group.size)
+            generation.shares.warmup_index = warmup_group.stage if warmup_group.is_member else 0
         self._schedule, self._timesteps = schedule, timesteps
         # Replicas exchange latents at the end, so they must stop at the same step.
         stop_group = self._mesh.within_calls if self._mesh["data"].num_ranks > 1 else self._mesh.control
@@ -299,30 +304,30 @@ class Loop:
         patches = self._plan.num_patches if self._has_partial_latents else 0
         # Which model is called in a step may depend on its timestep.
         times = tuple(map(float, timesteps)) if self._changes_calls else None
-        shapes = self.call_shapes, now.warmup_split, now.schedule.has_stale_steps, times
+        shapes = self.call_shapes, now.shares.warmup_split, now.schedule.has_stale_steps, times
         known, references = self._rehearsed_calls.list_calls(shapes), self._plan.references is not None
         calls = rehearsal.iterate_calls(timesteps, steps, patches, known, references=references)
         yield from self._drive_dry_iterations(calls)
         if not self._streams:
             return
         self._rehearsed_calls.note_call(rehearsal.describe_findings())
-        if self._serial_plan is not None and self._schedule.warmup_group_size and now.warmup_split is None:
+        if self._serial_plan is not None and self._schedule.warmup_group_size and now.shares.warmup_split is None:
             self._schedule = Schedule.from_plan(self._serial_plan, self._schedule.steps)
         if not self._has_partial_latents:
             for each in self._streams:
                 each.restore_step_index()
-        again = self._schedule.again | rehearsal.changed_steps
-        self._schedule = replace(self._schedule, again=again, num_references=rehearsal.num_references)
+        again = self._schedule.again | now.findings.changed_steps
+        self._schedule = replace(self._schedule, again=again, num_references=now.findings.num_references)
         if self._has_partial_latents:
-            adaptive, rows_differ = self._schedule.adaptive, now.have_unlike_rows
+            adaptive, rows_differ = self._schedule.adaptive, now.findings.have_unlike_rows()
             for each in self._streams:
                 each.end_rehearsal(
-                    self._plan.num_patches, rehearsal.num_references, adaptive=adaptive, rows_differ=rows_differ
+                    self._plan.num_patches, now.findings.num_references, adaptive=adaptive, rows_differ=rows_differ
                 )
             now.pieces = [each.pieces for each in self._streams]
             uneven = any(sum(not piece.is_empty for piece in each) != 1 for each in zip(*now.pieces, strict=True))
             self._schedule = replace(self._schedule, uneven_latents=uneven)
-        if now.reads_latents_everywhere:
+        if now.findings.reads_latents_everywhere:
             self._schedule = replace(self._schedule, shares_latents=True)
             self._pipefusion.share_latents(self._batch.view_own_images(self._streams[0].sample).device)
 
@@ -444,7 +449,7 @@ class Loop:
             stream = next((each for each in self._streams if each.scheduler is scheduler), None)
         stream = stream or SteppedLatents(scheduler, type(self._pipe).__name__)
         if stream not in self._streams:
-            if self._has_partial_latents and self.generation.rehearsed_patch != 0:
+            if self._has_partial_latents and self.generation.dry.patch != 0:
                 raise StateError(
                     f"{type(self._pipe).__name__} steps a scheduler that it did not step before, so what that steps "
                     "cannot be cut into patches; use a plan without pipefusion and patches"
@@ -536,17 +541,17 @@ class Loop:
 
     def _note_dry_step(self, stream: SteppedLatents, call: StepCall) -> Any:
         """Where NaN came out are the latents of a patch that is rehearsed; the latents stay as they are."""
-        if self.generation.blended_step is None:
+        if self.generation.dry.blended_step is None:
             stream.note_rehearsal(call.prediction, call.sample, is_cut=self._has_partial_latents)
         # Each rehearsal is a first step, before which nothing was made besides latents.
         first = {place: None if isinstance(value, PatchExtra) else value for place, value in call.others.items()}
         zeros = replace(call, prediction=torch.zeros_like(call.prediction), others=first)
         result = self._get_copies(stream).step_on_corner(zeros, call.sample, closes=False)
         # The pipeline may count it back, or ask for the noise of the next step.
-        if self.generation.blended_step is None:
+        if self.generation.dry.blended_step is None:
             stream.set_step_index(self.generation.micro_step.step + 1)
         else:
-            stream.note_blend(call.sample, self.generation.blended_step)
+            stream.note_blend(call.sample, self.generation.dry.blended_step)
         if stream is self._main:
             self.generation.branch = 0
         whole = _stand_for_extras if self._has_partial_latents else list

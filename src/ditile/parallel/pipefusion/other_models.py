@@ -58,7 +58,7 @@ class OtherModels:
             now = self._now
             if not now.is_under_way:
                 return forward(*args, **kwargs)
-            now.reads_latents_everywhere = True
+            now.findings.reads_latents_everywhere = True
             self._calls[name, now.branch] += 1
             key = (name, now.branch, self._calls[name, now.branch])
             if key in self.results:

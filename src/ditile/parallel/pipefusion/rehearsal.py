@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,9 +46,6 @@ class Rehearsal:
 
     Attributes:
         found: what was found for another call that is like this one, or None.
-        num_references: patches of reference pictures.
-        changed_steps: steps that must be synchronous: they call another model than the one before, or in another mode,
-            or compute a whole.
     """
 
     def __init__(
@@ -55,8 +53,6 @@ class Rehearsal:
     ) -> None:
         self._now, self._streams, self._pipeline, self._other_models = now, streams, pipeline, other_models
         self.found: RehearsedCall | None = None
-        self.num_references = 0
-        self.changed_steps: frozenset[int] = frozenset()
         self._known: Sequence[RehearsedCall] = ()
         self._calls: frozenset[Hashable] = frozenset()
         self._results: Any = None
@@ -70,10 +66,10 @@ class Rehearsal:
         for _ in range(2):
             self._known, self._calls = known, frozenset()
             self._other_models.results.update(known[-1].make_results()[1])
-            now.recognises_call = self._recognise_model_call
+            now.dry.recognises_call = self._recognise_model_call
             yield self._begin_iteration(0, 0, timestep)
             # Or else the pipeline is about to end its loop, and calls the model elsewhere.
-            now.recognises_call = None
+            now.dry.recognises_call = None
             if self._steps_no_scheduler():
                 return
             self._check_iteration()
@@ -87,7 +83,6 @@ class Rehearsal:
             return
         self.found = found = known[-1]
         found.restore_findings(now)
-        self.changed_steps, self.num_references = found.changed_steps, found.num_references
         for each, pieces in zip(self._streams, found.pieces, strict=True):
             each.pieces = [*pieces]
         self._end_iterations()
@@ -98,7 +93,7 @@ class Rehearsal:
         self._calls |= {described}
         self._known = [each for each in self._known if described in each.calls]
         if self._known:
-            now.rehearsed_results[now.branch] = self._known[-1].make_results()[0][now.branch]
+            now.dry.results[now.branch] = self._known[-1].make_results()[0][now.branch]
         return bool(self._known)
 
     def describe_findings(self) -> RehearsedCall | None:
@@ -113,15 +108,9 @@ class Rehearsal:
             results=results,
             shapes=[each.predicted_shape for each in self._streams],
             pieces=[each.pieces for each in self._streams],
-            forms=now.forms,  # with those that come in later steps
-            prediction_pieces={branch: dict(pieces) for branch, pieces in now.prediction_pieces.items()},
-            whole_steps=now.whole_steps,
-            reference_rows=now.reference_rows,
-            live_arguments=now.live_arguments,
-            reads_latents_everywhere=now.reads_latents_everywhere,
-            changed_steps=self.changed_steps,
-            num_references=self.num_references,
-            lets_group_rest=now.warmup_split is None,
+            # The forms are shared: those that later steps add are kept too.
+            findings=replace(now.findings),
+            lets_group_rest=now.shares.warmup_split is None,
         )
 
     def iterate_calls(
@@ -154,24 +143,24 @@ class Rehearsal:
                 return
         probe = ArgumentProbe(now, self._pipeline)
         for step in range(steps):
-            now.recognises_call = None if step else probe.note_first_call
+            now.dry.recognises_call = None if step else probe.note_first_call
             yield self._begin_iteration(step, 0, timesteps[step])
-            now.recognises_call = None
+            now.dry.recognises_call = None
             if self._steps_no_scheduler():
                 return
             self._check_iteration()
             if not step:
-                self._calls, self._results = frozenset(probe.first_calls), dict(now.rehearsed_results)
-            called.append(dict(now.called_models))
+                self._calls, self._results = frozenset(probe.first_calls), dict(now.dry.results)
+            called.append(dict(now.dry.called_models))
         if patches:
             self._check_rows_stay(called)
-        now.whole_steps = frozenset(
+        now.findings.whole_steps = frozenset(
             step for step, models in enumerate(called) if any(model.is_whole for model in models.values())
         )
         unlike = {step for step in range(1, len(called)) if called[step] != called[step - 1]}
-        self.changed_steps = now.whole_steps | unlike
+        now.findings.changed_steps = now.findings.whole_steps | unlike
         # Pieces are those of a step that is computed in patches.
-        divided = next((step for step in range(steps) if step not in now.whole_steps), 0)
+        divided = next((step for step in range(steps) if step not in now.findings.whole_steps), 0)
         if references:
             yield from self._find_reference_rows(divided, timesteps[divided])
         for patch in range(patches):
@@ -186,7 +175,7 @@ class Rehearsal:
             self._check_iteration()
         if patches:
             yield from self._find_live_arguments(probe, divided, timesteps[divided])
-        self.num_references = now.num_references
+        now.findings.num_references = now.num_references
         self._end_iterations()
 
     def _check_rows_stay(self, called: Sequence[Mapping[int, RehearsedModel]]) -> None:
@@ -210,44 +199,45 @@ class Rehearsal:
             for each in streams:
                 piece = None if patch is None else each.pieces[patch]
                 each.is_probed, each.marked_piece = True, None if piece is None or piece.is_empty else piece
-            now.recognises_call = probe.look_at_call
+            now.dry.recognises_call = probe.look_at_call
             yield self._begin_iteration(step, 0, timestep)
-            now.recognises_call = None
+            now.dry.recognises_call = None
             self._check_iteration()
             probe.end_look()
-        now.live_arguments = probe.find_live_arguments()
-        if now.live_arguments:
-            now.surveys_again = True
+        now.findings.live_arguments = probe.find_live_arguments()
+        if now.findings.live_arguments:
+            now.dry.surveys_again = True
             yield self._begin_iteration(step, 0, timestep)
-            now.surveys_again = False
+            now.dry.surveys_again = False
             self._check_iteration()
-            now.reads_latents_everywhere |= any(any(form.fed.values()) for form in now.forms.values())
+            is_fed = any(any(form.fed.values()) for form in now.findings.forms.values())
+            now.findings.reads_latents_everywhere |= is_fed
         for each in streams:
             each.is_probed = False
 
     def _end_iterations(self) -> None:
         for each in self._streams:
             each.set_step_index(0)
-        self._now.rehearsed_patch, self._now.is_whole = None, False
+        self._now.dry.patch, self._now.is_whole = None, False
 
     def _find_reference_rows(self, step: int, timestep: Tensor) -> Iterator[Tensor]:
         """Iterations that find the rows of tokens that are made of latents and come out nowhere."""
         now, numbers = self._now, list[Tensor]()
         # A model of one sequence has a text in it, which comes out nowhere either.
-        rows = now.latent_rows
+        rows = now.dry.latent_rows
         for bit in range((len(rows) - 1).bit_length()):
-            now.rehearsed_bit = bit
+            now.dry.bit = bit
             yield self._begin_iteration(step, 0, timestep)
             self._check_iteration()
             numbers = numbers or [each.make_element_numbers() for each in self._streams]
             for each, of_elements in zip(self._streams, numbers, strict=True):
                 assert each.rehearsed_piece is not None
                 each.rehearsed_piece.put(of_elements, each.rehearsed_piece.take(of_elements) + (1 << bit))
-        now.rehearsed_bit = None
+        now.dry.bit = None
         found = set(torch.cat([each.flatten() for each in numbers]).tolist()) if numbers else {0}
         out_nowhere = frozenset(row for number, row in enumerate(rows) if number not in found)
-        now.reference_rows = out_nowhere - now.padding_rows
-        if not now.reference_rows:
+        now.findings.reference_rows = out_nowhere - now.dry.padding_rows
+        if not now.findings.reference_rows:
             raise PlanError(
                 f"references: {self._pipeline} has no tokens of reference pictures here, which go through its blocks "
                 "in each step and come out nowhere (some pipelines step them like latents, and put them back); leave "
@@ -262,8 +252,8 @@ class Rehearsal:
 
     def _begin_iteration(self, step: int, patch: int, timestep: Tensor) -> Tensor:
         self._now.enter_micro_step(MicroStep(step, None))
-        self._now.rehearsed_patch = patch
-        self._now.called_models.clear()
+        self._now.dry.patch = patch
+        self._now.dry.called_models.clear()
         for each in self._streams:
             each.rehearsed_piece, each.is_stepped = None, False
             each.set_step_index(step)
@@ -279,7 +269,7 @@ class Rehearsal:
             return False
         if self._now.branch:
             self._check_iteration()
-        self._now.rehearsed_patch = None
+        self._now.dry.patch = None
         return True
 
     def _check_iteration(self) -> None:
@@ -412,14 +402,14 @@ class BlendIterations:
         Raises:
             StateError: if it steps no scheduler in it.
         """
-        self._now.blended_step = step
+        self._now.dry.blended_step = step
         for each in self._streams:
             each.is_stepped = False
         # The iteration in front of the first step is none that the pipeline makes; its number is -1.
         yield self._timesteps[max(step - 1, 0)]
         if not all(each.is_stepped for each in self._streams):
             raise StateError(f"{self._pipeline} went on without stepping its scheduler")
-        self._now.blended_step = None
+        self._now.dry.blended_step = None
 
     def restore_first_latents(self) -> Iterator[Tensor]:
         """Behind a rehearsal: makes the pipeline blend its first latents as they were, and looks at what it has then.

@@ -25,8 +25,7 @@ from PIL.Image import Image
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ditile.model.hooks.block_policy import CallForm
-from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.generation import Findings, Generation
 from ditile.model.hooks.pieces import Piece
 from ditile.model.pipeline_calls import list_schedulers
 
@@ -97,14 +96,11 @@ class RehearsedCall:
     """What the rehearsal of a call found, without any of its numbers.
 
     Attributes:
-        calls: of models in its first iteration, as `Generation.forms` names them, with what `describe_lengths` says.
+        calls: of models in its first iteration, as `Findings.forms` names them, with what `describe_lengths` says.
         results: of these calls by branch, and of other models' calls, as `forget_numbers` describes them.
         shapes: of the predictions that schedulers are stepped with.
         pieces: of the latents, by scheduler and patch.
-        forms, prediction_pieces, whole_steps, reference_rows, live_arguments, reads_latents_everywhere: as in
-            `Generation`.
-        changed_steps: as in `Rehearsal`.
-        num_references: patches of reference pictures.
+        findings: of its generation.
         lets_group_rest: whether the warmup group rests all the same.
     """
 
@@ -112,14 +108,7 @@ class RehearsedCall:
     results: tuple[dict[int, Any], dict[Any, Any]]
     shapes: Sequence[tuple[int, ...]]
     pieces: Sequence[Sequence[Piece]]
-    forms: dict[tuple[object, ...], CallForm]
-    prediction_pieces: Mapping[int, dict[int, list[Piece]]]
-    whole_steps: frozenset[int]
-    reference_rows: frozenset[int]
-    live_arguments: frozenset[str]
-    reads_latents_everywhere: bool
-    changed_steps: frozenset[int]
-    num_references: int
+    findings: Findings
     lets_group_rest: bool
 
     def make_results(self) -> tuple[dict[int, Any], dict[Any, Any]]:
@@ -129,14 +118,9 @@ class RehearsedCall:
 
     def restore_findings(self, now: Generation) -> None:
         """The generation has what the rehearsal found."""
-        now.forms = self.forms
-        now.prediction_pieces.update(self.prediction_pieces)
-        now.whole_steps = self.whole_steps
-        now.reference_rows = self.reference_rows
-        now.live_arguments = self.live_arguments
-        now.reads_latents_everywhere = self.reads_latents_everywhere
+        now.findings = dataclasses.replace(self.findings)
         if self.lets_group_rest:
-            now.warmup_split = None
+            now.shares.warmup_split = None
 
 
 @dataclass(frozen=True, slots=True)

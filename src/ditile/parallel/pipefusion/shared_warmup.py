@@ -122,7 +122,7 @@ class WarmupGroup:
             self.weight_stream.start_streaming(state.image.device)
         if now.has_all_image_tokens:
             return state
-        part = now.get_own_part(None)
+        part = now.tokens.get_own_part(None)
         image = torch.cat([state.image[:, run.start : run.stop] for run in part.image], dim=1)
         if state.text is None:
             return TokenState(image, None)
@@ -150,8 +150,8 @@ class WarmupGroup:
             self.weight_stream.release_weights()
         if self.is_member and self.stage == self.last and self.size == 1:
             return own
-        shape = (own.shape[0], now.branch_layout.image_tokens, own.shape[2])
-        parts, whole = now.list_rank_parts(None), own
+        shape = (own.shape[0], now.tokens.layout.image_tokens, own.shape[2])
+        parts, whole = now.tokens.list_rank_parts(None), own
         if self.stage == self.last:
             whole = now.memory.get_persistent_buffer(("image", now.branch), shape, own)
             if self.is_member:
@@ -234,7 +234,8 @@ class WarmupGroup:
             numbers = self._receive_tensor(shapes, (6,), torch.empty(0, dtype=torch.int64))
             place, heads, head_size, mask_rows, mask_heads, is_boolean = numbers.tolist()
             layer = layers[place]
-            tokens = now.get_layer_tokens(drop_further_keys(kinds[layer].removesuffix(REAL_PAIRS))[-1])
+            kind = drop_further_keys(kinds[layer].removesuffix(REAL_PAIRS))[-1]
+            tokens = now.tokens.get_layer_tokens(now.token_patch, kind)
             k, v = self._receive_tensor(way, (2, rows, tokens.length, heads, head_size), state.image)
             mask = None
             if mask_rows:
@@ -272,7 +273,7 @@ class WarmupGroupKeys:
             ModelError: if keys are masked and go to stages outside of the group, or queries are told apart.
         """
         now = self.now
-        if now.micro_step.patch is not None or now.warmup_split is None:
+        if now.micro_step.patch is not None or now.shares.warmup_split is None:
             return self.others.attend_to_keys(q, k, v, tokens, extra)
         k, v = self.warmup_group.gather_keys(k, v, tokens)
         mask = None if extra.mask is None else self.warmup_group.gather_mask(extra.mask, self.layer, tokens)
