@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ditile.distributed.mesh import pick_device
+from ditile.distributed.backend import pick_device
 from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks
 from ditile.parallel.pipefusion.block_costs import BlockCosts

@@ -14,7 +14,7 @@ os.environ |= {
 import pytest
 import torch
 
-from ditile.distributed import console
+from ditile.runner.requests import console
 from tests import rotation
 from tests.pool import Pool, fork_ranks
 

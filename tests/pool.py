@@ -34,7 +34,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 from ditile.distributed import supervise
-from ditile.distributed.launch import die_with_parent
+from ditile.distributed.heartbeat import die_with_parent
 
 MOST = 16
 """Ranks of the largest case."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ditile.cli import calibrate as command
 from ditile.cli.main import main
-from ditile.distributed.rank0 import list_ranks_by_host
+from ditile.distributed.torchrun import list_ranks_by_host
 from ditile.plan.errors import PlanError
 from ditile.planner.calibrate import DisturbanceGuard
 from ditile.planner.hardware import load_profile

@@ -26,9 +26,9 @@ import ditile as package
 from ditile import Plan, RankError
 from ditile.cli import main
 from ditile.cli.matrix import build_matrix
-from ditile.distributed import console
 from ditile.model.known import ASSETS
 from ditile.plan.flags import normalize_flags
+from ditile.runner.requests import console
 from ditile.runner.requests.pictures import read_picture_texts
 from tests import tiny
 

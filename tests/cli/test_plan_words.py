@@ -82,8 +82,9 @@ def on_a_host(profiles: list[str], local: list[int], *words: str) -> tuple[int, 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setenv("DITILE_PROFILE", profiles[rank])
         patch.setenv("LOCAL_RANK", str(local[rank]))
-        patch.setattr("ditile.distributed.mesh.leave_process_group", lambda: None)  # the pool has yet to use the group
-        patch.setattr("ditile.distributed.rank0.leave_process_group", lambda: None)
+        patch.setattr(
+            "ditile.distributed.torchrun.leave_process_group", lambda: None
+        )  # the pool has yet to use the group
         return main([*PROMPT, *words]), out.getvalue(), err.getvalue()
 
 

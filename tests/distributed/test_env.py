@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ditile
-from ditile.distributed import console, cpus, env, mesh
+from ditile.distributed import cpus, env, launch, torchrun, torchrun_watch
 from ditile.distributed.mesh import build_mesh, find_process_rank
 from ditile.plan.errors import JoinError, PlanError
 from ditile.plan.plan import Plan
@@ -87,7 +87,7 @@ def test_variables_left_over_are_named(call: Callable[[Plan], object], monkeypat
 
 def test_a_rank_that_waits_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A failure means ten minutes of silence where one of the ranks was never started."""
-    monkeypatch.setattr(mesh, "NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(torchrun_watch, "NOTICE_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
@@ -103,7 +103,7 @@ def test_a_rank_that_waits_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pyte
 
     monkeypatch.setattr(dist, "rendezvous", connect_after_notice)
     with pytest.raises(JoinError, match="rank 0 of 2 cannot connect"):
-        mesh.join_process_group(place, 1.0)
+        torchrun.join_process_group(place, 1.0)
     assert "rank 0 of 2 still waits for the others at 127.0.0.1:" in caplog.text and "unset RANK" in caplog.text
 
 
@@ -114,7 +114,7 @@ def test_an_address_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) ->
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(JoinError, match=r"at \(no MASTER_ADDR\).*MASTER_ADDR.*unset RANK and WORLD_SIZE"):
-        mesh.join_torchrun(1.0)
+        torchrun.join_torchrun(1.0)
 
 
 def test_threads_sleep_while_they_wait_unless_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,17 +131,17 @@ def test_a_bar_that_a_rank_left_open(
 ) -> None:
     """A failure means that `ditile: interrupted` stands behind a progress bar, or an empty line behind none."""
     monkeypatch.setenv("DITILE_DIRECTORY", str(tmp_path))
-    with console.mark_open_line(shown=False):
-        console.end_open_line(tmp_path)
-    with pytest.raises(ZeroDivisionError), console.mark_open_line():
+    with launch.mark_open_line(shown=False):
+        launch.end_open_line(tmp_path)
+    with pytest.raises(ZeroDivisionError), launch.mark_open_line():
         raise ZeroDivisionError
-    console.end_open_line(tmp_path)
+    launch.end_open_line(tmp_path)
     assert capsys.readouterr().err == ""
-    with console.mark_open_line():
-        console.end_open_line(tmp_path)
+    with launch.mark_open_line():
+        launch.end_open_line(tmp_path)
     assert capsys.readouterr().err == "\n"
     monkeypatch.delenv("DITILE_DIRECTORY")
-    with console.mark_open_line():
+    with launch.mark_open_line():
         assert not list(tmp_path.iterdir())
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ditile.distributed import backend, pulse
+from ditile.distributed import backend, heartbeat
 from ditile.distributed.mesh import build_mesh
 from ditile.plan.plan import Plan
 from tests.pool import Pool
@@ -99,9 +99,9 @@ def measure_spinning(name: bytes) -> float:
     over = threading.Event()
     threading.Thread(target=spin, args=(name, over)).start()
     time.sleep(0.1)
-    used, computed = time.process_time(), pulse._measure_cpu_seconds()
+    used, computed = time.process_time(), heartbeat._measure_cpu_seconds()
     time.sleep(0.5)
-    used, computed = time.process_time() - used, pulse._measure_cpu_seconds() - computed
+    used, computed = time.process_time() - used, heartbeat._measure_cpu_seconds() - computed
     over.set()
     return computed / used
 

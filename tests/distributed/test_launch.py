@@ -22,11 +22,11 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from ditile.distributed.failure_rules import LaunchLimits
+from ditile.distributed.heartbeat import note_shared_call
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Communicators
 from ditile.distributed.private_network import create_private_network
-from ditile.distributed.pulse import note_shared_call
-from ditile.distributed.supervise import LaunchLimits
 from ditile.plan.errors import PlanError, RankError, StateError
 
 pytestmark = pytest.mark.alone

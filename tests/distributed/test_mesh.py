@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 from ditile.cache import agreement
 from ditile.cli.main import main
 from ditile.distributed import backend, env, transport
-from ditile.distributed.launch import PEER_TIMEOUT
+from ditile.distributed.backend import PEER_TIMEOUT, pick_device
 from ditile.distributed.launch import _set_up_process_group as join_launched
-from ditile.distributed.mesh import Communicators, build_mesh, join_process_group, make_subgroup, pick_device
+from ditile.distributed.mesh import Communicators, build_mesh, make_subgroup
+from ditile.distributed.torchrun import join_process_group
 from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 from ditile.runner import runner

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from ditile.cli import main
-from ditile.distributed.launch import PEER_TIMEOUT
+from ditile.distributed.backend import PEER_TIMEOUT
 from ditile.measure import verify
 from ditile.measure.verify import Check, PlanVerdict, build_verdict_table, run_plan_checks
 from ditile.plan import cost

@@ -143,7 +143,7 @@ def read_from_disk(path: str) -> str:
 @pytest.mark.usefixtures("forked_ranks")
 def test_weights_that_are_read_when_they_are_used_are_progress(tmp_path: Path) -> None:
     """Outside of what loads; it is no report, of which progress bars count so many a run."""
-    from ditile.distributed.pulse import _count_disk_reads
+    from ditile.distributed.heartbeat import _count_disk_reads
 
     path = tmp_path / "weights"
     with path.open("wb") as file:

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from ditile.distributed import cpus, env, files
-from ditile.distributed.console import show_progress_bar
+from ditile.distributed.backend import pick_device
 from ditile.distributed.launch import launch
-from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
-from ditile.distributed.rank0 import list_ranks_by_host
+from ditile.distributed.mesh import Communicators
+from ditile.distributed.torchrun import join_torchrun, list_ranks_by_host
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
@@ -36,6 +36,7 @@ from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import defaults, find_model_source, load
 from ditile.runner.requests.command_options import CalibrateOptions
+from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import parallelize
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ditile
 from ditile.cache.report import summarize_cache_reports
 from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, sum_reports
-from ditile.distributed.console import show_progress_bar
 from ditile.distributed.transport import gather_json
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
@@ -28,6 +27,7 @@ from ditile.runner.requests.arguments import (
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.conditions import describe_choice, read_condition_files
+from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import (
     check_frame_count,

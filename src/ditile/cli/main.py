@@ -22,17 +22,9 @@ import ditile
 from ditile.cli import flag_aliases
 from ditile.cli.plan_choice import choose_within_budget, resolve_plan_option
 from ditile.distributed import env
-from ditile.distributed.console import (
-    LINE_WIDTH,
-    Status,
-    is_writing_process,
-    make_console,
-    print_parts,
-    print_tables_and_json,
-)
+from ditile.distributed.heartbeat import RankFailure, describe_error, is_out_of_memory
 from ditile.distributed.launch import launch
-from ditile.distributed.pulse import RankFailure, describe_error, is_out_of_memory
-from ditile.distributed.watch import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
+from ditile.distributed.torchrun_watch import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
 from ditile.measure.bench.cells import parse_cells
 from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
@@ -52,6 +44,14 @@ from ditile.runner.requests.command_options import (
     RunOptions,
     VerifyOptions,
     check_output_files,
+)
+from ditile.runner.requests.console import (
+    LINE_WIDTH,
+    Status,
+    is_writing_process,
+    make_console,
+    print_parts,
+    print_tables_and_json,
 )
 from ditile.runner.requests.options import GenerateOptions
 from ditile.serve.options import ServeOptions
@@ -516,7 +516,7 @@ def _silence_libraries() -> None:
 def _leave_torchrun() -> None:
     """Destroys the process group under torchrun; every rank calls this at the end of a command."""
     if env.read_torchrun_place() is not None:
-        from ditile.distributed.mesh import leave_process_group
+        from ditile.distributed.torchrun import leave_process_group
 
         leave_process_group()
 

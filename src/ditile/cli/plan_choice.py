@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ditile.distributed import env
-from ditile.distributed.console import make_console
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
 from ditile.planner.question import PlanQuestion
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.command_options import RunOptions
+from ditile.runner.requests.console import make_console
 from ditile.runner.requests.options import GenerateOptions
 
 
@@ -51,7 +51,7 @@ def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:
     """The result of `decide` (number of hosts), which reads files: under torchrun rank 0 decides for all ranks."""
     if env.read_torchrun_place() is None:
         return decide(1)
-    from ditile.distributed.rank0 import decide_on_first_rank
+    from ditile.distributed.torchrun import decide_on_first_rank
 
     return decide_on_first_rank(decide, run.stall_timeout)
 

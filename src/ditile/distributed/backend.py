@@ -23,9 +23,13 @@ import torch
 import torch.distributed as dist
 
 from ditile.distributed.transport import connect_group
+from ditile.plan.errors import PlanError
 
 LOG = logging.getLogger("ditile")
 NCCL = "cpu:gloo,cuda:nccl"
+PEER_TIMEOUT = datetime.timedelta(days=30)
+"""How long ranks wait for each other. It is long because one of them may load a model for hours; the parent ends a run
+in which no rank makes progress."""
 
 
 def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> str:
@@ -154,3 +158,34 @@ def _register_backend() -> str:
 
     dist.Backend.register_backend(BACKEND_NAME, make_gloo_group, extended_api=True, devices=["cpu", "cuda"])
     return BACKEND_NAME
+
+
+def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    """The device of a rank: the wanted one, else its own GPU, else a shared one, else the CPU.
+
+    A rank that sees one GPU takes it, as number 0, whatever its number on the machine.
+
+    Raises:
+        PlanError: if the device is not one that torch has here.
+    """
+    if wanted is None:
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        wanted = f"cuda:{local_rank % torch.cuda.device_count()}"
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise PlanError(f"device={wanted!r} is no device; try cpu, cuda or cuda:0") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise PlanError(f"device={wanted!r} asks for a GPU and torch finds none; try cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    if device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
+        raise PlanError(f"device={wanted!r} is not among the {count} GPU(s) that torch finds here; try cuda")
+    return device
+
+
+def make_device_current(device: torch.device) -> None:
+    """Makes a GPU torch's current one, for what names no device: batches of messages, pinned memory, streams."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)

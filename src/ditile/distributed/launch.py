@@ -15,9 +15,7 @@ happens here. For many machines use torchrun.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
-import datetime
 import faulthandler
 import functools
 import multiprocessing.spawn
@@ -33,26 +31,13 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ditile.distributed import cpus, env
-from ditile.distributed.console import end_open_line
 from ditile.distributed.env import RankPlace
+from ditile.distributed.failure_rules import LaunchLimits, RankResult
+from ditile.distributed.heartbeat import describe_error, die_with_parent, send_heartbeats
 from ditile.distributed.private_network import PrivateNetwork, create_private_network, join_user_space, make_groups
-from ditile.distributed.pulse import describe_error, send_heartbeats
-from ditile.distributed.supervise import (
-    HEADER,
-    STACK_SIGNAL,
-    LaunchLimits,
-    RankProcess,
-    RankResult,
-    terminate_ranks,
-    watch_ranks,
-)
+from ditile.distributed.supervise import HEADER, STACK_SIGNAL, RankProcess, terminate_ranks, watch_ranks
 from ditile.plan.checks import check_positive_number, check_whole_number
 from ditile.plan.errors import PlanError, StateError
-
-_PR_SET_PDEATHSIG = 1
-PEER_TIMEOUT = datetime.timedelta(days=30)
-"""How long ranks wait for each other. It is long because one of them may load a model for hours; the parent ends a run
-in which no rank makes progress."""
 
 
 def launch(
@@ -185,26 +170,25 @@ def _set_up_process_group(place: RankPlace, directory: str, network: int | None 
     import torch.distributed as dist
 
     from ditile.distributed import backend as backends
-    from ditile.distributed import mesh
 
     env.report_progress()  # it has started
     number = place.rank
     world = place.world
     threads = place.threads
-    device = mesh.pick_device(None, place.local_rank)
+    device = backends.pick_device(None, place.local_rank)
     if device.type == "cpu":
         pin_to_own_cores(place.local_rank, place.local_world, threads)
     torch.set_num_threads(threads)
-    mesh.make_device_current(device)
+    backends.make_device_current(device)
     store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]
-    store.set_timeout(PEER_TIMEOUT)
+    store.set_timeout(backends.PEER_TIMEOUT)
     # All ranks enter the private network or none does.
     store.set(f"network-{number}", str(network is not None))
     alike = all(store.get(f"network-{rank}") == b"True" for rank in range(world))
     env.set_network_fd(network if alike else None)
     with make_groups():
         backend = backends.choose_backend(store, number, world, device)
-        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=PEER_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=backends.PEER_TIMEOUT)
 
 
 def pin_to_own_cores(number: int, world: int, threads: int) -> None:
@@ -229,12 +213,6 @@ def _wait_for_dismissal(control: int, dismissed: threading.Event) -> None:
     if not os.read(control, 1):
         os._exit(1)
     dismissed.set()
-
-
-def die_with_parent() -> None:
-    """Lets Linux kill this process when its parent dies, even while this process holds its interpreter's lock."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _read_frame(fd: int) -> bytes:
@@ -320,3 +298,27 @@ def unwind_on_signals() -> Iterator[Callable[[], None]]:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+
+
+_OPEN_LINE = "open-line"
+
+
+@contextlib.contextmanager
+def mark_open_line(*, shown: bool = True) -> Iterator[None]:
+    """Tells the parent of this rank that a progress bar stands on the last line, which a killed rank does not end."""
+    folder = env.read_shared_directory()
+    if folder is None or not shown:
+        yield
+        return
+    mark = folder / _OPEN_LINE
+    mark.touch()
+    try:
+        yield
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+def end_open_line(folder: Path) -> None:
+    """Ends the line of a progress bar that a rank left open, so that what is printed next begins one of its own."""
+    if (folder / _OPEN_LINE).exists():
+        print(file=sys.stderr, flush=True)

@@ -10,11 +10,8 @@ gloo groups share one thread (see `backend`), which needs options that `DeviceMe
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import logging
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
@@ -24,23 +21,18 @@ import torch.distributed as dist
 
 from ditile.distributed import backend as backends
 from ditile.distributed import env
-from ditile.distributed.launch import PEER_TIMEOUT
+from ditile.distributed.backend import make_device_current
 from ditile.distributed.private_network import make_groups
+from ditile.distributed.torchrun import join_torchrun
 from ditile.distributed.transport import HostRows, Traffic, connect_group, gather_json
-from ditile.distributed.watch import START_SECONDS, begin_watch
 from ditile.distributed.wire import select_packings
-from ditile.plan.errors import JoinError, PlanError, StateError
+from ditile.plan.errors import PlanError, StateError
 from ditile.plan.plan import AXES, IMAGE, SEQUENCE, Plan, list_subgroups
 
-LOG = logging.getLogger("ditile")
-STALL_SECONDS = 600.0
-"""Seconds after which ranks that nobody watches give up on each other, unless somebody says otherwise."""
 LINKS = ("latents", "links", "even links", "odd links")
 """The purposes of groups in which stages send messages to each other and nothing else."""
 EVERYONE = "everyone"
 """The purpose of the group of all ranks between calls."""
-NOTICE_SECONDS = 10.0
-"""Seconds after which a rank says that it waits for others."""
 
 
 @dataclass(slots=True)
@@ -420,131 +412,3 @@ def make_subgroup(
     if all(getattr(plan, name) == 1 for name in names):
         return None
     return _make_subgroup_axis(purpose, names, plan, mesh.rank, mesh.groups, backend=backend).group
-
-
-def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device of a rank: the wanted one, else its own GPU, else a shared one, else the CPU.
-
-    A rank that sees one GPU takes it, as number 0, whatever its number on the machine.
-
-    Raises:
-        PlanError: if the device is not one that torch has here.
-    """
-    if wanted is None:
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        wanted = f"cuda:{local_rank % torch.cuda.device_count()}"
-    try:
-        device = torch.device(wanted)
-    except RuntimeError as error:
-        raise PlanError(f"device={wanted!r} is no device; try cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise PlanError(f"device={wanted!r} asks for a GPU and torch finds none; try cpu")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    if device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
-        raise PlanError(f"device={wanted!r} is not among the {count} GPU(s) that torch finds here; try cuda")
-    return device
-
-
-def make_device_current(device: torch.device) -> None:
-    """Makes a GPU torch's current one, for what names no device: batches of messages, pinned memory, streams."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def join_torchrun(timeout: float | None = None, device: torch.device | None = None) -> None:
-    """Joins the ranks that torchrun started, if there are others and no group exists yet.
-
-    Args:
-        timeout: seconds without progress after which the run is ended; None for a script (see `begin_watch`).
-        device: this rank's; by default its own GPU.
-
-    Raises:
-        JoinError: if they cannot connect to each other.
-    """
-    place = env.read_torchrun_place()
-    if place is None:
-        return
-    begin_watch(timeout, START_SECONDS)
-    if not dist.is_initialized():
-        join_process_group(place, max(timeout or 0.0, STALL_SECONDS), device)
-
-
-def join_process_group(place: env.Torchrun, timeout: float = STALL_SECONDS, device: torch.device | None = None) -> None:
-    """Joins the group that torchrun's variables describe.
-
-    Args:
-        place: this rank's place.
-        timeout: seconds after which this rank gives up on the others, in this group and in those made within it. Where
-            ranks are watched the watch gives up, and they wait for as long as it does not.
-        device: this rank's; by default its own GPU.
-
-    Raises:
-        JoinError: if the ranks cannot connect.
-    """
-    own_device = device if device is not None and device.type == "cuda" else pick_device(None, place.local_rank)
-    make_device_current(own_device)
-    limit = PEER_TIMEOUT if env.read_progress_fd() is not None else datetime.timedelta(seconds=timeout)
-    store = open_torchrun_store(place, timeout)
-    with explain_join_errors(place, timeout), make_groups():
-        store.set_timeout(limit)
-        store = dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]
-        chosen = backends.choose_backend(store, place.rank, place.world, own_device)
-        dist.init_process_group(chosen, store=store, rank=place.rank, world_size=place.world, timeout=limit)
-
-
-def open_torchrun_store(place: env.Torchrun, timeout: float) -> Any:
-    """A connection to the store that all of torchrun's ranks share.
-
-    Raises:
-        JoinError: if it cannot be reached within `timeout` seconds.
-    """
-    limit = datetime.timedelta(seconds=timeout)
-    with explain_join_errors(place, timeout):
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
-        store.set_timeout(limit)
-        return store
-
-
-@contextlib.contextmanager
-def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
-    """Raises `JoinError` for errors of torch while ranks connect; says once, where that takes long, that it waits."""
-    try:
-        with _notice_long_wait(place):
-            yield
-    # ValueError: torch misses MASTER_ADDR or MASTER_PORT, or they are no address.
-    except (RuntimeError, ValueError) as error:
-        raise JoinError(
-            f"rank {place.rank} of {place.world} cannot connect to the others at {env.describe_master()} "
-            f"({str(error).splitlines()[0]}); if torchrun did not start this process, unset RANK and WORLD_SIZE; "
-            "between hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them; "
-            f"where one needs more than {timeout:g} s to fetch a model, fetch it before, or raise --stall-timeout"
-        ) from error
-
-
-@contextlib.contextmanager
-def _notice_long_wait(place: env.Torchrun) -> Iterator[None]:
-    """Says once, where the others do not come soon, that this rank waits for them, and why."""
-    timer = threading.Timer(
-        NOTICE_SECONDS,
-        LOG.warning,
-        (
-            f"rank {place.rank} of {place.world} still waits for the others at {env.describe_master()}; if torchrun "
-            "did not start this process, unset RANK and WORLD_SIZE",
-        ),
-    )
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def leave_process_group() -> None:
-    """Leaves the group when all ranks are done."""
-    if dist.is_initialized():
-        # A rank that left earlier would break the connections of the others.
-        dist.barrier()
-        dist.destroy_process_group()

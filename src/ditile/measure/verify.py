@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ditile.distributed import backend, env
-from ditile.distributed.launch import PEER_TIMEOUT
-from ditile.distributed.mesh import join_torchrun, pick_device
+from ditile.distributed.backend import PEER_TIMEOUT, pick_device
 from ditile.distributed.private_network import make_groups
+from ditile.distributed.torchrun import join_torchrun
 from ditile.distributed.transport import gather_json
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.pipeline_calls import is_modular

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from ditile.cache.config_text import parse_cache_line
-from ditile.distributed.console import is_writing_process, make_console, make_numbered_tables
 from ditile.model.pipeline_calls import list_call_parameters
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import FEW_STEPS, Plan
@@ -34,6 +33,7 @@ from ditile.planner.search import (
 )
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import find_model_source
+from ditile.runner.requests.console import is_writing_process, make_console, make_numbered_tables
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditile.distributed import env, rng
-from ditile.distributed.console import mark_open_line
+from ditile.distributed import env, rng_state
+from ditile.distributed.heartbeat import note_work_alone
+from ditile.distributed.launch import mark_open_line
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.pulse import note_work_alone
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.pipeline_calls import list_call_parameters, list_progress_bar_owners
@@ -146,7 +146,7 @@ class StepEndCallbacks:
             self._wants_latents,
             env.report_progress,
             self._is_stopped,
-            rng.list_generators(self._generator, self._device),
+            rng_state.list_generators(self._generator, self._device),
         )
 
     def _handle_loop_begin(self, steps: int) -> None:

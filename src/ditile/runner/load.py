@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env, files
-from ditile.distributed.pulse import is_out_of_memory
+from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.model.known import (
     ASSETS,
     find_component_folder,
@@ -197,7 +197,7 @@ def load(
     import diffusers
 
     from ditile.distributed.mesh import find_process_rank
-    from ditile.distributed.watch import START_SECONDS, begin_watch
+    from ditile.distributed.torchrun_watch import START_SECONDS, begin_watch
     from ditile.model.hooks.placeholders import refuse_saving
     from ditile.runner.partial import (
         check_component_packages,

@@ -21,7 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ditile.cache.agreement import AgreementGroups
-from ditile.distributed import cpus, env, rng
+from ditile.distributed import cpus, env, rng_state
+from ditile.distributed.backend import pick_device
+from ditile.distributed.heartbeat import note_shared_call
 from ditile.distributed.mesh import (
     Communicators,
     Mesh,
@@ -29,9 +31,7 @@ from ditile.distributed.mesh import (
     check_world_unbroken,
     find_local_rank,
     is_world_broken,
-    pick_device,
 )
-from ditile.distributed.pulse import note_shared_call
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
 from ditile.model import registry
@@ -324,10 +324,10 @@ class Runner:
     def _run_pipeline(self, call: dict[str, Any], output_on: str, watcher: StepWatch) -> Any:
         parts, stop_event = self._parts, self._stop_event
         assert stop_event is not None
-        generators = rng.list_generators(call.get("generator"), parts.device)
+        generators = rng_state.list_generators(call.get("generator"), parts.device)
         watch, decodes = CallMeter(parts.device, parts.trace, self.mesh.traffic, traced=self.trace), DecodeChecks()
         # Before anything is drawn: all ranks continue rank 0's generators.
-        rng.synchronise_generators(generators, 0, self.mesh.within_calls, self.mesh.traffic)
+        rng_state.synchronise_generators(generators, 0, self.mesh.within_calls, self.mesh.traffic)
         with ExitStack() as stack:
             stack.enter_context(restore_processors_on_error(find_loop_models(self.pipe)))
             ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch, stop_event.is_set, watcher)
@@ -349,7 +349,7 @@ class Runner:
             result = loop.make_count_steps(stack, self._kind.__call__)(self.pipe, **call)
         # Other ranks may have drawn fewer numbers; the last stage of the first replica drew as the pipeline alone does.
         last_stage = self.mesh.image.num_ranks - 1
-        rng.synchronise_generators(generators, last_stage, self.mesh.within_calls, self.mesh.traffic)
+        rng_state.synchronise_generators(generators, last_stage, self.mesh.within_calls, self.mesh.traffic)
         decodes.raise_complaint(None if ends.decodes_alone else self.mesh.within_calls)
         kept_bytes = sum(cache.kept_bytes for cache in parts.model_caches)
         self.report = watch.build_report(*loop.taken_warmup, kept_bytes)

@@ -29,8 +29,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 
 from ditile.cache.cached import find_transformer_cache
+from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.mesh import Mesh
-from ditile.distributed.pulse import is_out_of_memory
 from ditile.distributed.transport import gather_json
 from ditile.model.hooks.attention_hooks import repeat_heads
 from ditile.model.hooks.attention_processors import find_attention_processors

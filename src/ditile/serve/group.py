@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ditile.distributed import env
+from ditile.distributed.failure_rules import LaunchLimits
+from ditile.distributed.heartbeat import MEMORY_MESSAGE
 from ditile.distributed.launch import launch
-from ditile.distributed.pulse import MEMORY_MESSAGE
-from ditile.distributed.supervise import LaunchLimits
 from ditile.plan.errors import DitileError, RankError, StateError
 from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.jobs import Drawn, Failure, Job

@@ -195,7 +195,7 @@ def test_a_budget_picks_plan_and_cache(
     Path("ditile-image.png").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(env, "read_torchrun_place", lambda: env.Torchrun(0, 3, 0))
-        patch.setattr("ditile.distributed.rank0.join_torchrun", lambda timeout: None)  # the two others are not there
+        patch.setattr("ditile.distributed.torchrun.join_torchrun", lambda timeout: None)  # the two others are not there
         assert "no setting of at most 3 rank(s)" in refused(capsys, *words, "--min-psnr", "20")
     for bound, says in (
         (("--min-psnr", "101"), "no evaluated setting has min_psnr=101 dB; the best there is: pipefusion=1, no cache"),

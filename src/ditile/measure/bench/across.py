@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ditile.distributed import env
-from ditile.distributed.launch import die_with_parent, unwind_on_signals
+from ditile.distributed.heartbeat import die_with_parent
+from ditile.distributed.launch import unwind_on_signals
 from ditile.measure.bench.links import create_two_hosts
 from ditile.plan import errors
 from ditile.plan.errors import DitileError, RankError

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ditile.distributed import env
-from ditile.distributed.console import show_progress_bar
-from ditile.distributed.mesh import Communicators, pick_device
+from ditile.distributed.backend import pick_device
+from ditile.distributed.mesh import Communicators
 from ditile.distributed.transport import gather_json
 from ditile.measure.bench.cells import ONE_RANK, BenchCell, group_cells_by_world
 from ditile.measure.bench.options import Workload
@@ -35,6 +35,7 @@ from ditile.model.registry import find_loop_model
 from ditile.plan.plan import Plan
 from ditile.planner.calibrate import DisturbanceGuard, SlowdownGauge
 from ditile.planner.footprint import LiveBytes
+from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import Runner, parallelize
 

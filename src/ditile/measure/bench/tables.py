@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from ditile.distributed.console import make_numbered_tables
 from ditile.measure.bench.cells import ONE_RANK
 from ditile.measure.bench.runs import Row
 from ditile.plan.units import format_bytes
+from ditile.runner.requests.console import make_numbered_tables
 
 
 def make_rows_title(rows: Sequence[Row]) -> str:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from ditile.distributed import env
 from ditile.distributed.launch import pin_to_own_cores
-from ditile.distributed.mesh import join_torchrun
 from ditile.distributed.private_network import make_groups
+from ditile.distributed.torchrun import join_torchrun
 from ditile.distributed.transport import gather_json
 
 IDLE = datetime.timedelta(days=30)

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from PIL import Image
 
 from ditile.distributed import env
-from ditile.distributed.console import show_progress_bar
-from ditile.distributed.mesh import Communicators, join_torchrun, pick_device
+from ditile.distributed.backend import pick_device
+from ditile.distributed.mesh import Communicators
+from ditile.distributed.torchrun import join_torchrun
 from ditile.distributed.transport import gather_json
 from ditile.measure.bench.turns import use_cache_within
 from ditile.measure.bench.worlds import allow_all_cores
@@ -36,6 +37,7 @@ from ditile.plan.version import __version__
 from ditile.runner.caching import summary
 from ditile.runner.load import defaults, load
 from ditile.runner.requests.arguments import build_call_arguments
+from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.pictures import hide_local_path, read_picture, save_picture_with_texts
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import parallelize

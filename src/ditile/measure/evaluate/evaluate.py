@@ -19,9 +19,8 @@ import diffusers
 import torch
 
 from ditile.distributed import cpus, env, files
-from ditile.distributed.console import is_writing_process, make_numbered_tables
 from ditile.distributed.launch import launch
-from ditile.distributed.mesh import leave_process_group
+from ditile.distributed.torchrun import leave_process_group
 from ditile.measure.bench.turns import read_load_average
 from ditile.measure.evaluate.captions import Caption, load_captions
 from ditile.measure.evaluate.draw import CaptionTurn, EvaluationTask, draw_session
@@ -45,6 +44,7 @@ from ditile.plan.version import __version__
 from ditile.planner.budget import FILE
 from ditile.planner.dry_run import build_dry_run_job
 from ditile.runner.load import defaults, find_model_source
+from ditile.runner.requests.console import is_writing_process, make_numbered_tables
 from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.pictures import save_picture_with_texts
 from ditile.runner.requests.prepare import silence_libraries

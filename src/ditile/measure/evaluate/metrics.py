@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from ditile.distributed.pulse import is_out_of_memory
+from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.measure.evaluate.caption_check import judge_picture, parse_caption
 from ditile.model.known import list_bundled_models
 from ditile.plan.errors import ModelError

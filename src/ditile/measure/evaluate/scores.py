@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from ditile.distributed.console import show_progress_bar
 from ditile.measure.evaluate.captions import Caption
 from ditile.measure.evaluate.metrics import (
     Metric,
@@ -23,6 +22,7 @@ from ditile.measure.evaluate.options import ORIGINAL, EvaluationSetting, JudgeOp
 from ditile.measure.evaluate.store import EvaluationFolder, PictureKey, PictureRow
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
+from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.pictures import read_picture
 
 NUM_FEATURES = 2048

@@ -21,7 +21,7 @@ from diffusers.models.attention_dispatch import (
 from torch import Tensor
 from torch.nn import functional
 
-from ditile.distributed.pulse import is_out_of_memory
+from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.model.hooks.attention_hooks import refuse_causal_and_dropout
 from ditile.model.hooks.protocols import AttentionKernel
 from ditile.plan.errors import ModelError

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ditile.distributed import rng
+from ditile.distributed import rng_state
 from ditile.model.hooks.overrides import list_replaced_methods
 from ditile.model.hooks.pieces import Piece
 from ditile.plan.errors import ModelError, StateError
@@ -157,8 +157,8 @@ class PatchSchedulers:
         if self._lacks_index:
             self._find_first_index(call.timestep)
         if closes or self._shadowed is None:
-            generators = rng.list_generators(call.generator, sample.device)
-            saved = rng.read_generator_states(generators)
+            generators = rng_state.list_generators(call.generator, sample.device)
+            saved = rng_state.read_generator_states(generators)
             # A user's own scheduler gets all of them: it may ask for their shape, and change it.
             length = None if self._is_custom else 1
             corner = (slice(None),) + (slice(0, length),) * (sample.ndim - 1)
@@ -172,7 +172,7 @@ class PatchSchedulers:
             self._shadowed = self._step_copy(scheduler, call, prediction, sample[corner], cut, -1)
             if not closes:
                 self._extras[-1] = extras or ()
-            rng.restore_generators(generators, saved)
+            rng_state.restore_generators(generators, saved)
         return self._shadowed
 
     def step_patch(self, patch: int, call: StepCall, sample: Tensor, piece: Piece) -> tuple[Tensor, Any]:
@@ -190,8 +190,8 @@ class PatchSchedulers:
         """
         if self._lacks_index:
             self._find_first_index(call.timestep)
-        generators = rng.list_generators(call.generator, sample.device)
-        before = rng.read_generator_states(generators)
+        generators = rng_state.list_generators(call.generator, sample.device)
+        before = rng_state.read_generator_states(generators)
         is_first, self._latest = patch <= self._latest, patch
         if not self._steps_whole:
             # The scheduler may keep them, and the tensors themselves are written over in the next step.
@@ -207,7 +207,7 @@ class PatchSchedulers:
             stepped = extract_sample(result)
             if stepped.shape != part[1].shape:
                 raise_changed_size(self._copies[patch], part[1], stepped)
-            if rng.has_state_change(generators, before):
+            if rng_state.has_state_change(generators, before):
                 raise StateError(
                     f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
                     "use patches=1, or another scheduler"
@@ -215,13 +215,13 @@ class PatchSchedulers:
             return stepped, result
         if is_first:
             self._saved = before
-        rng.restore_generators(generators, self._saved)
+        rng_state.restore_generators(generators, self._saved)
         whole = call.prediction.clone(), sample.clone()
         result = self._step_copy(self._copies[patch], call, *whole, call.others, patch)
         stepped = extract_sample(result)
         if stepped.shape != sample.shape:
             raise_changed_size(self._copies[patch], sample, stepped)
-        self._drawn = rng.read_generator_states(generators)
+        self._drawn = rng_state.read_generator_states(generators)
         return piece.take(stepped), result
 
     def _draws_numbers(
@@ -233,19 +233,19 @@ class PatchSchedulers:
         generators: Sequence[torch.Generator],
     ) -> bool:
         """Whether the first steps of a copy move a random generator; leaves all as it was."""
-        before = rng.read_generator_states(generators)
+        before = rng_state.read_generator_states(generators)
         probe = copy.deepcopy(self._copies[patch])
         for _ in range(self._probes):
             self._step_copy(probe, call, *part, cut, patch)
         self._extras.pop(patch, None)
-        has_drawn = rng.has_state_change(generators, before)
-        rng.restore_generators(generators, before)
+        has_drawn = rng_state.has_state_change(generators, before)
+        rng_state.restore_generators(generators, before)
         return has_drawn
 
     def skip_patch(self, call: StepCall, device: torch.device) -> None:
         """A patch in which nothing of these latents is stepped: random numbers go on behind those of the step."""
         if self._steps_whole and self._drawn:
-            rng.restore_generators(rng.list_generators(call.generator, device), self._drawn)
+            rng_state.restore_generators(rng_state.list_generators(call.generator, device), self._drawn)
 
     def _find_first_index(self, timestep: Any) -> None:
         """Where the first timestep is, which a host waits for its device to know: once, and not for each copy."""

@@ -25,7 +25,7 @@ from diffusers.guiders.guider_utils import BaseGuidance
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ditile.distributed import rng
+from ditile.distributed import rng_state
 from ditile.model.hooks.generation import Generation, RehearsedModel
 from ditile.model.hooks.pieces import has_nan
 from ditile.parallel.pipefusion.other_models import OtherModels
@@ -289,13 +289,13 @@ class SavedState:
     """
 
     def __init__(self, pipe: Any, generators: Sequence[torch.Generator]) -> None:
-        self._generators, self._random = generators, rng.read_generator_states(generators)
+        self._generators, self._random = generators, rng_state.read_generator_states(generators)
         guiders = [part for part in vars(pipe).values() if isinstance(part, BaseGuidance)]
         self._guiders = [(part, copy.deepcopy(vars(part))) for part in guiders]
 
     def restore(self) -> None:
         """Puts it back."""
-        rng.restore_generators(self._generators, self._random)
+        rng_state.restore_generators(self._generators, self._random)
         for guider, state in self._guiders:
             vars(guider).clear()
             vars(guider).update(state)

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ditile.distributed import env
-from ditile.distributed.console import Status
-from ditile.distributed.mesh import join_torchrun
-from ditile.distributed.pulse import is_out_of_memory
+from ditile.distributed.heartbeat import is_out_of_memory
+from ditile.distributed.torchrun import join_torchrun
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.units import format_bytes
 from ditile.runner.load import find_model_source, load
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.conditions import choose_pipeline_class
+from ditile.runner.requests.console import Status
 from ditile.runner.requests.options import EngineOptions
 from ditile.runner.requests.pipelines import check_prompt_cleaner, enable_required_tiling, returns_videos
 

@@ -1,7 +1,7 @@
 """A rank as an actor of a Ray cluster: the drawing of `serve.rank`, whose messages come and go by Ray's calls.
 
-A replica asks each of its actors again and again what there is to tell: signs of life, as `distributed.pulse` describes
-them, answers of rank 0, and how the rank ended. What Ray pickles here is text of JSON and bytes.
+A replica asks each of its actors again and again what there is to tell: signs of life, as `distributed.heartbeat`
+describes them, answers of rank 0, and how the rank ended. What Ray pickles here is text of JSON and bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ditile.distributed import env
 from ditile.distributed.env import RankPlace
-from ditile.distributed.pulse import describe_error, send_heartbeats
+from ditile.distributed.heartbeat import describe_error, send_heartbeats
 from ditile.serve.link import GroupSetup
 
 POLL_SECONDS = 0.5

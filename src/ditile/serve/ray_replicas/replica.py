@@ -23,8 +23,14 @@ from typing import Any
 
 from ditile.distributed import env
 from ditile.distributed.env import RankPlace
-from ditile.distributed.pulse import RankFailure
-from ditile.distributed.supervise import LaunchLimits, RankState, find_first_failure, is_consequence, make_error
+from ditile.distributed.failure_rules import (
+    LaunchLimits,
+    RankState,
+    find_first_failure,
+    is_consequence,
+    make_error,
+)
+from ditile.distributed.heartbeat import RankFailure
 from ditile.plan.errors import DitileError, RankError
 from ditile.serve.group import STOP_AGAIN_SECONDS
 from ditile.serve.link import GroupSetup

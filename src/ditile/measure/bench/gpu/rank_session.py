@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import env
-from ditile.distributed.mesh import find_local_rank, pick_device
+from ditile.distributed.backend import pick_device
+from ditile.distributed.mesh import find_local_rank
 from ditile.distributed.transport import gather_json
 from ditile.measure.bench.cells import BenchCell
 from ditile.measure.bench.gpu import items as suite

@@ -20,8 +20,8 @@ import torch
 from rich.table import Table
 
 from ditile.distributed import env
+from ditile.distributed.backend import pick_device
 from ditile.distributed.launch import launch
-from ditile.distributed.mesh import pick_device
 from ditile.measure.bench import sweeps, turns
 from ditile.measure.bench.cells import BenchCell
 from ditile.measure.bench.gpu.items import SuiteItem, SuiteTask, list_all_rank_items, list_one_rank_items

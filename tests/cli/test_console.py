@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.table import Table
 
-from ditile.distributed import console
+from ditile.runner.requests import console
 
 
 def test_long_work_says_what_is_done_and_what_is_left(

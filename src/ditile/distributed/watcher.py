@@ -1,47 +1,25 @@
-"""The watch over torchrun's ranks: if one fails, they end within seconds on all hosts, and a line says which and why.
+"""The watcher: a small process beside each of torchrun's ranks, which reads its signs of life and can end it.
 
-torchrun ends the ranks of its own host when one of them exits. It does not notice a rank that hangs, and other hosts
-learn nothing. So each rank starts a small process, its watcher, which does not import torch. A watcher reads what its
-rank says of itself (`pulse`) and passes it on to the watcher of rank 0, the hub, which decides by the rules of `launch`
-(`supervise.find_first_failure`) and tells all others:
-
-    rank 0 -> its watcher, the hub <=> watcher <- rank 1
-
-A watcher ends its rank when the hub says so or is silent, and it ends when all ranks have. The hub listens on a port of
-its own; who connects must know a secret that is random in each run and that ranks get from torchrun's store.
+The watcher of rank 0 is the hub: it hears of all ranks, decides by `failure_rules`, and tells the other watchers.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hmac
 import json
 import os
-import secrets
 import select
 import selectors
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from ditile.distributed import env
-from ditile.distributed.launch import die_with_parent
-from ditile.distributed.pulse import (
-    PROGRESS,
-    RankFailure,
-    describe_error,
-    send_heartbeats,
-    send_note,
-    shorten_failure,
-)
-from ditile.distributed.supervise import (
+from ditile.distributed.failure_rules import (
     TERMINATED,
     LaunchLimits,
     RankResult,
@@ -50,140 +28,20 @@ from ditile.distributed.supervise import (
     describe_exit,
     explain_kill,
     find_first_failure,
-    is_consequence,
     make_error,
 )
-from ditile.plan.errors import JoinError
+from ditile.distributed.heartbeat import RankFailure
 
 LINK = b"\3"
 """What a watcher sends to the hub every second. It says that the link is whole, and nothing of the rank."""
-START_SECONDS = 120.0
-"""Seconds within which torchrun's ranks must have started, which takes long where torch is read from a cold disk."""
+
+
 GRACE = 0.5
 """Seconds after the first failure: torchrun ends the other ranks of a host as soon as one has failed."""
+
+
 HELLO_SIZE, HELLO_SECONDS, MAX_STRANGERS = 4096, 10.0, 64
 """Who connects has so many seconds to say who it is, in so many bytes; and so many may try at once."""
-
-
-def begin_watch(stall: float | None, timeout: float) -> None:
-    """Starts the watcher of this rank, if torchrun started this process with others and nobody watches it yet.
-
-    Args:
-        stall: seconds without progress after which the run is ended; None if a script's own work may take any time, so
-            that only its calls of a runner are timed, with a minute each.
-        timeout: seconds in which rank 0 must have started.
-
-    Raises:
-        JoinError: if rank 0 cannot be reached.
-    """
-    place = env.read_torchrun_place()
-    if not needs_watch():
-        return
-    assert place is not None
-    process = start_watcher()
-    assert process.stdin is not None and process.stdout is not None
-    task = place._asdict() | {"stall": stall, "host": socket.gethostname()}
-    try:
-        hub = functools.partial(_ask_hub_address, process, task) if place.rank == 0 else None
-        task |= _share_hub_address(place, hub, timeout)
-    except JoinError:
-        process.kill()
-        raise
-    if place.rank:
-        _write_line(process.stdin, task)
-    fd = process.stdin.fileno()
-    env.set_progress_fd(fd)
-    env.send_to_watcher(PROGRESS)
-    threading.Thread(target=send_heartbeats, args=(fd,), daemon=True).start()
-    threading.Thread(target=_obey_watcher, args=(process,), daemon=True).start()
-    sys.excepthook = functools.partial(_report_uncaught, sys.excepthook)
-
-
-def needs_watch() -> bool:
-    """Whether torchrun started this process with others, and nobody watches it yet."""
-    return env.is_under_torchrun() and env.read_progress_fd() is None and env.read_torchrun_place() is not None
-
-
-@functools.cache
-def start_watcher() -> subprocess.Popen[bytes]:
-    """Starts this rank's watcher, which knows of no others yet. The rank ends with torchrun from now on."""
-    die_with_parent()
-    code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import run_watcher; run_watcher()"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, "ditile-watch", str(os.getpid())],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
-def report_failure(failure: RankFailure, code: int) -> bool:
-    """Leaves it to the watchers to print why this rank ends, once for all; False where it has none."""
-    if not env.is_under_torchrun() or env.read_progress_fd() is None:
-        return False
-    send_note(failed=list(shorten_failure(failure)[1:]), code=code)
-    return True
-
-
-def _report_uncaught(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    failure = describe_error(error)
-    if not is_consequence(failure):
-        hook(kind, error, trace)
-    report_failure(failure._replace(plain=""), 1)
-
-
-def _obey_watcher(process: subprocess.Popen[bytes]) -> None:
-    """Waits for the exit code with which this process must end; a watcher that was killed says nothing."""
-    assert process.stdout is not None
-    os._exit((os.read(process.stdout.fileno(), 1) or b"\1")[0])
-
-
-def _ask_hub_address(process: subprocess.Popen[bytes], task: dict[str, Any]) -> dict[str, Any]:
-    """Starts the hub; returns where it listens, and its secret."""
-    assert process.stdin is not None and process.stdout is not None
-    alone = env.read_local_world() == task["world"]
-    master = "127.0.0.1" if alone else env.read_master_address()
-    secret = secrets.token_hex(32)
-    _write_line(process.stdin, task | {"secret": secret, "master": master})
-    port = int(_read_line(process.stdout.fileno()))
-    addresses = [master] if alone else list(dict.fromkeys((master, _find_own_address())))
-    return {"addresses": addresses, "port": port, "secret": secret}
-
-
-def _find_own_address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-
-
-def _share_hub_address(place: env.Torchrun, hub: Any, timeout: float) -> dict[str, Any]:
-    """Where the hub listens: rank 0 writes it into the store of all ranks, the others read it there."""
-    from ditile.distributed.mesh import explain_join_errors, open_torchrun_store
-
-    store = open_torchrun_store(place, timeout)
-    if hub is not None:
-        shared = hub()
-        store.set("ditile-watch", json.dumps(shared))
-        return dict(shared)
-    with explain_join_errors(place, timeout):
-        return dict(json.loads(store.get("ditile-watch")))
-
-
-def _write_line(pipe: Any, value: dict[str, Any]) -> None:
-    pipe.write(json.dumps(value).encode() + b"\n")
-    pipe.flush()
-
-
-def _read_line(fd: int) -> bytes:
-    """A line, without reading what follows it; empty if the other side has ended."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(fd, 1)
-        if not byte:
-            return b""
-        line += byte
-    return line
 
 
 def run_watcher() -> None:
@@ -192,7 +50,7 @@ def run_watcher() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     own = WatchedProcess(int(sys.argv[-1]))
-    line = _read_line(0)
+    line = read_line(0)
     if not line:
         own.tell_early_end()
         return
@@ -538,3 +396,14 @@ def _receive(link: socket.socket) -> bytes:
         return b""
     except OSError:
         return b""
+
+
+def read_line(fd: int) -> bytes:
+    """A line, without reading what follows it; empty if the other side has ended."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            return b""
+        line += byte
+    return line

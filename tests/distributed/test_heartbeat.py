@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from ditile.distributed import pulse, supervise
-from ditile.distributed.pulse import COMPUTING, HEARTBEAT, PROGRESS, READING, RankSigns, describe_error
-from ditile.distributed.supervise import LaunchLimits, RankState, find_first_failure
+from ditile.distributed import failure_rules, heartbeat
+from ditile.distributed.failure_rules import LaunchLimits, RankState, find_first_failure
+from ditile.distributed.heartbeat import COMPUTING, HEARTBEAT, PROGRESS, READING, RankSigns, describe_error
 
 LIMITS = LaunchLimits(stall=60)
 
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (pulse, supervise):
+    for module in (heartbeat, failure_rules):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -130,16 +130,16 @@ def test_memory_that_is_used_up_is_told_as_such(monkeypatch: pytest.MonkeyPatch)
         torch.empty(1 << 60)
     except RuntimeError as error:
         assert describe_error(error).message.startswith("out of memory: RuntimeError")
-    kills = supervise.count_memory_kills()
-    assert supervise.explain_kill(-signal.SIGKILL, kills) == ""
-    monkeypatch.setattr(supervise, "count_memory_kills", lambda: kills + 1)
-    assert "out of memory" in supervise.explain_kill(-signal.SIGKILL, kills)
-    assert supervise.explain_kill(-signal.SIGTERM, kills) == ""
+    kills = failure_rules.count_memory_kills()
+    assert failure_rules.explain_kill(-signal.SIGKILL, kills) == ""
+    monkeypatch.setattr(failure_rules, "count_memory_kills", lambda: kills + 1)
+    assert "out of memory" in failure_rules.explain_kill(-signal.SIGKILL, kills)
+    assert failure_rules.explain_kill(-signal.SIGTERM, kills) == ""
 
 
 BROKEN, ENDED, CAUSE = (
     ("RuntimeError", "RuntimeError: Connection reset by peer"),
-    (supervise.TERMINATED, supervise.TERMINATED),
+    (failure_rules.TERMINATED, failure_rules.TERMINATED),
     ("ValueError", "ValueError: the cause"),
 )
 
@@ -150,7 +150,7 @@ def test_who_is_blamed(clock: Clock, first: tuple[str, str], second: tuple[str, 
     the line names a rank which only noticed."""
     ranks = two_ranks()
     for rank, words in zip(ranks, (first, second), strict=True):
-        rank.outcome = pulse.RankFailure(clock.now, *words)
+        rank.outcome = heartbeat.RankFailure(clock.now, *words)
         clock.now += 0.1
     clock.now += 1
     found = find_first_failure(ranks, LIMITS, clock.now)

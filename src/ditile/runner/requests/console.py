@@ -16,8 +16,6 @@ from ditile.plan.errors import ModelError
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-
 LINE_PERIOD = 10.0
 """Seconds between two lines of progress where there is no terminal."""
 STATUS_SECONDS = 2.0
@@ -188,27 +186,3 @@ def is_writing_process() -> bool:
     """Whether this process is the one that writes: torchrun's other ranks may be on machines without the folder."""
     place = env.read_torchrun_place()
     return place is None or place.rank == 0
-
-
-_OPEN_LINE = "open-line"
-
-
-@contextlib.contextmanager
-def mark_open_line(*, shown: bool = True) -> Iterator[None]:
-    """Tells the parent of this rank that a progress bar stands on the last line, which a killed rank does not end."""
-    folder = env.read_shared_directory()
-    if folder is None or not shown:
-        yield
-        return
-    mark = folder / _OPEN_LINE
-    mark.touch()
-    try:
-        yield
-    finally:
-        mark.unlink(missing_ok=True)
-
-
-def end_open_line(folder: Path) -> None:
-    """Ends the line of a progress bar that a rank left open, so that what is printed next begins one of its own."""
-    if (folder / _OPEN_LINE).exists():
-        print(file=sys.stderr, flush=True)

@@ -12,10 +12,12 @@ line of JSON:
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -27,6 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 from ditile.distributed import env
 from ditile.plan.errors import StoppedError
 
+_PR_SET_PDEATHSIG = 1
 HEARTBEAT = b"\0"
 READING = b"\1"
 """A heartbeat of a rank that has read from a disk: weights are in mapped files until they are first used."""
@@ -261,3 +264,9 @@ def _read_words(path: Path) -> list[str]:
         return path.read_text().split()
     except OSError:  # it has ended
         return []
+
+
+def die_with_parent() -> None:
+    """Lets Linux kill this process when its parent dies, even while this process holds its interpreter's lock."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

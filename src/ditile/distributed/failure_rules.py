@@ -1,0 +1,217 @@
+"""When a run has failed, and which rank is to blame: rules shared by `launch` and the watch over torchrun's ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ditile.distributed.heartbeat import RankFailure, RankSigns
+from ditile.plan import errors
+from ditile.plan.errors import DitileError, RankError
+
+TERMINATED = "killed by SIGTERM"
+
+
+SILENT, STALLED = "no sign of life", "no progress"
+
+
+BUSY_LIMITS = 10
+"""How many times the stall limit a run may last in which ranks compute and none reports progress."""
+
+
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|socket closed|broken pipe|remote process|remoteerror",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchLimits:
+    """How long each thing may take, in seconds."""
+
+    stall: float = 600.0
+    """no rank reports progress, reads from a disk or computes; at least `start` while one is starting. Where ranks
+    compute, ten times as long without a report"""
+    silence: float = 10.0
+    """a rank that has started gives no heartbeat: it is stopped, or holds the interpreter's lock"""
+    stopped: float = 10.0
+    """the same, where the system says that it is stopped"""
+    start: float = 120.0
+    """the same before it has started, unless it is stopped: loading torch from a cold disk holds that lock"""
+    grace: float = 0.3
+    """after the first failure, for an earlier cause to arrive"""
+    term: float = 1.0
+    """from SIGTERM to SIGKILL"""
+    leave: float = 10.0
+    """for ranks that all returned to exit by themselves"""
+    abandoned: float = 3.0
+    """a rank neither computes nor reads in a call that another one has left by an error"""
+
+
+class RankResult(NamedTuple):
+    """A rank's result."""
+
+    value: Any
+
+
+def is_consequence(failure: RankFailure) -> bool:
+    """Whether a rank failed because its connection to another one broke: then that other one failed first."""
+    return bool(_CONSEQUENCE.search(f"{failure.message}\n{failure.traceback}"))
+
+
+def make_error(failure: RankFailure, rank: int) -> DitileError:
+    """What is raised for a rank's failure."""
+    error = RankError(rank, failure.cause, failure.message, failure.traceback)
+    if failure.plain:
+        plain: DitileError = getattr(errors, failure.plain)(failure.message)
+        plain.__cause__ = error
+        return plain
+    if failure.traceback and sys.version_info >= (3, 11):
+        error.add_note(f"\n{failure.traceback.rstrip()}")
+    return error
+
+
+class RankState:
+    """What is known of one rank.
+
+    Attributes:
+        number: its place in the world.
+        signs: its signs of life.
+        outcome: what it returned, or how it failed; None before.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number, self.signs = number, RankSigns()
+        self.outcome: RankResult | RankFailure | None = None
+
+    def detect_silence(self, limits: LaunchLimits, looked: float) -> None:
+        """Sets `outcome` to a failure if the rank has been silent for too long.
+
+        Args:
+            limits: how long is too long.
+            looked: when this process last looked for signs, before it read them: it may have been stopped since.
+        """
+        silence = looked - self.signs.last_sign_of_life
+        if self.outcome is not None or silence <= min(limits.silence, limits.stopped):
+            return
+        longest = limits.silence if self.signs.started else limits.start
+        if silence > longest or (silence > limits.stopped and self.is_stopped()):
+            message = f"no sign of life for {silence:.0f} s: stopped, or its interpreter is blocked"
+            self.outcome = RankFailure(time.monotonic(), SILENT, message)
+
+    def is_stopped(self) -> bool:
+        """Whether the system says that the process is stopped."""
+        return False
+
+
+def find_first_failure(
+    ranks: Sequence[RankState], limits: LaunchLimits, looked: float
+) -> tuple[RankFailure, int] | None:
+    """The failure that ends a run, and its rank; None while the run may go on. `looked`: as in `detect_silence`."""
+    failed = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
+    if failed:
+        if time.monotonic() < min(failed)[0].at + limits.grace:
+            return None
+        return min(failed, key=_order_of_blame)
+    return _find_abandoned_call(ranks, limits, looked) or _find_stall(ranks, limits, looked)
+
+
+def _order_of_blame(found: tuple[RankFailure, int]) -> tuple[int, float, int]:
+    """Causes first; then ranks that torchrun may have ended because of another; then those whose connection broke."""
+    failure, number = found
+    return 2 * is_consequence(failure) or int(failure.cause == TERMINATED), failure.at, number
+
+
+def _find_abandoned_call(
+    ranks: Sequence[RankState], limits: LaunchLimits, now: float
+) -> tuple[RankFailure, int] | None:
+    """The first rank that left a call by an error, if another one is still in that call and does nothing."""
+    # Errors of calls that every rank has left do not concern anybody, and there may be any number of them.
+    oldest = min(rank.signs.last_call for rank in ranks)
+    found = []
+    for rank in ranks:
+        raised = rank.signs.raised = {call: rank.signs.raised[call] for call in rank.signs.raised if call >= oldest}
+        for call, failure in raised.items():
+            waiting = [other.signs.last_activity for other in ranks if other.signs.call == call]
+            if any(now - max(failure.at, since) > limits.abandoned for since in waiting):
+                found.append((failure, rank.number))
+    if not found:
+        return None
+    failure, number = min(found, key=_order_of_blame)
+    message = f"left a call with an error, and other ranks wait for it there: {failure.message}"
+    return failure._replace(message=message, plain=""), number
+
+
+def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> tuple[RankFailure, int] | None:
+    waiting = [rank for rank in ranks if rank.outcome is None]
+    starting = not all(rank.signs.started for rank in waiting)
+    stall = max(limits.stall, limits.start) if starting else limits.stall
+    idle = now - max(rank.signs.last_activity for rank in ranks)
+    without = now - max(rank.signs.last_progress for rank in ranks)
+    if not waiting or (idle <= stall and without <= BUSY_LIMITS * stall):
+        return None
+    first = min(waiting, key=lambda rank: rank.signs.last_progress)
+    message = f"no rank made progress for {without:.0f} s; this one has been without for longest"
+    return RankFailure(now, STALLED, message), first.number
+
+
+def describe_exit(code: int) -> str:
+    """How a process ended, by its return code, which is negative for a signal."""
+    if code >= 0:
+        return f"exited with code {code} before it returned"
+    with contextlib.suppress(ValueError):
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
+
+
+def explain_kill(code: int, memory_kills: int) -> str:
+    """What else is known of a rank that ended, to be put behind how it ended.
+
+    Args:
+        code: its return code.
+        memory_kills: the value of `count_memory_kills` before.
+    """
+    if code != -signal.SIGKILL or count_memory_kills() <= memory_kills:
+        return ""
+    return ": out of memory (the system's memory or this run's limit was used up, and the kernel killed it)"
+
+
+def count_memory_kills() -> int:
+    """How many processes the kernel has killed for want of memory, in this control group or, if unknown, anywhere."""
+    counts = [_read_kill_count(path) for path in _list_memory_files()] or [_read_kill_count(Path("/proc/vmstat"))]
+    return max(counts)
+
+
+def _list_memory_files() -> list[Path]:
+    """The files of this process's control groups that count kills; version 2's, then version 1's."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    root, found = Path("/sys/fs/cgroup"), []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers in ("", "memory"):
+            folder = root / controllers / group.lstrip("/")
+            found += [
+                folder / "memory.events",
+                folder / "memory.oom_control",
+                root / controllers / "memory.oom_control",
+            ]
+    return [path for path in found if path.exists()]
+
+
+def _read_kill_count(path: Path) -> int:
+    """The number behind `oom_kill` in a file of the kernel."""
+    try:
+        pairs = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(words[1]) for words in pairs if words[0] == "oom_kill"), 0)

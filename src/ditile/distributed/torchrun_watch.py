@@ -1,0 +1,209 @@
+"""The watch over torchrun's ranks: if one fails, they end within seconds on all hosts, and a line says which and why.
+
+torchrun ends the ranks of its own host when one of them exits. It does not notice a rank that hangs, and other hosts
+learn nothing. So each rank starts a small process, its watcher, which does not import torch. A watcher reads what its
+rank says of itself (`pulse`) and passes it on to the watcher of rank 0, the hub, which decides by the rules of `launch`
+(`supervise.find_first_failure`) and tells all others:
+
+    rank 0 -> its watcher, the hub <=> watcher <- rank 1
+
+A watcher ends its rank when the hub says so or is silent, and it ends when all ranks have. The hub listens on a port of
+its own; who connects must know a secret that is random in each run and that ranks get from torchrun's store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import json
+import logging
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from ditile.distributed import env
+from ditile.distributed.failure_rules import is_consequence
+from ditile.distributed.heartbeat import (
+    PROGRESS,
+    RankFailure,
+    describe_error,
+    die_with_parent,
+    send_heartbeats,
+    send_note,
+    shorten_failure,
+)
+from ditile.distributed.watcher import read_line, run_watcher
+from ditile.plan.errors import JoinError
+
+LOG = logging.getLogger("ditile")
+START_SECONDS = 120.0
+"""Seconds within which torchrun's ranks must have started, which takes long where torch is read from a cold disk."""
+
+
+def begin_watch(stall: float | None, timeout: float) -> None:
+    """Starts the watcher of this rank, if torchrun started this process with others and nobody watches it yet.
+
+    Args:
+        stall: seconds without progress after which the run is ended; None if a script's own work may take any time, so
+            that only its calls of a runner are timed, with a minute each.
+        timeout: seconds in which rank 0 must have started.
+
+    Raises:
+        JoinError: if rank 0 cannot be reached.
+    """
+    place = env.read_torchrun_place()
+    if not needs_watch():
+        return
+    assert place is not None
+    process = start_watcher()
+    assert process.stdin is not None and process.stdout is not None
+    task = place._asdict() | {"stall": stall, "host": socket.gethostname()}
+    try:
+        hub = functools.partial(_ask_hub_address, process, task) if place.rank == 0 else None
+        task |= _share_hub_address(place, hub, timeout)
+    except JoinError:
+        process.kill()
+        raise
+    if place.rank:
+        _write_line(process.stdin, task)
+    fd = process.stdin.fileno()
+    env.set_progress_fd(fd)
+    env.send_to_watcher(PROGRESS)
+    threading.Thread(target=send_heartbeats, args=(fd,), daemon=True).start()
+    threading.Thread(target=_obey_watcher, args=(process,), daemon=True).start()
+    sys.excepthook = functools.partial(_report_uncaught, sys.excepthook)
+
+
+def needs_watch() -> bool:
+    """Whether torchrun started this process with others, and nobody watches it yet."""
+    return env.is_under_torchrun() and env.read_progress_fd() is None and env.read_torchrun_place() is not None
+
+
+@functools.cache
+def start_watcher() -> subprocess.Popen[bytes]:
+    """Starts this rank's watcher, which knows of no others yet. The rank ends with torchrun from now on."""
+    die_with_parent()
+    code = f"import sys; sys.path[:] = {sys.path}; from {run_watcher.__module__} import run_watcher; run_watcher()"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "ditile-watch", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def report_failure(failure: RankFailure, code: int) -> bool:
+    """Leaves it to the watchers to print why this rank ends, once for all; False where it has none."""
+    if not env.is_under_torchrun() or env.read_progress_fd() is None:
+        return False
+    send_note(failed=list(shorten_failure(failure)[1:]), code=code)
+    return True
+
+
+def _report_uncaught(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    failure = describe_error(error)
+    if not is_consequence(failure):
+        hook(kind, error, trace)
+    report_failure(failure._replace(plain=""), 1)
+
+
+def _obey_watcher(process: subprocess.Popen[bytes]) -> None:
+    """Waits for the exit code with which this process must end; a watcher that was killed says nothing."""
+    assert process.stdout is not None
+    os._exit((os.read(process.stdout.fileno(), 1) or b"\1")[0])
+
+
+def _ask_hub_address(process: subprocess.Popen[bytes], task: dict[str, Any]) -> dict[str, Any]:
+    """Starts the hub; returns where it listens, and its secret."""
+    assert process.stdin is not None and process.stdout is not None
+    alone = env.read_local_world() == task["world"]
+    master = "127.0.0.1" if alone else env.read_master_address()
+    secret = secrets.token_hex(32)
+    _write_line(process.stdin, task | {"secret": secret, "master": master})
+    port = int(read_line(process.stdout.fileno()))
+    addresses = [master] if alone else list(dict.fromkeys((master, _find_own_address())))
+    return {"addresses": addresses, "port": port, "secret": secret}
+
+
+def _find_own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def _share_hub_address(place: env.Torchrun, hub: Any, timeout: float) -> dict[str, Any]:
+    """Where the hub listens: rank 0 writes it into the store of all ranks, the others read it there."""
+    store = open_torchrun_store(place, timeout)
+    if hub is not None:
+        shared = hub()
+        store.set("ditile-watch", json.dumps(shared))
+        return dict(shared)
+    with explain_join_errors(place, timeout):
+        return dict(json.loads(store.get("ditile-watch")))
+
+
+def _write_line(pipe: Any, value: dict[str, Any]) -> None:
+    pipe.write(json.dumps(value).encode() + b"\n")
+    pipe.flush()
+
+
+NOTICE_SECONDS = 10.0
+"""Seconds after which a rank says that it waits for others."""
+
+
+def open_torchrun_store(place: env.Torchrun, timeout: float) -> Any:
+    """A connection to the store that all of torchrun's ranks share.
+
+    Raises:
+        JoinError: if it cannot be reached within `timeout` seconds.
+    """
+    import torch.distributed as dist
+
+    limit = datetime.timedelta(seconds=timeout)
+    with explain_join_errors(place, timeout):
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))  # type: ignore[attr-defined]
+        store.set_timeout(limit)
+        return store
+
+
+@contextlib.contextmanager
+def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
+    """Raises `JoinError` for errors of torch while ranks connect; says once, where that takes long, that it waits."""
+    try:
+        with _notice_long_wait(place):
+            yield
+    # ValueError: torch misses MASTER_ADDR or MASTER_PORT, or they are no address.
+    except (RuntimeError, ValueError) as error:
+        raise JoinError(
+            f"rank {place.rank} of {place.world} cannot connect to the others at {env.describe_master()} "
+            f"({str(error).splitlines()[0]}); if torchrun did not start this process, unset RANK and WORLD_SIZE; "
+            "between hosts, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network interface that joins them; "
+            f"where one needs more than {timeout:g} s to fetch a model, fetch it before, or raise --stall-timeout"
+        ) from error
+
+
+@contextlib.contextmanager
+def _notice_long_wait(place: env.Torchrun) -> Iterator[None]:
+    """Says once, where the others do not come soon, that this rank waits for them, and why."""
+    timer = threading.Timer(
+        NOTICE_SECONDS,
+        LOG.warning,
+        (
+            f"rank {place.rank} of {place.world} still waits for the others at {env.describe_master()}; if torchrun "
+            "did not start this process, unset RANK and WORLD_SIZE",
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
