@@ -82,9 +82,8 @@ def on_a_host(profiles: list[str], local: list[int], *words: str) -> tuple[int, 
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
         patch.setenv("DITILE_PROFILE", profiles[rank])
         patch.setenv("LOCAL_RANK", str(local[rank]))
-        patch.setattr(
-            "ditile.distributed.torchrun.leave_process_group", lambda: None
-        )  # the pool has yet to use the group
+        # The pool has yet to use the group.
+        patch.setattr("ditile.distributed.torchrun.leave_process_group", lambda: None)
         return main([*PROMPT, *words]), out.getvalue(), err.getvalue()
 
 
@@ -108,7 +107,7 @@ def test_on_several_hosts_all_take_the_plan_of_the_first(pool: Pool, measured: P
     ("local", "said"),
     [
         ((0, 0), "ditile: hosts=2 are joined by a link; measure it"),
-        ((0, 1, 0), "ditile: the hosts have 2, 1 ranks, and plans are found for as many on each"),
+        ((0, 1, 0), "ditile: the hosts have 2, 1 ranks, and a plan is chosen for hosts of one size"),
     ],
 )
 def test_what_the_first_host_refuses_all_do(
