@@ -48,7 +48,7 @@ What a run of two ranks does when something happens to one of its processes. `ma
 The command is `ditile generate --pipefusion 2` on the CPU; the parent is its own process, which started the ranks.
 
 - Stages: imports, joining (the ranks connect), loading, text (encoding), first step, mid-loop, decode (behind the last
-  step), saving (rank 0 has written the file and not named it, the last rank is done), between prompts (of a file of
+  step), saving (rank 0 is about to write the file, the last rank is done), between prompts (of a file of
   prompts).
 - Faults: the signals KILL, TERM, INT, HUP and STOP; `raise`, an exception; `memory`, no more memory for this process
   (its limit is set to what it has, and then, in a rank, 1 GiB is asked for). A parent raises nothing by itself. One

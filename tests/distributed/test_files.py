@@ -17,17 +17,6 @@ from ditile.distributed import files
 from ditile.plan.errors import ModelError
 
 
-@pytest.fixture(params=["unnamed", "renamed"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each way to write a file: the second one is for systems without unnamed files."""
-    if request.param == "renamed":
-        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
-    elif not hasattr(os, "O_TMPFILE"):
-        pytest.skip("this system has no unnamed files")
-    return str(request.param)
-
-
-@pytest.mark.usefixtures("way")
 def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     files.write_atomically(path, b"old")
@@ -36,7 +25,6 @@ def test_a_file_takes_the_place_of_another(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.usefixtures("way")
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     """A failure means that a full disk or a break costs a user what was there, or leaves half a file beside it."""
     path = tmp_path / "rows.json"
@@ -51,7 +39,6 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     assert failed.value.filename == str(absent), "a user is told of a file that he never named"
 
 
-@pytest.mark.usefixtures("way")
 def test_two_writers_of_a_path_do_not_meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure means that a writer takes another one's file away, and one of two runs ends with an error."""
     path, replace = tmp_path / "rows.json", os.replace
@@ -103,31 +90,14 @@ def test_links_and_devices_stay_what_they_are(tmp_path: Path) -> None:
         os.close(reader)
 
 
-@pytest.mark.skipif(not hasattr(os, "O_TMPFILE"), reason="this system has no unnamed files")
-def test_a_killed_writer_leaves_nothing(tmp_path: Path) -> None:
-    """A failure means that a user finds files of names that he never gave, one for each run that was ended."""
-    assert end_writer(tmp_path / "rows.json", "os.link", signal.SIGKILL) == -signal.SIGKILL
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(("prepare", "number"), [("", signal.SIGTERM), ("del os.O_TMPFILE", signal.SIGHUP)])
-def test_a_writer_that_is_ended_before_it_renames_leaves_nothing(
-    tmp_path: Path, prepare: str, number: signal.Signals
-) -> None:
-    """A rank is ended by SIGTERM. A failure means that it leaves a file, or goes on, or ends as if nothing had come."""
-    (tmp_path / "rows.json").write_text("old")
-    assert end_writer(tmp_path / "rows.json", "os.replace", number, prepare) == -number
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
-    assert (tmp_path / "rows.json").read_text() == "old"
-
-
-def end_writer(path: Path, call: str, number: signal.Signals, prepare: str = "") -> int:
-    """Sends a signal to a process that writes a file, while it is in a call that lasts; returns its code."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_writer_that_is_killed_before_it_renames_leaves_the_old_file(tmp_path: Path, number: signal.Signals) -> None:
+    """A failure means that a user whose run is ended loses what he had, or finds half a file under its name."""
+    path = tmp_path / "rows.json"
+    path.write_text("old")
     code = (
-        "import os, signal, sys, time; from pathlib import Path; from ditile.distributed import files\n"
-        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which nohup has ignored
-        f"{prepare}\n"
-        f"{call} = lambda *_, **__: (print('writes', flush=True), time.sleep(60))\n"
+        "import os, sys, time; from pathlib import Path; from ditile.distributed import files\n"
+        "os.replace = lambda *_: (print('writes', flush=True), time.sleep(60))\n"
         "files.write_atomically(Path(sys.argv[1]), 'new')"
     )
     environ = os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[2])}
@@ -135,7 +105,20 @@ def end_writer(path: Path, call: str, number: signal.Signals, prepare: str = "")
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ) as writer:
         assert writer.stdout is not None and writer.stdout.readline() == "writes\n"
         writer.send_signal(number)
-    return writer.returncode
+    assert writer.returncode == -number
+    assert path.read_text() == "old"
+
+
+def test_a_break_while_a_file_is_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that a Ctrl-C leaves a file of a name that the user never gave."""
+
+    def interrupt(part: Path, name: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        files.write_atomically(tmp_path / "rows.json", "new")
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_read_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,32 +1,29 @@
 """Reads files that a user names, and writes files atomically.
 
-Reading has an end whatever a name stands for: a pipe into which nothing comes, a device that never ends, a file that is
-too large for what is wanted. A written file gets its name when it is whole, and a failure or a signal leaves nothing of
-it.
+Reading ends whatever a name stands for: a pipe into which nothing comes, a device that never ends, a file that is too
+large for its purpose. A file gets its name only when it is whole.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import secrets
 import select
-import signal
 import stat
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from ditile.plan.errors import ModelError
 
 MAX_TEXT_BYTES = 64 * 2**20
 """Larger than any settings, captions or prompts."""
-OPEN_SECONDS, READ_SECONDS = 2.0, 60.0
-"""How long to wait for a writer of a pipe, and for the next bytes of one that has a writer."""
+OPEN_SECONDS = 2.0
+"""How long to wait for a writer of a pipe."""
+READ_SECONDS = 60.0
+"""How long to wait for the next bytes of a pipe that has a writer."""
 
 
 def read_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
@@ -36,7 +33,8 @@ def read_file(path: str | Path, most: int = MAX_TEXT_BYTES) -> bytes:
         OSError: if it cannot be read, has more than `most` bytes, or is a pipe into which nothing comes.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else a pipe without a writer blocks here for ever
+        # Without O_NONBLOCK, opening a pipe that has no writer would block forever.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0):
             return _read_descriptor(descriptor, most)
     except ValueError as error:  # a name with a NUL
@@ -52,19 +50,20 @@ def describe_error(error: BaseException) -> str:
 
 def _read_descriptor(descriptor: int, most: int) -> bytes:
     content = bytearray()
-    is_open = not stat.S_ISFIFO(os.fstat(descriptor).st_mode)
+    # Until a pipe has a writer, a read returns nothing, which looks like its end.
+    has_writer = not stat.S_ISFIFO(os.fstat(descriptor).st_mode)
     while True:
         try:
             part = os.read(descriptor, 2**20)
         except BlockingIOError:  # a writer has nothing yet
             _wait_for_bytes(descriptor, READ_SECONDS)
             continue
-        if not part and not is_open:
+        if not part and not has_writer:
             _wait_for_bytes(descriptor, OPEN_SECONDS)
-            is_open = True
+            has_writer = True
             continue
         content += part
-        is_open = True
+        has_writer = True
         if len(content) > most:
             raise OSError(errno.EFBIG, f"more than {most / 2**20:g} MiB")
         if not part:
@@ -77,13 +76,13 @@ def _wait_for_bytes(descriptor: int, seconds: float) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file in UTF-8, without a byte order mark.
+    """The text of a file in UTF-8, without the byte order mark that some editors write.
 
     Raises:
         OSError: as `read_file`.
         ValueError: if it is not UTF-8.
     """
-    return read_file(path).decode("utf-8-sig")  # some editors write a byte order mark
+    return read_file(path).decode("utf-8-sig")
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -108,110 +107,35 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     try:
         if path.exists() and not path.is_file():
             _write_to_special_file(path, data)
-            return
-        path = path.resolve()
-        if not _write_unnamed_file(path, data):
-            _write_and_rename(path, data)
+        else:
+            _write_and_rename(path.resolve(), data)
     except OSError as error:
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from None  # and not the name of the temporary file
+        # The error names the file that the user gave, not the temporary one.
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def _write_to_special_file(path: Path, data: bytes) -> None:
-    # A pipe without a reader raises; opened as usual it would block for ever.
+    # With O_NONBLOCK a pipe without a reader raises; without it, opening the pipe would block forever.
     descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     os.set_blocking(descriptor, True)
     with open(descriptor, "wb") as file:
         file.write(data)
 
 
-def _write_unnamed_file(path: Path, data: bytes) -> bool:
-    """Writes a file that has no name until it is whole, so that even a killed process leaves nothing of it.
-
-    Returns:
-        False where the system or the file system has no such files; nothing was written then.
-    """
-    flag = getattr(os, "O_TMPFILE", 0)
-    if not flag:
-        return False
-    try:
-        descriptor = os.open(path.parent, flag | os.O_WRONLY, 0o666)
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            return False
-        raise
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        source = f"/proc/self/fd/{descriptor}"
-        if not os.path.exists(source):
-            return False
-        try:
-            _link_file(source, path)
-        except FileExistsError:
-            with _reserve_name(path) as name:  # a link cannot take the place of a file
-                _link_file(source, name)
-                os.replace(name, path)
-    return True
-
-
-def _link_file(source: str, path: Path) -> None:
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.link(source, path.name, dst_dir_fd=folder)  # with a folder Python follows the link that `source` is
-    finally:
-        os.close(folder)
-
-
 def _write_and_rename(path: Path, data: bytes) -> None:
-    with _reserve_name(path) as name:
-        with name.open("xb") as file:  # "x" never opens a link that another process made
-            file.write(data)
-        os.replace(name, path)
-
-
-@contextlib.contextmanager
-def _reserve_name(path: Path) -> Iterator[Path]:
-    """A name beside a file that no other writer uses; what has it at the end is removed."""
-    name = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")
-    with _unwind_before_death():
+    # `tempfile` would make the file readable by its owner alone, whatever the umask. The random name keeps writers of
+    # one path apart, and mode "x" never opens a link that another process has put there.
+    part = path.with_name(f".ditile-{os.getpid()}-{secrets.token_hex(8)}.part")
+    with part.open("xb") as file:
         try:
-            yield name
-        finally:
-            with contextlib.suppress(OSError):  # it was renamed, or never made
-                name.unlink()
-
-
-class _EndingSignal(BaseException):
-    """Unwinds the stack after a signal that ends this process."""
-
-
-@contextlib.contextmanager
-def _unwind_before_death() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP end this process only after its stack is unwound; no effect outside the main thread.
-
-    A handler that a program has set, or a signal that it ignores, stays.
-    """
-    numbers: list[signal.Signals] = []
-    if threading.current_thread() is threading.main_thread():  # no other one may set handlers
-        numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    received: list[int] = []
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) == 1:  # a second one must not stop the unwinding
-            raise _EndingSignal
-
-    try:
-        for number in numbers:
-            signal.signal(number, unwind)
-        yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
-        if received:
-            os.kill(os.getpid(), received[0])
+            file.write(data)
+            file.flush()
+            os.replace(part, path)
+        except BaseException:
+            part.unlink()
+            raise
 
 
 def write_json_file(path: Path, value: Any) -> None:
@@ -230,15 +154,16 @@ def check_different_files(read: Iterable[tuple[str, Path]], written: Iterable[tu
         read, written: (option, path) of each file. Pipes and devices may be given several times.
     """
     owners: dict[Any, tuple[str, Path]] = {}
-    written = list(written)
-    for name, path in read:
-        owners.setdefault(identify_file(path), (name, path))
-    for name, path in written:
+    for option, path in read:
+        owners.setdefault(identify_file(path), (option, path))
+    for option, path in written:
         identity = identify_file(path)
         if identity is not None and identity in owners:
-            other, other_path = owners[identity]
-            raise ModelError(f"{name}={str(path)!r} and {other}={str(other_path)!r} are one file; name another")
-        owners[identity] = (name, path)
+            first_option, first_path = owners[identity]
+            raise ModelError(
+                f"{option}={str(path)!r} and {first_option}={str(first_path)!r} are one file; name another"
+            )
+        owners[identity] = (option, path)
 
 
 def identify_file(path: Path) -> Any:
@@ -247,6 +172,8 @@ def identify_file(path: Path) -> Any:
         facts = os.stat(path)
     except ValueError:  # a name with a NUL
         return str(path)
-    except OSError:
+    except OSError:  # it is yet to be made
         return os.path.realpath(path.absolute())
-    return (facts.st_dev, facts.st_ino) if stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode) else None
+    if stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode):
+        return facts.st_dev, facts.st_ino
+    return None

@@ -25,7 +25,7 @@ PLACES = {
     "first step": ("ditile.runner.callbacks", "StepEndCallbacks._handle_step_end"),
     "mid-loop": ("ditile.runner.callbacks", "StepEndCallbacks._handle_step_end"),
     "decode": ("ditile.runner.callbacks", "StepEndCallbacks._handle_step_end"),
-    "saving": ("ditile.distributed.files", "_link_file"),
+    "saving": ("ditile.distributed.files", "_write_and_rename"),
     "between prompts": ("ditile.cli.generate", "_call_and_report"),
 }
 """Stage -> the module and the function in which its fault comes."""
