@@ -27,7 +27,7 @@ from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.measure.bench.worlds import allow_all_cores
-from ditile.parallel.vae.vae import ParallelVAE
+from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.planner.footprint import LiveBytes
 

@@ -46,6 +46,7 @@ MAY_CATCH_ALL = {
     PACKAGE + "model/probe.py",  # a pipeline of anybody's is called in ways that it may not have been made for
     PACKAGE + "runner/prove.py",
     PACKAGE + "parallel/vae/prove.py",
+    PACKAGE + "parallel/thread_ranks.py",  # what a thread raises is raised where it was started
 }
 MACHINE_PATH = re.compile(r"(?<![\w.\-}])/(work|root|tmp|home|Users)/")
 UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b")

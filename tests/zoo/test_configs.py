@@ -14,7 +14,7 @@ from ditile.model.record import Call, capture_call
 from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.derive import prove_tensor_cuts
-from ditile.parallel.tensor.tensor import find_tensor_table
+from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.plan.errors import ModelError, PlanError
 from ditile.runner.prove import TOLERANCE, prove_anatomy
 from ditile.runner.runner import build_single_runner

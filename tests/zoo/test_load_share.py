@@ -15,7 +15,7 @@ from ditile.model.anatomies import find_anatomy, find_derived_cuts
 from ditile.model.hooks.block_hooks import LOADED_ATTRIBUTE
 from ditile.model.record import list_chain
 from ditile.model.registry import find_model_spec
-from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
+from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.checkpoint import locate_in_folder

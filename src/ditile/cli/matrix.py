@@ -19,7 +19,7 @@ import diffusers
 from torch import nn
 
 from ditile.model.registry import list_families, list_model_specs
-from ditile.parallel.vae.vae import PROVEN
+from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.errors import ModelError
 from ditile.plan.spec import ModelSpec
 from ditile.runner.requests.conditions import describe_condition, find_transformer_class, read_call_conditions

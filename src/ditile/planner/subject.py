@@ -26,9 +26,9 @@ from ditile.model.pipeline_calls import list_call_parameters
 from ditile.model.registry import UNKNOWN_MODEL, find_holes, find_model_spec, name_family
 from ditile.parallel.pipefusion.block_costs import CostModel, divide_blocks
 from ditile.parallel.tensor.cuts import TensorCuts
-from ditile.parallel.tensor.tensor import find_tensor_table
+from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import can_split_encoder, find_encoder_modules
-from ditile.parallel.vae.vae import PROVEN
+from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.anatomy import REAL_PAIRS, drop_further_keys
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError, PlanError

@@ -61,9 +61,9 @@ from ditile.parallel.sequence.masks import GatheredKeyMaskSource
 from ditile.parallel.sequence.ring import RingGather, RingKeys
 from ditile.parallel.sequence.ulysses import OverlappedUlysses, UlyssesExchange
 from ditile.parallel.tensor.cuts import TensorCuts
-from ditile.parallel.tensor.tensor import ShardedTransformer, check_unsharded, find_tensor_table, shard_weights
+from ditile.parallel.tensor.sharding import ShardedTransformer, check_unsharded, find_tensor_table, shard_weights
 from ditile.parallel.text.encoders import After, TextEncoders
-from ditile.parallel.vae.vae import ParallelVAE
+from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.anatomy import LOCAL, Anatomy
 from ditile.plan.errors import ModelError, StateError, StoppedError
 from ditile.plan.layout import Split

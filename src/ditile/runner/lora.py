@@ -19,7 +19,7 @@ from ditile.model.hooks.block_hooks import LOADED_ATTRIBUTE
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.placeholders import allow_state_dict, is_placeholder
-from ditile.parallel.tensor.tensor import ShardedTransformer, find_share
+from ditile.parallel.tensor.sharding import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import is_installed, require_extra

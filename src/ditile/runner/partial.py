@@ -30,7 +30,7 @@ from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import find_component_folder, name_component_source
 from ditile.model.pipeline_calls import DENOISER_NAME
 from ditile.parallel.tensor.cuts import TensorCuts
-from ditile.parallel.tensor.tensor import find_tensor_table
+from ditile.parallel.tensor.sharding import find_tensor_table
 from ditile.parallel.text.parts import WHOLE, EncoderPlacement, install_guards, read_partial_encoder
 from ditile.plan.errors import LoadError
 from ditile.plan.extras import require_extra

@@ -24,7 +24,7 @@ from ditile.cache.cache_dit import QuantizeConfig, parse_quantize_config
 from ditile.model.adapter import find_transformers
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.placeholders import count_parameter_bytes, is_plain_parameter
-from ditile.parallel.tensor.tensor import find_share
+from ditile.parallel.tensor.sharding import find_share
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra, require_quantizer
 

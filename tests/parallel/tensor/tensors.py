@@ -15,7 +15,7 @@ from ditile.distributed.transport import Traffic
 from ditile.model.anatomies import find_anatomy
 from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.collectives import TensorCollectives
-from ditile.parallel.tensor.tensor import ShardedTransformer, find_tensor_table, shard_weights
+from ditile.parallel.tensor.sharding import ShardedTransformer, find_tensor_table, shard_weights
 from ditile.plan.layout import pick_even_chunk
 from tests import tiny
 

@@ -16,7 +16,7 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCut, TensorCuts
-from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
+from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError, PlanError, StateError
 from tests import tiny
 

@@ -18,7 +18,7 @@ from ditile.distributed.transport import Traffic
 from ditile.model.anatomies import find_anatomy, find_derived_cuts
 from ditile.parallel.tensor.cuts import TensorCuts
 from ditile.parallel.tensor.derive import derive_tensor_cuts, prove_tensor_cuts
-from ditile.parallel.tensor.tensor import shard_weights
+from ditile.parallel.tensor.sharding import shard_weights
 from ditile.plan.errors import ModelError, PlanError, StateError
 from tests.more_families import EVERY
 from tests.zoo import ZOO

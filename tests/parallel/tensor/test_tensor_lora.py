@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tests.parallel.tensor.shardings import SCHEMES, error, forward, inputs, sharded
 from torch import Tensor
 
 import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
+from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.parallel.tensor.tensors import SCHEMES, error, forward, inputs, sharded
 from tests.pool import Pool
 from tests.runner.cases import MAKE, run, same
 from tests.runner.loras import edits, folder_of, load, write

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import Flux2Transformer2DModel, WanTransformer3DModel
+from tests.parallel.tensor.shardings import axis, error, forward, inputs, with_heads
 from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
@@ -14,12 +15,11 @@ from ditile.distributed.transport import Traffic
 from ditile.model.anatomies import find_anatomy
 from ditile.model.registry import choose_model_spec
 from ditile.parallel.tensor.cuts import TensorCuts
-from ditile.parallel.tensor.tensor import find_tensor_table, shard_weights
+from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
-from tests.parallel.tensor.tensors import axis, error, forward, inputs, with_heads
 from tests.pool import Pool
 from tests.zoo import ZOO
 

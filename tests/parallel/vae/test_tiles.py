@@ -13,9 +13,9 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.parallel.vae.halo import Strip
+from ditile.parallel.vae.parallel_vae import ParallelVAE, explain_rows_refusal
 from ditile.parallel.vae.prove import simulate_ranks
 from ditile.parallel.vae.tiles import SharedCoder, install_tile_forwards
-from ditile.parallel.vae.vae import ParallelVAE, explain_rows_refusal
 from ditile.plan.errors import ModelError
 from tests.parallel.vae.test_vae import axis
 from tests.pool import Pool

@@ -18,7 +18,7 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.parallel.vae.halo import GroupLinks, PictureRows, Strip
 from ditile.parallel.vae.layers import normalize_strip
-from ditile.parallel.vae.vae import ParallelVAE
+from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.errors import ModelError, PlanError
 from tests import tiny
 from tests.pool import Pool, share

@@ -9,7 +9,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from ditile.distributed.transport import Traffic
-from ditile.parallel.vae.vae import ParallelVAE
+from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.planner.footprint import LiveBytes
 from tests.parallel.vae.test_vae import autoencoder, axis
 from tests.pool import Pool

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
+from ditile.parallel.vae.parallel_vae import PROVEN, ParallelVAE, install_row_forwards
 from ditile.parallel.vae.prove import simulate_ranks
-from ditile.parallel.vae.vae import PROVEN, ParallelVAE, install_row_forwards
 from ditile.plan.errors import ModelError
 from ditile.planner.footprint import LiveBytes
 from tests import tiny

@@ -1,9 +1,10 @@
 """Derives how tensor parallelism cuts the Linears of blocks, from how numbers flow between them in one call.
 
-A Linear whose input was made by other Linears of the block alone (by attention, an activation, a gate) and by nothing
-of the streams of tokens is cut by its inputs ("rowwise"), and those Linears by their outputs ("colwise"): between them
-every rank has a share of the heads or hidden features, and behind it ranks are summed. A Linear that is given one row
-for each image, as a modulation is, is cut by its outputs, and every rank gets all of these ("gathered").
+A Linear is cut by its inputs ("rowwise") if its input was made only by other Linears of the block, through attention,
+an activation or a gate, and not directly from the token streams. Those other Linears are cut by their outputs
+("colwise"). Between them every rank has a share of the heads or hidden features; after the rowwise Linear the ranks are
+summed. A Linear that gets one row per image, such as a modulation, is cut by its outputs, and every rank gets all of
+them ("gathered").
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import copy
 import functools
 import logging
 import math
-import threading
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -30,12 +31,20 @@ from ditile.model.hooks.overrides import list_parameter_names, override_attribut
 from ditile.model.hooks.pieces import list_predictions
 from ditile.model.record import Call, ChainBlock, list_chain
 from ditile.parallel.tensor.cuts import TensorCuts, read_head_counts
-from ditile.parallel.tensor.tensor import shard_weights
+from ditile.parallel.tensor.sharding import shard_weights
+from ditile.parallel.thread_ranks import ThreadRank, run_thread_ranks
 from ditile.plan.anatomy import TOKENS, Anatomy, ListAnatomy, select_word
 from ditile.plan.errors import DitileError, ModelError, PlanError
 
+LOG = logging.getLogger("ditile")
 STREAM = "stream"
-"""What is made of the tokens that a block is given."""
+"""The source of what is made of the tokens that a block is given."""
+_ARGUMENT = "@"
+"""Begins the source of what is made of another argument of a block."""
+TOLERANCE = 1e-4
+"""Of the largest value of a prediction, in float32: what is cut wrongly differs by 1e-2 or ends in an error."""
+_PROVEN_DEGREES = (2, 3, 5, 7)
+"""The numbers of ranks that a proof tries, fewest first; a tiny model may have three heads."""
 
 
 class Part(NamedTuple):
@@ -53,7 +62,7 @@ class Use(NamedTuple):
 
 
 def derive_tensor_cuts(transformer: nn.Module, anatomy: Anatomy, call: Call) -> Anatomy:
-    """The same anatomy with how tensor parallelism cuts the model; nothing where ranks do not make the same of it.
+    """The same anatomy with how tensor parallelism cuts the model; unchanged if divided ranks do not compute the same.
 
     Args:
         transformer: with all its blocks; a small twin of the class will do.
@@ -68,114 +77,97 @@ def derive_tensor_cuts(transformer: nn.Module, anatomy: Anatomy, call: Call) -> 
         stack.enter_context(flow)
         transformer(**call)
     table: dict[str, list[Any]] = {}
-    for path, (kind, *details) in flow.list_styles().items():
-        named = [_find_pattern(transformer, each) if isinstance(each, str) else each for each in details]
-        table.setdefault(_find_pattern(transformer, path), [kind, *named])
-    return replace(anatomy, tensor=table) if prove_tensor_cuts(transformer, table, call) else anatomy
+    for path, style in flow.list_styles().items():
+        row = [_find_pattern(transformer, word) if isinstance(word, str) else word for word in style]
+        # Blocks of one list share a row; the first one that ran decides.
+        table.setdefault(_find_pattern(transformer, path), row)
+    if not prove_tensor_cuts(transformer, table, call):
+        return anatomy
+    return replace(anatomy, tensor=table)
 
 
 def _find_pattern(transformer: nn.Module, path: str) -> str:
     """A path in which `*` stands for each place in a list whose modules are of one class: blocks, experts."""
-    path, mark, rest = next((path.partition(mark) for mark in ":/" if mark in path), (path, "", ""))
-    names = path.split(".")
-    places = [at for at, name in enumerate(names) if at and name.isdecimal()]
-    for at in places:
-        siblings = transformer.get_submodule(".".join(path.split(".")[:at]))
-        if isinstance(siblings, nn.ModuleList) and len({type(each) for each in siblings}) == 1 < len(siblings):
-            names[at] = "*"
-    return ".".join(names) + mark + rest
-
-
-TOLERANCE = 1e-4
-"""Of the largest value of a prediction, in float32: what is cut wrongly differs by 1e-2 or ends in an error."""
+    # What follows ":" or "/" names an argument of the module, or a part of its features.
+    end = re.search("[:/]|$", path)
+    assert end is not None
+    names = path[: end.start()].split(".")
+    pattern = list(names)
+    for place, name in enumerate(names):
+        if place == 0 or not name.isdecimal():
+            continue
+        siblings = transformer.get_submodule(".".join(names[:place]))
+        if isinstance(siblings, nn.ModuleList) and len({type(module) for module in siblings}) == 1 < len(siblings):
+            pattern[place] = "*"
+    return ".".join(pattern) + path[end.start() :]
 
 
 def prove_tensor_cuts(transformer: nn.Module, table: Mapping[str, Any], call: Call) -> bool:
-    """Whether ranks, in threads, make of a call what one makes: as few ranks as the heads and features allow."""
-    size = next((size for size in _PROVEN_DEGREES if _is_divisible(transformer, table, size)), None)
+    """Whether ranks, in threads, predict what one rank does: as few ranks as the heads and features allow."""
+    size = _find_smallest_degree(transformer, table)
     if size is None:
         return False
     with torch.no_grad():
-        want = list_predictions(transformer(**call))
-    ranks, results = _ThreadSum(size), dict[int, list[Tensor]]()
+        expected = list_predictions(transformer(**call))
 
-    def run(rank: int) -> None:
-        try:
-            mine = copy.deepcopy(transformer)
-            sums = functools.partial(ranks.sum_over_ranks, rank)
-            shard_weights(mine, table, Axis("tensor", tuple(range(size)), rank), Traffic(), sum_over_ranks=sums)
-            with torch.no_grad():
-                results[rank] = list_predictions(mine(**call))
-        except (DitileError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
-            LOG.info("tensor=%d of %s: %s", size, type(transformer).__name__, error)
-            ranks.barrier.abort()
+    def run(rank: ThreadRank) -> list[Tensor]:
+        divided = copy.deepcopy(transformer)
+        axis = Axis("tensor", tuple(range(size)), rank.index)
+        shard_weights(divided, table, axis, Traffic(), sum_over_ranks=rank.sum_over_ranks)
+        with torch.no_grad():
+            return list_predictions(divided(**call))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return len(results) == size and all(
-        bool((one - two).abs().max() <= TOLERANCE * two.abs().max())
-        for got in results.values()
-        for one, two in zip(got, want, strict=True)
-    )
-
-
-_PROVEN_DEGREES = (2, 3, 5, 7)
-
-
-def _is_divisible(transformer: nn.Module, table: Mapping[str, Any], size: int) -> bool:
     try:
-        TensorCuts.match_tensor_table(transformer, table, 0, size)
-    except (ModelError, PlanError) as error:
+        results = run_thread_ranks(size, run)
+    except (DitileError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
         LOG.info("tensor=%d of %s: %s", size, type(transformer).__name__, error)
         return False
+    for predictions in results:
+        for result, whole in zip(predictions, expected, strict=True):
+            # Written so that NaN is no proof.
+            if not (result - whole).abs().max() <= TOLERANCE * whole.abs().max():
+                return False
     return True
 
 
-class _ThreadSum:
-    """Sums over threads."""
-
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks, timeout=60.0)
-        self._given: list[Tensor] = [torch.empty(0)] * ranks
-
-    def sum_over_ranks(self, rank: int, x: Tensor) -> Tensor:
-        """The sum of what all give."""
-        self._given[rank] = x
-        self.barrier.wait()
-        total = functools.reduce(torch.add, self._given)
-        self.barrier.wait()
-        return total
-
-
-LOG = logging.getLogger("ditile")
-_ARGUMENT = "@"
-"""In front of what names an argument of a block, beside its streams."""
+def _find_smallest_degree(transformer: nn.Module, table: Mapping[str, Any]) -> int | None:
+    """The fewest ranks that can share the model by a table; None if none of those that are tried can."""
+    for size in _PROVEN_DEGREES:
+        try:
+            TensorCuts.match_tensor_table(transformer, table, 0, size)
+        except (ModelError, PlanError) as error:
+            LOG.info("tensor=%d of %s: %s", size, type(transformer).__name__, error)
+        else:
+            return size
+    return None
 
 
 class _FlowWatch(TorchFunctionMode):
-    """Notes of every tensor which Linears and which streams it was made of since."""
+    """Notes of every tensor which Linears, streams and arguments it was made of since."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sources: dict[int, frozenset[str]] = {}
         self._parts: dict[int, tuple[Part, ...]] = {}
-        self._kept: list[Tensor] = []  # so that no address is given twice
+        # Tensors are known by their addresses, which must not be given twice.
+        self._kept: list[Tensor] = []
         self._linears: dict[int, str] = {}
         self._modules: dict[str, nn.Module] = {}
         self._uses: dict[str, Use] = {}
-        self._spans: dict[int, tuple[str, int]] = {}  # which Linear made it, and its first feature
-        self._ends: dict[str, set[int]] = {}  # of what lies side by side in what a Linear makes
+        # Address of a tensor -> the Linear that made it, and its first feature.
+        self._spans: dict[int, tuple[str, int]] = {}
+        # Where the parts end that lie side by side in what a Linear makes.
+        self._ends: dict[str, set[int]] = {}
         self._norms: dict[str, Part] = {}
-        self._modulations: list[str] = []  # Linears that are given one row for each image: of a time or a size
-        self._arguments: dict[str, tuple[torch.Size, str]] = {}  # shape, and kinds of the dimensions
-        self._by_heads: dict[str, tuple[int, frozenset[str]]] = {}  # the dimension of heads, and whose they are
+        # Linears that are given one row for each image: of a time or a size.
+        self._modulations: list[str] = []
+        # Source of an argument -> its shape, and a letter for each dimension.
+        self._arguments: dict[str, tuple[torch.Size, str]] = {}
+        # Source of an argument -> its dimension of heads, and the Linears whose heads these are.
+        self._by_heads: dict[str, tuple[int, frozenset[str]]] = {}
 
     def watch_block(self, stack: ExitStack, block: ChainBlock, of_list: ListAnatomy) -> None:
-        """Marks the streams that a block is given, and knows its Linears and norms."""
-        streams = {name for name in (of_list.image, of_list.text) if name is not None}
+        """Marks the arguments that a block is given, and learns its Linears and norms."""
         for path, module in block.block.named_modules():
             name = f"{block.name}.{path}"
             self._modules[name] = module
@@ -183,93 +175,127 @@ class _FlowWatch(TorchFunctionMode):
                 self._linears[id(module.weight)] = name
             elif "norm" in type(module).__name__.lower():
                 stack.callback(module.register_forward_pre_hook(functools.partial(self._note_norm, name)).remove)
-        forward, names = block.block.forward, list_parameter_names(block.block)
+        forward = block.block.forward
+        names = list_parameter_names(block.block)
 
         @functools.wraps(forward)
         def forward_and_mark(*args: Any, **kwargs: Any) -> Any:
-            # Positional arguments are streams first in every block, and what else is in front counts as one too.
-            named = {name: value for name, value in kwargs.items() if name in streams}
-            for leaf in pytree.tree_leaves([args[: len(streams) or 1], named]):
-                if isinstance(leaf, Tensor):
-                    self._mark(leaf, frozenset({STREAM}))
-            call = dict(zip(names, args, strict=False)) | kwargs
-            for name, kinds in of_list.arguments.items():
-                for index, leaf in enumerate(pytree.tree_leaves(call.get(name))):
-                    if isinstance(leaf, Tensor) and name not in streams and index < len(kinds):
-                        source = f"{_ARGUMENT}{block.name}:{name}.{index}"
-                        self._arguments[source] = leaf.shape, select_word(kinds[index], leaf.ndim) or ""
-                        self._mark(leaf, frozenset({source}))
+            self._mark_arguments(block.name, of_list, names, args, kwargs)
             return forward(*args, **kwargs)
 
         override_attribute(stack, block.block, "forward", forward_and_mark)
 
+    def _mark_arguments(
+        self, block: str, of_list: ListAnatomy, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        streams = {of_list.image, of_list.text} - {None}
+        # In every block the first positional arguments are streams.
+        given_streams = list(args[: max(len(streams), 1)])
+        given_streams += [value for name, value in kwargs.items() if name in streams]
+        for leaf in _list_tensors(given_streams):
+            self._mark(leaf, frozenset({STREAM}))
+        call = dict(zip(names, args, strict=False)) | kwargs
+        for name, kinds in of_list.arguments.items():
+            if name in streams:
+                continue
+            for index, (leaf, kind) in enumerate(zip(pytree.tree_leaves(call.get(name)), kinds, strict=False)):
+                if isinstance(leaf, Tensor):
+                    source = f"{_ARGUMENT}{block}:{name}.{index}"
+                    self._arguments[source] = leaf.shape, select_word(kind, leaf.ndim) or ""
+                    self._mark(leaf, frozenset({source}))
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [x for x in pytree.tree_leaves([args, kwargs]) if isinstance(x, Tensor)]
-        if func is functional.linear and (path := self._linears.get(id(args[1] if len(args) > 1 else None))):
+        if func is functional.linear and len(args) > 1 and id(args[1]) in self._linears:
+            path = self._linears[id(args[1])]
             self._note_linear(path, args[0])
             self._mark(result, frozenset({path}))
             return result
-        sources = frozenset().union(*(self._find_sources(x) for x in given))
-        parts = self._find_parts(func, args, kwargs, given)
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and (sources or parts):
+        name = getattr(func, "__name__", "")
+        inputs = _list_tensors([args, kwargs])
+        sources = frozenset[str]().union(*map(self._find_sources, inputs))
+        parts = self._find_parts(name, args, kwargs, inputs)
+        if sources or parts:
+            width = sum(part.width for part in parts)
+            for leaf in _list_tensors(result):
                 self._mark(leaf, sources)
-                if parts and leaf.shape[-1:] == (sum(part.width for part in parts),):
+                if parts and leaf.shape[-1:] == (width,):
                     self._parts[id(leaf)] = parts
-        self._note_split(func, args, result)
-        if getattr(func, "__name__", "") in ("mul", "__mul__", "multiply") and len(given) == 2:
-            self._note_product(*given)
-            self._note_product(*reversed(given))
+        if args and isinstance(args[0], Tensor):
+            self._note_split(name, args, result)
+        if name in ("mul", "__mul__", "multiply") and len(inputs) == 2:
+            self._note_product(inputs[0], inputs[1])
+            self._note_product(inputs[1], inputs[0])
         return result
 
     def _note_product(self, x: Tensor, table: Tensor) -> None:
         """An argument that is multiplied with what a Linear made has a dimension of heads, or of all their features."""
-        made, given = (self._find_sources(each) for each in (x, table))
-        linears = {name for name in made if not name.startswith(_ARGUMENT)}
-        if STREAM in linears or not linears or not given or not all(name.startswith(_ARGUMENT) for name in given):
+        linears = frozenset(name for name in self._find_sources(x) if not name.startswith(_ARGUMENT))
+        arguments = self._find_sources(table)
+        if STREAM in linears or not linears or not all(name.startswith(_ARGUMENT) for name in arguments):
             return
-        features = {self._modules[name].out_features for name in linears}
-        owners = [owner for name in linears if (owner := self._modules.get(name.rpartition(".")[0])) is not None]
-        heads = {count for owner in owners for count in read_head_counts(owner)}
-        for source in given:
-            shape, word = self._arguments[source]
-            last = len(shape) - 1
-            counted = [dim for dim in (last, 1, 2) if dim <= last and word[dim : dim + 1] not in {*TOKENS, "B"}]
-            dims = [dim for dim in counted if shape[dim] in (features if dim == last else heads)]
-            if dims and shape[dims[0]] > 1:
-                self._by_heads[source] = dims[0], frozenset(linears)
+        features = set()
+        heads = set()
+        for name in linears:
+            features.add(self._modules[name].out_features)
+            owner = self._modules.get(name.rpartition(".")[0])
+            if owner is not None:
+                heads.update(read_head_counts(owner))
+        for source in arguments:
+            dim = self._find_head_dim(source, features, heads)
+            if dim is not None:
+                self._by_heads[source] = dim, linears
+
+    def _find_head_dim(self, source: str, features: Collection[Any], heads: Collection[int]) -> int | None:
+        """The dimension of an argument that counts features (the last one) or heads; None if there is none."""
+        shape, word = self._arguments[source]
+        last = len(shape) - 1
+        for dim in (last, 1, 2):
+            # Dimensions that are known to count tokens or images are none.
+            if dim > last or word[dim : dim + 1] in {*TOKENS, "B"}:
+                continue
+            counts = features if dim == last else heads
+            if shape[dim] in counts:
+                return dim if shape[dim] > 1 else None
+        return None
 
     def _mark(self, x: Tensor, sources: frozenset[str]) -> None:
         self._sources[id(x)] = sources
         self._kept.append(x)
 
-    def _find_parts(self, func: Any, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> tuple[Part, ...]:
+    def _find_parts(
+        self, name: str, args: Any, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+    ) -> tuple[Part, ...]:
         """What was joined in the last dimension of what a function makes."""
-        name = getattr(func, "__name__", "")
         if name in ("cat", "concat", "concatenate"):
             dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-            if given and given[0].ndim and dim in (-1, given[0].ndim - 1):
-                return tuple(Part(x.shape[-1], self._find_sources(x)) for x in given)
-        return next((self._parts[id(x)] for x in given if id(x) in self._parts), ())
+            if inputs and inputs[0].ndim and dim in (-1, inputs[0].ndim - 1):
+                return tuple(Part(x.shape[-1], self._find_sources(x)) for x in inputs)
+        for x in inputs:
+            if id(x) in self._parts:
+                return self._parts[id(x)]
+        return ()
 
     def _find_sources(self, x: Tensor) -> frozenset[str]:
         return self._sources.get(id(x), frozenset())
 
     def _note_linear(self, path: str, x: Tensor) -> None:
-        sources, parts = self._find_sources(x), self._parts.get(id(x), ())
+        sources = self._find_sources(x)
+        parts = self._parts.get(id(x), ())
         if sum(part.width for part in parts) != x.shape[-1]:
             parts = (Part(x.shape[-1], sources),)
         if STREAM not in sources and x.numel() == x.shape[0] * x.shape[-1]:
             self._modulations.append(path)
-        before = self._uses.get(path)
-        self._uses[path] = Use(sources if before is None else sources | before.sources, parts)
+        if path in self._uses:
+            sources |= self._uses[path].sources
+        self._uses[path] = Use(sources, parts)
 
-    def _note_split(self, func: Any, args: Any, result: Any) -> None:
+    def _note_split(self, name: str, args: Any, result: Any) -> None:
         """What a Linear made side by side is taken apart along the last dimension, in one step or several."""
-        name, x = getattr(func, "__name__", ""), args[0] if args else None
-        if not isinstance(x, Tensor) or not x.ndim or (span := self._find_span(x)) is None:
+        x = args[0]
+        span = self._find_span(x)
+        if span is None:
             return
         path, start = span
         if name in ("chunk", "split", "tensor_split") and {part.shape[:-1] for part in result} == {x.shape[:-1]}:
@@ -277,9 +303,9 @@ class _FlowWatch(TorchFunctionMode):
                 self._note_span(part, path, start)
                 start += part.shape[-1]
         elif name == "__getitem__" and isinstance(result, Tensor) and result.shape[:-1] == x.shape[:-1]:
-            at = args[1][-1] if isinstance(args[1], tuple) else None
-            if isinstance(at, slice) and at.step in (None, 1):
-                self._note_span(result, path, start + at.indices(x.shape[-1])[0])
+            last_index = args[1][-1] if isinstance(args[1], tuple) else None
+            if isinstance(last_index, slice) and last_index.step in (None, 1):
+                self._note_span(result, path, start + last_index.indices(x.shape[-1])[0])
         elif name in ("reshape", "view", "unflatten") and result.ndim == x.ndim + 2 and result.shape[-3] in (2, 3):
             # Queries, keys and values: [..., 3, heads, features of a head].
             width = math.prod(result.shape[-2:])
@@ -291,8 +317,13 @@ class _FlowWatch(TorchFunctionMode):
         if id(x) in self._spans:
             return self._spans[id(x)]
         sources = self._find_sources(x)
-        module = self._modules.get(min(sources)) if len(sources) == 1 else None
-        return (min(sources), 0) if isinstance(module, nn.Linear) and module.out_features == x.shape[-1] else None
+        if len(sources) != 1 or not x.ndim:
+            return None
+        (source,) = sources
+        module = self._modules.get(source)
+        if isinstance(module, nn.Linear) and module.out_features == x.shape[-1]:
+            return source, 0
+        return None
 
     def _note_span(self, part: Tensor, path: str, start: int) -> None:
         self._spans[id(part)] = path, start
@@ -305,46 +336,54 @@ class _FlowWatch(TorchFunctionMode):
         return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
     def _note_norm(self, path: str, _: nn.Module, args: tuple[Any, ...]) -> None:
-        if args and isinstance(args[0], Tensor):
-            x = args[0]
-            sources = self._find_sources(x)
-            linears = {name for name in sources if isinstance(self._modules.get(name), nn.Linear)}
-            if len(sources) == 1 and linears:
-                width = x.shape[-1]
-                # One of each head has another width.
-                if width in self._list_blocks(min(linears)):
-                    self._norms[path] = Part(width, sources)
+        if not args or not isinstance(args[0], Tensor):
+            return
+        sources = self._find_sources(args[0])
+        if len(sources) != 1:
+            return
+        (source,) = sources
+        width = args[0].shape[-1]
+        # A norm within each head has another width.
+        if isinstance(self._modules.get(source), nn.Linear) and width in self._list_blocks(source):
+            self._norms[path] = Part(width, sources)
 
     def list_styles(self) -> dict[str, list[Any]]:
-        """Path of a module -> how it is cut."""
-        uses = {
-            path: use._replace(sources=frozenset(name for name in use.sources if not name.startswith(_ARGUMENT)))
-            for path, use in self._uses.items()
-        }
-        rows = {path: use for path, use in uses.items() if use.sources and STREAM not in use.sources}
-        columns: set[str] = set()
+        """Path of a module, or of an argument of a block -> how it is cut."""
         styles: dict[str, list[Any]] = {}
-        for path, use in rows.items():
-            if path in columns or any(styles.get(name, [""])[0] == "rowwise" for name in use.sources):
+        columns: set[str] = set()
+        for path, use in self._uses.items():
+            sources = {source for source in use.sources if not source.startswith(_ARGUMENT)}
+            if not sources or STREAM in sources or path in columns:
                 continue
-            columns |= use.sources
-            for name in sorted(use.sources):
-                styles[name] = ["colwise", *self._describe_columns(name)]
-            styles[path] = ["rowwise", *(self._describe_part(part) for part in use.parts)]
-            if isinstance(styles[path][1], int) and len(use.parts) == 1:
-                del styles[path][1]
-        for source, (dim, linears) in self._by_heads.items():
-            if linears <= columns:
-                # Its parts are alike, as the cosines and sines of a rotation.
-                argument, shape = source.rpartition(".")[0], self._arguments[source][0]
-                for other, (size, _) in self._arguments.items():
-                    if other.rpartition(".")[0] == argument and size == shape:
-                        styles[other.removeprefix(_ARGUMENT)] = ["heads", dim, min(linears)]
-        styles |= {path: ["gathered"] for path in self._modulations if path not in styles}
+            # After a rowwise Linear the ranks are summed: every rank has all of what it makes.
+            if any(styles.get(source, [""])[0] == "rowwise" for source in sources):
+                continue
+            columns |= sources
+            for source in sorted(sources):
+                styles[source] = ["colwise", *self._describe_columns(source)]
+            inputs = [self._describe_part(part) for part in use.parts]
+            # One part of a plain number says nothing that the Linear does not.
+            if len(inputs) == 1 and isinstance(inputs[0], int):
+                inputs = []
+            styles[path] = ["rowwise", *inputs]
+        self._add_argument_styles(styles, columns)
+        for path in self._modulations:
+            styles.setdefault(path, ["gathered"])
         for path, part in self._norms.items():
             if part.sources <= columns:
                 styles[path] = ["rms_norm", self._describe_part(part)]
         return styles
+
+    def _add_argument_styles(self, styles: dict[str, list[Any]], columns: Collection[str]) -> None:
+        for source, (dim, linears) in self._by_heads.items():
+            if not linears.issubset(columns):
+                continue
+            # Tensors of one argument with one shape are alike, as the cosines and sines of a rotation.
+            argument = source.rpartition(".")[0]
+            shape = self._arguments[source][0]
+            for sibling, (sibling_shape, _) in self._arguments.items():
+                if sibling.rpartition(".")[0] == argument and sibling_shape == shape:
+                    styles[sibling.removeprefix(_ARGUMENT)] = ["heads", dim, min(linears)]
 
     def _describe_columns(self, path: str) -> list[Any]:
         """What a Linear makes side by side: proportions, or where parts differ, what its owner calls their sizes."""
@@ -356,14 +395,24 @@ class _FlowWatch(TorchFunctionMode):
         owner = self._modules.get(path.rpartition(".")[0])
         if owner is None or len(set(blocks)) == 1:
             return proportions
-        # A config may change the proportions of parts that are not alike.
-        sizes = {value: name for name, value in reversed(vars(owner).items()) if type(value) is int}
-        return [sizes[block] for block in blocks] if sizes.keys() >= set(blocks) else proportions
+        # Another config may have other proportions of parts that are not alike. Of several attributes with one value
+        # the first counts.
+        names = {value: name for name, value in reversed(vars(owner).items()) if type(value) is int}
+        if names.keys() >= set(blocks):
+            return [names[block] for block in blocks]
+        return proportions
 
     def _describe_part(self, part: Part) -> str | int:
         """The Linear that makes as many features, or that and which of its blocks; the number where none does."""
-        for name in (name for name in self._uses if name in part.sources):  # in the order of calls: queries first
+        # In the order of calls, so that queries come first.
+        for name in self._uses:
+            if name not in part.sources:
+                continue
             blocks = self._list_blocks(name)
             if part.width in blocks:
                 return name if len(blocks) == 1 else f"{name}/{blocks.index(part.width)}"
         return part.width
+
+
+def _list_tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

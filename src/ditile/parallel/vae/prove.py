@@ -3,74 +3,26 @@
 from __future__ import annotations
 
 import copy
-import queue
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ditile.parallel.vae.halo import PendingRows, Strip
+from ditile.parallel.thread_ranks import ThreadRank, run_thread_ranks
+from ditile.parallel.vae.halo import Strip
 from ditile.plan.errors import ModelError
 
-RANKS, ROWS, COLUMNS, FRAMES = 2, 5, 4, 2
-"""Of the latents that are decoded: rows that do not divide."""
+RANKS = 2
+ROWS = 5
+"""Rows of the latents that are decoded; the ranks do not divide them."""
+COLUMNS = 4
+FRAMES = 2
 TOLERANCE = 1e-4
 """Of the largest value, in float32; an autoencoder that looks beyond its rows differs by 1e-2 or more."""
-TIMEOUT = 60.0
 
 Install = Callable[[ExitStack, Any, Strip], None]
-
-
-class _Received(NamedTuple):
-    """Rows that are waited for."""
-
-    receive: Callable[[], list[Tensor]]
-
-    def wait_for_tensors(self) -> list[Tensor]:
-        return self.receive()
-
-
-class _ThreadLinks:
-    """Links between threads, each of which is a rank."""
-
-    def __init__(self, index: int, num_ranks: int, queues: dict[tuple[int, int], queue.Queue[Any]]) -> None:
-        self.index = index
-        self.num_ranks = num_ranks
-        self._queues = queues
-
-    def start_exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor
-    ) -> PendingRows:
-        for peer, x in sends:
-            self._queues[self.index, peer].put(x.clone())
-        return _Received(lambda: [self._receive(peer, shape) for peer, shape in receives])
-
-    def start_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> PendingRows:
-        others = [peer for peer in range(self.num_ranks) if peer != self.index]
-        pending = self.start_exchange([(peer, x) for peer in others], [(peer, shapes[peer]) for peer in others], x)
-
-        def receive() -> list[Tensor]:
-            received = pending.wait_for_tensors()
-            return [*received[: self.index], x, *received[self.index :]]
-
-        return _Received(receive)
-
-    def _receive(self, peer: int, shape: Sequence[int]) -> Tensor:
-        x = self._queues[peer, self.index].get(timeout=TIMEOUT)
-        if isinstance(x, BaseException):
-            raise x
-        if tuple(x.shape) != tuple(shape):
-            raise ModelError(f"rows of shape {tuple(x.shape)} arrive where {tuple(shape)} are expected")
-        return x  # type: ignore[no-any-return]
-
-    def fail(self, error: BaseException) -> None:
-        """Lets ranks that wait for this one end."""
-        for peer in range(self.num_ranks):
-            if peer != self.index:
-                self._queues[self.index, peer].put(error)
 
 
 def prove_rows(vae: Any, install: Install) -> None:
@@ -83,29 +35,34 @@ def prove_rows(vae: Any, install: Install) -> None:
     Raises:
         ModelError: if it cannot be called on small latents, or differs.
     """
-    kind = type(vae).__name__
+    class_name = type(vae).__name__
     twin = copy.deepcopy(vae).float().cpu()
     latents = _make_latents(twin)
+    encoded: Tensor | None = None
     try:
         with torch.no_grad():
-            picture = _decode(twin, latents)
-            want = {"decode": picture} | ({"encode": _encode(twin, picture)} if _has_encoder(twin) else {})
+            decoded = _decode(twin, latents)
+            if getattr(twin, "encoder", None) is not None:
+                encoded = _encode(twin, decoded)
     except Exception as error:
         raise ModelError(
-            f"{kind} cannot be called on latents of shape {tuple(latents.shape)} to see whether it can be divided by "
-            f"rows: {type(error).__name__}: {' '.join(str(error).split())[:200]}; use vae=whole"
+            f"{class_name} cannot be called on latents of shape {tuple(latents.shape)} to see whether it can be "
+            f"divided by rows: {_describe(error)}; use vae=whole"
         ) from error
-    calls: dict[str, Callable[[Any], Tensor]] = {
-        "decode": lambda mine: _decode(mine, latents),
-        "encode": lambda mine: _encode(mine, picture),
-    }
-    for name, one in want.items():
-        got = simulate_ranks(twin, install, RANKS, calls[name])
-        difference = max(float((x - one).abs().max() / one.abs().max()) for x in got)
+    _compare(twin, install, "decode", lambda divided: _decode(divided, latents), decoded)
+    if encoded is not None:
+        _compare(twin, install, "encode", lambda divided: _encode(divided, decoded), encoded)
+
+
+def _compare(vae: Any, install: Install, name: str, call: Callable[[Any], Tensor], expected: Tensor) -> None:
+    """Raises `ModelError` if a rank that has a part of the rows makes something else of a call than the whole does."""
+    for result in simulate_ranks(vae, install, RANKS, call):
+        difference = float((result - expected).abs().max() / expected.abs().max())
+        # Written so that NaN is refused too.
         if not difference <= TOLERANCE:
             raise ModelError(
-                f"{kind}.{name} by rows differs from the whole by {difference:.1e} of the largest value, so that it "
-                "looks beyond them; use vae=whole"
+                f"{type(vae).__name__}.{name} by rows differs from the whole by {difference:.1e} of the largest "
+                "value, so that it looks beyond them; use vae=whole"
             )
 
 
@@ -115,36 +72,27 @@ def simulate_ranks(vae: Any, install: Install, num_ranks: int, call: Callable[[A
     Raises:
         ModelError: what a rank runs into.
     """
-    queues: dict[tuple[int, int], queue.Queue[Any]] = {
-        (one, other): queue.Queue() for one in range(num_ranks) for other in range(num_ranks)
-    }
-    results: list[Tensor | BaseException] = []
-    made: dict[int, Tensor] = {}
 
-    def run(rank: int) -> None:
-        links = _ThreadLinks(rank, num_ranks, queues)
-        try:
-            mine = copy.deepcopy(vae, memo={id(p): p for p in vae.parameters()})
-            with torch.no_grad(), ExitStack() as stack:
-                install(stack, mine, Strip(links))
-                made[rank] = call(mine)
-        except Exception as error:
-            results.append(error)
-            links.fail(error)
+    def run(rank: ThreadRank) -> Tensor:
+        divided = copy.deepcopy(vae, memo={id(p): p for p in vae.parameters()})
+        with torch.no_grad(), ExitStack() as stack:
+            install(stack, divided, Strip(rank))
+            return call(divided)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in results:
-        if isinstance(error, ModelError):
-            raise error
+    try:
+        return run_thread_ranks(num_ranks, run)
+    except ModelError:
+        raise
+    except Exception as error:
         raise ModelError(
-            f"{type(vae).__name__} cannot be divided by rows: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}; use vae=whole"
-        )
-    return [made[rank] for rank in range(num_ranks)]
+            f"{type(vae).__name__} cannot be divided by rows: {_describe(error)}; use vae=whole"
+        ) from error
+
+
+def _describe(error: Exception) -> str:
+    """One line of at most 200 letters about an error of somebody's model."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:200]}"
 
 
 def _make_latents(vae: Any) -> Tensor:
@@ -154,23 +102,23 @@ def _make_latents(vae: Any) -> Tensor:
             f"{type(vae).__name__} does not say how many channels its latents have, so it is not known whether it can "
             "be divided by rows; use vae=whole"
         )
-    is_video = any(isinstance(module, nn.Conv3d) for module in vae.modules())
-    shape = (1, channels, *((FRAMES,) if is_video else ()), ROWS, COLUMNS)
+    shape = [1, channels, ROWS, COLUMNS]
+    if any(isinstance(module, nn.Conv3d) for module in vae.modules()):
+        shape.insert(2, FRAMES)
     generator = torch.Generator().manual_seed(0)
-    # Brighter below than above, so that statistics of a part are not those of the whole.
+    # Brighter below than above, so that statistics of a part are not the statistics of the whole.
     return torch.randn(shape, generator=generator) + torch.linspace(0, 2, ROWS)[:, None]
 
 
 def _decode(vae: Any, latents: Tensor) -> Tensor:
-    picture: Tensor = vae.decode(latents, return_dict=False)[0]
-    return picture
+    decoded: Tensor = vae.decode(latents, return_dict=False)[0]
+    return decoded
 
 
-def _has_encoder(vae: Any) -> bool:
-    return getattr(vae, "encoder", None) is not None
-
-
-def _encode(vae: Any, picture: Tensor) -> Tensor:
-    result = vae.encode(picture)
-    latents: Tensor = result.latent_dist.mode() if hasattr(result, "latent_dist") else result[0]
+def _encode(vae: Any, image: Tensor) -> Tensor:
+    result = vae.encode(image)
+    if hasattr(result, "latent_dist"):
+        mode: Tensor = result.latent_dist.mode()
+        return mode
+    latents: Tensor = result[0]
     return latents

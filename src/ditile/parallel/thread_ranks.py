@@ -1,0 +1,112 @@
+"""Ranks in threads: proofs run a divided model on several ranks in one process, without a process group."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+TIMEOUT = 60.0
+"""Seconds that a rank waits for a message. Proofs run tiny models, so a longer wait means that ranks disagree."""
+
+Result = TypeVar("Result")
+
+
+class PendingThreadMessages(NamedTuple):
+    """Messages from other threads that are yet to be received."""
+
+    receive: Callable[[], list[Tensor]]
+
+    def wait_for_tensors(self) -> list[Tensor]:
+        """The messages, in the order in which they were asked for."""
+        return self.receive()
+
+
+class PeerFailedError(Exception):
+    """Raised in a rank that waits for one that has failed."""
+
+
+class ThreadRank:
+    """One of several ranks that are threads of this process.
+
+    Attributes:
+        index: this rank.
+        num_ranks: how many there are.
+    """
+
+    def __init__(self, index: int, queues: Sequence[Sequence[queue.Queue[Any]]]) -> None:
+        self.index = index
+        self.num_ranks = len(queues)
+        self._queues = queues  # by sender and receiver
+
+    def start_exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor
+    ) -> PendingThreadMessages:
+        """Sends tensors to several peers; `receives` are (peer, shape) of what arrives."""
+        for peer, x in sends:
+            # The sender may write into its tensor before the receiver has read it.
+            self._queues[self.index][peer].put(x.clone())
+        return PendingThreadMessages(lambda: [self._receive(peer, shape) for peer, shape in receives])
+
+    def start_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> PendingThreadMessages:
+        """Exchanges a tensor with every rank; theirs have these shapes. All arrive, in rank order."""
+        peers = [peer for peer in range(self.num_ranks) if peer != self.index]
+        pending = self.start_exchange([(peer, x) for peer in peers], [(peer, shapes[peer]) for peer in peers], x)
+
+        def receive() -> list[Tensor]:
+            tensors = pending.wait_for_tensors()
+            tensors.insert(self.index, x)
+            return tensors
+
+        return PendingThreadMessages(receive)
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of the tensors of all ranks, added in rank order, so that every rank has the same bits."""
+        everyone = self.start_gather(x, [tuple(x.shape)] * self.num_ranks).wait_for_tensors()
+        return functools.reduce(torch.add, everyone)
+
+    def announce_failure(self) -> None:
+        """Wakes the ranks that wait for this one."""
+        for mailbox in self._queues[self.index]:
+            mailbox.put(PeerFailedError())
+
+    def _receive(self, peer: int, shape: Sequence[int]) -> Tensor:
+        try:
+            message = self._queues[peer][self.index].get(timeout=TIMEOUT)
+        except queue.Empty:
+            raise RuntimeError(f"rank {peer} sent nothing for {TIMEOUT:g} s") from None
+        if isinstance(message, PeerFailedError):
+            raise message
+        if tuple(message.shape) != tuple(shape):
+            raise RuntimeError(f"a tensor of shape {tuple(message.shape)} arrives where {tuple(shape)} is expected")
+        return message  # type: ignore[no-any-return]
+
+
+def run_thread_ranks(num_ranks: int, run: Callable[[ThreadRank], Result]) -> list[Result]:
+    """What `run` returns on each of several ranks; raises the first error of a rank, if one fails."""
+    queues: list[list[queue.Queue[Any]]] = [[queue.Queue() for _ in range(num_ranks)] for _ in range(num_ranks)]
+    results: dict[int, Result] = {}
+    errors: list[Exception] = []
+
+    def run_rank(rank: ThreadRank) -> None:
+        try:
+            results[rank.index] = run(rank)
+        except PeerFailedError:
+            rank.announce_failure()
+        except Exception as error:
+            errors.append(error)
+            rank.announce_failure()
+
+    threads = [threading.Thread(target=run_rank, args=(ThreadRank(index, queues),)) for index in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(num_ranks)]
