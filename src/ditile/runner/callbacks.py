@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditile.distributed import env, rng_state
+from ditile.distributed import env
 from ditile.distributed.heartbeat import note_work_alone
 from ditile.distributed.launch import mark_open_line
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import broadcast_named_tensors, gather_json
 from ditile.model.hooks.overrides import override_attribute
 from ditile.model.pipeline_calls import list_call_parameters, list_progress_bar_owners
+from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
 from ditile.plan.errors import ModelError

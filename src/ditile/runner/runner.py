@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ditile.cache.agreement import AgreementGroups
-from ditile.distributed import cpus, env, rng_state
+from ditile.distributed import cpus, env
 from ditile.distributed.backend import pick_device
 from ditile.distributed.heartbeat import note_shared_call
 from ditile.distributed.mesh import (
@@ -60,6 +60,7 @@ from ditile.model.pipeline_calls import (
 from ditile.model.probe import ProbeError
 from ditile.model.source import find_latent_cuts
 from ditile.model.step_memory import explain_hook_refusal
+from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.graphs import BlockGraphs, CudaGraphRecorder
 from ditile.parallel.pipefusion.patch_schedulers import is_custom_scheduler
 from ditile.plan import errors

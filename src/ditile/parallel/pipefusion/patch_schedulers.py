@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ditile.distributed import rng_state
 from ditile.model.hooks.overrides import list_replaced_methods
 from ditile.model.hooks.pieces import Piece
+from ditile.parallel import rng_state
 from ditile.plan.errors import ModelError, StateError
 
 STEP_ARGUMENTS = ("model_output", "timestep", "sample")

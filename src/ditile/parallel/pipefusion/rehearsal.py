@@ -25,9 +25,9 @@ from diffusers.guiders.guider_utils import BaseGuidance
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ditile.distributed import rng_state
 from ditile.model.hooks.generation import Generation, RehearsedModel
 from ditile.model.hooks.pieces import has_nan
+from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.other_models import OtherModels
 from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCall, describe_lengths, forget_numbers
 from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
