@@ -1,7 +1,7 @@
 """A prediction that another half of guidance computes: it is NaN until it arrives, with the last call of the step.
 
-A pipeline may compute with one prediction before it asks for the next, as one that turns each into a picture without
-noise. What it computes is noted, and done again when the prediction is there, into the tensors that it has already.
+A pipeline may compute with one prediction before it asks for the next, for instance the image without noise that it
+implies. Such operations are recorded, and repeated once the prediction has arrived, into the tensors that they made.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _READS_VALUES = frozenset(
     {"__bool__", "__contains__", "__float__", "__index__", "__int__", "allclose", "equal", "is_nonzero", "item"}
     | {"numpy", "tolist", "__array__", "__format__", "__repr__"}
 )
-"""What gives a number of a tensor, and not a tensor or its shape."""
+"""Functions that return numbers of a tensor, not a tensor or its shape."""
 
 
 @dataclass(slots=True)
 class DeferredWork:
-    """What a pipeline computes with the predictions of a step before all of them are there.
+    """What a pipeline computes with the predictions of a step before all of them have arrived.
 
     Attributes:
-        is_over: whether they are; what is computed from then on is computed as ever.
-        problem: what cannot be done again; empty if all can.
+        is_over: whether they have; from then on nothing is recorded.
+        problem: what cannot be repeated; empty if everything can.
     """
 
     is_over: bool = False
@@ -35,59 +35,59 @@ class DeferredWork:
     _calls: list[tuple[Callable[..., Any], Any, Any, Any]] = field(default_factory=list)
 
     def defer(self, prediction: Tensor) -> Tensor:
-        """The same prediction, whose uses are noted here."""
+        """The same prediction, whose uses are recorded here."""
         deferred = prediction.as_subclass(DeferredPrediction)
         deferred.work = self
         return deferred
 
-    def note_call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a function of torch on such predictions; returns tensors whose uses are noted too."""
+    def record_call(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a function of torch on such predictions; returns tensors whose uses are recorded too."""
         name = getattr(func, "__name__", "")
         if name in _READS_VALUES:
             self.problem = self.problem or f"asks for numbers of it by {name}"
-        written = [args[0]] if _writes_in_place(name) else [kwargs["out"]] if kwargs.get("out") is not None else []
-        if not all(isinstance(each, DeferredPrediction) for each in written):
+        # torch names functions that write in place with a trailing underscore.
+        is_in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
+        target = args[0] if is_in_place else kwargs.get("out")
+        # A tensor of the pipeline's own would keep the NaN if it is read before the work is repeated.
+        if target is not None and not isinstance(target, DeferredPrediction):
             self.problem = self.problem or f"writes it into another tensor by {name}"
         result = _call_plainly(func, args, kwargs)
-        # What is made like a tensor does not depend on its values, and may be random.
+        # What is made like a tensor does not depend on its values, and may be random: it must not be repeated.
         if name.endswith("_like") or name.startswith("new_"):
             return result
         self._calls.append((func, args, kwargs, result))
         return pytree.tree_map_only(Tensor, self.defer, result)
 
     def finish(self) -> None:
-        """The predictions are there: does again what was noted, in the same order."""
-        for func, args, kwargs, before in self._calls:
-            now = _call_plainly(func, args, kwargs)
-            for old, new in zip(pytree.tree_leaves(before), pytree.tree_leaves(now), strict=True):
-                # A view has what was written already.
+        """Repeats what was recorded, in the same order, now that the predictions have arrived."""
+        for func, args, kwargs, first_result in self._calls:
+            result = _call_plainly(func, args, kwargs)
+            for old, new in zip(pytree.tree_leaves(first_result), pytree.tree_leaves(result), strict=True):
+                # A view shares memory with what was repeated before it.
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     _call_plainly(Tensor.copy_, (old, new), {})
         self.end()
 
     def end(self) -> None:
-        """Nothing is noted any more."""
+        """Stops recording."""
         self.is_over = True
         self._calls.clear()
 
 
 class DeferredPrediction(Tensor):
-    """A prediction whose uses are noted."""
+    """A prediction whose uses are recorded."""
 
     work: DeferredWork
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        named = kwargs or {}
-        works = (x.work for x in pytree.tree_leaves((args, named)) if isinstance(x, cls))
-        work = next((each for each in works if not each.is_over), None)
-        return _call_plainly(func, args, named) if work is None else work.note_call(func, args, named)
+        kwargs = kwargs or {}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if isinstance(leaf, cls) and not leaf.work.is_over:
+                return leaf.work.record_call(func, args, kwargs)
+        return _call_plainly(func, args, kwargs)
 
 
 def _call_plainly(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
-
-
-def _writes_in_place(name: str) -> bool:
-    return name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))

@@ -1,6 +1,6 @@
 """One call of the model, of which this rank computes some rows of the batch.
 
-These hooks lie around all other hooks of the model. The pipeline gives and gets full-size tensors; the model sees the
+These hooks are the outermost hooks of the model. The pipeline passes and gets full-size tensors; the model sees the
 rows of this replica's images and of this half's guidance branches.
 """
 
@@ -10,7 +10,6 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -42,17 +41,17 @@ from ditile.plan.errors import ModelError, StateError
 
 
 class DataCfgBatch:
-    """The batch of one call of the pipeline, shared out over the axes data and cfg.
+    """The batch of one call of the pipeline, split over the axes data and cfg.
 
     Args:
-        mesh: the axes, and groups for what must be agreed.
-        models: what the pipeline calls, one or the other.
-        images: how many the pipeline makes.
-        batch_dims: finds which dimension of each argument of the models is the batch.
+        mesh: the axes, and groups for agreements.
+        models: the models that the pipeline may call.
+        images: how many images the pipeline generates.
+        batch_dims: finds which dimension of each argument of the models is the batch, where `inputs` does not say.
         inputs: the kinds of their arguments, where these are known.
 
     Attributes:
-        num_images: how many the pipeline makes.
+        num_images: how many images the pipeline generates.
     """
 
     def __init__(
@@ -64,12 +63,17 @@ class DataCfgBatch:
         batch_dims: BatchDimFinder,
         inputs: Mapping[str, Kinds] | None = None,
     ) -> None:
-        self._mesh, self._models, self._model, self.num_images = mesh, models, models[0], images
+        self._mesh = mesh
+        self._models = models
+        self._model = models[0]
+        self.num_images = images
         self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
-        self._names, self._inputs, self._returns_list = list_parameter_names(self._model), inputs, False
+        self._names = list_parameter_names(self._model)
+        self._inputs = inputs
+        self._returns_list = False
         self._latents = find_latents_parameter(self._model)
         self.begin_generation()
 
@@ -89,15 +93,13 @@ class DataCfgBatch:
         return self._by_calls and self._splits_calls(self._now.micro_step.step)
 
     def _splits_calls(self, step: int) -> bool:
-        """Whether the halves compute calls of their own in a step.
-
-        Where calls have another mode than in the step before, what they return may have another shape, and every rank
-        computes all of them once.
-        """
-        if not self._by_calls or step == 0:
+        """Whether the halves compute calls of their own in a step."""
+        # Step 0 says how many calls there are. Where calls have another mode than in the step before, what they return
+        # may have another shape, and every rank computes all of them once to know it.
+        if not self._by_calls or step == 0 or step in self._changed_steps:
             return False
         whole = self._now.findings.whole_steps
-        return step not in self._changed_steps and (step in whole) == (step - 1 in whole)
+        return (step in whole) == (step - 1 in whole)
 
     def install_batch_hooks(
         self, stack: ExitStack, pipe: Any, now: Generation, *, first: bool, decodes_apart: bool = True
@@ -106,7 +108,7 @@ class DataCfgBatch:
 
         Args:
             now: the generation under way.
-            first: whether rank 0 alone needs the pictures.
+            first: whether only rank 0 needs the decoded images.
             decodes_apart: whether each replica decodes its own images; otherwise each decodes all of them.
         """
         if self._data.size == self._cfg.size == 1:
@@ -120,15 +122,18 @@ class DataCfgBatch:
             wrap_model_call(stack, pipe, model, wrap_forward)
         if not decodes_apart:
             return
-        to: Receivers = ("none" if self._mesh.image.index else "first") if first else "all"
+        to: Receivers = "all"
+        if first:
+            to = "none" if self._mesh.image.index else "first"
         self._data.install_decoder(stack, getattr(pipe, "vae", None), to, lambda: self._over)
 
     # The loop
 
     def begin_generation(self) -> None:
         """A generation begins."""
-        self._over = self._by_calls = False
-        self._hole: Tensor | None = None
+        self._over = False
+        self._by_calls = False
+        self._used_early: Tensor | None = None  # whether the pipeline used a prediction before it arrived
         self._predictions: dict[int, list[Tensor]] = {}
         self._results: dict[int, Any] = {}  # as the model returns them: bare, in a tuple or in an object
         self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
@@ -154,32 +159,35 @@ class DataCfgBatch:
         if self._data.size == self._cfg.size == 1:
             return
         now = self._now
-        # One row for each image, or as many as the last call had.
-        if sample.shape[0] not in (self.num_images, self.num_images * self._num_branches.get(now.branch - 1, 1)):
+        # One row for each image, or as many rows as the last call had: DiT steps a copy for each branch.
+        branches = self._num_branches.get(now.branch - 1, 1)
+        if sample.shape[0] not in (self.num_images, self.num_images * branches):
             raise ModelError(
                 f"the latents have {sample.shape[0]} row(s) and the call asks for {self.num_images} image(s), so rows "
-                "cannot be shared out; use a plan with data=1 and cfg=1"
+                "cannot be split; use a plan with data=1 and cfg=1"
             )
         if not self._by_calls:
             return
-        if now.calls is None and now.branch < self._cfg.size:
-            raise ModelError(
-                f"cfg={self._cfg.size} shares out branches of guidance, and {type(self._model).__name__} was called "
-                "once, with one row for each image; raise guidance_scale above 1, give the negative_prompt "
-                "(--negative-prompt) that some pipelines want too, or use cfg=1"
-            )
         if now.calls is None:
+            if now.branch < self._cfg.size:
+                raise ModelError(
+                    f"cfg={self._cfg.size} splits branches of guidance, and {type(self._model).__name__} was called "
+                    "once, with one row for each image; raise guidance_scale above 1, give the negative_prompt "
+                    "(--negative-prompt) that some pipelines want too, or use cfg=1"
+                )
             self._deferred.end()
-        # Guidance that ended: the calls that were made are all that there are.
-        is_cut_short = now.calls is not None and 0 < now.branch < now.calls and self._splits_calls(now.micro_step.step)
-        if is_cut_short and self._own_slice is not None and self._is_last and not self.is_idle:
+        if self.is_idle or not self._is_last or not self._splits_calls(now.micro_step.step):
+            return
+        # Guidance has ended: the calls that were made are all there are, and the exchange waits for no more.
+        if now.calls is not None and 0 < now.branch < now.calls and self._own_slice is not None:
             self._complete_calls(now.branch - 1, self._own_slice)
-        if self._splits_calls(now.micro_step.step) and self._hole is None and self._is_last and not self.is_idle:
-            # A NaN that the model itself did not make. It is read at the end, so that nothing waits for a GPU here.
+        if self._used_early is None:
+            # A NaN that the model itself did not make was used early. It is read at the end of the generation, so that
+            # nothing waits for the device here.
             own = [prediction for calls in self._predictions.values() for prediction in calls]
-            has_nan = torch.stack([torch.isnan(prediction).any() for prediction in own]).any()
-            is_early = bool(self._deferred.problem)
-            self._hole = torch.isnan(self._data.view_own_images(prediction)).any() & ~has_nan | is_early
+            model_made_nan = torch.stack([torch.isnan(prediction).any() for prediction in own]).any()
+            has_nan = torch.isnan(self._data.view_own_images(prediction)).any()
+            self._used_early = has_nan & ~model_made_nan | bool(self._deferred.problem)
 
     def check_streams(self, number: int) -> None:
         """Checks, at the end of an iteration, that each prediction of the model steps latents, which come together.
@@ -209,108 +217,128 @@ class DataCfgBatch:
         """The loop is over.
 
         Raises:
-            StateError: if the pipeline used a prediction before it was filled in, and that could not be done again.
+            StateError: if the pipeline used a prediction before it arrived, and that could not be repeated.
         """
         self._over = True
-        by_calls, hole = self._by_calls, self._hole
         self._predictions.clear()
         self._results.clear()
-        if not by_calls:
+        if not self._by_calls:
             return
-        hole_max = AsyncMax(self._mesh.control, 0 if hole is None else int(hole), self._mesh.traffic)
-        if hole_max.wait_for_max():
+        # Every rank of the call takes part, with a prediction to look at or without.
+        used_early = 0 if self._used_early is None else int(self._used_early)
+        if AsyncMax(self._mesh.control, used_early, self._mesh.traffic).wait_for_max():
             raise StateError(
                 "the pipeline used one prediction before it asked for the next, as it did not in its first step, and "
-                "cfg=2 fills both in when the last is there; use cfg=1"
+                "cfg=2 fills both in when the last one arrives; use cfg=1"
             )
 
     # A call of the model
 
     def _call_model(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         now = self._now
-        # Outside of the loop all rows are every rank's, and every rank finds out by all rows where patches are.
+        # Outside of the loop every rank computes all rows. In a dry iteration every rank finds out where patches are,
+        # which all rows say.
         if now.is_dry or not now.is_under_way:
             return forward(*args, **kwargs)
-        branch, step = now.branch, now.micro_step.step
+        branch = now.branch
+        step = now.micro_step.step
         name, batch = self._find_noisy_input(args, kwargs)
-        every = BatchSlice.from_batch_size(len(batch), self.num_images)
-        if branch == step == 0 and now.calls is None:
-            self._by_calls = self._cfg.size > 1 and every.num_branches == 1
-            if self._by_calls and (reason := explain_branch_refusal(self._model)):
-                raise ModelError(reason)
-        before = self._num_branches.get(branch, every.num_branches)
-        if every.num_branches != before and now.is_stale:
-            raise StateError(
-                f"the batch changed from {before} to {every.num_branches} branches of guidance in step {step}, and "
-                "stale keys belong to branches; keep guidance on for the whole run, or use a plan without pipefusion, "
-                "patches and distrifusion, such as ulysses"
-            )
-        self._num_branches[branch] = every.num_branches
-        if self._by_calls and every.num_branches > 1:
-            raise self._make_calls_error(now, every.num_branches * (branch + 1))
-        self._own_slice = batch_slice = replace(every, images=self._data.images)
+        all_rows = BatchSlice.from_batch_size(len(batch), self.num_images)
+        self._check_branches(all_rows.num_branches)
+        batch_slice = all_rows._replace(images=self._data.images)
+        self._own_slice = batch_slice
         mode = f"{describe_mode(kwargs)} {[tuple(x.shape) for x in pytree.tree_leaves(batch[:1])]}"
         if self._modes.setdefault(branch, mode) != mode:
             self._changed_steps.add(step)
         self._modes[branch] = mode
-        # Every half computes a call that the step before did not have.
-        by_calls = self._splits_calls(step) and now.calls is not None and branch < now.calls
-        self._begin_deferred_work(now)
+        self._begin_deferred_work()
         if self.is_idle:
-            return self._defer(self._make_idle_result(now, batch, kwargs), is_absent=False)
+            return self._defer(self._make_idle_result(batch, kwargs), is_absent=False)
+        # Every half computes a call that the step before did not have.
+        by_calls = now.calls is not None and branch < now.calls and self._splits_calls(step)
+        is_absent = False
         if not by_calls:
             self._compute_batch_slice(forward, args, kwargs, self._cfg.restrict_to_half(batch_slice))
             if self._is_last:
-                for k, prediction in enumerate(self._predictions[branch]):
-                    self._cfg.exchange_branches(prediction, batch_slice, self._find_fresh_piece(now, branch, k))
-        elif self._cfg.is_own_call(branch):
-            self._compute_batch_slice(forward, args, kwargs, batch_slice)
+                for output, prediction in enumerate(self._predictions[branch]):
+                    self._cfg.exchange_branches(prediction, batch_slice, self._find_fresh_piece(branch, output))
         else:
-            self._skip_foreign_call(now, batch_slice)
-        is_complete = by_calls and self._is_last and branch + 1 == now.calls
-        if is_complete:
-            self._complete_calls(branch, batch_slice)
-        result = self._hand_on(replace_predictions(self._results[branch], self._predictions[branch]))
-        is_absent = by_calls and self._is_last and not is_complete and not self._cfg.is_own_call(branch)
-        return self._defer(result, is_absent=is_absent)
+            if self._cfg.is_own_call(branch):
+                self._compute_batch_slice(forward, args, kwargs, batch_slice)
+            else:
+                self._skip_foreign_call(batch_slice)
+            if self._is_last and branch + 1 == now.calls:
+                self._complete_calls(branch, batch_slice)
+            else:
+                is_absent = self._is_last and not self._cfg.is_own_call(branch)
+        result = replace_predictions(self._results[branch], self._predictions[branch])
+        return self._defer(self._hand_on(result), is_absent=is_absent)
+
+    def _check_branches(self, num_branches: int) -> None:
+        """Checks that a call has as many guidance branches as the others; the first one says how cfg splits them."""
+        now = self._now
+        branch = now.branch
+        step = now.micro_step.step
+        if branch == step == 0 and now.calls is None:
+            self._by_calls = self._cfg.size > 1 and num_branches == 1
+            reason = explain_branch_refusal(self._model) if self._by_calls else None
+            if reason:
+                raise ModelError(reason)
+        before = self._num_branches.get(branch, num_branches)
+        if num_branches != before and now.is_stale:
+            raise StateError(
+                f"the batch changed from {before} to {num_branches} branches of guidance in step {step}, and "
+                "stale keys belong to branches; keep guidance on for the whole run, or use a plan without pipefusion, "
+                "patches and distrifusion, such as ulysses"
+            )
+        self._num_branches[branch] = num_branches
+        if self._by_calls and num_branches > 1:
+            raise StateError(
+                f"the pipeline called {type(self._model).__name__} {num_branches * (branch + 1)} times in step {step} "
+                f"and {now.calls} times before; cfg=2 splits calls, whose number must not change during the run; use "
+                "cfg=1"
+            )
 
     def _complete_calls(self, last: int, batch_slice: BatchSlice) -> None:
-        """The last call of a step was made: all halves get the predictions of the others."""
-        for k in range(len(self._predictions[last])):
-            calls = [self._predictions[call][k] for call in range(last + 1)]
-            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(self._now, last, k))
+        """The last call of a step was made: all halves get the other halves' predictions."""
+        for output in range(len(self._predictions[last])):
+            calls = [self._predictions[call][output] for call in range(last + 1)]
+            self._cfg.exchange_calls(calls, batch_slice, self._find_fresh_piece(last, output))
+        # Only after all outputs have arrived: an operation may use several of them.
         self._deferred.finish()
 
-    def _begin_deferred_work(self, now: Generation) -> None:
-        """A call of a step is next. In the first step every rank sees what cannot be done again.
+    def _begin_deferred_work(self) -> None:
+        """A call of a step is next. In the first step every rank sees what cannot be repeated.
 
         Raises:
-            ModelError: if the pipeline uses the last prediction so that this could not be done again.
+            ModelError: if the pipeline uses the last prediction so that this could not be repeated.
         """
-        if not now.branch:
+        if not self._now.branch:
             self._deferred = DeferredWork()
-        elif self._by_calls and now.calls is None and self._deferred.problem:
+        elif self._by_calls and self._now.calls is None and self._deferred.problem:
             raise ModelError(
-                f"cfg={self._cfg.size} shares out calls of {type(self._model).__name__}, and the pipeline "
-                f"{self._deferred.problem} before the next one is made, and so before it is there; use cfg=1"
+                f"cfg={self._cfg.size} splits calls of {type(self._model).__name__}, and the pipeline "
+                f"{self._deferred.problem} before the next one is made, and so before it arrives; use cfg=1"
             )
 
     def _defer(self, result: Any, *, is_absent: bool) -> Any:
-        """A result whose uses are noted, if it is not there yet; in the first step any, to see whether they can be."""
-        is_first = self._by_calls and self._now.calls is None
-        return pytree.tree_map_only(Tensor, self._deferred.defer, result) if is_absent or is_first else result
+        """A result whose uses are recorded if it has not arrived; in the first step always, to see what they are."""
+        if is_absent or (self._by_calls and self._now.calls is None):
+            return pytree.tree_map_only(Tensor, self._deferred.defer, result)
+        return result
 
     def _find_noisy_input(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, Sequence[Tensor]]:
         """The name of the noisy input, and its value: a tensor, or a list of its rows."""
         name = self._latents
-        at = self._names.index(name)
-        if at < len(args):
-            batch = args[at]
+        position = self._names.index(name)
+        if position < len(args):
+            batch = args[position]
         else:
             name = next((name for name in (name, "hidden_states", "sample") if name in kwargs), "")
             batch = kwargs.get(name)
-        # A list of one has one row, whatever the model makes of longer ones.
-        is_list = isinstance(batch, list) and (len(batch) == 1 or self._find_kinds(name) == (ROWS,))
+        kinds = None if self._inputs is None else self._inputs.get(name)
+        # A list of one has one row, whatever the model makes of longer lists.
+        is_list = isinstance(batch, list) and (len(batch) == 1 or kinds == (ROWS,))
         if not isinstance(batch, Tensor) and not is_list:
             raise ModelError(
                 f"{type(self._model).__name__} takes its input as {type(batch).__name__}, which is not split by rows; "
@@ -318,33 +346,38 @@ class DataCfgBatch:
             )
         return name, cast(Sequence[Tensor], batch)
 
-    def _find_kinds(self, name: str) -> Kinds:
-        """What is known of an argument of the model."""
-        return () if self._inputs is None else self._inputs.get(name, ())
-
     def _hand_on(self, result: Any) -> Any:
         """A result as the model returns it: where it takes a list of rows, it returns one."""
-        return _map_rows(result, Tensor, lambda rows: list(rows.unbind())) if self._returns_list else result
+        if not self._returns_list:
+            return result
+        return _map_rows(result, Tensor, lambda rows: list(rows.unbind()))
 
     def _compute_batch_slice(
         self, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any], batch_slice: BatchSlice
     ) -> None:
         """Calls the model on some rows, and writes its result into the full-size predictions."""
         now = self._now
-        branch, size = now.branch, batch_slice.batch_size
-        cut_positional, cut_named, is_cut = self._slice_arguments(args, kwargs, batch_slice)
+        branch = now.branch
+        size = batch_slice.batch_size
+        has_all_rows = batch_slice.slice_size == size
+        cut = None
+        if not has_all_rows:
+            cut = self.change_rows(args, kwargs, functools.partial(_select_rows, batch_slice))
+        # Without a cut the call has all rows: some models can only be called on all.
+        cut_positional, cut_named = (args, kwargs) if cut is None else cut
         result = forward(*cut_positional, **cut_named)
         _, noisy = self._find_noisy_input(args, kwargs)
         if not isinstance(noisy, Tensor):
-            result, self._returns_list = _map_rows(result, list, torch.stack), True
+            result = _map_rows(result, list, torch.stack)
+            self._returns_list = True
         self._results[branch] = result
-        predictions = extract_predictions(result, batch_slice.slice_size if is_cut else size)
-        if not is_cut and len(predictions) > 1 and batch_slice.slice_size < size:
-            raise ModelError(
-                f"{type(self._model).__name__} makes {len(predictions)} tensors and can only be called on all "
-                f"{size} rows, so it is not known what of these has rows; use a plan with data=1 and cfg=1"
-            )
-        if not is_cut:
+        predictions = extract_predictions(result, size if cut is None else batch_slice.slice_size)
+        if cut is None and not has_all_rows:
+            if len(predictions) > 1:
+                raise ModelError(
+                    f"{type(self._model).__name__} makes {len(predictions)} tensors and can only be called on all "
+                    f"{size} rows, so it is not known what of these has rows; use a plan with data=1 and cfg=1"
+                )
             predictions = [batch_slice.select_batch(prediction) for prediction in predictions]
         self._agree_on_rows(noisy, predictions, result)
         shapes = [(size, *prediction.shape[1:]) for prediction in predictions]
@@ -355,15 +388,6 @@ class DataCfgBatch:
             self._predictions[branch] = wholes
         for whole, prediction in zip(wholes, predictions, strict=True):
             batch_slice.write_slice(whole, prediction)
-
-    def _slice_arguments(
-        self, args: Sequence[Any], kwargs: dict[str, Any], batch_slice: BatchSlice
-    ) -> tuple[list[Any], dict[str, Any], bool]:
-        """The arguments of a call on some rows, and whether they were cut: some models can only be called on all."""
-        if batch_slice.slice_size == batch_slice.batch_size:
-            return list(args), kwargs, False
-        cut = self.change_rows(args, kwargs, functools.partial(_select_rows, batch_slice))
-        return (list(args), kwargs, False) if cut is None else (*cut, True)
 
     def list_rows(self, args: Sequence[Any], kwargs: dict[str, Any]) -> BatchSlice:
         """All rows of a call."""
@@ -382,43 +406,48 @@ class DataCfgBatch:
         Raises:
             ModelError: if the input is a list, and it is not known what else has rows.
         """
+        # Arguments without a name, as those of *args, are named by their number.
         names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
         inputs = dict(zip(names, args, strict=True)) | kwargs
         noisy, batch = self._find_noisy_input(args, kwargs)
         if self._inputs is not None and find_unknown_rows(inputs, self._inputs, noisy, len(batch)) is None:
             changed = slice_rows(inputs, self._inputs, change)
-            return [changed.pop(name) for name in names], changed
-        if not isinstance(batch, Tensor):
+        elif not isinstance(batch, Tensor):
             raise ModelError(
-                f"{type(self._model).__name__} takes its input as a list, and what else of its arguments has rows is "
-                "not known; use a plan with data=1 and cfg=1"
+                f"{type(self._model).__name__} takes its input as a list, and it is not known which other arguments "
+                "have rows; use a plan with data=1 and cfg=1"
             )
-        dims = self._batch_dims.find_dims(inputs, noisy, len(batch))
-        if dims is None:
-            return None
-        changed = dims.slice_arguments(inputs, change)
+        else:
+            # No table of the model, as for a U-Net, or one that does not know this call: its forward is asked.
+            dims = self._batch_dims.find_dims(inputs, noisy, len(batch))
+            if dims is None:
+                return None
+            changed = dims.slice_arguments(inputs, change)
         return [changed.pop(name) for name in names], changed
 
-    def _skip_foreign_call(self, now: Generation, batch_slice: BatchSlice) -> None:
+    def _skip_foreign_call(self, batch_slice: BatchSlice) -> None:
         """Skips a call of another half: its prediction is NaN until it arrives."""
+        now = self._now
         branch = now.branch
+        # The keys of step 0, which every half computed, are never read again: their memory is freed.
         if now.micro_step.patch in (None, 0):
             now.memory.forget_branch_keys(branch)
         if now.micro_step.patch is None:
             self._predictions[branch] = [torch.zeros_like(prediction) for prediction in self._predictions[branch]]
         if self._is_last:
-            for k, prediction in enumerate(self._predictions[branch]):
+            for output, prediction in enumerate(self._predictions[branch]):
                 first_branch = batch_slice.view_as_grid(prediction)[0]
-                fill_piece(first_branch, self._find_fresh_piece(now, branch, k), torch.nan)
+                fill_piece(first_branch, self._find_fresh_piece(branch, output), torch.nan)
         now.advance_branch()
 
-    def _make_idle_result(self, now: Generation, batch: Sequence[Tensor], kwargs: dict[str, Any]) -> Any:
-        """A rank without images does not call the model: zeros as large as the others' predictions."""
+    def _make_idle_result(self, batch: Sequence[Tensor], kwargs: dict[str, Any]) -> Any:
+        """A rank without images does not call the model: zeros as large as the other ranks' predictions."""
         announced, returns_tensor = self._agree_on_rows(batch, None, None)
-        now.advance_branch()
-        # The dtype may be another than the latents': under autocast it is that of the last product.
-        rows = len(batch)
-        zeros = [batch[0].new_zeros((rows, *trailing), dtype=getattr(torch, dtype)) for dtype, trailing in announced]
+        self._now.advance_branch()
+        # The dtype may differ from the latents': under autocast it is the dtype of the last product.
+        zeros = []
+        for dtype, row_shape in announced:
+            zeros.append(batch[0].new_zeros((len(batch), *row_shape), dtype=getattr(torch, dtype)))
         if returns_tensor:
             return zeros[0]
         if not kwargs.get("return_dict", True):
@@ -442,32 +471,29 @@ class DataCfgBatch:
         """
         if not self._data.has_idle_replica:
             return [], False
-        # A row may be a list itself, of pictures and of the latents after them.
-        of_row = [x.shape for x in pytree.tree_leaves(noisy[0]) if isinstance(x, Tensor)]
-        size = (len(noisy), *itertools.chain(*of_row))
+        # A row may be a list itself, of images and of the latents after them.
+        leaves = pytree.tree_leaves(noisy[0])
+        size = (len(noisy), *itertools.chain(*(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))))
         if size not in self._rows:
             rows = [[describe_dtype(x), list(x.shape[1:])] for x in predictions or ()]
-            mine = [rows, isinstance(result, Tensor)]
-            self._rows[size] = gather_json(mine, self._mesh.within_calls)[0]
+            announced = [rows, isinstance(result, Tensor)]
+            self._rows[size] = gather_json(announced, self._mesh.within_calls)[0]
         return self._rows[size]
 
-    def _find_fresh_piece(self, now: Generation, branch: int, output: int) -> Piece | None:
-        """What is fresh of a prediction of a call at the micro-step at hand; None is all of it."""
-        patch = now.micro_step.patch
-        return None if patch is None else now.findings.prediction_pieces[branch][patch][output]
-
-    def _make_calls_error(self, now: Generation, calls: int) -> StateError:
-        return StateError(
-            f"the pipeline called {type(self._model).__name__} {calls} times in step {now.micro_step.step} and "
-            f"{now.calls} times before; cfg=2 shares out calls, whose number must not change in mid-run; use cfg=1"
-        )
+    def _find_fresh_piece(self, branch: int, output: int) -> Piece | None:
+        """What is fresh of a prediction of a call in this micro-step; None is all of it."""
+        patch = self._now.micro_step.patch
+        if patch is None:
+            return None
+        return self._now.findings.prediction_pieces[branch][patch][output]
 
 
 def _select_rows(batch_slice: BatchSlice, rows: Any) -> Any:
     """The rows of a slice, of a tensor or a list with an item for each row of the batch."""
     if isinstance(rows, Tensor):
         return batch_slice.select_batch(rows)
-    return [rows[k] for k in batch_slice.select_batch(torch.arange(len(rows))).tolist()]
+    numbers = batch_slice.select_batch(torch.arange(len(rows)))
+    return [rows[number] for number in numbers.tolist()]
 
 
 def _map_rows(result: Any, kind: type, make: Callable[[Any], Any]) -> Any:

@@ -1,18 +1,18 @@
-"""Whose rows of the batch a rank computes: of some guidance branches (cfg) and of some images (data).
+"""Which rows of the batch a rank computes: those of some guidance branches (cfg) and of some images (data).
 
 Diffusers puts the branches of guidance one after the other in the batch: all images of branch 0, then all of branch 1.
 
-**cfg** (arXiv 2207.12598): branches that share a batch are split by rows, and every half gets the others' rows after
-each call. Branches that are calls of their own go to the halves in turn: what a half does not compute is NaN until the
-last call of the step returns, and filled in place then; `deferred.py` does again what was computed with it before. The
+**cfg** (arXiv 2207.12598): branches in one batch are split by rows, and every half gets the other halves' rows after
+each call. Branches in calls of their own go to the halves in turn: what a half does not compute is NaN until the
+last call of the step returns, and is filled in place then; `deferred.py` repeats what was computed with it before. The
 number of calls is learnt in step 0, which every half computes whole. Only what is fresh travels: in an asynchronous
-micro-step of PipeFusion one patch of the prediction, and on the last stage alone.
+micro-step of PipeFusion one patch of the prediction, and only on the last stage.
 
 **data**: each replica computes the model's rows of its own images, and all hold all images at the end. Every replica
 runs the pipeline on the latents of the whole batch, which is cheap: noise is drawn once for the batch, by one generator
-or a list, also in the middle by a stochastic scheduler, and image k does not depend on the degree. In other replicas'
-rows a prediction is zero and latents are not looked at; they arrive after the last step. Pictures are decoded where
-they were made. A replica without images calls no model, and takes part in all messages.
+or a list, also during the loop by a stochastic scheduler, and image k does not depend on the degree. In other replicas'
+rows a prediction is zero and latents are not read; they arrive after the last step. Each replica decodes its own
+images. A replica without images calls no model, and takes part in all messages.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +39,7 @@ CFG, LATENTS, PICTURES = "cfg", "data", "pictures"
 Receivers = Literal["all", "first", "none"]
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSlice:
+class BatchSlice(NamedTuple):
     """Some rows of a batch: those of some branches and some images.
 
     Attributes:
@@ -56,11 +54,7 @@ class BatchSlice:
 
     @classmethod
     def from_batch_size(cls, total: int, images: int) -> BatchSlice:
-        """All rows of a batch of `total`, in which every branch has a row for each of `images`.
-
-        Raises:
-            ModelError: if that cannot be.
-        """
+        """All rows of a batch of `total`, in which every branch has one row for each of `images`."""
         branches, rest = divmod(total, images)
         if rest or not branches:
             raise ModelError(
@@ -81,14 +75,14 @@ class BatchSlice:
 
     def select_batch(self, batch: Tensor) -> Tensor:
         """The chosen rows of a tensor `[batch_size, ...]`, contiguous: models take views of their arguments."""
-        return batch if self.slice_size == self.batch_size else self.view_as_grid(batch).flatten(0, 1).contiguous()
+        if self.slice_size == self.batch_size:
+            return batch
+        return self.view_as_grid(batch).flatten(0, 1).contiguous()
 
     def view_as_grid(self, batch: Tensor) -> Tensor:
-        """The same as a view `[branches, images, ...]`."""
-        split = batch.unflatten(0, (self.num_branches, self.num_images))
-        own = split[self.branches.start : self.branches.stop]
-        chosen: Tensor = own[:, self.images.start : self.images.stop]
-        return chosen
+        """A view `[branches, images, ...]` of the chosen rows."""
+        grid: Tensor = batch.unflatten(0, (self.num_branches, self.num_images))
+        return grid[self.branches.start : self.branches.stop, self.images.start : self.images.stop]
 
     def write_slice(self, batch: Tensor, values: Tensor) -> None:
         """Writes `values` `[slice_size, ...]` into the chosen rows of a contiguous tensor `[batch_size, ...]`."""
@@ -96,11 +90,7 @@ class BatchSlice:
 
 
 def extract_predictions(result: Any, rows: int) -> list[Tensor]:
-    """The tensors that a model returns, such as the predictions of a video and its sound.
-
-    Raises:
-        ModelError: if there is none, or one of them has not that many rows.
-    """
+    """The tensors that a model returns, such as the predictions of a video and its sound, with one row for each."""
     predictions = list_predictions(result)
     if not predictions:
         raise ModelError(
@@ -118,8 +108,8 @@ def extract_predictions(result: Any, rows: int) -> list[Tensor]:
 
 def replace_predictions(result: Any, predictions: Iterable[Tensor]) -> Any:
     """A model's result with other tensors in it."""
-    others = iter(predictions)
-    return pytree.tree_map_only(Tensor, lambda _: next(others), result)
+    replacements = iter(predictions)
+    return pytree.tree_map_only(Tensor, lambda _: next(replacements), result)
 
 
 class CfgExchange:
@@ -131,15 +121,18 @@ class CfgExchange:
     """
 
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
-        self._axis, self._traffic = axis, traffic
+        self._axis = axis
+        self._traffic = traffic
         self.size = axis.num_ranks
 
     def restrict_to_half(self, batch_slice: BatchSlice, half: int | None = None) -> BatchSlice:
         """The rows of a batched call that a half computes; by default this rank's half."""
-        if batch_slice.num_branches < self.size:  # nothing to share out: every half computes it
+        # Too few branches to split: every half computes them all.
+        if batch_slice.num_branches < self.size:
             return batch_slice
-        mine = pick_even_chunk(batch_slice.branches, self.size, self._axis.index if half is None else half)
-        return replace(batch_slice, branches=mine)
+        if half is None:
+            half = self._axis.index
+        return batch_slice._replace(branches=pick_even_chunk(batch_slice.branches, self.size, half))
 
     def is_own_call(self, call: int) -> bool:
         """Whether a call of a step is this half's."""
@@ -147,31 +140,34 @@ class CfgExchange:
 
     def exchange_branches(self, prediction: Tensor, batch_slice: BatchSlice, piece: Piece | None) -> None:
         """Fills the rows of the other halves into a full-size prediction, which has this half's rows."""
-        if self._axis.group is None or batch_slice.num_branches < self.size:
+        if self.size == 1 or batch_slice.num_branches < self.size:
             return
-        of_half = [self.restrict_to_half(batch_slice, half) for half in range(self.size)]
-        fresh = take_piece(prediction, piece)
-        own = self.restrict_to_half(batch_slice).select_batch(fresh)
-        shapes = [(theirs.slice_size, *own.shape[1:]) for theirs in of_half]
-        received = start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
-        for half, (theirs, part) in enumerate(zip(of_half, received, strict=True)):
+        halves = [self.restrict_to_half(batch_slice, half) for half in range(self.size)]
+        own = halves[self._axis.index].select_batch(take_piece(prediction, piece))
+        parts = self._gather(own, [rows.slice_size for rows in halves])
+        for half, part in enumerate(parts):
             if half != self._axis.index:
-                _write_piece(prediction, theirs, part, piece)
+                _write_piece(prediction, halves[half], part, piece)
 
     def exchange_calls(self, predictions: Sequence[Tensor], batch_slice: BatchSlice, piece: Piece | None) -> None:
-        """Fills in the full-size predictions of the calls of the other halves; all those of a step at once."""
-        assert self._axis.group is not None
+        """Fills in the full-size predictions of the other halves' calls, all those of a step in one message."""
+        size = batch_slice.slice_size
         calls = range(len(predictions))
-        of_half = [calls[half :: self.size] for half in range(self.size)]
         fresh = [batch_slice.select_batch(take_piece(prediction, piece)) for prediction in predictions]
-        # A half may have none, where guidance ended and fewer calls than halves are left.
-        own = torch.cat([fresh[0][:0], *(fresh[call] for call in of_half[self._axis.index])])
-        shapes = [(len(theirs) * batch_slice.slice_size, *own.shape[1:]) for theirs in of_half]
-        received = start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
-        for half, (theirs, parts) in enumerate(zip(of_half, received, strict=True)):
-            if half != self._axis.index and theirs:
-                for call, part in zip(theirs, parts.split(batch_slice.slice_size), strict=True):
-                    _write_piece(predictions[call], batch_slice, part, piece)
+        # A half may have no call, where guidance ended and fewer calls than halves are left.
+        own = [fresh[0][:0], *fresh[self._axis.index :: self.size]]
+        parts = self._gather(torch.cat(own), [len(calls[half :: self.size]) * size for half in range(self.size)])
+        for half, part in enumerate(parts):
+            half_calls = calls[half :: self.size]
+            if half == self._axis.index or not half_calls:
+                continue
+            for call, prediction_part in zip(half_calls, part.split(size), strict=True):
+                _write_piece(predictions[call], batch_slice, prediction_part, piece)
+
+    def _gather(self, own: Tensor, rows: Sequence[int]) -> list[Tensor]:
+        """The parts of all halves, which have so many rows."""
+        shapes = [(count, *own.shape[1:]) for count in rows]
+        return start_gather(own, shapes, self._axis.group, self._traffic, CFG).wait_for_tensors()
 
 
 def take_piece(x: Tensor, piece: Piece | None) -> Tensor:
@@ -181,21 +177,19 @@ def take_piece(x: Tensor, piece: Piece | None) -> Tensor:
 
 def fill_piece(x: Tensor, piece: Piece | None, value: float) -> None:
     """Fills a piece of some rows of a contiguous tensor with a number."""
-    fresh = take_piece(x, piece)
     if piece is None:
         x.fill_(value)
     else:
-        piece.put(x, torch.full_like(fresh, value))
+        piece.put(x, torch.full_like(piece.take(x), value))
 
 
 def _write_piece(prediction: Tensor, batch_slice: BatchSlice, part: Tensor, piece: Piece | None) -> None:
     """Writes the fresh part of some rows."""
-    if piece is None:
-        batch_slice.write_slice(prediction, part)
-        return
-    rows = batch_slice.select_batch(prediction).clone(memory_format=torch.contiguous_format)
-    piece.put(rows, part)
-    batch_slice.write_slice(prediction, rows)
+    if piece is not None:
+        rows = batch_slice.select_batch(prediction).clone(memory_format=torch.contiguous_format)
+        piece.put(rows, part)
+        part = rows
+    batch_slice.write_slice(prediction, part)
 
 
 class ReplicaImages:
@@ -203,7 +197,7 @@ class ReplicaImages:
 
     Args:
         axis: the ranks with the same place in each replica.
-        images: how many there are in all.
+        images: the total number of images.
         traffic: counts bytes.
 
     Attributes:
@@ -211,7 +205,9 @@ class ReplicaImages:
     """
 
     def __init__(self, axis: Axis, images: int, traffic: Traffic) -> None:
-        self._axis, self._traffic, self._all = axis, traffic, images
+        self._axis = axis
+        self._traffic = traffic
+        self._num_images = images
         self.size = axis.num_ranks
         self.images = pick_even_chunk(range(images), axis.num_ranks, axis.index)
 
@@ -223,70 +219,67 @@ class ReplicaImages:
     @property
     def has_idle_replica(self) -> bool:
         """Whether some replica has none."""
-        return self._all < self.size
+        return self._num_images < self.size
 
     def view_own_images(self, batch: Tensor) -> Tensor:
-        """This replica's rows of `[copies * images, ...]`, a view where there is one copy.
-
-        DiT's pipeline steps a copy of the latents for each branch of guidance.
-        """
+        """This replica's rows of `[copies * images, ...]`, a view where there is one copy."""
         if self.size == 1:
             return batch
-        own: Tensor = batch.unflatten(0, (-1, self._all))[:, self.images.start : self.images.stop]
+        # DiT's pipeline steps a copy of the latents for each branch of guidance.
+        own: Tensor = batch.unflatten(0, (-1, self._num_images))[:, self.images.start : self.images.stop]
         return own.flatten(0, 1)
 
     def gather_latents(self, latents: Tensor) -> Tensor:
-        """All latents, on every replica; of the given ones only those of its own images are used."""
+        """All latents on every replica, each image's from the replica that computed it."""
         if self.size == 1:
             return latents
-        copies = [self.view_own_images(copy) for copy in latents.split(self._all)]
+        copies = [self.view_own_images(copy) for copy in latents.split(self._num_images)]
         return torch.cat([self._gather_images(own, LATENTS, "all") for own in copies])
 
     def install_decoder(self, stack: ExitStack, vae: Any, to: Receivers, over: Callable[[], bool]) -> None:
-        """Each replica decodes its own images, until the stack is closed; the pictures come in order.
+        """Each replica decodes its own images, until the stack is closed; the decoded images come in order.
 
         Args:
             stack: undoes it.
             vae: decodes latents `[images, ...]`.
-            to: which replicas get the pictures along this axis: the others get zeros.
+            to: which replicas get the decoded images along this axis: the others get zeros.
             over: whether the loop is over; what is decoded before is decoded whole.
         """
-        # A function that the user has in its place may compute with all images: every replica calls it on these.
+        # A replacement by the user may compute with all images: every replica calls it on these.
         if self.size == 1 or not hasattr(vae, "decode") or "decode" in list_replaced_methods(vae):
             return
         decode = vae.decode
 
         def decode_own_images(z: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not over() or z.shape[0] != self._all:
+            if not over() or z.shape[0] != self._num_images:
                 return decode(z, *args, **kwargs)
-            own = slice_batch_arguments({"args": (z, *args), "kwargs": kwargs}, self._all, self._select_decode_inputs)
+            arguments = {"args": (z, *args), "kwargs": kwargs}
+            own = slice_batch_arguments(arguments, self._num_images, self._select_decode_inputs)
             result = decode(*own["args"], **own["kwargs"])
-            rows = 1 if self.has_no_images else len(self.images)
-            pictures = [x[: len(self.images)] for x in extract_predictions(result, rows)]
-            return replace_predictions(result, [self._gather_images(x, PICTURES, to) for x in pictures])
+            gathered = []
+            for decoded in extract_predictions(result, max(len(self.images), 1)):
+                gathered.append(self._gather_images(decoded[: len(self.images)], PICTURES, to))
+            return replace_predictions(result, gathered)
 
         override_attribute(stack, vae, "decode", functools.update_wrapper(decode_own_images, decode))
 
     def _select_decode_inputs(self, batch: Tensor) -> Tensor:
-        """The rows that a replica decodes: its own; without images one, for the size of a picture."""
+        """The rows that a replica decodes: its own; without images one row, to know the size of a decoded image."""
         return batch[:1] if self.has_no_images else self.view_own_images(batch)
 
     def _gather_images(self, own: Tensor, kind: str, to: Receivers) -> Tensor:
         """`own` of every replica, in order; zeros on replicas that do not get it."""
-        index, group = self._axis.index, self._axis.group
+        group = self._axis.group
+        shapes = []
+        for replica in range(self.size):
+            count = len(pick_even_chunk(range(self._num_images), self.size, replica))
+            shapes.append((count, *own.shape[1:]))
         if to == "all":
-            shapes = [(count, *own.shape[1:]) for count in self._images_per_replica]
             return torch.cat(start_gather(own, shapes, group, self._traffic, kind).wait_for_tensors())
-        if index == 0 and to == "first":
-            others = [
-                (replica, (count, *own.shape[1:])) for replica, count in enumerate(self._images_per_replica) if replica
-            ]
-            return torch.cat([own, *start_exchange([], others, own, group, self._traffic, kind).wait_for_tensors()])
+        if to == "first" and self._axis.index == 0:
+            receives = list(enumerate(shapes))[1:]
+            parts = start_exchange([], receives, own, group, self._traffic, kind).wait_for_tensors()
+            return torch.cat([own, *parts])
         if to == "first" and not self.has_no_images:
             start_exchange([(0, own)], [], own, group, self._traffic, kind).wait_for_tensors()
-        return own.new_zeros((self._all, *own.shape[1:]))
-
-    @property
-    def _images_per_replica(self) -> list[int]:
-        """Images of every replica."""
-        return [len(pick_even_chunk(range(self._all), self.size, replica)) for replica in range(self.size)]
+        return own.new_zeros((self._num_images, *own.shape[1:]))
