@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ditile.distributed import files
-from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCalls
+from ditile.parallel.pipefusion.dry_iterations import DryIterations
+from ditile.parallel.pipefusion.known_calls import KnownCalls
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.callbacks import StepWatch
@@ -59,9 +60,9 @@ def measure_rehearsals(
     rehearse = loop._rehearse
     spent: list[float] = []
 
-    def rehearse_and_measure(timesteps: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def rehearse_and_measure(dry: DryIterations, timesteps: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         began = clock()
-        yield from rehearse(timesteps)
+        yield from rehearse(dry, timesteps)
         spent.append(clock() - began)
 
     loop._rehearse = rehearse_and_measure  # type: ignore[method-assign]
@@ -69,7 +70,7 @@ def measure_rehearsals(
     shares: dict[str, list[float]] = {"rehearsed": [], "recognised": []}
     seconds: list[float] = []
     for _ in range(rounds):
-        loop._rehearsed_calls = RehearsedCalls()
+        loop._known_calls = KnownCalls()
         for way in shares:
             ends.clear()
             runner(**call, num_inference_steps=STEPS, watch=watch, generator=torch.Generator().manual_seed(0))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ditile.model.hooks.generation import Generation
-from ditile.parallel.pipefusion.rehearsal import Rehearsal
+from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.tensor import collectives
 from ditile.plan.schedule import MicroStep
 from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedMessage
@@ -370,7 +370,7 @@ def simulate_gpu(
     """
     install_device_guard()
     record, enter_micro_step, become = gpu.record, Generation.enter_micro_step, Generation.become
-    rehearse_patch = Rehearsal._begin_iteration
+    begin_iteration = DryIterations.begin
 
     def enter_and_note(generation: Generation, micro: MicroStep) -> None:
         enter_micro_step(generation, micro)
@@ -380,13 +380,13 @@ def simulate_gpu(
         become(generation, other)
         record.enter_place(CALL if other.is_under_way or record.place in (CALL, SETUP) else AFTER)
 
-    def rehearse_and_note(rehearsal: Rehearsal, *iteration: Any) -> Tensor:
-        timestep = rehearse_patch(rehearsal, *iteration)
+    def begin_and_note(dry: DryIterations, *iteration: Any) -> Tensor:
+        timestep = begin_iteration(dry, *iteration)
         record.enter_place(REHEARSAL)
         return timestep
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(Rehearsal, _begin_iteration=rehearse_and_note))
+        stack.enter_context(mock.patch.multiple(DryIterations, begin=begin_and_note))
         # Within it no mode of dispatch is asked for the tensor's device.
         stack.enter_context(mock.patch.object(torch, "tensor", _make_tensor))
         stack.enter_context(mock.patch.multiple(torch.cuda, **_list_cuda_replacements(gpu, memory_bytes)))

@@ -51,8 +51,8 @@ from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.block_offload import BlockOffload, HostCopies, explain_offload_refusal
 from ditile.parallel.pipefusion.executor import PipeFusion
 from ditile.parallel.pipefusion.graphs import BlockGraphs
+from ditile.parallel.pipefusion.known_calls import describe_call_shapes
 from ditile.parallel.pipefusion.loop import Loop
-from ditile.parallel.pipefusion.rehearsed_calls import describe_call_shapes
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, WarmupGroupKeys
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
 from ditile.parallel.pipefusion.weight_streaming import WeightStream

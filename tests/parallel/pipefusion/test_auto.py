@@ -10,7 +10,7 @@ import torch
 from ditile.distributed.mesh import Mesh
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import NOT_FINITE, ChangeCopy, ChangeKey, RelativeChange, find_largest_change
-from ditile.parallel.pipefusion.adaptive_warmup import AdaptiveWarmup, should_resynchronise
+from ditile.parallel.pipefusion.step_agreement import AdaptiveWarmup, should_resynchronise
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
 from ditile.runner.load import defaults, load
@@ -156,4 +156,4 @@ def test_a_late_number_is_waited_for_when_the_device_has_work() -> None:
         warmup.start_change_sum()
         assert late is None or (isinstance(late, Late) and late.waited)
         warmup.record_step_changes(generation, 1)
-    assert warmup._known == [0.25] and len(warmup._change_sums) == 4
+    assert warmup._largest_changes == [0.25] and len(warmup._change_sums) == 4

@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from ditile.distributed.transport import PeerChannel
-from ditile.parallel.pipefusion import adaptive_warmup
+from ditile.parallel.pipefusion import step_agreement
 from ditile.plan.plan import AUTO, Plan
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, run, same, unfused
@@ -46,7 +46,7 @@ def waiting(name: str, plan: str, call: dict[str, Any]) -> int:
     pipe = MAKE[name]()
     with pytest.MonkeyPatch.context() as patch, divided(pipe, **asdict(Plan.parse(plan))) as runner:
         patch.setattr(
-            adaptive_warmup, "should_resynchronise", lambda changes, bound: len(changes) % 3 == 2
+            step_agreement, "should_resynchronise", lambda changes, bound: len(changes) % 3 == 2
         )  # of warmup=auto
         with unfused():
             wanted = run(runner, name, **call)

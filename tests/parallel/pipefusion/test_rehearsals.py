@@ -11,7 +11,7 @@ import torch
 from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler
 
 from ditile.model.hooks.block_calls import BlockCalls
-from ditile.parallel.pipefusion.rehearsed_calls import describe_lengths
+from ditile.parallel.pipefusion.known_calls import describe_lengths
 from ditile.plan.errors import StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize

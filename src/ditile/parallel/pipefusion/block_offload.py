@@ -1,13 +1,13 @@
 """Blocks whose weights stay in the host's memory, and come to the device one ahead of their use (weight offloading).
 
 The device has two buffers, each as large as the largest block. While a block computes in one of them, the weights of
-the block that ran next the last time are copied to the other, on a stream of their own. The host waits for nothing: a
-block's kernels wait for its copy, and a copy waits for the kernels of the block that was there before. So the peak is
-two blocks in place of all, whatever runs ahead of what.
+the block that followed it the last time are copied to the other, on a separate stream. The host waits for nothing: a
+block's kernels wait for its copy, and a copy waits for the kernels of the block that was in its buffer before. So the
+device never holds more than two blocks, however far the host runs ahead.
 
 diffusers' group offloading is not used: with a stream the host waits for a copy or the whole device at every block,
-messages of other ranks included; if it does not wait for the device, what runs ahead keeps more than two blocks there;
-and the weights outside of blocks, which every patch needs, would travel too.
+messages of other ranks included; if it does not wait for the device, it runs ahead and more than two blocks are there;
+and the weights outside of blocks, which every patch needs, would be copied each time too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NUM_BUFFERS = 2
 
 
 class HostCopies:
-    """Copies of weights from the host to a device: on a stream of their own on a GPU, and at once on a CPU.
+    """Copies of weights from the host to a device: on a separate stream on a GPU, and at once on a CPU.
 
     Args:
         device: where the blocks run.
@@ -44,14 +44,15 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def allocate_host_memory(self, size: int) -> Tensor:
-        """So many bytes that a copy can be started from; torch rounds pinned memory up to a power of two."""
+        """Bytes that a copy can be started from; torch rounds pinned memory up to a power of two."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
     def start_copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
-        """Starts a copy behind an event of the device, or None; returns what `wait_for_copy` takes."""
+        """Starts a copy after an event of the device, or None; returns what `wait_for_copy` takes."""
         if self._stream is None:
             target.copy_(source)
             return None
+        # The kernels that still read the buffer must end before it is written.
         if after is not None:
             self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
@@ -59,12 +60,12 @@ class HostCopies:
         return self._stream.record_event()
 
     def wait_for_copy(self, copied: Any) -> None:
-        """What the device is given from now on runs behind a copy."""
+        """Kernels that are launched from now on run after a copy."""
         if self._stream is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
 
     def mark_computed(self) -> Any:
-        """An event behind all that the device was given so far."""
+        """An event after all kernels that were launched so far."""
         return None if self._stream is None else torch.cuda.current_stream(self.device).record_event()
 
 
@@ -78,7 +79,7 @@ class _HostTensor(NamedTuple):
 
 
 class _HostBlock:
-    """The weights of a block, side by side in the host's memory.
+    """The weights of a block, contiguous in the host's memory.
 
     Attributes:
         tensors: what the block has between its forwards.
@@ -90,56 +91,56 @@ class _HostBlock:
         self._copies = copies
         self.tensors: list[_HostTensor] = []
         self.flat = torch.empty(0, dtype=torch.uint8)
-        self._on_device: dict[int, list[Tensor]] = {}
+        self._on_device: dict[int, list[Tensor]] = {}  # by the number of the buffer
 
-    def pack_weights(self) -> bool:
-        """Moves the weights side by side, unless they are; returns whether they were moved."""
-        here = [
-            _HostTensor(container, name, x, _find_address(x))
-            for module in self._block.modules()
-            for container in (module._parameters, module._buffers)
-            for name, x in container.items()
-            if x is not None
-        ]
-        if len(here) == len(self.tensors) and all(
-            now.tensor is before.tensor and now.address == before.address
-            for now, before in zip(here, self.tensors, strict=True)
-        ):
-            return False
-        sizes = [part.numel() * part.element_size() for each in here for part in _list_plain_tensors(each.tensor)]
+    def pack_weights(self) -> None:
+        """Moves the weights into one piece of memory, unless they are there."""
+        tensors = []
+        sizes = []
+        for module in self._block.modules():
+            for container in (module._parameters, module._buffers):
+                for name, x in container.items():
+                    if x is not None:
+                        tensors.append(_HostTensor(container, name, x, _find_address(x)))
+                        sizes += [part.nbytes for part in _list_plain_tensors(x)]
+        # Tensors are compared by identity, and by address because `.data` may have been replaced.
+        places = [(id(entry.tensor), entry.address) for entry in tensors]
+        if places == [(id(entry.tensor), entry.address) for entry in self.tensors]:
+            return
         self.flat = self._copies.allocate_host_memory(count_flat_bytes(sizes))
         self.tensors = []
         self._on_device = {}
-        for each, placed in zip(here, self._place_tensors(here, self.flat, copied=True), strict=True):
-            if is_traceable_wrapper_subclass(each.tensor):
-                each.container[each.name] = _make_alike(each.tensor, placed)
+        for entry, packed in zip(tensors, self._place_tensors(tensors, self.flat, copied=True), strict=True):
+            # `.data` keeps the parameter that others may hold; a tensor subclass cannot be replaced that way.
+            if is_traceable_wrapper_subclass(entry.tensor):
+                entry.container[entry.name] = _make_like(entry.tensor, packed)
             else:
-                each.tensor.data = placed
-            x = each.container[each.name]
-            self.tensors.append(each._replace(tensor=x, address=_find_address(x)))
-        return True
+                entry.tensor.data = packed
+            x = entry.container[entry.name]
+            self.tensors.append(entry._replace(tensor=x, address=_find_address(x)))
 
     @contextmanager
     def use_buffer(self, index: int, buffer: Tensor) -> Iterator[None]:
         """The block computes with the weights in a buffer, within the context."""
         if index not in self._on_device:
-            placed = self._place_tensors(self.tensors, buffer, copied=False)
-            self._on_device[index] = [_make_alike(each.tensor, x) for each, x in zip(self.tensors, placed, strict=True)]
-        for (container, name, _, _), x in zip(self.tensors, self._on_device[index], strict=True):
-            container[name] = x
+            views = self._place_tensors(self.tensors, buffer, copied=False)
+            on_device = [_make_like(entry.tensor, x) for entry, x in zip(self.tensors, views, strict=True)]
+            self._on_device[index] = on_device
+        for entry, x in zip(self.tensors, self._on_device[index], strict=True):
+            entry.container[entry.name] = x
         try:
             yield
         finally:
-            for container, name, x, _ in self.tensors:
-                container[name] = x
+            for entry in self.tensors:
+                entry.container[entry.name] = entry.tensor
 
     def forget_buffers(self) -> None:
-        """The buffers are others from now on."""
+        """The buffers are about to be freed."""
         self._on_device.clear()
 
     @staticmethod
     def _place_tensors(tensors: Sequence[_HostTensor], flat: Tensor, *, copied: bool) -> list[Tensor]:
-        """The same tensors in other memory, into which their values are copied or not."""
+        """The same tensors in other memory, with or without their values."""
         start = 0
 
         def place_part(_: str, part: Tensor) -> Tensor:
@@ -147,13 +148,13 @@ class _HostBlock:
             if is_traceable_wrapper_subclass(part):
                 return transform_subclass(part, place_part)
             start = -(-start // ALIGNMENT) * ALIGNMENT
-            stop = start + part.numel() * part.element_size()
+            stop = start + part.nbytes
             view = flat[start:stop].view(part.dtype).view(part.shape)
             start = stop
             return view.copy_(part) if copied else view
 
         with torch.no_grad():
-            return [place_part("", each.tensor.detach()) for each in tensors]
+            return [place_part("", entry.tensor.detach()) for entry in tensors]
 
 
 class _DeviceBuffer:
@@ -161,7 +162,7 @@ class _DeviceBuffer:
 
     Attributes:
         block: whose weights are there or on their way; None at first.
-        copied, computed: the events behind the copy of its weights, and behind its last forward.
+        copied, computed: the events after the copy of its weights, and after its last forward.
     """
 
     def __init__(self, size: int, device: torch.device, ready: Any) -> None:
@@ -184,29 +185,34 @@ class BlockOffload:
     """
 
     def __init__(self, models: Sequence[TransformerHooks], owned: range, copies: HostCopies) -> None:
-        self._modules = [model.chain[k].block for model in models for k in owned]
         self._copies = copies
         self.num_copies = 0
-        self._blocks = {module: _HostBlock(module, copies) for module in self._modules}
+        self._blocks: dict[nn.Module, _HostBlock] = {}
+        # The block that follows each: at first by their order in the model, and then as they ran last.
+        self._next: dict[_HostBlock, _HostBlock] = {}
+        for model in models:
+            run = []
+            for index in owned:
+                module = model.chain[index].block
+                run.append(self._blocks.setdefault(module, _HostBlock(module, copies)))
+            for block, following in zip(run, run[1:] + run[:1], strict=True):
+                self._next[block] = following
         self._buffers: list[_DeviceBuffer] = []
         self._previous: _HostBlock | None = None
         self._current = 0
-        runs = [[self._blocks[model.chain[k].block] for k in owned] for model in models]
-        # The block behind each: at first by their order, and then as they ran last.
-        self._next = {block: run[(k + 1) % len(run)] for run in runs for k, block in enumerate(run)}
 
     @contextmanager
     def hold_blocks_back(self) -> Iterator[None]:
-        """Within the context the models have no weights in these blocks, and so nobody moves them."""
-        contents = [turn_into_placeholder(module) for module in self._modules]
+        """Within the context the models have no weights in these blocks, so that `.to(device)` does not move them."""
+        contents = {module: turn_into_placeholder(module) for module in self._blocks}
         try:
             yield
         finally:
-            for module, parts in zip(self._modules, contents, strict=True):
+            for module, parts in contents.items():
                 restore_contents(module, parts)
 
     def pack_weights(self) -> None:
-        """Moves weights to memory from which copies can be started, those that changed since the last time."""
+        """Moves weights that changed since the last time to memory from which copies can be started."""
         for block in self._blocks.values():
             block.pack_weights()
 
@@ -241,27 +247,33 @@ class BlockOffload:
             self._copies.wait_for_copy(buffer.copied)
             with block.use_buffer(index, buffer.flat):
                 out = forward(*args, **call)
+            # The next copy into this buffer waits for this event.
             buffer.computed = self._copies.mark_computed()
             return out
 
         return forward_streamed
 
     def _bring_block(self, block: _HostBlock) -> int:
-        """The buffer of a block that runs now; the next one's copy is started."""
+        """The buffer of a block that runs now; the copy of the next one is started."""
         if self._previous is not None:
             self._next[self._previous] = block
         self._previous = block
         index = self._find_buffer(block)
-        if index is None:  # another block was expected
+        # Another block was expected.
+        if index is None:
             index = len(self._buffers) - 1 - self._current
             self._start_copy(index, block)
-        if self._find_buffer(self._next[block]) is None:
-            self._start_copy(1 - index, self._next[block])
+        following = self._next[block]
+        if self._find_buffer(following) is None:
+            self._start_copy(1 - index, following)
         self._current = index
         return index
 
     def _find_buffer(self, block: _HostBlock) -> int | None:
-        return next((k for k, buffer in enumerate(self._buffers) if buffer.block is block), None)
+        for index, buffer in enumerate(self._buffers):
+            if buffer.block is block:
+                return index
+        return None
 
     def _start_copy(self, index: int, block: _HostBlock) -> None:
         buffer = self._buffers[index]
@@ -294,16 +306,22 @@ def explain_offload_refusal(models: Sequence[TransformerHooks]) -> str | None:
     return None
 
 
-def _make_alike(before: Tensor, x: Tensor) -> Tensor:
-    """A parameter for one, and a tensor for a buffer."""
-    return nn.Parameter(x, requires_grad=before.requires_grad) if isinstance(before, nn.Parameter) else x
+def _make_like(original: Tensor, x: Tensor) -> Tensor:
+    """A parameter if the original is one, and a tensor if it is a buffer."""
+    if isinstance(original, nn.Parameter):
+        return nn.Parameter(x, requires_grad=original.requires_grad)
+    return x
 
 
 def _list_plain_tensors(x: Any) -> list[Tensor]:
     """The tensors that a tensor is made of: a quantized one has numbers and scales."""
     if not is_traceable_wrapper_subclass(x):
         return [x]
-    return [part for name in x.__tensor_flatten__()[0] for part in _list_plain_tensors(getattr(x, name))]
+    names, _ = x.__tensor_flatten__()
+    parts = []
+    for name in names:
+        parts += _list_plain_tensors(getattr(x, name))
+    return parts
 
 
 def _find_address(x: Tensor) -> int:

@@ -1,8 +1,8 @@
 """Other models that a pipeline calls in its loop, such as a ControlNet: every rank computes them whole, once in a step.
 
-What they return in an asynchronous step is made in the micro-step of the first patch, of the latents as they are then
-on every stage: those of the first patch are new, those of the others are one step older. The later patches get the
-same. An iteration in which nothing is computed gets what was made before.
+In an asynchronous step they are computed in the micro-step of the first patch, from the latents that every stage has
+then: the first patch's are new, and the other patches' one step older. The later patches get the same results. A dry
+iteration gets what was computed before.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ditile.model.hooks.generation import Generation
 
 
 class OtherModels:
-    """What models outside of the blocks return, from patch to patch.
+    """The results of the other models, kept from patch to patch.
 
     Args:
         now: the generation under way.
 
     Attributes:
-        results: of calls that may be made again, by the name of the model, the branch, and the number of the call.
+        results: of calls that may come again, by the name of the model, the branch, and the number of the call.
     """
 
     def __init__(self, now: Generation) -> None:
@@ -35,7 +35,7 @@ class OtherModels:
         self.results: dict[tuple[str, int, int], Any] = {}
 
     def install_hooks(self, stack: ExitStack, pipe: Any, divided: Collection[nn.Module]) -> None:
-        """Puts this around the models of a pipeline but those that are divided, until the stack is closed."""
+        """Wraps all models of a pipeline except the divided ones, until the stack is closed."""
         for name, model in pipe.components.items():
             if isinstance(model, nn.Module) and model not in divided:
                 wrap_model_call(stack, pipe, model, functools.partial(self._wrap_forward, name))
@@ -58,18 +58,20 @@ class OtherModels:
             now = self._now
             if not now.is_under_way:
                 return forward(*args, **kwargs)
+            # It may be given the latents, so every stage needs them.
             now.findings.reads_latents_everywhere = True
             self._calls[name, now.branch] += 1
             key = (name, now.branch, self._calls[name, now.branch])
             if key in self.results:
                 return self.results[key]
-            # It may have parts of the transformer, as Z-Image's has: nothing of what these return is remembered.
+            # Its modules may be the transformer's own, as Z-Image's are: what these return must not be remembered.
             surveyed = now.is_surveyed
             now.is_surveyed = True
             try:
                 result = forward(*args, **kwargs)
             finally:
                 now.is_surveyed = surveyed
+            # A synchronous step calls it once, so nobody asks for the result again.
             if now.is_dry or now.micro_step.patch is not None:
                 self.results[key] = result
             return result

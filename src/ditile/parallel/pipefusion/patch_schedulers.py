@@ -1,9 +1,9 @@
-"""One deep copy of the stock scheduler per patch: no scheduler is rewritten, and multistep history stays right.
+"""One deep copy of the stock scheduler per patch: no scheduler is rewritten, and multistep history stays correct.
 
 A stochastic scheduler is detected, not listed: if the first step of a generation moves a random generator, every patch
 is stepped on the full tensors from the same saved state and only its slice is kept, which is what the plain pipeline
-draws. So is a scheduler of the user's own, which may compute with statistics of a whole prediction. `StepTimesteps` are
-the timesteps that a pipeline iterates, or slices, and that yield micro-steps.
+draws. A user's own scheduler is treated the same way, as it may compute statistics of a whole prediction.
+`StepTimesteps` are the timesteps that a pipeline iterates, or slices, and that yield micro-steps.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ditile.parallel import rng_state as rng
 from ditile.model.hooks.overrides import list_replaced_methods
 from ditile.model.hooks.pieces import Piece
-from ditile.parallel import rng_state
 from ditile.plan.errors import ModelError, StateError
 
 STEP_ARGUMENTS = ("model_output", "timestep", "sample")
@@ -31,26 +31,26 @@ Place = int | str
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """A call of a scheduler's `step`, in the form in which the pipeline made it: a step may name its arguments anyhow.
+    """A call of a scheduler's `step`, with its arguments where the pipeline put them.
 
     Attributes:
         prediction, timestep, sample: what is stepped.
         places: where the call has these three.
-        others: its other arguments, by their places.
-        generator: what it draws random numbers from, if it says so.
+        extra: its other arguments, by their places.
+        generator: the source of random numbers, if the call has one.
     """
 
     prediction: Tensor
     timestep: Any
     sample: Tensor
     places: Sequence[Place]
-    others: Mapping[Place, Any]
+    extra: Mapping[Place, Any]
     generator: Any = None
 
-    def make(self, step: Callable[..., Any], prediction: Tensor, sample: Tensor, others: Mapping[Place, Any]) -> Any:
-        """Makes the call of a step on these tensors."""
+    def make(self, step: Callable[..., Any], prediction: Tensor, sample: Tensor, extra: Mapping[Place, Any]) -> Any:
+        """Calls `step` with these tensors and extra arguments."""
         values = dict(zip(self.places, (prediction, self.timestep, sample), strict=True))
-        values.update(others)
+        values.update(extra)
         named = {}
         for place, value in values.items():
             if isinstance(place, str):
@@ -60,44 +60,37 @@ class StepCall:
 
 
 class StepSignature:
-    """Says which arguments of a scheduler's `step` are the prediction, the timestep and the latents.
-
-    Args:
-        scheduler: the stock scheduler.
+    """Knows which arguments of a scheduler's `step` are the prediction, the timestep and the latents.
 
     Raises:
-        ModelError: if no class of it names its parameters.
+        ModelError: if no class of the scheduler names its parameters.
     """
 
     def __init__(self, scheduler: Any) -> None:
         parameters = find_step_signature(scheduler)
         order = list(parameters.parameters)
         self._roles = [(order.index(name), name) for name in find_argument_names(parameters)]
-        self._places: dict[int, list[Place]] = {}  # of the three, by the number of positional arguments
-        self._generator = (order.index("generator") if "generator" in order else len(order), "generator")
+        self._generator_index = order.index("generator") if "generator" in order else len(order)
+        # The places of the three, by the number of positional arguments of the call.
+        self._places: dict[int, list[Place]] = {}
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepCall:
-        """Tells the arguments of a call apart.
-
-        Raises:
-            TypeError: if one of the three is missing.
-        """
+        """Separates the three arguments of a call from the others; raises `TypeError` if one is missing."""
         count = len(args)
-        others: dict[Place, Any] = dict(enumerate(args))
-        others.update(kwargs)
+        extra: dict[Place, Any] = dict(enumerate(args))
+        extra.update(kwargs)
         places = self._places.get(count)
         if places is None:
             places = self._places[count] = [index if index < count else name for index, name in self._roles]
         try:
-            prediction, timestep, sample = map(others.pop, places)
+            prediction, timestep, sample = map(extra.pop, places)
         except KeyError as error:
             raise TypeError(f"scheduler.step() is called without {error}") from error
-        # Not one whose way through the pipeline is watched.
+        # A subclass, such as a deferred prediction, would record what the scheduler does with it.
         if type(prediction) is not Tensor:
             prediction = prediction.as_subclass(Tensor)
-        index, name = self._generator
-        generator = others.get(index, others.get(name))
-        return StepCall(prediction, timestep, sample, places, others, generator)
+        generator = extra.get(self._generator_index, extra.get("generator"))
+        return StepCall(prediction, timestep, sample, places, extra, generator)
 
 
 class PatchSchedulers:
@@ -108,37 +101,39 @@ class PatchSchedulers:
         hide: attributes of the instance that must not be copied (overrides).
         timesteps: the plain timesteps.
         patches: M, or 1 where no patch is stepped.
-        steps: how many steps will be made.
+        steps: the number of steps.
     """
 
     def __init__(self, scheduler: Any, hide: Iterable[str], timesteps: Tensor, patches: int, steps: int) -> None:
-        kept = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
-        kept["timesteps"] = timesteps
-        self._copies = [_clone_scheduler(scheduler, kept) for _ in range(patches)]
+        attributes = {name: value for name, value in vars(scheduler).items() if name not in set(hide)}
+        attributes["timesteps"] = timesteps
+        self._copies = [_clone_scheduler(scheduler, attributes) for _ in range(patches)]
         has_lookup = hasattr(scheduler, "_init_step_index")
         self._lacks_index = has_lookup and getattr(self._copies[0], "_step_index", 0) is None
-        # Schedulers of order 2 draw random numbers in their second stage only.
-        self._probes = min(getattr(scheduler, "order", 1), steps)
-        # What a user's own scheduler does is not known: it may draw later, or compute with the whole prediction.
+        # Schedulers of order 2 draw random numbers only in their second stage.
+        self._probe_steps = min(getattr(scheduler, "order", 1), steps)
+        # A user's own scheduler may draw numbers in a later step only, so no probe of the first step is conclusive.
         self._is_custom = is_custom_scheduler(scheduler)
-        self._steps_whole = True if self._is_custom else None
-        self._latest = patches  # the patch that was stepped last; some may have nothing to step
-        self._saved: list[Tensor] = []
-        self._drawn: list[Tensor] = []
-        self._shadowed: Any = None
-        self._extras: dict[int, Sequence[Any]] = {}
+        self._steps_whole = True if self._is_custom else None  # None: the first step will tell
+        # The patch that was stepped last; a patch may have nothing to step.
+        self._latest_patch = patches
+        self._state_before: list[Tensor] = []
+        self._state_after: list[Tensor] = []
+        self._corner_result: Any = None
+        self._extra_results: dict[int, Sequence[Any]] = {}
 
     def sync_step_index(self, scheduler: Any) -> None:
-        """Tells the stock scheduler, which is never stepped, where it would be: in-painting pipelines read it there."""
+        """Sets the index of the stock scheduler, which is never stepped: in-painting pipelines read it there."""
         if "_step_index" in vars(scheduler):
-            scheduler._step_index = self._copies[self._latest % len(self._copies)]._step_index
+            scheduler._step_index = self._copies[self._latest_patch % len(self._copies)]._step_index
 
     def scale_sample(self, x: Tensor, timestep: Any, patches: Sequence[int], *, read: bool) -> Tensor:
-        """`scale_model_input` by the copies of `patches`; where the result is not read, on a single number."""
+        """`scale_model_input` by the copies of `patches`; where nobody reads the result, on a single number."""
         if self._lacks_index:
             self._find_first_index(timestep)
         unread = x if self._is_custom else x.new_zeros(1)
         scaled = self._copies[patches[0]].scale_model_input(x if read else unread, timestep)
+        # The other copies are called for their counters: some count steps here.
         for patch in patches[1:]:
             self._copies[patch].scale_model_input(unread, timestep)
         return scaled if read else x
@@ -149,37 +144,40 @@ class PatchSchedulers:
         Args:
             call: of `scheduler.step`.
             sample: the latents.
-            closes: whether a step ends here; before that a result is only looked at for its form.
+            closes: whether a step ends here; otherwise only the form of the result is needed.
 
         Returns:
             The scheduler's result; its dtype is that of a real step.
         """
         if self._lacks_index:
             self._find_first_index(call.timestep)
-        if closes or self._shadowed is None:
-            generators = rng_state.list_generators(call.generator, sample.device)
-            saved = rng_state.read_generator_states(generators)
-            # A user's own scheduler gets all of them: it may ask for their shape, and change it.
-            length = None if self._is_custom else 1
-            corner = (slice(None),) + (slice(0, length),) * (sample.ndim - 1)
-            cut = {
-                place: value[corner[: value.ndim]] if _is_like(value, sample) else value
-                for place, value in call.others.items()
-            }
-            scheduler = self._copies[0] if closes else copy.deepcopy(self._copies[0])
-            extras = self._extras.get(-1)
-            prediction = call.prediction[corner]
-            self._shadowed = self._step_copy(scheduler, call, prediction, sample[corner], cut, -1)
-            if not closes:
-                self._extras[-1] = extras or ()
-            rng_state.restore_generators(generators, saved)
-        return self._shadowed
+        # Within a step the form stays the same, so an earlier result will do.
+        if not closes and self._corner_result is not None:
+            return self._corner_result
+        generators = rng.list_generators(call.generator, sample.device)
+        state = rng.read_generator_states(generators)
+        # A user's own scheduler gets all of them: it may ask for their shape, and change it.
+        length = None if self._is_custom else 1
+        corner = (slice(None), *[slice(length)] * (sample.ndim - 1))
+        extra = dict(call.extra)
+        for place, value in call.extra.items():
+            if _is_like(value, sample):
+                extra[place] = value[corner[: value.ndim]]
+        scheduler = self._copies[0]
+        extra_results = self._extra_results.get(-1, ())
+        if not closes:
+            scheduler = copy.deepcopy(scheduler)
+        self._corner_result = self._step_copy(scheduler, call, call.prediction[corner], sample[corner], extra, -1)
+        if not closes:
+            self._extra_results[-1] = extra_results
+        rng.restore_generators(generators, state)
+        return self._corner_result
 
     def step_patch(self, patch: int, call: StepCall, sample: Tensor, piece: Piece) -> tuple[Tensor, Any]:
         """Steps one patch. Returns its new latents and the scheduler's own result.
 
         Args:
-            patch: which.
+            patch: its number.
             call: of `scheduler.step`, with the full prediction, fresh at the patch.
             sample: the latents, also full.
             piece: where the patch is.
@@ -190,69 +188,70 @@ class PatchSchedulers:
         """
         if self._lacks_index:
             self._find_first_index(call.timestep)
-        generators = rng_state.list_generators(call.generator, sample.device)
-        before = rng_state.read_generator_states(generators)
-        is_first, self._latest = patch <= self._latest, patch
+        generators = rng.list_generators(call.generator, sample.device)
+        state = rng.read_generator_states(generators)
+        is_first_of_step = patch <= self._latest_patch
+        self._latest_patch = patch
         if not self._steps_whole:
-            # The scheduler may keep them, and the tensors themselves are written over in the next step.
-            part = piece.take(call.prediction).clone(), piece.take(sample).clone()
-            cut = {
-                place: piece.take_prefix(value) if _is_like(value, sample) else value
-                for place, value in call.others.items()
-            }
+            # Clones, as the scheduler may keep them in its history, and the next step overwrites the full tensors.
+            prediction_part = piece.take(call.prediction).clone()
+            sample_part = piece.take(sample).clone()
+            extra = dict(call.extra)
+            for place, value in call.extra.items():
+                if _is_like(value, sample):
+                    extra[place] = piece.take_prefix(value)
             if self._steps_whole is None:
-                self._steps_whole = self._draws_numbers(patch, call, part, cut, generators)
+                self._steps_whole = self._draws_numbers(patch, call, prediction_part, sample_part, extra, generators)
         if not self._steps_whole:
-            result = self._step_copy(self._copies[patch], call, *part, cut, patch)
+            result = self._step_copy(self._copies[patch], call, prediction_part, sample_part, extra, patch)
             stepped = extract_sample(result)
-            if stepped.shape != part[1].shape:
-                raise_changed_size(self._copies[patch], part[1], stepped)
-            if rng_state.has_state_change(generators, before):
+            check_size(self._copies[patch], sample_part, stepped)
+            if rng.has_state_change(generators, state):
                 raise StateError(
                     f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
                     "use patches=1, or another scheduler"
                 )
             return stepped, result
-        if is_first:
-            self._saved = before
-        rng_state.restore_generators(generators, self._saved)
-        whole = call.prediction.clone(), sample.clone()
-        result = self._step_copy(self._copies[patch], call, *whole, call.others, patch)
+        # All patches of a step draw the same numbers for the whole latents, and each keeps those of its slice.
+        if is_first_of_step:
+            self._state_before = state
+        rng.restore_generators(generators, self._state_before)
+        result = self._step_copy(self._copies[patch], call, call.prediction.clone(), sample.clone(), call.extra, patch)
         stepped = extract_sample(result)
-        if stepped.shape != sample.shape:
-            raise_changed_size(self._copies[patch], sample, stepped)
-        self._drawn = rng_state.read_generator_states(generators)
+        check_size(self._copies[patch], sample, stepped)
+        self._state_after = rng.read_generator_states(generators)
         return piece.take(stepped), result
 
     def _draws_numbers(
         self,
         patch: int,
         call: StepCall,
-        part: tuple[Tensor, Tensor],
-        cut: Mapping[Place, Any],
+        prediction: Tensor,
+        sample: Tensor,
+        extra: Mapping[Place, Any],
         generators: Sequence[torch.Generator],
     ) -> bool:
-        """Whether the first steps of a copy move a random generator; leaves all as it was."""
-        before = rng_state.read_generator_states(generators)
+        """Whether the first steps of a copy move a random generator; leaves everything as it was."""
+        state = rng.read_generator_states(generators)
         probe = copy.deepcopy(self._copies[patch])
-        for _ in range(self._probes):
-            self._step_copy(probe, call, *part, cut, patch)
-        self._extras.pop(patch, None)
-        has_drawn = rng_state.has_state_change(generators, before)
-        rng_state.restore_generators(generators, before)
+        for _ in range(self._probe_steps):
+            self._step_copy(probe, call, prediction, sample, extra, patch)
+        self._extra_results.pop(patch, None)
+        has_drawn = rng.has_state_change(generators, state)
+        rng.restore_generators(generators, state)
         return has_drawn
 
     def skip_patch(self, call: StepCall, device: torch.device) -> None:
-        """A patch in which nothing of these latents is stepped: random numbers go on behind those of the step."""
-        if self._steps_whole and self._drawn:
-            rng_state.restore_generators(rng_state.list_generators(call.generator, device), self._drawn)
+        """For a patch that has none of these latents: leaves random generators as the step of a patch leaves them."""
+        if self._steps_whole and self._state_after:
+            rng.restore_generators(rng.list_generators(call.generator, device), self._state_after)
 
     def _find_first_index(self, timestep: Any) -> None:
-        """Where the first timestep is, which a host waits for its device to know: once, and not for each copy."""
+        """Looks the first timestep up once for all copies, because the host waits for the device to know it."""
         self._lacks_index = False
         self._copies[0]._init_step_index(timestep)
-        for each in self._copies[1:]:
-            each._step_index = self._copies[0]._step_index
+        for scheduler in self._copies[1:]:
+            scheduler._step_index = self._copies[0]._step_index
 
     def _step_copy(
         self,
@@ -260,30 +259,31 @@ class PatchSchedulers:
         call: StepCall,
         prediction: Tensor,
         sample: Tensor,
-        others: Mapping[Place, Any],
+        extra: Mapping[Place, Any],
         patch: int,
     ) -> Any:
-        """Steps a copy; what it made of this patch besides latents in the step before is given to it again."""
-        extras = self._extras.get(patch, ())
-        own = dict(others)
-        for place, value in others.items():
+        """Steps a copy, and passes it what its last step of this patch returned besides latents."""
+        own_extra = dict(extra)
+        for place, value in extra.items():
             if isinstance(value, PatchExtra):
-                own[place] = value.select(extras)
-        result = call.make(scheduler.step, prediction, sample, own)
-        self._extras[patch] = result[1:] if isinstance(result, tuple) else ()
+                own_extra[place] = value.select(self._extra_results.get(patch, ()))
+        result = call.make(scheduler.step, prediction, sample, own_extra)
+        self._extra_results[patch] = result[1:] if isinstance(result, tuple) else ()
         return result
 
 
-def raise_changed_size(scheduler: Any, before: Tensor, after: Tensor) -> NoReturn:
-    """Raises `StateError` of a scheduler that makes latents of another size where these are cut into patches."""
-    raise StateError(
-        f"{type(scheduler).__name__} makes latents of shape {tuple(after.shape)} of those of {tuple(before.shape)}, "
-        "and patches belong to one size; use a plan without pipefusion and patches, such as ulysses"
-    )
+def check_size(scheduler: Any, before: Tensor, after: Tensor) -> None:
+    """Raises `StateError` if a scheduler changes the size of latents that are cut into patches."""
+    if after.shape != before.shape:
+        raise StateError(
+            f"{type(scheduler).__name__} makes latents of shape {tuple(after.shape)} of those of "
+            f"{tuple(before.shape)}, and patches belong to one size; use a plan without pipefusion and patches, such "
+            "as ulysses"
+        )
 
 
 def is_custom_scheduler(scheduler: Any) -> bool:
-    """Whether code of a scheduler may be a user's own, and not of diffusers, whose steps take each place by itself."""
+    """Whether a scheduler may have code of the user's own: steps of diffusers treat each place by itself."""
     modules = set[str]()
     for cls in type(scheduler).__mro__:
         step = vars(cls).get("step")
@@ -293,14 +293,14 @@ def is_custom_scheduler(scheduler: Any) -> bool:
 
 
 class PatchExtra:
-    """Stands for what steps made of the patches besides latents, which the pipeline may give to the next step alone."""
+    """Stands for what steps of the patches returned besides latents; the pipeline may only pass it to the next step."""
 
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def select(self, extras: Sequence[Any]) -> Any:
-        """That of one patch; None if it was not stepped yet."""
-        return extras[self._index] if self._index < len(extras) else None
+    def select(self, extra_results: Sequence[Any]) -> Any:
+        """The value of one patch; None if it was not stepped yet."""
+        return extra_results[self._index] if self._index < len(extra_results) else None
 
     def __getattr__(self, name: str) -> Any:
         raise StateError(
@@ -315,16 +315,13 @@ def _is_like(value: Any, sample: Tensor) -> bool:
 
 
 def find_step_signature(scheduler: Any) -> inspect.Signature:
-    """The parameters of `step`, of the nearest class of a scheduler that names them.
-
-    Raises:
-        ModelError: if none does.
-    """
+    """The parameters of `step` in a scheduler's nearest class that names them; raises `ModelError` if none does."""
     steps = [vars(cls)["step"].__get__(scheduler) for cls in type(scheduler).__mro__ if "step" in vars(cls)]
-    # What is put around a scheduler may hand on its step.
+    # An object around a scheduler may forward its step without a class that defines one.
     for step in steps or [scheduler.step]:
         signature = inspect.signature(step)
-        if not any(p.kind is p.VAR_POSITIONAL for p in list(signature.parameters.values())[:3]):
+        first_three = list(signature.parameters.values())[:3]
+        if inspect.Parameter.VAR_POSITIONAL not in [parameter.kind for parameter in first_three]:
             return signature
     raise ModelError(
         f"{type(scheduler).__name__}.step names none of its parameters, so its prediction and latents cannot be told "
@@ -333,7 +330,7 @@ def find_step_signature(scheduler: Any) -> inspect.Signature:
 
 
 def find_argument_names(step: inspect.Signature) -> Sequence[str]:
-    """What a scheduler calls the prediction, the timestep and the latents: CogVideoX's has others between these."""
+    """The names of the prediction, the timestep and the latents: CogVideoX has other parameters between these."""
     names = list(step.parameters)
     return STEP_ARGUMENTS if set(STEP_ARGUMENTS) <= set(names) else names[:3]
 
@@ -349,33 +346,28 @@ def extract_sample(result: Any) -> Tensor:
 class StepResult(tuple[Any, ...]):
     """The results of a scheduler's step: the new latents first, as nearly all pipelines index it.
 
-    The others are made of what this rank stepped. A pipeline that unpacks them gets what `whole` makes of them.
+    The other results come from what this rank stepped. A pipeline that unpacks them gets what `complete` makes of them.
     """
 
-    whole: Callable[[Sequence[Any]], Sequence[Any]]
+    complete: Callable[[Sequence[Any]], Sequence[Any]]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((self[0], *self.whole(self[1:])))
+        return iter((self[0], *self.complete(self[1:])))
 
 
-def replace_latents(result: Any, latents: Tensor, whole: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
-    """A scheduler's result with other latents in it.
-
-    Args:
-        result: tuple or output object.
-        latents: of all images.
-        whole: makes the other results whole from those that were made here.
-    """
+def replace_latents(result: Any, latents: Tensor, complete: Callable[[Sequence[Any]], Sequence[Any]]) -> Any:
+    """A scheduler's result, a tuple or output object, with other latents; `complete` is of `StepResult`."""
     if isinstance(result, Tensor):
         return latents
     if not isinstance(result, tuple):
         return type(result)(prev_sample=latents)
     step_result = StepResult((latents, *result[1:]))
-    step_result.whole = whole
+    step_result.complete = complete
     return step_result
 
 
 def _clone_scheduler(scheduler: Any, attributes: Mapping[str, Any]) -> Any:
+    # Not a deep copy of the scheduler itself, which has the overrides that lead back to the pipeline.
     clone = copy.copy(scheduler)
     vars(clone).clear()
     vars(clone).update(copy.deepcopy(dict(attributes)))
@@ -383,14 +375,14 @@ def _clone_scheduler(scheduler: Any, attributes: Mapping[str, Any]) -> Any:
 
 
 Drive = Callable[[tuple[Tensor, ...]], Iterator[Tensor]]
-"""Yields the timestep of each micro-step, from those of the steps."""
+"""Yields the timestep of each micro-step, given the timesteps of the steps."""
 
 
 class StepTimesteps(Tensor):
     """A scheduler's timesteps that iterate in micro-steps; a slice `[k:]` or `[:n]` counts in steps and does so too.
 
-    Everything else (length, other indexing, arithmetic) is that of the plain tensor. So is a slice of a single one that
-    says where it ends: pipelines give `timesteps[:1]` to schedulers that add noise, which iterate it.
+    Everything else (length, other indexing, arithmetic) is as in a plain tensor. So is a slice of one timestep that has
+    an end: pipelines pass `timesteps[:1]` to schedulers that add noise, which iterate it.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -1,10 +1,10 @@
-"""Receives that are posted ahead, so that a message travels while the one before it is computed on.
+"""Receives that are posted ahead, so that a message travels while its predecessor is computed on.
 
-Gloo's receives wait for nothing but their message. NCCL's are kernels that spin on the device, and to launch a kernel
-for the first time, or to free memory, may wait for all that runs there. So a receive is posted only if its message does
-not depend, directly or by way of other ranks, on work that this rank has not launched yet. With M patches on their way
-round N stages, each stage but the first may post one more activation if M >= N, and the first stage one more patch of
-latents if M > N (`Schedule.takes_ahead`).
+A receive of gloo waits only for its message. A receive of NCCL is a kernel that spins on the device, and launching a
+kernel for the first time, or freeing memory, may wait for everything that runs there. So a receive is posted only if
+its message does not depend, directly or through other ranks, on work that this rank has not launched yet. With M
+patches travelling round N stages, each stage but the first may post one more activation if M >= N, and the first stage
+one more patch of latents if M > N (`Schedule.takes_ahead`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from torch import Tensor
 
 from ditile.distributed.transport import PeerChannel
 
-RECEIVES_AHEAD = 2  # receives that are posted before they are needed; where they occupy the device, one
+RECEIVES_AHEAD = 2
+"""Receives that are posted before they are needed. Where they occupy the device it is one at most."""
 
 
 class MessageKey(NamedTuple):
-    """Names a message. It does not travel: both ends count alike."""
+    """Names a message. The name does not travel: both ends count messages in the same order."""
 
     step: int
     patch: int
@@ -35,10 +36,10 @@ class ReceivePrefetcher:
     Args:
         channel: carries the messages.
         shape: of a message; None if it is not known yet.
-        can_post: whether all work of this rank that a message depends on was launched.
+        can_post: whether this rank has launched all its work that a message depends on.
 
     Attributes:
-        looks_ahead: whether any may be posted ahead where receives occupy the device.
+        looks_ahead: whether one may be posted ahead where receives occupy the device.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class ReceivePrefetcher:
         self._expected.extend(keys)
 
     def receive_message(self, key: MessageKey, like: Tensor) -> Tensor:
-        """The next message, which must be `key`'s; those behind it are posted meanwhile."""
+        """The next message, which must be `key`'s; later receives are posted meanwhile."""
         ahead = int(self.looks_ahead) if self.channel.occupies_device(like.device) else RECEIVES_AHEAD
+        # This one is needed now, whatever it depends on.
         if not self.channel.num_open_receives:
             self._post_receive(like)
         self._prefetch_messages(like, 1 + ahead)
@@ -77,8 +79,9 @@ class ReceivePrefetcher:
                 return
 
     def _post_receive(self, like: Tensor) -> bool:
-        """Posts the next one; returns whether its shape is known."""
+        """Posts the next one if its shape is known; returns whether it was posted."""
         shape = self._shape(self._expected[0])
-        if shape is not None:
-            self.channel.post_receive(self._expected.popleft(), shape, like)
-        return shape is not None
+        if shape is None:
+            return False
+        self.channel.post_receive(self._expected.popleft(), shape, like)
+        return True

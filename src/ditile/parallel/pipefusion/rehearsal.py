@@ -1,423 +1,302 @@
-"""Iterations of a pipeline's loop before its first step, in which no block is run: see `model/hooks/block_calls.py`.
+"""The rehearsal of a generation: dry iterations before its first step show which latents belong to which patch.
 
-The pipeline's own code between the transformer and the scheduler says which latents belong to a patch, and whether it
-hands on the latents that a step returned, or a copy of them. A pipeline that calls another model in some steps, or its
-model in another mode, says so in an iteration for each step.
+The pipeline's own code between the transformer and the scheduler decides that, and whether the latents that a step
+returned are stepped next, or a copy of them. Tokens of a patch are made NaN after the blocks, and where NaN comes out
+at the scheduler are its latents. A pipeline that calls another model in some steps, or its model in another mode, shows
+it in an iteration for each step.
 
-A pipeline for in-painting blends the latents that a step returned with those of a picture under noise, and asks which
-step it is in for how much. By itself it would give all patches the noise of the next step whenever one was stepped. So
-it gets further iterations, in which it believes to be in the step before that of the patch to come, and nothing is
-computed: `BlendIterations`. They also bring its first latents back, which a rehearsal made it blend.
+Where tokens of reference images are patches of their own, an earlier question is which tokens they are: those that do
+not reach the scheduler. Rows are told apart by the bits of their numbers, in an iteration for each bit.
 
-Where tokens of reference pictures are patches of their own, it is found first which they are: those that come out
-nowhere. Rows are told apart by the bits of their numbers, in an iteration for each bit.
+`known_calls.py` keeps what was found: for a call of the same shapes two iterations without a model are enough.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers.guiders.guider_utils import BaseGuidance
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ditile.model.hooks.generation import Generation, RehearsedModel
 from ditile.model.hooks.pieces import has_nan
-from ditile.parallel import rng_state
+from ditile.parallel.pipefusion.dry_iterations import DryIterations
+from ditile.parallel.pipefusion.known_calls import CallRecognition, KnownCall, KnownCalls, describe_lengths
 from ditile.parallel.pipefusion.other_models import OtherModels
-from ditile.parallel.pipefusion.rehearsed_calls import RehearsedCall, describe_lengths, forget_numbers
-from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
 from ditile.plan.errors import PlanError, StateError
-from ditile.plan.schedule import MicroStep
 
 
 class Rehearsal:
     """The rehearsal of one generation.
 
     Args:
-        now: the generation.
-        streams: what schedulers step, each added by the loop when it is first stepped.
-        pipeline: the name of the pipeline's class.
+        dry: its dry iterations.
         other_models: what else the pipeline calls in its loop.
-
-    Attributes:
-        found: what was found for another call that is like this one, or None.
+        known_calls: calls that were rehearsed before.
+        shapes: of this call, what a rehearsal depends on.
     """
 
     def __init__(
-        self, now: Generation, streams: Sequence[SteppedLatents], pipeline: str, other_models: OtherModels
+        self, dry: DryIterations, other_models: OtherModels, known_calls: KnownCalls, shapes: Hashable
     ) -> None:
-        self._now, self._streams, self._pipeline, self._other_models = now, streams, pipeline, other_models
-        self.found: RehearsedCall | None = None
-        self._known: Sequence[RehearsedCall] = ()
-        self._calls: frozenset[Hashable] = frozenset()
-        self._results: Any = None
+        self._dry = dry
+        self._other_models = other_models
+        self._known_calls = known_calls
+        self._shapes = shapes
+        self._found: KnownCall | None = None
 
-    def _recognise_call(self, known: Sequence[RehearsedCall], timestep: Tensor) -> Iterator[Tensor]:
-        """Two iterations in which no model is called, if their calls are those of a call that was rehearsed before.
+    def keep_findings(self) -> None:
+        """The call's steps were made: a call like it need not be rehearsed."""
+        if self._found is not None:
+            self._known_calls.keep_call(self._shapes, self._found)
 
-        If the call is like one of `known`, the generation and its streams have what was found then.
-        """
-        now = self._now
-        for _ in range(2):
-            self._known, self._calls = known, frozenset()
-            self._other_models.results.update(known[-1].make_results()[1])
-            now.dry.recognises_call = self._recognise_model_call
-            yield self._begin_iteration(0, 0, timestep)
-            # Or else the pipeline is about to end its loop, and calls the model elsewhere.
-            now.dry.recognises_call = None
-            if self._steps_no_scheduler():
-                return
-            self._check_iteration()
-            shapes = [each.predicted_shape for each in self._streams]
-            known = [each for each in self._known if each.calls == self._calls and each.shapes == shapes]
-            if not known:
-                break
-        if not known:
-            self._other_models.forget_results()
-            now.forget_layouts()
-            return
-        self.found = found = known[-1]
-        found.restore_findings(now)
-        for each, pieces in zip(self._streams, found.pieces, strict=True):
-            each.pieces = [*pieces]
-        self._end_iterations()
-
-    def _recognise_model_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
-        """Whether a call of a model was made in some of the calls that this one may be like."""
-        now, described = self._now, (call, describe_lengths(inputs))
-        self._calls |= {described}
-        self._known = [each for each in self._known if described in each.calls]
-        if self._known:
-            now.dry.results[now.branch] = self._known[-1].make_results()[0][now.branch]
-        return bool(self._known)
-
-    def describe_findings(self) -> RehearsedCall | None:
-        """What was found, for other calls of the same shapes; None where that cannot be told from numbers."""
-        if self.found is not None:
-            return self.found
-        now, results = self._now, forget_numbers((self._results, self._other_models.results))
-        if results is None:
-            return None
-        return RehearsedCall(
-            calls=self._calls,
-            results=results,
-            shapes=[each.predicted_shape for each in self._streams],
-            pieces=[each.pieces for each in self._streams],
-            # The forms are shared: those that later steps add are kept too.
-            findings=replace(now.findings),
-            lets_group_rest=now.shares.warmup_split is None,
-        )
-
-    def iterate_calls(
-        self,
-        timesteps: Sequence[Tensor],
-        steps: int,
-        patches: int,
-        known: Sequence[RehearsedCall] = (),
-        *,
-        references: bool = False,
+    def iterate_timesteps(
+        self, timesteps: Sequence[Tensor], *, steps: int, patches: int, references: bool
     ) -> Iterator[Tensor]:
-        """The timestep of each iteration; it ends behind the first one if that did not step a scheduler.
+        """The timestep of each iteration; it ends after the first one if that did not step a scheduler.
 
         Args:
             timesteps: of the loop.
             steps: how many of its steps are rehearsed.
             patches: how many pieces of the latents are to be found.
-            known: calls that were rehearsed before. One with the same calls of models is not rehearsed again.
-            references: whether it is to be found which tokens are of reference pictures.
+            references: whether tokens of reference images are to be found.
 
         Raises:
-            PlanError: if no token is.
+            PlanError: if there are no such tokens.
             StateError: if a later iteration steps no scheduler, or one that calls a model, or if latents are cut and
                 steps have calls of other rows.
         """
-        now, called = self._now, list[dict[int, RehearsedModel]]()
-        if known:
-            yield from self._recognise_call(known, timesteps[0])
-            if self.found is not None or not self._streams:
+        dry = self._dry
+        now = dry.now
+        candidates = self._known_calls.list_candidates(self._shapes)
+        if candidates:
+            recognition = CallRecognition(dry, self._other_models, candidates)
+            yield from recognition.iterate_timesteps(timesteps[0])
+            self._found = recognition.call
+            if self._found is not None or not dry.streams:
                 return
-        probe = ArgumentProbe(now, self._pipeline)
+        probe = ArgumentProbe(now, dry.pipeline)
+        called_models: list[dict[int, RehearsedModel]] = []
+        results: dict[int, Any] = {}
         for step in range(steps):
-            now.dry.recognises_call = None if step else probe.note_first_call
-            yield self._begin_iteration(step, 0, timesteps[step])
+            if step == 0:
+                now.dry.recognises_call = probe.note_first_call
+            yield dry.begin(step, 0, timesteps[step])
             now.dry.recognises_call = None
-            if self._steps_no_scheduler():
+            if dry.is_plain_loop():
                 return
-            self._check_iteration()
-            if not step:
-                self._calls, self._results = frozenset(probe.first_calls), dict(now.dry.results)
-            called.append(dict(now.dry.called_models))
+            dry.check_stepped()
+            if step == 0:
+                results = dict(now.dry.results)
+            called_models.append(dict(now.dry.called_models))
         if patches:
-            self._check_rows_stay(called)
-        now.findings.whole_steps = frozenset(
-            step for step, models in enumerate(called) if any(model.is_whole for model in models.values())
-        )
-        unlike = {step for step in range(1, len(called)) if called[step] != called[step - 1]}
-        now.findings.changed_steps = now.findings.whole_steps | unlike
-        # Pieces are those of a step that is computed in patches.
+            self._check_rows_stay(called_models)
+        self._find_changed_steps(called_models)
+        # Pieces are found in a step that is computed in patches.
         divided = next((step for step in range(steps) if step not in now.findings.whole_steps), 0)
+        timestep = timesteps[divided]
         if references:
-            yield from self._find_reference_rows(divided, timesteps[divided])
+            yield from self._find_reference_rows(divided, timestep)
         for patch in range(patches):
+            # The first iteration has rehearsed patch 0 of step 0 already.
             if patch or divided or references:
-                yield self._begin_iteration(divided, patch, timesteps[divided])
-            self._check_iteration()
-            for each in self._streams:
-                each.keep_rehearsed_piece()
+                yield dry.begin(divided, patch, timestep)
+            dry.check_stepped()
+            for stream in dry.streams:
+                assert stream.rehearsed_piece is not None
+                stream.pieces.append(stream.rehearsed_piece)
         if steps == patches == 1:
-            # How the pipeline hands on latents is seen in the second iteration.
-            yield self._begin_iteration(0, 0, timesteps[0])
-            self._check_iteration()
+            # How the pipeline passes latents on is seen in the second iteration.
+            yield dry.begin(0, 0, timestep)
+            dry.check_stepped()
         if patches:
-            yield from self._find_live_arguments(probe, divided, timesteps[divided])
+            yield from self._find_live_arguments(probe, divided, timestep)
         now.findings.num_references = now.num_references
-        self._end_iterations()
+        dry.end()
+        calls = frozenset(probe.first_calls)
+        self._found = KnownCall.from_rehearsal(dry, calls, results, self._other_models)
 
-    def _check_rows_stay(self, called: Sequence[Mapping[int, RehearsedModel]]) -> None:
+    def _check_rows_stay(self, called_models: Sequence[Mapping[int, RehearsedModel]]) -> None:
         """Checks that each step has as many calls, of as many rows, as the first one."""
-        for step, models in enumerate(called):
-            first, rows = ([model.rows for model in each.values()] for each in (called[0], models))
-            if rows != first:
+        first_rows = [model.rows for model in called_models[0].values()]
+        for step, models in enumerate(called_models):
+            rows = [model.rows for model in models.values()]
+            if rows != first_rows:
                 raise StateError(
-                    f"{self._pipeline} calls its model on {' + '.join(map(str, rows))} rows in step {step} and on "
-                    f"{' + '.join(map(str, first))} in the first one, and guidance that begins or ends in mid-run "
-                    "cannot be divided into patches; guide all steps, or use a plan without pipefusion and patches"
+                    f"{self._dry.pipeline} calls its model on {' + '.join(map(str, rows))} rows in step {step} and on "
+                    f"{' + '.join(map(str, first_rows))} in the first one, and guidance that begins or ends during the "
+                    "run cannot be divided into patches; guide all steps, or use a plan without pipefusion and patches"
                 )
 
+    def _find_changed_steps(self, called_models: Sequence[Mapping[int, RehearsedModel]]) -> None:
+        """Finds the steps that compute a whole, and those that call other models than the step before."""
+        findings = self._dry.now.findings
+        whole_steps = set()
+        changed_steps = set()
+        for step, models in enumerate(called_models):
+            if any(model.is_whole for model in models.values()):
+                whole_steps.add(step)
+            if step and models != called_models[step - 1]:
+                changed_steps.add(step)
+        findings.whole_steps = frozenset(whole_steps)
+        findings.changed_steps = frozenset(whole_steps | changed_steps)
+
     def _find_live_arguments(self, probe: ArgumentProbe, step: int, timestep: Tensor) -> Iterator[Tensor]:
-        """Iterations without a model whose latents are NaN in a patch, and one that surveys calls again if need be."""
-        now, streams = self._now, self._streams
-        owned = [[patch for patch, piece in enumerate(each.pieces) if not piece.is_empty] for each in streams]
-        marked = sorted({patch for patches in owned for patch in patches[-2:]})
-        # What an iteration is given as latents is seen in the next one. The first one has what was predicted before.
-        for patch in (*marked, None):
-            for each in streams:
-                piece = None if patch is None else each.pieces[patch]
-                each.is_probed, each.marked_piece = True, None if piece is None or piece.is_empty else piece
+        """Iterations without a model that show which arguments of the model are made of latents in each step."""
+        dry = self._dry
+        now = dry.now
+        marked_patches = set[int]()
+        for stream in dry.streams:
+            stream.is_probed = True
+            # Two patches show whether an argument is made of more than its own; the last ones are not references.
+            marked_patches.update(stream.list_owning_patches()[-2:])
+        # What an iteration is given as latents is seen in the next one. So the first one still has the NaN of the last
+        # prediction, and a last one marks nothing.
+        for patch in (*sorted(marked_patches), None):
+            for stream in dry.streams:
+                stream.marked_piece = None
+                if patch is not None and not stream.pieces[patch].is_empty:
+                    stream.marked_piece = stream.pieces[patch]
             now.dry.recognises_call = probe.look_at_call
-            yield self._begin_iteration(step, 0, timestep)
+            yield dry.begin(step, 0, timestep)
             now.dry.recognises_call = None
-            self._check_iteration()
-            probe.end_look()
+            dry.check_stepped()
+            probe.end_iteration()
         now.findings.live_arguments = probe.find_live_arguments()
         if now.findings.live_arguments:
+            # The surveys knew nothing of these arguments, and blocks may be given what is made of them.
             now.dry.surveys_again = True
-            yield self._begin_iteration(step, 0, timestep)
+            yield dry.begin(step, 0, timestep)
             now.dry.surveys_again = False
-            self._check_iteration()
-            is_fed = any(any(form.fed.values()) for form in now.findings.forms.values())
-            now.findings.reads_latents_everywhere |= is_fed
-        for each in streams:
-            each.is_probed = False
-
-    def _end_iterations(self) -> None:
-        for each in self._streams:
-            each.set_step_index(0)
-        self._now.dry.patch, self._now.is_whole = None, False
+            dry.check_stepped()
+            for form in now.findings.forms.values():
+                if any(form.fed.values()):
+                    now.findings.reads_latents_everywhere = True
+        for stream in dry.streams:
+            stream.is_probed = False
 
     def _find_reference_rows(self, step: int, timestep: Tensor) -> Iterator[Tensor]:
-        """Iterations that find the rows of tokens that are made of latents and come out nowhere."""
-        now, numbers = self._now, list[Tensor]()
-        # A model of one sequence has a text in it, which comes out nowhere either.
+        """Iterations that find the rows of tokens that are made of latents and do not reach the scheduler."""
+        dry = self._dry
+        now = dry.now
+        # The number of the row that each element of a prediction comes from.
+        row_numbers: list[Tensor] = []
+        # In a model with one sequence other rows are text, which does not reach the scheduler either.
         rows = now.dry.latent_rows
         for bit in range((len(rows) - 1).bit_length()):
             now.dry.bit = bit
-            yield self._begin_iteration(step, 0, timestep)
-            self._check_iteration()
-            numbers = numbers or [each.make_element_numbers() for each in self._streams]
-            for each, of_elements in zip(self._streams, numbers, strict=True):
-                assert each.rehearsed_piece is not None
-                each.rehearsed_piece.put(of_elements, each.rehearsed_piece.take(of_elements) + (1 << bit))
+            yield dry.begin(step, 0, timestep)
+            dry.check_stepped()
+            if not row_numbers:
+                row_numbers = [stream.make_element_numbers() for stream in dry.streams]
+            for stream, numbers in zip(dry.streams, row_numbers, strict=True):
+                piece = stream.rehearsed_piece
+                assert piece is not None
+                piece.put(numbers, piece.take(numbers) + (1 << bit))
         now.dry.bit = None
-        found = set(torch.cat([each.flatten() for each in numbers]).tolist()) if numbers else {0}
-        out_nowhere = frozenset(row for number, row in enumerate(rows) if number not in found)
-        now.findings.reference_rows = out_nowhere - now.dry.padding_rows
+        # A single row needs no bit: it is an image.
+        reached = {0}
+        if row_numbers:
+            reached = set(torch.cat([numbers.flatten() for numbers in row_numbers]).tolist())
+        unreached = frozenset(row for number, row in enumerate(rows) if number not in reached)
+        now.findings.reference_rows = unreached - now.dry.padding_rows
         if not now.findings.reference_rows:
             raise PlanError(
-                f"references: {self._pipeline} has no tokens of reference pictures here, which go through its blocks "
+                f"references: {dry.pipeline} has no tokens of reference images here, which pass through its blocks "
                 "in each step and come out nowhere (some pipelines step them like latents, and put them back); leave "
-                "references out, or give the call a picture to refer to"
+                "references out, or give the call an image to refer to"
             )
+        # Patches are cut again, around the references.
         now.forget_layouts()
-
-    @property
-    def is_stepped(self) -> bool:
-        """Whether all schedulers were stepped in the iteration at hand."""
-        return bool(self._streams) and all(each.is_stepped for each in self._streams)
-
-    def _begin_iteration(self, step: int, patch: int, timestep: Tensor) -> Tensor:
-        self._now.enter_micro_step(MicroStep(step, None))
-        self._now.dry.patch = patch
-        self._now.dry.called_models.clear()
-        for each in self._streams:
-            each.rehearsed_piece, each.is_stepped = None, False
-            each.set_step_index(step)
-        return timestep
-
-    def _steps_no_scheduler(self) -> bool:
-        """Whether the first iteration was one without a model, so that it is the pipeline's own.
-
-        Raises:
-            StateError: if it called a model, whose blocks were passed by.
-        """
-        if self._streams:
-            return False
-        if self._now.branch:
-            self._check_iteration()
-        self._now.dry.patch = None
-        return True
-
-    def _check_iteration(self) -> None:
-        if not self.is_stepped:
-            raise StateError(f"{self._pipeline} went on without stepping its scheduler")
-
-
-class SavedState:
-    """What iterations in which nothing is computed must leave as it was: random states, and what guiders remember.
-
-    A guider may keep an average of predictions from step to step, as adaptive projected guidance does, and these are
-    NaN or zero there.
-
-    Args:
-        pipe: the pipeline.
-        generators: which it may draw from.
-    """
-
-    def __init__(self, pipe: Any, generators: Sequence[torch.Generator]) -> None:
-        self._generators, self._random = generators, rng_state.read_generator_states(generators)
-        guiders = [part for part in vars(pipe).values() if isinstance(part, BaseGuidance)]
-        self._guiders = [(part, copy.deepcopy(vars(part))) for part in guiders]
-
-    def restore(self) -> None:
-        """Puts it back."""
-        rng_state.restore_generators(self._generators, self._random)
-        for guider, state in self._guiders:
-            vars(guider).clear()
-            vars(guider).update(state)
 
 
 class ArgumentProbe:
-    """Finds what a pipeline makes of its latents, or of its last prediction, for the arguments of its model.
+    """Finds which arguments of a model a pipeline makes of its latents, or of its last prediction.
 
-    Stages have other latents at a time: the first one those of the patch at hand, the last one those that it stepped,
-    and the others none that are new unless they are sent them. And a patch's latents are one step newer than those of
-    the patches behind it. So what is made of a patch must be made of its own latents, unless every step is
-    synchronous.
+    Stages have different latents at a time: the first one those of the current patch, the last one those that it
+    denoised, and the others no new ones unless they are sent. And a patch's latents are one step newer than those of
+    later patches. So what is made for a patch must be made of its own latents only, unless all steps are synchronous.
 
     Args:
         now: the generation.
         pipeline: the name of the pipeline's class, for messages.
 
     Attributes:
-        first_calls: those of the first iteration, as `RehearsedCall.calls`.
+        first_calls: the calls of the first iteration, as `KnownCall.calls`.
     """
 
     def __init__(self, now: Generation, pipeline: str) -> None:
-        self._now, self._pipeline = now, pipeline
-        self._always: set[tuple[int, str]] = set()
+        self._now = now
+        self._pipeline = pipeline
+        self._always_nan: set[tuple[int, str]] = set()
         self._masks: dict[tuple[int, str], list[Tensor]] = {}
-        self._looks: list[dict[tuple[int, str], list[Tensor]]] = []
-        self._latents: set[str] = set()
+        self._masks_by_iteration: list[dict[tuple[int, str], list[Tensor]]] = []
+        self._latents_names: set[str] = set()
         self.first_calls: set[Hashable] = set()
 
     def note_first_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
-        """What is NaN anyway in a call, which is to be made."""
+        """Notes which arguments of a call are NaN before anything was marked; the call is to be made."""
         self.first_calls.add((call, describe_lengths(inputs)))
         self.look_at_call(call, inputs, latents)
-        self._always |= self._masks.keys()
+        self._always_nan |= self._masks.keys()
         self._masks = {}
         return False
 
     def look_at_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
-        """What is NaN now in a call that need not be made."""
-        self._latents.add(latents)
+        """Notes where arguments of a call are NaN; the call need not be made."""
+        self._latents_names.add(latents)
         for name, value in inputs.items():
-            given = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
-            if (self._now.branch, name) not in self._always and has_nan(given):
-                self._masks[self._now.branch, name] = [torch.isnan(x) for x in given]
+            key = (self._now.branch, name)
+            tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, Tensor) and x.is_floating_point()]
+            if key not in self._always_nan and has_nan(tensors):
+                self._masks[key] = [torch.isnan(x) for x in tensors]
         return True
 
-    def end_look(self) -> None:
+    def end_iteration(self) -> None:
         """All calls of an iteration were seen."""
-        self._looks.append(self._masks)
+        self._masks_by_iteration.append(self._masks)
         self._masks = {}
 
     def find_live_arguments(self) -> frozenset[str]:
-        """The arguments beside the latents that are made of latents in each step.
+        """The arguments apart from the latents that are made of latents in each step.
 
         Raises:
             StateError: if one is made of the last prediction, or of other latents than those of its patch, and that is
                 not exact under the schedule.
         """
         schedule = self._now.schedule
-        of_prediction, *of_latents = self._looks
+        of_prediction, *of_latents = self._masks_by_iteration
         remedy = "use a plan without pipefusion and patches"
-        for _, name in of_prediction:
-            if schedule.stages > 1 or schedule.has_stale_steps:
-                raise StateError(
-                    f"{self._pipeline} makes {name} for its model from what the model predicted last, which other "
-                    f"stages and patches have not; {remedy}"
-                )
-        # What is made of two patches is no patch's own.
-        seen: dict[tuple[int, str], list[Tensor]] = {}
-        for key, masks in [each for look in of_latents for each in look.items() if schedule.has_stale_steps]:
-            before = seen.setdefault(key, [torch.zeros_like(mask) for mask in masks])
-            if any(x.shape != y.shape or bool((x & y).any()) for x, y in zip(before, masks, strict=False)):
-                raise StateError(
-                    f"{self._pipeline} makes {key[1]} of a patch for its model from latents of other patches too, "
-                    f"which are of other steps; use warmup={schedule.steps}, or {remedy[4:]}"
-                )
-            seen[key] = [x | y for x, y in zip(before, masks, strict=False)]
-        return frozenset(name for look in of_latents for _, name in look) - self._latents
+        if of_prediction and (schedule.stages > 1 or schedule.has_stale_steps):
+            _, name = next(iter(of_prediction))
+            raise StateError(
+                f"{self._pipeline} makes {name} for its model from what the model predicted last, which other "
+                f"stages and patches do not have; {remedy}"
+            )
+        live_arguments = set[str]()
+        union: dict[tuple[int, str], list[Tensor]] = {}
+        for masks_by_argument in of_latents:
+            for key, masks in masks_by_argument.items():
+                _, name = key
+                live_arguments.add(name)
+                earlier = union.setdefault(key, masks)
+                # Without stale steps all latents are of one step, and any of them may be used.
+                if earlier is masks or not schedule.has_stale_steps:
+                    continue
+                # What is made of two patches belongs to neither.
+                if _overlap(earlier, masks):
+                    raise StateError(
+                        f"{self._pipeline} makes {name} of a patch for its model from latents of other patches too, "
+                        f"which are of other steps; use warmup={schedule.steps}, or {remedy[len('use ') :]}"
+                    )
+                union[key] = [x | y for x, y in zip(earlier, masks, strict=True)]
+        return frozenset(live_arguments - self._latents_names)
 
 
-class BlendIterations:
-    """Iterations in which a pipeline blends the latents for a step, and nothing is computed.
-
-    Args:
-        now: the generation.
-        streams: what schedulers step.
-        timesteps: of the loop.
-        pipeline: the name of the pipeline's class.
-    """
-
-    def __init__(
-        self, now: Generation, streams: Sequence[SteppedLatents], timesteps: Sequence[Tensor], pipeline: str
-    ) -> None:
-        self._now, self._streams, self._timesteps, self._pipeline = now, streams, timesteps, pipeline
-
-    @property
-    def are_needed(self) -> bool:
-        """Whether the pipeline blends latents."""
-        return any(each.is_blended for each in self._streams)
-
-    def iterate_calls(self, step: int) -> Iterator[Tensor]:
-        """The timestep of an iteration behind which the pipeline has the latents of a step as that step needs them.
-
-        Raises:
-            StateError: if it steps no scheduler in it.
-        """
-        self._now.dry.blended_step = step
-        for each in self._streams:
-            each.is_stepped = False
-        # The iteration in front of the first step is none that the pipeline makes; its number is -1.
-        yield self._timesteps[max(step - 1, 0)]
-        if not all(each.is_stepped for each in self._streams):
-            raise StateError(f"{self._pipeline} went on without stepping its scheduler")
-        self._now.dry.blended_step = None
-
-    def restore_first_latents(self) -> Iterator[Tensor]:
-        """Behind a rehearsal: makes the pipeline blend its first latents as they were, and looks at what it has then.
-
-        Raises:
-            StateError: if it has other latents than those that it began with.
-        """
-        yield from self.iterate_calls(0)
-        yield from self.iterate_calls(0)
-        for each in self._streams:
-            each.check_first_latents()
+def _overlap(earlier: Sequence[Tensor], masks: Sequence[Tensor]) -> bool:
+    """Whether masks of an argument in two iterations overlap, or are not of the same tensors."""
+    if [x.shape for x in earlier] != [x.shape for x in masks]:
+        return True
+    return any(bool((x & y).any()) for x, y in zip(earlier, masks, strict=True))

@@ -1,7 +1,7 @@
 """Latents that a pipeline steps in its loop, with the scheduler that steps them.
 
-Most pipelines have one pair. One that makes a video and its sound steps the sound by a copy of its scheduler, or by
-another one, in the same iteration: see `Loop`.
+Most pipelines have one pair. One that generates a video and its sound steps the sound with a copy of its scheduler, or
+with another one, in the same iteration: see `Loop`.
 """
 
 from __future__ import annotations
@@ -35,56 +35,50 @@ class SteppedLatents:
         signature: of the scheduler's step.
         is_custom: whether the scheduler may have code of the user's own.
         latents: of all images, as steps make them; None before the first step.
-        pieces: which of them belong to each patch; none where they are not cut.
-        predicted_shape: of the prediction that was rehearsed last.
+        pieces: which of them belong to each patch; empty where they are not cut.
+        predicted_shape: of the prediction in the last dry iteration.
         rehearsed_piece: of the patch that is rehearsed, once the scheduler was stepped.
-        is_stepped: whether the scheduler was stepped in the micro-step at hand.
-        marked_piece: of the latents that are handed on as NaN in a dry iteration, if any.
-        is_probed: whether what is stepped in a dry iteration says nothing of pieces.
-        stepped_patches: what was stepped in the micro-step at hand, by patch.
-        held_patches: stepped patches that are not in the latents yet.
-        hands_on_copies: whether the pipeline makes something of the latents, instead of handing them on.
+        is_stepped: whether the scheduler was stepped in the current iteration.
+        marked_piece: the piece that the pipeline gets as NaN in the next dry iteration, if any.
+        is_probed: whether dry iterations follow this NaN, and so say nothing of pieces.
+        stepped_patches: the patches that the current micro-step denoised, by number.
+        held_patches: denoised patches that are not in the latents yet.
+        passes_copies: whether the pipeline steps a copy of the latents, not the tensor that it got.
         is_blended: whether the pipeline writes something else into the latents between steps, as in-painting does with
-            what is kept of a picture.
+            the part of an image that it keeps.
     """
 
     def __init__(self, scheduler: Any, pipe_name: str) -> None:
-        self.scheduler, self._name = scheduler, pipe_name
-        # Of its own step, not of what a pipeline may have put around it.
+        self.scheduler = scheduler
+        self._name = pipe_name
+        # Of its own step, not of an override on the instance.
         self.signature = StepSignature(scheduler)
         self.is_custom = is_custom_scheduler(scheduler)
         self._first_index = getattr(scheduler, "_step_index", None)
         self.latents: Tensor | None = None
         self.pieces: list[Piece] = []
         self.rehearsed_piece: Piece | None = None
-        self.is_stepped = self.hands_on_copies = self.is_blended = self.is_probed = False
+        self.is_stepped = False
+        self.passes_copies = False
+        self.is_blended = False
+        self.is_probed = False
         self.marked_piece: Piece | None = None
         self.stepped_patches: dict[int, Tensor] = {}
         self.held_patches: dict[int, Tensor] = {}
-        self._samples: list[Tensor] = []
+        self._samples: list[Tensor] = []  # in each dry iteration
         self._handed_on: Tensor | None = None
         self._blended: Tensor | None = None
         self.predicted_shape: tuple[int, ...] = ()
         self._copies: PatchSchedulers | None = None
 
     def get_copies(self, patches: int, timesteps: Tensor, steps: int) -> PatchSchedulers:
-        """The scheduler's copies, one for each patch, made when they are first asked for.
-
-        Args:
-            patches: how many.
-            timesteps: the plain ones.
-            steps: how many will be made.
-        """
+        """The scheduler's copies, one for each patch, made at the first call."""
         if self._copies is None:
             self._copies = PatchSchedulers(self.scheduler, OVERRIDES, timesteps, patches, steps)
         return self._copies
 
     def note_rehearsal(self, prediction: Tensor, sample: Tensor, *, is_cut: bool) -> None:
-        """Where NaN came out are the latents of the rehearsed patch, where latents are cut.
-
-        Raises:
-            StateError: if the prediction is of another shape, or the scheduler was stepped already.
-        """
+        """Notes where the prediction is NaN, which is where the latents of the rehearsed patch are."""
         if self.is_probed:
             self.is_stepped = True
             return
@@ -99,24 +93,25 @@ class SteppedLatents:
                 f"{self._name} steps its scheduler more than once in a step, so its latents cannot be cut "
                 "into patches; use a plan without pipefusion and patches"
             )
-        self.rehearsed_piece, self.is_stepped = Piece.from_mask(torch.isnan(prediction)), True
+        self.rehearsed_piece = Piece.from_mask(torch.isnan(prediction))
+        self.is_stepped = True
+        self.predicted_shape = tuple(prediction.shape)
         if self.latents is None:
             self.latents = sample.clone()
-        is_same = sample is self._handed_on or not self._samples
-        # The pipeline may write into the tensor that it has.
+        if self._samples and sample is not self._handed_on:
+            self.passes_copies = True
+        # A clone, because the pipeline may write into the tensor that it has.
         self._samples.append(sample.clone())
-        self.predicted_shape = tuple(prediction.shape)
-        self.hands_on_copies = self.hands_on_copies or not is_same
 
     @property
     def sample(self) -> Tensor:
-        """The latents of all images that the next step is made of, as far as they are this rank's to know."""
-        sample = self._blended if self._blended is not None else self.latents
+        """The latents of all images that the next step is computed from, as far as this rank has them."""
+        sample = self.latents if self._blended is None else self._blended
         assert sample is not None
         return sample
 
     def hand_on(self, *, is_dry: bool) -> Tensor:
-        """What the pipeline is given as the result of a step; a tensor of its own where it writes into it."""
+        """The latents that the pipeline gets as the result of a step: a copy where it may write into them."""
         assert self.latents is not None
         self._handed_on = self.latents.clone() if is_dry or self.is_blended else self.latents
         if is_dry and self.marked_piece is not None:
@@ -125,110 +120,98 @@ class SteppedLatents:
         return self._handed_on
 
     def set_step_index(self, steps: int) -> None:
-        """The scheduler looks as if it had made so many steps, for what a pipeline asks it between two of them."""
+        """Makes the scheduler look as if it had made so many steps: pipelines read its index between steps."""
         if "_step_index" in vars(self.scheduler):
             self.scheduler._step_index = (getattr(self.scheduler, "begin_index", None) or 0) + steps
 
     def restore_step_index(self) -> None:
-        """The scheduler itself is stepped from now on, as if there had been no rehearsal."""
+        """Puts the scheduler back to before the rehearsal, as the scheduler itself is stepped from now on."""
         if "_step_index" in vars(self.scheduler):
             self.scheduler._step_index = self._first_index
 
     def make_element_numbers(self) -> Tensor:
-        """A zero for each element of the prediction that was rehearsed last, on the CPU."""
+        """A zero for each element of the last dry iteration's prediction, on the CPU."""
         return torch.zeros(self.predicted_shape, dtype=torch.int32)
 
-    def keep_rehearsed_piece(self) -> None:
-        """Keeps what the rehearsal of a patch found."""
-        assert self.rehearsed_piece is not None
-        self.pieces.append(self.rehearsed_piece)
+    def list_owning_patches(self) -> list[int]:
+        """The patches that have some of these latents."""
+        return [patch for patch, piece in enumerate(self.pieces) if not piece.is_empty]
 
     def select_stepped_patches(self, patches: Sequence[int]) -> Sequence[int]:
-        """Those of some patches that have latents, or else any one that has: others' schedulers count no steps."""
-        if not self.pieces:
-            return patches
-        stepped = [patch for patch, piece in enumerate(self.pieces) if not piece.is_empty]
-        return [patch for patch in patches if patch in stepped] or stepped[:1] or patches
+        """Which of these patches have latents, or any one that has if none does: only their schedulers count steps."""
+        owning = self.list_owning_patches()
+        return [patch for patch in patches if patch in owning] or owning[:1] or patches
 
     def end_rehearsal(self, patches: int, references: int, *, adaptive: bool, rows_differ: bool) -> None:
-        """Checks what the rehearsals of all patches found.
+        """Checks that the rehearsed patches divide the latents, and how the pipeline changes latents between steps.
 
         Args:
-            patches: how many there are.
-            references: how many of them, the first ones, are of reference pictures.
-            adaptive: whether the latents may have to be brought up to date before any step.
-            rows_differ: whether a patch has other places in one row of a prediction than in another one.
+            patches: the number of patches.
+            references: how many of them, the first ones, are of reference images.
+            adaptive: whether the latents may have to be complete before any step.
+            rows_differ: whether the places of a patch differ from row to row of a prediction.
 
         Raises:
-            StateError: if patches overlap in the latents, or leave some out, or the pipeline changes latents itself
-                otherwise than the same ones in the same way.
+            StateError: if patches overlap in the latents, or leave some out, or the pipeline does not always change
+                the same latents in the same way.
         """
-        first = self._samples[0]
-        owners = self.make_element_numbers()
+        num_owners = self.make_element_numbers()
         for piece in self.pieces:
-            piece.put(owners, piece.take(owners) + 1)
+            piece.put(num_owners, piece.take(num_owners) + 1)
         is_mixed = any(not piece.is_empty for piece in self.pieces[:references])
-        if is_mixed or int(owners.min()) < 1 or int(owners.max()) > 1 or len(self.pieces) != patches:
-            cause, remedy = "its transformer mixes tokens behind its blocks", "use"
+        if is_mixed or int(num_owners.min()) < 1 or int(num_owners.max()) > 1 or len(self.pieces) != patches:
+            cause = "its transformer mixes tokens after its blocks"
+            remedy = "use"
             if rows_differ:
-                cause = "one call has prompts of unlike length in front of their pictures"
+                cause = "one call has prompts of different lengths before their images"
                 remedy = "give prompts, and a negative prompt, of one length, or use"
             raise StateError(
                 f"the patches of {self._name} overlap in its latents, or leave some out, as {cause}; {remedy} a plan "
                 "without pipefusion and patches"
             )
-        second = self._samples[1]
+        # The first sample is what the pipeline began with; the others are what it makes of the same latents.
+        first, second, *later = self._samples
         self.is_blended = not torch.equal(first, second)
-        if any(not torch.equal(second, sample) for sample in self._samples[2:]):
+        if any(not torch.equal(second, sample) for sample in later):
             raise StateError(
-                f"{self._name} makes other latents of the same ones whenever it changes them between steps, so it "
+                f"{self._name} makes different latents of the same ones each time it changes them between steps, so it "
                 "cannot be divided into patches; use a plan without pipefusion and patches"
             )
-        if (self.hands_on_copies or self.is_blended) and adaptive:
+        if not self.passes_copies and not self.is_blended:
+            self.latents = self._handed_on
+        elif adaptive:
             raise StateError(
                 f"{self._name} keeps a copy of the latents, which warmup=auto cannot bring up to date; give a number "
                 "of steps"
             )
-        if not (self.hands_on_copies or self.is_blended):
-            self.latents = self._handed_on
         self._samples = []
 
     def note_blend(self, sample: Tensor, steps: int) -> None:
-        """The scheduler was stepped in an iteration in which nothing is computed.
-
-        Args:
-            sample: what the pipeline has.
-            steps: how many it has made.
-        """
-        self._blended, self.is_stepped = sample, True
+        """Notes the latents that the pipeline has blended, in a dry iteration after so many steps."""
+        self._blended = sample
+        self.is_stepped = True
         self.set_step_index(steps)
 
     def check_first_latents(self) -> None:
-        """Checks that a pipeline that blends has made its first latents again of those that it was given.
-
-        Raises:
-            StateError: if it has not.
-        """
+        """Checks that a pipeline that blends made its first latents again when it was given them."""
         assert self.latents is not None
         if not torch.equal(self.sample, self.latents):
             raise StateError(
-                f"{self._name} changes the latents between steps, behind the scheduler, and makes others of its first "
+                f"{self._name} changes the latents between steps, without its scheduler, and makes others of its first "
                 "ones, so it cannot be divided into patches; use a plan without pipefusion and patches"
             )
 
     def release_patches(self, patches: Iterable[int]) -> None:
-        """Writes stepped patches that are held back into the latents.
-
-        The first of several stages gets a stepped patch when its turn comes. The last one, and one alone, hold it back
-        as long, so that what is computed of all latents is the same for any number of stages.
-        """
+        """Writes denoised patches that were held back into the latents."""
+        # The first of several stages gets a denoised patch when its turn comes. The last one, and a single stage, hold
+        # it back as long, so that what is computed from all latents is the same for any number of stages.
         for patch in patches:
-            held = self.held_patches.pop(patch, None)
-            if held is not None and self.latents is not None:
-                self.pieces[patch].put(self.latents, held)
+            denoised = self.held_patches.pop(patch, None)
+            if denoised is not None and self.latents is not None:
+                self.pieces[patch].put(self.latents, denoised)
 
     def copy_new_latents(self, sample: Tensor, now: Generation, *, synced: int) -> None:
-        """Takes over the latents that the pipeline begins with, or that a callback gave it; never the user's own.
+        """Takes over the latents that the pipeline begins with, or that a callback replaced; never the user's tensor.
 
         Args:
             sample: the latents that the scheduler is stepped with.
@@ -239,16 +222,20 @@ class SteppedLatents:
             StateError: if the pipeline replaced the latents.
         """
         micro = now.micro_step
+        # A callback runs between steps, and is given whole latents, which it may replace.
         after_callback = synced == micro.step - 1 and micro == now.schedule.list_micro_steps(micro.step)[0]
         if self.is_blended and not (after_callback and micro.step):
             self._blended = sample
             return
         self._blended = None
-        if sample is self.latents or (self.hands_on_copies and not self.is_blended and self.latents is not None):
+        if sample is self.latents:
             return
-        if self.latents is not None and not after_callback:
-            raise StateError(
-                f"{self._name} replaced the latents between steps, behind the scheduler, at {micro}; such a pipeline "
-                "cannot be divided into patches"
-            )
+        if self.latents is not None:
+            if self.passes_copies and not self.is_blended:
+                return
+            if not after_callback:
+                raise StateError(
+                    f"{self._name} replaced the latents between steps, without its scheduler, at {micro}; such a "
+                    "pipeline cannot be divided into patches"
+                )
         self.latents = sample.clone()

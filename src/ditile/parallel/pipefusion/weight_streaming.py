@@ -1,15 +1,14 @@
 """Weight streaming: the weights of a block go from the stage that owns it to all others, just before they compute it.
 
 With warmup_mode=sequence every rank computes all blocks on its share of the tokens. The owner broadcasts each block,
-`BLOCKS_AHEAD` blocks before it is computed, into buffers that are used again and again: no rank ever holds more than
-its own blocks and `BLOCKS_AHEAD + 1` others.
+`BLOCKS_AHEAD` blocks before it is computed, into buffers that are reused in turn: no rank ever holds more than its own
+blocks and `BLOCKS_AHEAD + 1` others.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +41,15 @@ class FlatTensorSpec(NamedTuple):
 
 
 class StreamedBlock:
-    """A block of another stage: its structure on the meta device, and the weights that have just arrived."""
+    """A block of another stage: its structure on the meta device, and its weights while they are here."""
 
-    def __init__(self, block: nn.Module, weights: Callable[[], dict[str, Tensor]]) -> None:
-        self.block, self._weights = block, weights
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.weights: dict[str, Tensor] = {}
 
     def __call__(self, **call: Any) -> Any:
         """The block's forward."""
-        return functional_call(self.block, self._weights(), (), call)
+        return functional_call(self.block, self.weights, (), call)
 
 
 class WeightStream:
@@ -61,46 +61,47 @@ class WeightStream:
         mesh: this stage's place and groups; all ranks must make it together.
 
     Attributes:
-        streamed_blocks: index of a block that this stage does not own -> what runs in place of it.
+        streamed_blocks: index of a block that this stage does not own -> what runs in its place.
 
     Raises:
-        ModelError: if the model is quantized, or a block is not what its config says, and was not loaded here.
+        ModelError: if the model is quantized, or a block differs from the model's config and was not loaded here.
     """
 
     def __init__(self, hooks: TransformerHooks, stages: Sequence[range], mesh: Mesh) -> None:
-        self._stage, self._axis, self._traffic = mesh.stage_index, mesh["pipefusion"], mesh.traffic
+        self._axis = mesh["pipefusion"]
+        self._traffic = mesh.traffic
         self._blocks = [hook.block for hook in hooks.chain]
         self._names = [hook.name for hook in hooks.chain]
+        self._owned = stages[mesh.stage_index]
         self._owners = [owner for owner, blocks in enumerate(stages) for _ in blocks]
+        # Ranks agree before the next gather, which all of them take part in or none.
         if any(gather_json(bool(list_quantized_parameters(hooks.transformer)), mesh.everyone)):
             raise ModelError(
                 "warmup_mode=sequence sends plain weights, and this model is quantized; use another warmup_mode"
             )
-        own = [_lay_out_tensors(self._blocks[index]) for index in stages[mesh.stage_index]]
-        self._entries = _gather_block_specs(own, stages, mesh)
+        own_specs = [_lay_out_tensors(self._blocks[index]) for index in self._owned]
+        self._specs = _gather_block_specs(own_specs, stages, mesh)
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
         self._buffers: list[Tensor] = []
         self._pending_broadcasts: dict[int, PendingMessages] = {}
-        self._current_weights: dict[int, dict[str, Tensor]] = {}
-        self.streamed_blocks = {
-            hook.index: StreamedBlock(_copy_to_meta(hook.block), functools.partial(self._get_block_weights, hook.index))
-            for hook in hooks.chain
-            if self._owners[hook.index] != mesh.stage_index
-        }
-        for index, streamed_block in self.streamed_blocks.items():
-            own_entries = _lay_out_tensors(streamed_block.block)
-            if [entry[:2] for entry in own_entries] != [entry[:2] for entry in self._entries[index]]:
+        self.streamed_blocks: dict[int, StreamedBlock] = {}
+        for hook in hooks.chain:
+            if hook.index in self._owned:
+                continue
+            block = _copy_to_meta(hook.block)
+            # Offsets do not matter here: names and shapes do.
+            if [spec[:2] for spec in _lay_out_tensors(block)] != [spec[:2] for spec in self._specs[hook.index]]:
                 raise ModelError(
-                    f"{self._names[index]} has other weights on the stage that owns it than here or in the model's "
+                    f"{hook.name} has other weights on the stage that owns it than here or in the model's "
                     "config, so warmup_mode=sequence cannot send them; use another warmup_mode"
                 )
+            self.streamed_blocks[hook.index] = StreamedBlock(block)
 
     def explain_refusal(self) -> str | None:
         """Why a block of this stage cannot be sent, or None: LoRA layers, hooks, or other weights than at first."""
-        for index, block in enumerate(self._blocks):
-            if self._owners[index] != self._stage:
-                continue
+        for index in self._owned:
+            block = self._blocks[index]
             name = self._names[index]
             if any(hasattr(module, "merged_adapters") for module in block.modules()):
                 return (
@@ -112,50 +113,56 @@ class WeightStream:
                     f"{name} has hooks around forwards, such as those of enable_layerwise_casting, and "
                     "warmup_mode=sequence sends plain weights to the others; remove them, or use another warmup_mode"
                 )
-            if list_quantized_parameters(block) or _lay_out_tensors(block) != self._entries[index]:
+            if list_quantized_parameters(block) or _lay_out_tensors(block) != self._specs[index]:
                 return (
                     f"the weights of {name} have other names, shapes or types than when the pipeline was divided, and "
-                    "warmup_mode=sequence sends them as they were; divide the pipeline anew, or use another warmup_mode"
+                    "warmup_mode=sequence sends them as they were; divide the pipeline again, or use another "
+                    "warmup_mode"
                 )
         return None
 
     def start_streaming(self, device: torch.device) -> None:
         """A call of the transformer begins: the first blocks start to travel."""
         if not self._buffers or self._buffers[0].device != device:
-            size = max(entries[-1].stop for entries in self._entries)
+            size = max(specs[-1].stop for specs in self._specs)
             self._buffers = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BLOCKS_AHEAD + 1)]
         for index in range(min(BLOCKS_AHEAD, len(self._blocks))):
             self._start_block_broadcast(index)
 
     def receive_block(self, index: int) -> None:
-        """A block is next: its weights are here, and another block's start to travel."""
+        """Waits for the weights of the block that is next, and starts to send another block."""
+        self.release_weights()
         # Into the buffer of the block before this one, which has been computed.
         if index + BLOCKS_AHEAD < len(self._blocks):
             self._start_block_broadcast(index + BLOCKS_AHEAD)
         (flat,) = self._pending_broadcasts.pop(index).wait_for_tensors()
-        self._current_weights = {index: {entry.name: entry.view_tensor(flat) for entry in self._entries[index]}}
+        streamed = self.streamed_blocks.get(index)
+        if streamed is not None:
+            streamed.weights = {spec.name: spec.view_tensor(flat) for spec in self._specs[index]}
 
     def release_weights(self) -> None:
-        """The call is over."""
-        self._current_weights.clear()
+        """The call is over, or the next block's turn has come."""
+        for streamed in self.streamed_blocks.values():
+            streamed.weights = {}
 
     def free_buffers(self) -> None:
         """Gives the buffers back."""
-        self._buffers, self._pending_broadcasts, self._current_weights = [], {}, {}
-
-    def _get_block_weights(self, index: int) -> dict[str, Tensor]:
-        return self._current_weights[index]
+        self._buffers = []
+        self._pending_broadcasts = {}
+        self.release_weights()
 
     def _start_block_broadcast(self, index: int) -> None:
-        entries, owner = self._entries[index], self._owners[index]
-        flat = self._buffers[index % len(self._buffers)][: entries[-1].stop]
-        if owner == self._stage:
+        specs = self._specs[index]
+        # All ranks broadcast all blocks in the same order, which NCCL requires of collectives.
+        flat = self._buffers[index % len(self._buffers)][: specs[-1].stop]
+        if index in self._owned:
             tensors = _list_block_tensors(self._blocks[index])
-            for entry in entries:
-                entry.view_tensor(flat).copy_(tensors[entry.name])
+            for spec in specs:
+                spec.view_tensor(flat).copy_(tensors[spec.name])
         # A plan with one stage has no warmup group.
         assert self._axis.group is not None
-        self._pending_broadcasts[index] = start_broadcast(flat, owner, self._axis.group, self._traffic, "weights")
+        pending = start_broadcast(flat, self._owners[index], self._axis.group, self._traffic, "weights")
+        self._pending_broadcasts[index] = pending
 
 
 def has_weight_hooks(module: nn.Module) -> bool:
@@ -167,14 +174,18 @@ def has_weight_hooks(module: nn.Module) -> bool:
 def _gather_block_specs(
     own: Sequence[list[FlatTensorSpec]], stages: Sequence[range], mesh: Mesh
 ) -> list[list[FlatTensorSpec]]:
-    """The entries of every block, from the stages that own them."""
-    mine = [[(*entry[:2], str(entry.dtype).removeprefix("torch."), *entry[3:]) for entry in block] for block in own]
-    everyone = dict(gather_json([mesh.stage_index, mine], mesh.everyone))
-    return [
-        [FlatTensorSpec(name, tuple(shape), getattr(torch, dtype), *span) for name, shape, dtype, *span in block]
-        for stage in range(len(stages))
-        for block in everyone[stage]
-    ]
+    """The specs of every block, from the stages that own them."""
+    # JSON has no dtypes.
+    named = [[spec._replace(dtype=str(spec.dtype)) for spec in block] for block in own]  # type: ignore[arg-type]
+    blocks_by_stage = dict(gather_json([mesh.stage_index, named], mesh.everyone))
+    gathered = []
+    for stage in range(len(stages)):
+        for block in blocks_by_stage[stage]:
+            specs = []
+            for name, shape, dtype, start, stop in block:
+                specs.append(FlatTensorSpec(name, tuple(shape), getattr(torch, dtype[len("torch.") :]), start, stop))
+            gathered.append(specs)
+    return gathered
 
 
 def _list_block_tensors(block: nn.Module) -> dict[str, Tensor]:
@@ -182,18 +193,20 @@ def _list_block_tensors(block: nn.Module) -> dict[str, Tensor]:
 
 
 def _lay_out_tensors(block: nn.Module) -> list[FlatTensorSpec]:
-    entries, start = [], 0
+    specs = []
+    start = 0
     for name, x in _list_block_tensors(block).items():
-        stop = start + x.numel() * x.element_size()
-        entries.append(FlatTensorSpec(name, tuple(x.shape), x.dtype, start, stop))
-        start = -(-stop // ALIGNMENT) * ALIGNMENT
-    return entries
+        specs.append(FlatTensorSpec(name, tuple(x.shape), x.dtype, start, start + x.nbytes))
+        start = -(-(start + x.nbytes) // ALIGNMENT) * ALIGNMENT
+    return specs
 
 
 def _copy_to_meta(block: nn.Module) -> nn.Module:
     """A copy of a block on the meta device; the weights are never copied."""
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False) for p in block.parameters()
-    }
-    memo |= {id(b): torch.empty_like(b, device="meta") for b in block.buffers()}
+    # What is in the memo counts as copied already.
+    memo: dict[int, Any] = {}
+    for parameter in block.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    for buffer in block.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(block, memo).eval()

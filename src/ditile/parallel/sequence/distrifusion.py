@@ -1,7 +1,7 @@
-"""DistriFusion: a rank owns one patch and all blocks; its keys are fresh, the others' one step old (arXiv 2402.19481).
+"""DistriFusion: a rank owns one patch and all blocks; other ranks' keys are one step old (arXiv 2402.19481).
 
-The exchange of a layer starts as soon as its keys are there and is waited for at the same layer of the next step, so it
-hides under the whole step. Text is computed by every rank and never exchanged. Each rank sends 2 (n - 1) / n of a
+The exchange of a layer starts as soon as its keys exist and is waited for at the same layer of the next step, so it
+overlaps with the whole step. Text is computed by every rank and never exchanged. Each rank sends 2 (n - 1) / n of a
 layer's image tokens and keeps the keys of the whole image for every layer, which PipeFusion's stages divide.
 """
 
@@ -15,17 +15,12 @@ from torch import Tensor
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import PendingMessages, Traffic, start_exchange
 from ditile.model.hooks.generation import Generation, LayerTokens
-from ditile.model.hooks.key_padding import AttentionOptions, KeyPaddingMask
+from ditile.model.hooks.key_padding import AttentionOptions
 from ditile.model.hooks.kv_store import AgeChecks, KeyStore
 from ditile.model.hooks.protocols import AttentionKernel
 from ditile.parallel.sequence.ring import collect_rank_runs
 
 KIND = "distrifusion"
-
-
-def compute_patch_ages(own: int, ranks: int, stale: bool) -> tuple[int, ...]:
-    """The age in steps of each patch's keys on the rank that owns one of them. The fresh area is 1/N at every step."""
-    return tuple(int(stale and patch != own) for patch in range(ranks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +33,7 @@ class DistriFusionKeys:
         axis: the ranks that own a patch each.
         kernel: attends.
         traffic: counts bytes.
-        check: asserts that the ages of the keys are what the schedule says, if given.
+        check: asserts that the ages of the keys are those of the schedule, if given.
     """
 
     now: Generation
@@ -50,64 +45,80 @@ class DistriFusionKeys:
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
-        now, own = self.now, self.axis.index
-        if not tokens.image:  # every rank has all of the text
-            return self.kernel(q, k, v, mask=extra.mask.ring_masks[own] if extra.mask else None, scale=extra.scale)
-        step, stale = now.micro_step.step, now.is_stale
-        ranks, of_rank = self.axis.num_ranks, collect_rank_runs(tokens, self.axis.num_ranks)
+        now = self.now
+        own = self.axis.index
+        # Every rank has all of the text.
+        if not tokens.image:
+            mask = extra.mask.ring_masks[own] if extra.mask else None
+            return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+        step = now.micro_step.step
+        ranks = self.axis.num_ranks
+        runs = collect_rank_runs(tokens, ranks)
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, ranks * tokens.patches)
+        # The messages of the last step write older keys, so they must be in the store before this step's are.
         if store.incoming is not None:
             self._receive_patch_keys(store, step - 1)
-        # All keys are about to be written, and guidance may have ended.
-        if not stale and store.buffers is not None and store.buffers[0].shape[0] != k.shape[0]:
+        # A synchronous step writes all keys, and may have fewer rows: guidance may have ended.
+        if not now.is_stale and store.buffers is not None and store.buffers[0].shape[0] != k.shape[0]:
             store.drop_keys()
-        whole = store.write_keys(k, v, of_rank[own])
+        keys, values = store.write_keys(k, v, runs[own])
         self._mark_written(store, step, own)
-        if not stale or now.keeps_keys:
-            store.incoming = self._send_patch_keys(k, v, tokens)
-            store.incoming_runs = [_select_image_runs(runs, tokens) for runs in of_rank]
-        if not stale:
+        if not now.is_stale or now.keeps_keys:
+            image_runs = [tuple(run for run in rank_runs if run.start in tokens.image) for rank_runs in runs]
+            store.incoming = self._send_patch_keys(k, v, runs[own], image_runs)
+            store.incoming_runs = image_runs
+        # A synchronous step attends to the fresh keys of all ranks; a stale one leaves them to the next step.
+        if not now.is_stale:
             self._receive_patch_keys(store, step)
         if self.check is not None:
-            ages = compute_patch_ages(own, ranks, stale)
-            if tokens.patches > 1:  # those of the references are in front
-                schedule = now.schedule
-                ages = (*(schedule.compute_reference_age(step, age) for age in ages), *ages)
-            self.check.expect_ages(store, step, ages, f"{self.layer} in step {step}")
-        mask = None if extra.mask is None else self._join_masks(extra.mask, tokens, store)
-        k, v = whole
+            self._check_ages(self.check, store, tokens)
+        mask = None
+        if extra.mask is not None:
+            for part, rank_runs in zip(extra.mask.ring_masks, runs, strict=True):
+                store.write_mask(part, rank_runs)
+            mask = store.mask
         if extra.further is not None:
-            k, v, mask = extra.further.join_keys(k, v, mask)
-        return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+            keys, values, mask = extra.further.join_keys(keys, values, mask)
+        return self.kernel(q, keys, values, mask=mask, scale=extra.scale)
+
+    def _check_ages(self, check: AgeChecks, store: KeyStore, tokens: LayerTokens) -> None:
+        """Asserts that in a stale step all keys but this rank's are one step old."""
+        schedule = self.now.schedule
+        step = self.now.micro_step.step
+        ages = [int(self.now.is_stale and rank != self.axis.index) for rank in range(self.axis.num_ranks)]
+        # The segments of the reference images come first.
+        if tokens.patches > 1:
+            ages = [schedule.compute_reference_age(step, age) for age in ages] + ages
+        check.expect_ages(store, step, ages, f"{self.layer} in step {step}")
 
     def _mark_written(self, store: KeyStore, step: int, rank: int) -> None:
         """Notes that a rank's part of the image was written in a step, and of the references if it computed them."""
         ranks = self.axis.num_ranks
-        of_references = self.now.schedule.computes_references(step) and len(store.written) > ranks
-        for segment in (rank, rank + ranks) if of_references else (rank + len(store.written) - ranks,):
-            store.mark_written(step, segment)
+        num_segments = len(store.written)
+        store.mark_written(step, rank + num_segments - ranks)
+        if num_segments > ranks and self.now.schedule.computes_references(step):
+            store.mark_written(step, rank)
 
-    def _join_masks(self, mask: KeyPaddingMask, tokens: LayerTokens, store: KeyStore) -> Tensor:
-        """The mask of all keys in the order of the sequence, from those of every rank; of references as it was."""
-        for part, runs in zip(mask.ring_masks, collect_rank_runs(tokens, self.axis.num_ranks), strict=True):
-            store.write_mask(part, runs)
-        assert store.mask is not None
-        return store.mask
-
-    def _send_patch_keys(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> PendingMessages:
-        """Starts to send this patch's keys to the others. Messages of all layers take as much memory as their keys."""
-        of_rank, fresh, own = collect_rank_runs(tokens, self.axis.num_ranks), torch.stack([k, v]), self.axis.index
-        own_image = _select_image_runs(of_rank[own], tokens)
-        if own_image != of_rank[own]:
-            parts = zip(of_rank[own], fresh.split([len(run) for run in of_rank[own]], dim=2), strict=True)
-            fresh = torch.cat([part for run, part in parts if run in own_image], dim=2)
-        images = [sum(map(len, _select_image_runs(runs, tokens))) for runs in of_rank]
-        others = [(rank, (*fresh.shape[:2], n, *fresh.shape[3:])) for rank, n in enumerate(images) if rank != own]
-        sends = [(rank, fresh) for rank, _ in others]
-        return start_exchange(sends, others, fresh, self.axis.group, self.traffic, KIND)
+    def _send_patch_keys(
+        self, k: Tensor, v: Tensor, own_runs: tuple[range, ...], image_runs: list[tuple[range, ...]]
+    ) -> PendingMessages:
+        """Starts to send the keys of this rank's image tokens to the other ranks."""
+        own = self.axis.index
+        fresh = torch.stack([k, v])
+        # Text is not sent: its runs are left out.
+        if image_runs[own] != own_runs:
+            parts = dict(zip(own_runs, fresh.split([len(run) for run in own_runs], dim=2), strict=True))
+            fresh = torch.cat([parts[run] for run in image_runs[own]], dim=2)
+        sends = []
+        receives = []
+        for rank, runs in enumerate(image_runs):
+            if rank != own:
+                sends.append((rank, fresh))
+                receives.append((rank, (*fresh.shape[:2], sum(map(len, runs)), *fresh.shape[3:])))
+        return start_exchange(sends, receives, fresh, self.axis.group, self.traffic, KIND)
 
     def _receive_patch_keys(self, store: KeyStore, step: int) -> None:
-        """Waits for the other patches, which are of `step`, and keeps them."""
+        """Waits for the other ranks' keys of a step, and writes them into the store."""
         assert store.incoming is not None
         received = iter(store.incoming.wait_for_tensors())
         for rank, runs in enumerate(store.incoming_runs):
@@ -116,7 +127,3 @@ class DistriFusionKeys:
                 store.write_keys(k, v, runs)
                 self._mark_written(store, step, rank)
         store.incoming = None
-
-
-def _select_image_runs(runs: tuple[range, ...], tokens: LayerTokens) -> tuple[range, ...]:
-    return tuple(run for run in runs if run.start in tokens.image)

@@ -1,6 +1,6 @@
-"""Ring: keys and values are passed round while each rank's queries attend to those at hand (arXiv 2310.01889).
+"""Ring: keys and values travel round the ranks while each rank's queries attend to a block of them (arXiv 2310.01889).
 
-n - 1 rounds of one message each, sent while the block that came before is attended to; partial outputs are merged by
+There are n - 1 rounds of one message each, sent while the block before it is attended to; partial outputs are merged by
 their log-sum-exp in fp32. Each rank sends 2 (n - 1) / n of a layer's tokens. With Ulysses inside it is USP
 (arXiv 2405.07719).
 """
@@ -41,54 +41,67 @@ class RingKeys:
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
         size = self._axis.num_ranks
-        lengths = [sum(map(len, runs)) for runs in collect_rank_runs(tokens, size)]
+        lengths = _count_rank_tokens(tokens, size)
         block = torch.stack([k, v])
         merged = None
         for turn in range(size):
-            coming = None
+            # Blocks travel up the ring, so in each turn this rank has the block of one rank further down.
+            source = (self._axis.index - turn) % size
+            incoming = None
+            # The transfer starts before this block is attended to, so that both take place at once.
             if turn < size - 1:
-                length = lengths[(self._axis.index - turn - 1) % size]
-                shape = (*block.shape[:2], length, *block.shape[3:])
-                coming = start_shift(block, shape, self._group, self._traffic, KIND)
-            mask = extra.mask.ring_masks[(self._axis.index - turn) % size] if extra.mask else None
+                shape = (*block.shape[:2], lengths[source - 1], *block.shape[3:])
+                incoming = start_shift(block, shape, self._group, self._traffic, KIND)
+            mask = extra.mask.ring_masks[source] if extra.mask else None
             k, v = block
+            # Extra keys are the same on every rank: they are attended to once.
             if turn == 0 and extra.further is not None:
                 k, v, mask = extra.further.join_keys(k, v, mask)
             part = self._kernel.attend_with_lse(q, k, v, mask=mask, scale=extra.scale)
             merged = part if merged is None else merge_attention(merged, part)
-            if coming is not None:
-                (block,) = coming.wait_for_tensors()
+            if incoming is not None:
+                (block,) = incoming.wait_for_tensors()
         assert merged is not None
         return merged[0].to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class RingGather:
-    """Collects the fresh keys of all ranks along ring once, for a store that all of them keep."""
+    """Collects the fresh keys of all ranks along ring once, for a store that every rank keeps."""
 
     axis: Axis
     traffic: Traffic
 
     def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-        """`[B, own tokens, N, H]` to those of all ranks, in their order."""
+        """`[B, own tokens, N, H]` to `[B, tokens of all ranks, N, H]`, in the order of the ranks."""
         own = torch.stack([k, v])
-        lengths = [sum(map(len, runs)) for runs in collect_rank_runs(tokens, self.axis.num_ranks)]
+        lengths = _count_rank_tokens(tokens, self.axis.num_ranks)
         shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in lengths]
-        k, v = torch.cat(start_gather(own, shapes, self.axis.group, self.traffic, KIND).wait_for_tensors(), dim=2)
+        parts = start_gather(own, shapes, self.axis.group, self.traffic, KIND).wait_for_tensors()
+        k, v = torch.cat(parts, dim=2)
         return k, v
 
 
 @lru_cache(maxsize=4096)
 def collect_rank_runs(tokens: LayerTokens, size: int) -> tuple[tuple[range, ...], ...]:
-    """What each rank along the outer axis has of the sequence, together with the ranks inside it."""
-    inside = len(tokens.runs) // size
-    return tuple(tuple(run for runs in tokens.runs[k * inside : (k + 1) * inside] for run in runs) for k in range(size))
+    """The tokens of each rank along the outer axis, together with the inner ranks that share its place there."""
+    inner = len(tokens.runs) // size
+    collected = []
+    for first in range(0, len(tokens.runs), inner):
+        runs: tuple[range, ...] = sum(tokens.runs[first : first + inner], ())
+        collected.append(runs)
+    return tuple(collected)
+
+
+def _count_rank_tokens(tokens: LayerTokens, size: int) -> list[int]:
+    return [sum(map(len, runs)) for runs in collect_rank_runs(tokens, size)]
 
 
 def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over two sets of keys from that over each: outputs `[B, S, N, H]`, log-sum-exps `[B, S, N]`."""
-    (a, lse_a), (b, lse_b) = one, other
-    precise = torch.promote_types(a.dtype, torch.float32)
-    share = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)  # NaN: neither has a key that is attended to
-    out = torch.lerp(a.to(precise), b.to(precise), share.unsqueeze(-1).to(precise))
+    """Attention over two sets of keys from attention over each: outputs `[B, S, N, H]`, log-sum-exps `[B, S, N]`."""
+    (out_a, lse_a), (out_b, lse_b) = one, other
+    precise = torch.promote_types(out_a.dtype, torch.float32)
+    # NaN if all keys of both sets are masked.
+    weight = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)
+    out = torch.lerp(out_a.to(precise), out_b.to(precise), weight.unsqueeze(-1).to(precise))
     return out, torch.logaddexp(lse_a, lse_b)

@@ -1,17 +1,17 @@
 """Ulysses: trade a split over tokens for a split over heads, attend, trade back (arXiv 2309.14509).
 
-Where ranks have equally many tokens and heads, each way is an all-to-all between two reshapes:
+Where all ranks have the same number of tokens and heads, each way is an all-to-all between two reshapes:
 
     q, k, v   BPNH -> RBPTMH -> all-to-all -> RBPTMH -> BSTMH     T = 3: q, k and v travel together
     out       BSMH -> RBPMH  -> all-to-all -> RBPMH  -> BPNH
 
-A rank sends 4 (n - 1) / n^2 of a layer's tokens. Any length and any number of heads will do: shares then differ by at
+A rank sends 4 (n - 1) / n^2 of a layer's tokens. Any length and any number of heads works: ranks then differ by at
 most one token and one head, and all sizes follow from the lengths, so nothing is padded and no size is exchanged.
-`OverlappedUlysses` sends v, k and q one by one, each as soon as it is made: four all-to-alls in place of two. v goes
-first because it has no norm and no rotary embedding: it travels while those of k and q are computed.
+`OverlappedUlysses` sends v, k and q one by one, each as soon as it is computed: four all-to-alls instead of two. v goes
+first because it has no norm and no rotary embedding, so it travels while those of k and q are computed.
 
 Letters: B batch, R ranks of the axis, P tokens of this rank, S tokens of all ranks in their order, N heads of the
-layer, M heads of this rank (of all tensors that travel together, where they are of several), T tensors, H head size.
+layer, M heads of this rank (of all tensors that travel together, if there are several), T tensors, H head size.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ KIND = "ulysses"
 
 @dataclass(frozen=True, slots=True)
 class HeadAndTokenShares:
-    """Who has which tokens before the exchange, and which heads after it. Made once for each (tokens, heads).
+    """Which rank has which tokens before the exchange, and which heads after it.
 
     Attributes:
         lengths: tokens of each rank.
-        heads: of each rank, its heads of each tensor.
-        num_heads: heads of each rank, over all tensors.
+        heads: the heads of each tensor that each rank gets.
+        num_heads: heads that each rank gets, over all tensors.
         index: this rank among them.
-        is_even: whether all ranks have equally many tokens, and equally many heads of each tensor.
+        is_even: whether all ranks have the same number of tokens, and of heads of each tensor.
     """
 
     lengths: tuple[int, ...]
@@ -54,44 +54,46 @@ class HeadAndTokenShares:
     is_even: bool
 
     def size_messages(self, batch: int) -> tuple[list[int], list[int]]:
-        """How many heads of tokens are sent to each rank, and received from it, in all rows of a batch; on the way
-        back it is the other way round.
-        """
-        length, count = self.lengths[self.index] * batch, self.num_heads[self.index] * batch
-        return [length * heads for heads in self.num_heads], [count * tokens for tokens in self.lengths]
+        """How many heads of tokens this rank sends to each rank and receives from it; the way back swaps the two."""
+        own_tokens = self.lengths[self.index] * batch
+        own_heads = self.num_heads[self.index] * batch
+        return [own_tokens * heads for heads in self.num_heads], [own_heads * tokens for tokens in self.lengths]
 
 
 @lru_cache(maxsize=4096)
 def share_heads_and_tokens(tokens: LayerTokens, heads: tuple[int, ...], index: int, ranks: int) -> HeadAndTokenShares:
-    """The shares of the ranks along an axis.
-
-    Args:
-        tokens: of all ranks that share out the sequence; those along the axis are neighbours among them.
-        heads: of each tensor that travels.
-        index, ranks: this rank's place on the axis, and its length.
-    """
+    """The shares of the ranks along an axis, for tensors with `heads` heads each."""
+    # The ranks of the axis are neighbours among all ranks that split the sequence.
     first = tokens.index - index
     lengths = tokens.rank_lengths[first : first + ranks]
-    of_rank = tuple(tuple(pick_even_chunk(range(count), ranks, rank) for count in heads) for rank in range(ranks))
+    heads_by_rank = []
+    num_heads = []
+    for rank in range(ranks):
+        runs = tuple(pick_even_chunk(range(count), ranks, rank) for count in heads)
+        heads_by_rank.append(runs)
+        num_heads.append(sum(map(len, runs)))
     is_even = len(set(lengths)) == 1 and all(count % ranks == 0 for count in heads)
-    return HeadAndTokenShares(lengths, of_rank, tuple(sum(map(len, runs)) for runs in of_rank), index, is_even)
+    return HeadAndTokenShares(lengths, tuple(heads_by_rank), tuple(num_heads), index, is_even)
 
 
 class UlyssesExchange:
     """The exchange over one axis.
 
     Args:
-        axis: the ranks that share out the tokens and the heads.
+        axis: the ranks that split the tokens and the heads.
         traffic: counts bytes.
-        uneven: whether one rank may have a head more than another.
+        uneven: whether one rank may have one head more than another.
     """
 
-    overlaps, takes_dummies = False, False
+    overlaps = False
+    takes_dummies = False
 
     def __init__(self, axis: Axis, traffic: Traffic, *, uneven: bool = True) -> None:
-        assert axis.group is not None
         self._uneven = uneven
-        self._axis, self._index, self._ranks, self._traffic = axis, axis.index, len(axis.ranks), traffic
+        self._axis = axis
+        self._index = axis.index
+        self._ranks = axis.num_ranks
+        self._traffic = traffic
 
     def exchange_tokens_for_heads(
         self, q_BPNH: Tensor, k_BPNH: Tensor, v_BPNH: Tensor, tokens: LayerTokens, keys: LayerTokens
@@ -99,29 +101,33 @@ class UlyssesExchange:
         """q, k, v `[B, own tokens, N, H]` to `[B, tokens of all ranks, own heads, H]`, in the order of the ranks."""
         num_heads = q_BPNH.shape[2]
         self._check_heads(num_heads)
-        k_BPNH, v_BPNH = self._repeat_uneven_heads(k_BPNH, num_heads), self._repeat_uneven_heads(v_BPNH, num_heads)
+        k_BPNH = self._repeat_uneven_heads(k_BPNH, num_heads)
+        v_BPNH = self._repeat_uneven_heads(v_BPNH, num_heads)
         if keys is tokens:
             return self._exchange_tensors((q_BPNH, k_BPNH, v_BPNH), tokens)
         return (*self._exchange_tensors((q_BPNH,), tokens), *self._exchange_tensors((k_BPNH, v_BPNH), keys))
 
     def _exchange_tensors(self, tensors: Sequence[Tensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """Tensors of the same tokens, which travel together."""
+        """Tensors of the same tokens, in one message."""
         shares = self._get_shares(tokens, *(x_BPNH.shape[2] for x_BPNH in tensors))
         if tokens.are_none:
-            runs = zip(tensors, shares.heads[self._index], strict=True)
-            return tuple(x_BPNH[:, :, run.start : run.stop] for x_BPNH, run in runs)
+            # Every rank knows that no rank computes these tokens, so no rank waits for a message.
+            own_runs = shares.heads[self._index]
+            return tuple(x[:, :, run.start : run.stop] for x, run in zip(tensors, own_runs, strict=True))
         return self._receive_heads(self._send_heads(tensors, shares), shares, tensors[0])
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """The same of q, k and v that are yet to be made: here they are made before any travels."""
+        """The same for functions that compute q, k and v: here all three are computed before any travels."""
         q_BPNH, k_BPNH, v_BPNH = (make() for make in makers)
         return self.exchange_tokens_for_heads(q_BPNH, k_BPNH, v_BPNH, tokens, tokens)
 
     def exchange_heads_for_tokens(self, out_BSMH: Tensor, tokens: LayerTokens, heads: int) -> Tensor:
         """`[B, tokens of all ranks, own heads, H]` to `[B, own tokens, N, H]`."""
-        shares, (batch, _, own_heads, size) = self._get_shares(tokens, heads), out_BSMH.shape
+        shares = self._get_shares(tokens, heads)
+        batch, _, own_heads, size = out_BSMH.shape
         if tokens.are_none:
             return out_BSMH.new_empty((batch, 0, heads, size))
+        # The way back: what was received then is sent now.
         receives, sends = shares.size_messages(batch)
         length = shares.lengths[self._index]
         if shares.is_even:
@@ -131,8 +137,10 @@ class UlyssesExchange:
             return received.view(self._ranks, batch, length, own_heads, size).movedim(0, 2).flatten(2, 3)
         heads_of_tokens = torch.cat([part.flatten(0, -2) for part in out_BSMH.split(shares.lengths, dim=1)])
         (received,) = self._start(heads_of_tokens, sends, receives).wait_for_tensors()
-        messages = zip(received.split(receives), shares.num_heads, strict=True)
-        return torch.cat([message.view(batch, length, count, size) for message, count in messages], dim=2)
+        parts = []
+        for rank, message in enumerate(received.split(receives)):
+            parts.append(message.view(batch, length, shares.num_heads[rank], size))
+        return torch.cat(parts, dim=2)
 
     def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
         """This rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
@@ -141,16 +149,18 @@ class UlyssesExchange:
         return x[:, :, own.start : own.stop]
 
     def _send_heads(self, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
-        """Starts to send each rank its heads of some tensors `[B, P, N, H]`, and to receive this rank's."""
+        """Starts to send each rank its heads of tensors `[B, P, N, H]`, and to receive this rank's heads."""
         batch, length, _, size = tensors[0].shape
         sends, receives = shares.size_messages(batch)
         if shares.is_even:
-            # RBPMH of each tensor where it lies: copied once, with the heads of a rank next to each other
+            # Views RBPMH into each tensor: `cat` is then the only copy, with the heads of a rank next to each other.
             views = [x_BPNH.unflatten(2, (self._ranks, -1)).movedim(2, 0) for x_BPNH in tensors]
             return self._start(torch.cat(views, dim=3).flatten(0, -2), sends, receives)
         heads_of_tokens = tensors[0].new_empty((sum(sends), size))
-        for message, runs, count in zip(heads_of_tokens.split(sends), shares.heads, shares.num_heads, strict=True):
-            parts = message.view(batch, length, count, size).split([len(run) for run in runs], dim=2)
+        for rank, message in enumerate(heads_of_tokens.split(sends)):
+            runs = shares.heads[rank]
+            message_BPMH = message.view(batch, length, shares.num_heads[rank], size)
+            parts = message_BPMH.split([len(run) for run in runs], dim=2)
             for x_BPNH, run, part in zip(tensors, runs, parts, strict=True):
                 part.copy_(x_BPNH[:, :, run.start : run.stop])
         return self._start(heads_of_tokens, sends, receives)
@@ -161,13 +171,14 @@ class UlyssesExchange:
         count = shares.num_heads[self._index]
         (received,) = pending.wait_for_tensors()
         if batch == 1:
-            # in memory the tokens of all ranks follow each other already, whatever their shares
+            # With one row the messages follow each other in memory as the tokens do, so no copy is needed.
             x_BSMH = received.view(1, sum(shares.lengths), count, size)
         elif shares.is_even:
             x_BSMH = received.view(self._ranks, batch, -1, count, size).transpose(0, 1).flatten(1, 2)
         else:
-            messages = zip(received.split(shares.size_messages(batch)[1]), shares.lengths, strict=True)
-            x_BSMH = torch.cat([message.view(batch, length, count, size) for message, length in messages], dim=1)
+            _, receives = shares.size_messages(batch)
+            messages = [message.view(batch, -1, count, size) for message in received.split(receives)]
+            x_BSMH = torch.cat(messages, dim=1)
         parts: tuple[Tensor, ...] = x_BSMH.split([len(run) for run in shares.heads[self._index]], dim=2)
         return parts
 
@@ -186,13 +197,15 @@ class UlyssesExchange:
             )
 
     def _repeat_uneven_heads(self, x_BPNH: Tensor, heads: int) -> Tensor:
-        """Grouped-query heads are repeated where a rank's queries would need half a group."""
+        """Keys or values of grouped-query attention, repeated if a rank's queries would need half a group."""
         groups = x_BPNH.shape[2]
-        return x_BPNH if groups % self._ranks == 0 else x_BPNH.repeat_interleave(heads // groups, dim=2)
+        if groups % self._ranks == 0:
+            return x_BPNH
+        return x_BPNH.repeat_interleave(heads // groups, dim=2)
 
 
 class OverlappedUlysses(UlyssesExchange):
-    """Each projection travels while the next one is computed.
+    """Sends each projection while the next one is computed.
 
     Args:
         axis, traffic, uneven: as above.
@@ -202,30 +215,27 @@ class OverlappedUlysses(UlyssesExchange):
     overlaps = True
 
     def __init__(
-        self,
-        axis: Axis,
-        traffic: Traffic,
-        trace: GenerationTrace,
-        now: Generation,
-        *,
-        uneven: bool = True,
+        self, axis: Axis, traffic: Traffic, trace: GenerationTrace, now: Generation, *, uneven: bool = True
     ) -> None:
         super().__init__(axis, traffic, uneven=uneven)
-        self._trace, self._now = trace, now
+        self._trace = trace
+        self._now = now
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """q, k and v, of equally many heads: v, k, q, each made and sent before the next, in three exchanges."""
-        (step, patch), branch = self._now.micro_step, self._now.branch
-        under_way: list[tuple[Tensor, HeadAndTokenShares, PendingMessages, object]] = []
-        order = list(zip("vkq", reversed(makers), strict=True))
-        for name, make in order:
+        """q, k and v with the same number of heads, in three exchanges: each is sent before the next is computed."""
+        step, patch = self._now.micro_step
+        branch = self._now.branch
+        under_way: list[tuple[str, Tensor, HeadAndTokenShares, PendingMessages, object]] = []
+        # v first, and the same order on every rank: NCCL matches collectives by their order.
+        for name, make in zip("vkq", reversed(makers), strict=True):
             with self._trace.record_span(f"project {name}", step, patch, branch):
                 x_BPNH = make()
-            self._check_heads(x_BPNH.shape[2])
-            shares = self._get_shares(tokens, x_BPNH.shape[2])
-            under_way.append((x_BPNH, shares, self._send_heads([x_BPNH], shares), self._trace.mark_point()))
+            num_heads = x_BPNH.shape[2]
+            self._check_heads(num_heads)
+            shares = self._get_shares(tokens, num_heads)
+            under_way.append((name, x_BPNH, shares, self._send_heads([x_BPNH], shares), self._trace.mark_point()))
         received: list[Tensor] = []
-        for (name, _), (x_BPNH, shares, pending, began) in zip(order, under_way, strict=True):
+        for name, x_BPNH, shares, pending, began in under_way:
             received += self._receive_heads(pending, shares, x_BPNH)
             self._trace.record_op(f"exchange {name}", step, patch, branch, began)
         return tuple(reversed(received))

@@ -1,0 +1,133 @@
+"""Dry iterations: the pipeline runs its loop, and no block is computed; see `model/hooks/block_calls.py`.
+
+Before the first step they show which latents belong to a patch, and how the pipeline passes latents on
+(`rehearsal.py`). A pipeline for in-painting needs some between micro-steps too: it blends the latents that a step
+returned with those of an image under noise, and asks which step it is in for how much. By itself it would give all
+patches the noise of the next step as soon as one of them was stepped. So it gets further iterations, in which it
+believes to be in the step before that of the next patch: `BlendIterations`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from diffusers.guiders.guider_utils import BaseGuidance
+from torch import Tensor
+
+from ditile.parallel import rng_state as rng
+from ditile.model.hooks.generation import Generation
+from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
+from ditile.plan.errors import StateError
+from ditile.plan.schedule import MicroStep
+
+
+class DryIterations:
+    """The dry iterations of one generation.
+
+    Attributes:
+        now: the generation.
+        streams: what schedulers step; before the first step the loop adds each when it is first stepped.
+        pipeline: the name of the pipeline's class, for messages.
+    """
+
+    def __init__(self, now: Generation, streams: Sequence[SteppedLatents], pipeline: str) -> None:
+        self.now = now
+        self.streams = streams
+        self.pipeline = pipeline
+
+    def begin(self, step: int, patch: int, timestep: Tensor) -> Tensor:
+        """Begins an iteration of a step that rehearses a patch; returns the timestep, which the pipeline gets."""
+        self.now.enter_micro_step(MicroStep(step, None))
+        self.now.dry.patch = patch
+        self.now.dry.called_models.clear()
+        for stream in self.streams:
+            stream.rehearsed_piece = None
+            stream.is_stepped = False
+            stream.set_step_index(step)
+        return timestep
+
+    def check_stepped(self) -> None:
+        """Checks that the pipeline stepped all its schedulers in the iteration."""
+        if not self.streams or not all(stream.is_stepped for stream in self.streams):
+            raise StateError(f"{self.pipeline} went on without stepping its scheduler")
+
+    def is_plain_loop(self) -> bool:
+        """Whether the first iteration neither stepped a scheduler nor called a model, and so was no rehearsal."""
+        if self.streams:
+            return False
+        # A model was called, and its blocks were not computed: the pipeline cannot go on with that.
+        if self.now.branch:
+            self.check_stepped()
+        self.now.dry.patch = None
+        return True
+
+    def end(self) -> None:
+        """The first step is next."""
+        for stream in self.streams:
+            stream.set_step_index(0)
+        self.now.dry.patch = None
+        self.now.is_whole = False
+
+
+class BlendIterations:
+    """Dry iterations in which a pipeline blends the latents for a step.
+
+    Args:
+        dry: the dry iterations of the generation.
+        timesteps: of the loop.
+    """
+
+    def __init__(self, dry: DryIterations, timesteps: Sequence[Tensor]) -> None:
+        self._dry = dry
+        self._timesteps = timesteps
+
+    @property
+    def are_needed(self) -> bool:
+        """Whether the pipeline blends latents."""
+        return any(stream.is_blended for stream in self._dry.streams)
+
+    def iterate_timesteps(self, step: int) -> Iterator[Tensor]:
+        """The timestep of an iteration after which the pipeline has the latents that a step begins with."""
+        self._dry.now.dry.blended_step = step
+        for stream in self._dry.streams:
+            stream.is_stepped = False
+        # Before step 0 there is none: the pipeline gets its timestep, and takes the iteration for number -1.
+        yield self._timesteps[max(step - 1, 0)]
+        self._dry.check_stepped()
+        self._dry.now.dry.blended_step = None
+
+    def restore_first_latents(self) -> Iterator[Tensor]:
+        """After a rehearsal: makes the pipeline blend its first latents again, and checks that they are as before."""
+        # What an iteration passes on is seen in the next one.
+        yield from self.iterate_timesteps(0)
+        yield from self.iterate_timesteps(0)
+        for stream in self._dry.streams:
+            stream.check_first_latents()
+
+
+class SavedState:
+    """What dry iterations must leave as it was: random states, and what guiders remember.
+
+    Args:
+        pipe: the pipeline.
+        generators: the sources of random numbers that it may use.
+    """
+
+    def __init__(self, pipe: Any, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
+        self._random_states = rng.read_generator_states(generators)
+        # A guider may average predictions over steps, as adaptive projected guidance does; dry ones are NaN or zero.
+        self._guiders: list[tuple[BaseGuidance, dict[str, Any]]] = []
+        for part in vars(pipe).values():
+            if isinstance(part, BaseGuidance):
+                self._guiders.append((part, copy.deepcopy(vars(part))))
+
+    def restore(self) -> None:
+        """Restores it."""
+        rng.restore_generators(self._generators, self._random_states)
+        for guider, state in self._guiders:
+            vars(guider).clear()
+            vars(guider).update(state)

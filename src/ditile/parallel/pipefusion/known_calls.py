@@ -1,0 +1,245 @@
+"""Known calls: what the rehearsal of a call found is kept, so that a call of the same shapes needs no rehearsal.
+
+A rehearsal depends on shapes: where the tokens of a patch come out is the same for any prompt, seed, or number of
+steps. What it may depend on before the loop is compared first, see `describe_call_shapes`. Then the pipeline's loop
+runs two iterations in which no model is called at all: calls of models are looked up by their shapes, and by the
+arguments that say how long the prompts are (`describe_lengths`), and get a result of zeros. These iterations show again
+what depends on numbers, such as a mask that blends nothing: how the pipeline passes latents on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.guiders.guider_utils import BaseGuidance
+from diffusers.modular_pipelines.modular_pipeline import PipelineState
+from PIL.Image import Image
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ditile.model.hooks.generation import Findings
+from ditile.model.hooks.pieces import Piece
+from ditile.model.pipeline_calls import list_schedulers
+from ditile.parallel.pipefusion.dry_iterations import DryIterations
+from ditile.parallel.pipefusion.other_models import OtherModels
+
+IRRELEVANT_ARGUMENTS = ("callback", "generator", "num_inference_steps", "timesteps", "sigmas", "output")
+"""How the names of pipeline arguments begin on which a rehearsal does not depend."""
+MAX_KNOWN_CALLS = 8
+"""How many calls are kept; the one that was not made for the longest time is forgotten."""
+
+
+def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
+    """What a rehearsal may depend on before the loop begins; equal for calls that may be alike.
+
+    That is the pipeline's class and config, its schedulers and guiders with their settings, and of the arguments the
+    shapes of tensors and images, the number of prompts, and all other values except `IRRELEVANT_ARGUMENTS`. An object
+    of another type equals no other, so that such a call is always rehearsed.
+    """
+    parts: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
+    for name, part in vars(pipe).items():
+        if isinstance(part, BaseGuidance):
+            parts[name] = part
+            # Users set these without changing the config.
+            attributes[name] = {key: value for key, value in vars(part).items() if key[0] != "_"}
+    for number, scheduler in enumerate(list_schedulers(pipe)):
+        parts[f"scheduler {number}"] = scheduler
+    settings = tuple((name, type(part), str(getattr(part, "config", None))) for name, part in parts.items())
+    arguments = {name: value for name, value in call.items() if not name.startswith(IRRELEVANT_ARGUMENTS)}
+    return (
+        type(pipe),
+        str(pipe.config),
+        settings,
+        _describe_value("", attributes),
+        tuple((name, _describe_value(name, arguments[name])) for name in sorted(arguments)),
+    )
+
+
+def _describe_value(name: str, value: Any) -> Hashable:
+    if isinstance(value, Tensor | np.ndarray):
+        return type(value).__name__, tuple(value.shape), str(value.dtype)
+    if isinstance(value, Image):
+        return type(value).__name__, value.size, value.mode
+    if isinstance(value, PipelineState | SimpleNamespace) or dataclasses.is_dataclass(type(value)):
+        return type(value), _describe_value(name, vars(value))
+    if isinstance(value, Mapping):
+        return tuple((str(key), _describe_value(f"{name}.{key}", value[key])) for key in sorted(value, key=str))
+    if isinstance(value, list | tuple):
+        return type(value).__name__, *(_describe_value(name, item) for item in value)
+    # The words of a prompt change no shape.
+    if isinstance(value, str) and "prompt" in name:
+        return "str"
+    if isinstance(value, str | int | float | None):
+        return type(value).__name__, value
+    return object()
+
+
+def describe_lengths(inputs: Mapping[str, Any]) -> Hashable:
+    """The arguments of a model that say how long texts are in a padded batch: numbers of masks, integers in lists."""
+    # They decide where tokens of a patch lie, whatever the shapes: Lumina 2 leaves padding out.
+    lengths: list[Hashable] = []
+    for name, value in inputs.items():
+        for leaf in pytree.tree_leaves(value):
+            if isinstance(leaf, Tensor) and "mask" in name:
+                numbers = leaf.detach().cpu().flatten().contiguous().view(torch.uint8).numpy()
+                lengths.append((name, sha256(numbers.tobytes()).hexdigest()))
+            elif type(leaf) is int and isinstance(value, list | tuple):
+                lengths.append((name, leaf))
+    return tuple(lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeros:
+    """A tensor without its numbers."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def make_tensor(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+def _forget_numbers(results: Any) -> Any:
+    """Results of models with `_Zeros` as tensors; None if they have more than tensors, which may be large."""
+    described = pytree.tree_map_only(Tensor, lambda x: _Zeros(x.shape, x.dtype, x.device), results)
+    leaves = pytree.tree_leaves(described)
+    return described if all(isinstance(leaf, _Zeros | str | int | float | None) for leaf in leaves) else None
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCall:
+    """What the rehearsal of a call found, without any of its numbers.
+
+    Attributes:
+        calls: of models in its first iteration, as `Findings.forms` names them, with what `describe_lengths` says.
+        results: of these calls by branch, and of other models' calls as in `OtherModels.results`, without numbers.
+        shapes: of the predictions that schedulers are stepped with.
+        pieces: of the latents, by scheduler and patch.
+        findings: of its generation; its forms are shared, so that those of later steps are kept too.
+        lets_group_rest: whether the warmup group rests.
+    """
+
+    calls: frozenset[Hashable]
+    results: Any
+    shapes: Sequence[tuple[int, ...]]
+    pieces: Sequence[Sequence[Piece]]
+    findings: Findings
+    lets_group_rest: bool
+
+    @classmethod
+    def from_rehearsal(
+        cls, dry: DryIterations, calls: frozenset[Hashable], results: Any, other_models: OtherModels
+    ) -> KnownCall | None:
+        """What a rehearsal has found; None where results cannot be made again from shapes."""
+        described = _forget_numbers((results, other_models.results))
+        if described is None:
+            return None
+        return cls(
+            calls=calls,
+            results=described,
+            shapes=[stream.predicted_shape for stream in dry.streams],
+            pieces=[stream.pieces for stream in dry.streams],
+            findings=dataclasses.replace(dry.now.findings),
+            lets_group_rest=dry.now.shares.warmup_split is None,
+        )
+
+    def make_results(self) -> tuple[dict[int, Any], dict[Any, Any]]:
+        """The results, of zeros."""
+        made: tuple[dict[int, Any], dict[Any, Any]] = pytree.tree_map_only(_Zeros, _Zeros.make_tensor, self.results)
+        return made
+
+    def restore_findings(self, dry: DryIterations) -> None:
+        """Gives a generation and its streams what the rehearsal found."""
+        dry.now.findings = dataclasses.replace(self.findings)
+        if self.lets_group_rest:
+            dry.now.shares.warmup_split = None
+        for stream, pieces in zip(dry.streams, self.pieces, strict=True):
+            stream.pieces = list(pieces)
+
+
+class KnownCalls:
+    """The calls of a pipeline that were rehearsed; ranks keep the same, as they make the same calls."""
+
+    def __init__(self) -> None:
+        self._calls: OrderedDict[tuple[Hashable, Hashable], KnownCall] = OrderedDict()
+
+    def list_candidates(self, shapes: Hashable) -> list[KnownCall]:
+        """The calls that one with these shapes may be like."""
+        return [call for (call_shapes, _), call in self._calls.items() if call_shapes == shapes]
+
+    def keep_call(self, shapes: Hashable, call: KnownCall) -> None:
+        """Keeps a call whose steps were made, as the newest."""
+        key = (shapes, call.calls)
+        self._calls[key] = call
+        self._calls.move_to_end(key)
+        if len(self._calls) > MAX_KNOWN_CALLS:
+            self._calls.popitem(last=False)
+
+
+class CallRecognition:
+    """Two iterations in which no model is called, to find out whether a call was rehearsed before.
+
+    Args:
+        dry: the dry iterations of the generation.
+        other_models: what else the pipeline calls in its loop.
+        candidates: calls that this one may be like.
+
+    Attributes:
+        call: the candidate that it is like; None if there is none.
+    """
+
+    def __init__(self, dry: DryIterations, other_models: OtherModels, candidates: Sequence[KnownCall]) -> None:
+        self._dry = dry
+        self._other_models = other_models
+        self._candidates = candidates
+        self._calls: set[Hashable] = set()
+        self.call: KnownCall | None = None
+
+    def iterate_timesteps(self, timestep: Tensor) -> Iterator[Tensor]:
+        """The timestep of each iteration; if the call is recognised, its generation then has all findings."""
+        dry = self._dry
+        # How the pipeline passes latents on is seen in the second one.
+        for _ in range(2):
+            self._calls = set()
+            _, other_results = self._candidates[-1].make_results()
+            self._other_models.results.update(other_results)
+            dry.now.dry.recognises_call = self._recognise_model_call
+            yield dry.begin(0, 0, timestep)
+            # From here on the pipeline may leave its loop, and call the model elsewhere.
+            dry.now.dry.recognises_call = None
+            if dry.is_plain_loop():
+                return
+            dry.check_stepped()
+            shapes = [stream.predicted_shape for stream in dry.streams]
+            self._candidates = [
+                call for call in self._candidates if call.calls == self._calls and call.shapes == shapes
+            ]
+            if not self._candidates:
+                self._other_models.forget_results()
+                dry.now.forget_layouts()
+                return
+        self.call = self._candidates[-1]
+        self.call.restore_findings(dry)
+        dry.end()
+
+    def _recognise_model_call(self, call: tuple[object, ...], inputs: Mapping[str, Any], latents: str) -> bool:
+        """Whether some candidates made this call of a model, which then gets its result of zeros."""
+        described = (call, describe_lengths(inputs))
+        self._calls.add(described)
+        self._candidates = [candidate for candidate in self._candidates if described in candidate.calls]
+        if not self._candidates:
+            return False
+        now = self._dry.now
+        results, _ = self._candidates[-1].make_results()
+        now.dry.results[now.branch] = results[now.branch]
+        return True
