@@ -85,7 +85,7 @@ def refuse_unlike_blends() -> None:
     pipe, call = flux_inpaint()
     with divided(tiny.quiet(Doubled(**pipe.components)), patches=3) as runner, pytest.raises(StateError) as refusal:
         draw(runner, call)
-    assert "makes other latents of the same ones" in str(refusal.value)
+    assert "makes different latents of the same ones" in str(refusal.value)
 
 
 def test_a_blend_that_cannot_be_made_again_is_refused(pool: Pool) -> None:

@@ -223,7 +223,7 @@ def test_a_block_that_cannot_be_recorded_runs_as_ever(
         drawn.append(draw(runner, "wan-2.1"))
         runner.restore()
     assert all(torch.equal(*pair) for pair in zip(*drawn, strict=True))
-    assert caplog.text.count("is not recorded as a CUDA graph, and runs as ever: operation not permitted") == 1
+    assert caplog.text.count("is not recorded as a CUDA graph, and runs without one: operation not permitted") == 1
 
 
 def test_what_cannot_be_recorded_is_refused_in_one_line() -> None:

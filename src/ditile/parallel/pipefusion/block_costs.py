@@ -1,7 +1,7 @@
 """What each block costs a stage, counted from its linear layers and the tokens that each of them sees.
 
-A linear layer multiplies every weight with every token. Few tokens do not make it faster: a device needs as long to
-read a weight as to use it some number of times, its `RIDGE` (roofline model, Williams et al. 2009). That is why FLUX's
+A linear layer multiplies every weight with every token. Fewer tokens than the `RIDGE` do not make it faster, because a
+device then needs longer to read the weights than to use them (roofline model, Williams et al. 2009). That is why FLUX's
 double blocks cost more than its single ones under PipeFusion, though they do as many operations: in every patch but the
 first, half of their weights meet two dummy tokens. `benchmarks.blocks` measures instead of counting.
 """
@@ -25,25 +25,19 @@ from ditile.plan.stages import cut_stages
 RIDGE = {1: 256, 2: 256, 4: 32}
 """Tokens below which reading the weights takes longer than using them, by the bytes of a number.
 
-For 16 bits and less that of data-centre GPUs (600 TFLOP/s, 3 TB/s); for 32 bits between those and CPUs.
+For 16 bits and less it is of data-centre GPUs (600 TFLOP/s, 3 TB/s); for 32 bits it lies between GPUs and CPUs.
 """
 
-LATENT_SIDE = 128  # of the picture that a model was made for, where its config does not say
+LATENT_SIDE = 128
+"""Of the image that a model was made for, where its config does not say."""
 
 
 class BlockCosts(NamedTuple):
-    """Cost of each block in a step, and of what the first and the last stage do besides; in one unit."""
+    """Cost of each block in a step, and of the other work of the first and the last stage; in one unit."""
 
     blocks: tuple[float, ...]
     first: float = 0.0
     last: float = 0.0
-
-
-class MicroStepTokens(NamedTuple):
-    """Tokens of a micro-step: of the image, of the text (or the dummies for it)."""
-
-    image: int
-    text: int
 
 
 class BlockMatrices(NamedTuple):
@@ -60,9 +54,9 @@ class CostModel:
     Attributes:
         blocks: the matrices of each block; those of placeholders follow from the model's config.
         first, last: entries of the matrices that embed the latents, and of the head's.
-        side: token rows, and tokens in each, of the picture that the model was made for.
+        side: token rows, and tokens in each, of the image that the model was made for.
         text: tokens of its text in joint attention.
-        joint: where they are.
+        joint: where these are.
         width: channels of a token.
         itemsize: bytes of a number.
     """
@@ -83,15 +77,17 @@ class CostModel:
         itemsize = min(head.weight.dtype.itemsize, 4)
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
-        spec, config = hooks.spec, dict(hooks.transformer.config)  # type: ignore[arg-type]
-        ends = [hooks.transformer.get_submodule(name) for name in (spec.image_tokens, spec.out)]
-        first, last = (sum(_iterate_matrix_sizes(module)) for module in ends)
+        spec = hooks.spec
+        config = dict(hooks.transformer.config)  # type: ignore[arg-type]
+        text = 0
+        if spec.joint != "none":
+            text = spec.conditioning({}).text
         return cls(
             blocks=[_count_block_matrices(hooks, hook) for hook in hooks.chain],
-            first=first,
-            last=last,
+            first=sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(spec.image_tokens))),
+            last=sum(_iterate_matrix_sizes(hooks.transformer.get_submodule(spec.out))),
             side=int(config.get("sample_size") or LATENT_SIDE) // spec.latent_per_token(config),
-            text=0 if spec.joint == "none" else spec.conditioning({}).text,
+            text=text,
             joint=spec.joint,
             width=int(config["num_attention_heads"] * config["attention_head_dim"]),
             itemsize=itemsize,
@@ -104,24 +100,29 @@ class CostModel:
             patches: M.
             ridge: tokens below which a linear layer gets no faster.
         """
-        layout = Layout.cut_into_patches(Grid(self.side, self.side), min(patches, self.side), self.text, self.joint)
-        dummies = DUMMY_TEXT if self.text else 0
-        micros = [
-            MicroStepTokens(layout.count_rows(p) * self.side, self.text if layout.carries_text(p) else dummies)
-            for p in range(layout.num_patches)
-        ]
-        tokens = {
-            "image": sum(max(micro.image, ridge) for micro in micros),
-            "text": sum(max(micro.text, ridge) for micro in micros),
-            "both": sum(max(micro.image + micro.text, ridge) for micro in micros),
-        }
-        scores = {sees: 2 * self.width * (layout.image_tokens + sees * layout.text) ** 2 for sees in (False, True)}
-        blocks = tuple(
-            float(sum(size * tokens[stream] for stream, size in block.matrices.items()))
-            + float(sum(scores[sees] for sees in block.attentions))
-            for block in self.blocks
-        )
-        return BlockCosts(blocks, float(self.first * tokens["image"]), float(self.last * tokens["image"]))
+        grid = Grid(self.side, self.side)
+        layout = Layout.cut_into_patches(grid, min(patches, self.side), self.text, self.joint)
+        # A matrix costs as if at least `ridge` tokens met it in each micro-step.
+        tokens = {"image": 0, "text": 0, "both": 0}
+        for patch in range(layout.num_patches):
+            image = layout.count_rows(patch) * self.side
+            text = self.text
+            if text and not layout.carries_text(patch):
+                text = DUMMY_TEXT
+            tokens["image"] += max(image, ridge)
+            tokens["text"] += max(text, ridge)
+            tokens["both"] += max(image + text, ridge)
+        costs = []
+        for block in self.blocks:
+            cost = float(sum(size * tokens[stream] for stream, size in block.matrices.items()))
+            scores = 0
+            for sees_text in block.attentions:
+                # The scores of all queries and keys, and the products of scores and values.
+                scores += 2 * self.width * (layout.image_tokens + sees_text * layout.text) ** 2
+            costs.append(cost + float(scores))
+        first = float(self.first * tokens["image"])
+        last = float(self.last * tokens["image"])
+        return BlockCosts(tuple(costs), first, last)
 
 
 def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | None = None) -> list[range]:
@@ -131,7 +132,7 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
     if cost_model is None and hooks.spec.example is None:
         if hooks.has_placeholders():
             hooks = hooks.copy_to_meta()
-        # Nothing is known of the sizes of its pictures, so a weight costs the same wherever it is.
+        # Without the sizes of its images a weight costs the same in every block.
         sizes = [float(sum(p.numel() for p in hook.block.parameters())) for hook in hooks.chain]
         return cut_stages(sizes, plan.pipefusion, None, plan.stage_weights)
     cost_model = cost_model or CostModel.from_model_hooks(hooks)
@@ -141,23 +142,26 @@ def divide_blocks(hooks: TransformerHooks, plan: Plan, cost_model: CostModel | N
 
 def _count_block_matrices(hooks: TransformerHooks, hook: BlockHook) -> BlockMatrices:
     """The linear layers that run in every micro-step, and the attention."""
-    rare = (*hooks.spec.constant, *hooks.spec.per_step)
-    sees_text = hook.anatomy.text is not None
-    of_text = hooks.spec.text_modules if _has_text_modules(hook, hooks.spec.text_modules) else ()
-    other = "both" if (sees_text or hook.anatomy.joint != "none") and not of_text else "image"
+    spec = hooks.spec
+    text_modules = []
+    for path, _ in hook.block.named_modules():
+        if _is_inside_any(path, spec.text_modules):
+            text_modules.append(path)
+    # Where no module sees the text alone, a block that has the text computes it together with the image.
+    has_text = hook.anatomy.text is not None or hook.anatomy.joint != "none"
+    stream = "both" if has_text and not text_modules else "image"
     matrices = Counter[str]()
     for path, module in hook.block.named_modules():
-        size = sum(_iterate_matrix_sizes(module)) if not module._modules else 0
-        if size and not any(_is_inside_pattern(f"{hook.name}.{path}", pattern) for pattern in rare):
-            matrices["text" if any(_is_inside_pattern(path, pattern) for pattern in of_text) else other] += size
-    joint = hooks.spec.joint != "none" and hooks.spec.conditioning({}).text > 0
+        # Constants, and what depends on the step alone, are computed once for all patches.
+        if module._modules or _is_inside_any(f"{hook.name}.{path}", (*spec.constant, *spec.per_step)):
+            continue
+        size = sum(_iterate_matrix_sizes(module))
+        if size and path in text_modules:
+            matrices["text"] += size
+        elif size:
+            matrices[stream] += size
+    joint = spec.joint != "none" and spec.conditioning({}).text > 0
     return BlockMatrices(matrices, [joint and hook.sees_text(path) for path, _ in hook.list_attentions()])
-
-
-def _has_text_modules(hook: BlockHook, patterns: Sequence[str]) -> bool:
-    """Whether a block has modules that see the text alone."""
-    paths = [path for path, _ in hook.block.named_modules()]
-    return any(_is_inside_pattern(path, pattern) for path in paths for pattern in patterns)
 
 
 def _iterate_matrix_sizes(module: nn.Module) -> Iterator[int]:
@@ -168,9 +172,15 @@ def _iterate_matrix_sizes(module: nn.Module) -> Iterator[int]:
             yield weight.numel()
 
 
+def _is_inside_any(path: str, patterns: Sequence[str]) -> bool:
+    return any(_is_inside_pattern(path, pattern) for pattern in patterns)
+
+
 @functools.cache
 def _is_inside_pattern(path: str, pattern: str) -> bool:
-    """Whether a module is the pattern's, or inside of it."""
+    """Whether a module is the one of a pattern, or inside it."""
     names = path.split(".")
-    wanted = pattern.split(".")
-    return len(names) >= len(wanted) and all(w in ("*", n) for n, w in zip(names, wanted, strict=False))
+    pattern_names = pattern.split(".")
+    if len(names) < len(pattern_names):
+        return False
+    return all(part in ("*", name) for name, part in zip(names, pattern_names, strict=False))

@@ -1,9 +1,9 @@
-"""PipeFusion: each rank owns a run of blocks, patches follow each other through them (arXiv 2405.14430, section 3.4).
+"""PipeFusion: each rank owns a run of blocks, through which patches follow each other (arXiv 2405.14430, section 3.4).
 
-A stage receives at its first own block and sends at the entry of the first block behind its run, never at the exit of
+A stage receives at its first own block and sends at the entry of the first block after its run, never at the exit of
 its last: what the model's forward does between two blocks belongs to the stage before. Attention reads keys and values
-one step old where fresh ones are still to come (attention/core.py). Activations go stage to stage, stepped patches from
-the last stage to the first on a group of their own, and nothing blocks but the wait for a message.
+one step old where fresh ones are still to come (attention/core.py). Activations go from stage to stage, denoised
+patches from the last stage to the first in a group of their own, and nothing blocks but the wait for a message.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ditile.model.hooks.token_arguments import take_runs
 from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
 from ditile.plan.errors import ModelError, PlanError, StateError
-from ditile.plan.layout import DUMMY_TEXT, Joint, Layout, merge_ranges
+from ditile.plan.layout import DUMMY_TEXT, Joint, Layout, TokenShard, merge_ranges
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule
 
@@ -40,9 +40,9 @@ class PipeFusion:
         mesh: the stage's place and groups.
         owned: the blocks of this stage.
         plan: the patches and their check.
-        joint: where the text lies in the sequence.
+        joint: where the text is in the sequence.
         trace: records each op.
-        streams: what this rank has of its tokens between the Linears.
+        streams: this rank's share of its tokens between the Linears.
         warmup_group: computes the synchronous steps, where they are not computed stage after stage.
 
     Attributes:
@@ -60,12 +60,20 @@ class PipeFusion:
         streams: TokenStreams,
         warmup_group: WarmupGroup | None = None,
     ) -> None:
-        self.stage, self.stages, self.owned = mesh.stage_index, mesh.num_stages, owned
+        self.stage = mesh.stage_index
+        self.stages = mesh.num_stages
+        self.owned = owned
         self.is_last_stage = self.stage == self.stages - 1
+        self.plan = plan
+        self.warmup_group = warmup_group
+        self._joint = joint
+        self._trace = trace
+        self._streams = streams
+        self._patches = plan.num_patches
+        self._sequence = mesh.sequence
+        self._traffic = mesh.traffic
+        self._world = mesh.world
         self._active_blocks = frozenset((0, *owned, owned.stop))
-        self.plan, self._joint, self._trace, self.warmup_group = plan, joint, trace, warmup_group
-        self._patches, self._streams = plan.num_patches, streams
-        self._sequence, self._traffic, self._world = mesh.sequence, mesh.traffic, mesh.world
         self._widths: dict[int, tuple[int, int]] = {}  # of image and text tokens, by branch
         self._start_of_image = 0
         self._dummies: dict[tuple[int, int], Tensor] = {}
@@ -77,15 +85,16 @@ class PipeFusion:
 
     def open_channels(self, mesh: Mesh) -> None:
         """Makes the channels to other stages, in the groups that the mesh has now."""
-        self._activations_in = self._activations_out = self._latents_in = None
+        self._activations_in = None
+        self._activations_out = None
+        self._latents_in = None
         self._latents_out = []
         self.broken = False
-        self._latents_group = latents = mesh.latents
-        if latents is None:
+        self._latents_group = mesh.latents
+        if mesh.latents is None:
             return
         if self.warmup_group is not None:
             self.warmup_group.open_channels(mesh)
-        last = self.stages - 1
         if self.stage > 0:
             group = mesh.select_downstream_group(self.stage - 1)
             self._activations_in = ReceivePrefetcher(
@@ -93,16 +102,18 @@ class PipeFusion:
                 self._compute_activation_shape,
                 self._can_post_activation,
             )
-            # Where references are left out, they are one patch.
-            fewest = self._patches - (self.plan.references not in (None, 1))
-            self._activations_in.looks_ahead = fewest >= self.stages
-        if self.stage < last:
+            # References that are left out in a step are one patch fewer.
+            fewest_patches = self._patches
+            if self.plan.references not in (None, 1):
+                fewest_patches -= 1
+            self._activations_in.looks_ahead = fewest_patches >= self.stages
+        if not self.is_last_stage:
             group = mesh.select_downstream_group(self.stage)
             self._activations_out = PeerChannel(group, self.stage + 1, "activations", mesh.traffic)
         if self.stage == 0:
-            self._latents_in = self._make_latents_receiver(latents)
-        if self.stage == last:
-            self._latents_out = [PeerChannel(latents, 0, "latents", mesh.traffic)]
+            self._latents_in = self._make_latents_receiver(mesh.latents)
+        if self.is_last_stage:
+            self._latents_out = [PeerChannel(mesh.latents, 0, "latents", mesh.traffic)]
 
     def _make_latents_receiver(self, group: dist.ProcessGroup) -> ReceivePrefetcher:
         return ReceivePrefetcher(
@@ -112,25 +123,33 @@ class PipeFusion:
         )
 
     def share_latents(self, device: torch.device) -> None:
-        """From now on every stage may get the stepped patches; all stages call it, and no message is under way."""
-        group, last = self._latents_group, self.stages - 1
+        """From now on every stage may get the denoised patches."""
+        group = self._latents_group
         if group is None or self.stages < 3:
             return
-        if self.stage == last:
-            for reader in range(len(self._latents_out), last):
-                self._latents_out.append(PeerChannel(group, reader, "latents", self._traffic))
-                self._latents_out[-1].open_connection(device, sends=True)
+        # All stages come here with no message under way: opening a connection of NCCL waits for both its ends. The last
+        # stage opens them in the order of the stages, so each of these opens only one.
+        if self.is_last_stage:
+            for reader in range(len(self._latents_out), self.stages - 1):
+                channel = PeerChannel(group, reader, "latents", self._traffic)
+                channel.open_connection(device, sends=True)
+                self._latents_out.append(channel)
         elif self._latents_in is None:
             self._latents_in = self._make_latents_receiver(group)
             self._latents_in.channel.open_connection(device, sends=False)
 
     def connect_channels(self, device: torch.device) -> None:
-        """Uses every channel once, in one order for all stages: down the pipeline, then from the last to the first."""
-        for endpoint in (self._activations_in, self._activations_out, *self._latents_out, self._latents_in):
-            if isinstance(endpoint, ReceivePrefetcher):
-                endpoint.channel.open_connection(device, sends=False)
-            elif endpoint is not None:
-                endpoint.open_connection(device, sends=True)
+        """Uses every channel once, so that no connection is opened during a step."""
+        # One order for all stages, or two of them would wait for each other: down the pipeline, then from the last
+        # stage to the first.
+        if self._activations_in is not None:
+            self._activations_in.channel.open_connection(device, sends=False)
+        if self._activations_out is not None:
+            self._activations_out.open_connection(device, sends=True)
+        for channel in self._latents_out:
+            channel.open_connection(device, sends=True)
+        if self._latents_in is not None:
+            self._latents_in.channel.open_connection(device, sends=False)
         if self.warmup_group is not None:
             self.warmup_group.connect_channels(device)
 
@@ -142,32 +161,43 @@ class PipeFusion:
 
     def begin_generation(self, schedule: Schedule, generation: Generation) -> None:
         """A generation begins."""
-        self.schedule, self.generation = schedule, generation
-        self._has_begun = False
-        self._cleared, self._returned, self._num_taken = 0, -1, 0
+        self.schedule = schedule
+        self.generation = generation
+        self._has_begun = False  # whether a message may have been sent
+        self._last_expected_step = 0  # whose activations are expected
+        self._last_returned_step = -1  # whose denoised patches are expected
+        self._num_taken = 0
         self._widths.clear()
         self._ops: Iterator[Op] = iter(())
         self._start: Any = None
         self._latents: Sequence[Tensor] = ()
         self._own_calls: Sequence[int] = ()
         self.takes_latents = False
-        self._taken: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}  # with the number of the scheduler
+        # Denoised patches that have arrived early, by step and patch: the number of the scheduler, and the piece.
+        self._taken: dict[tuple[int, int], list[tuple[int, Tensor]]] = {}
+
+    def _list_send_channels(self) -> list[PeerChannel]:
+        if self._activations_out is None:
+            return self._latents_out
+        return [self._activations_out, *self._latents_out]
 
     def end_generation(self, *, clean: bool) -> None:
-        """Ends a generation: waits for what was sent, unless it ended by an error: then the channels are useless.
+        """Ends a generation: waits for what was sent, unless it ended with an error, after which channels are useless.
 
         Before the first step nothing was sent, and what is refused there is refused on every rank.
         """
         clean = clean or not self._has_begun
         self.broken = not clean and self._world > 1
-        for prefetcher in filter(None, (self._activations_in, self._latents_in)):
-            prefetcher.clear_expectations()
-        for channel in filter(None, (self._activations_out, *self._latents_out)) if clean else ():
-            channel.flush_sends()
+        for prefetcher in (self._activations_in, self._latents_in):
+            if prefetcher is not None:
+                prefetcher.clear_expectations()
+        if clean:
+            for channel in self._list_send_channels():
+                channel.flush_sends()
         if self.warmup_group is not None:
             self.warmup_group.end_generation(clean=clean)
         self._dummies.clear()
-        # This object outlives the picture: without this its keys and latents would stay in memory.
+        # This object outlives the call: without this its keys and latents would stay in memory.
         self._latents = ()
         self._taken.clear()
         del self.generation
@@ -175,66 +205,69 @@ class PipeFusion:
     # The loop
 
     def prepare_step(self, step: int, schedule: Schedule) -> None:
-        """A step begins, and `schedule` now says for certain whether one more follows it.
-
-        What was sent two steps ago has arrived, because the last step began with the results of it.
-        """
-        for channel in filter(None, (self._activations_out, *self._latents_out)):
+        """A step begins, and `schedule` now says for certain whether one more follows it."""
+        # What was sent two steps ago has arrived, because the last step began with what came of it.
+        for channel in self._list_send_channels():
             channel.release_old_sends()
         if self.warmup_group is not None:
             self.warmup_group.settle_channels()
         self._has_begun = True
         self.schedule = replace(schedule, batch=self.generation.batch)
-        certain = 0 if step == 0 else schedule.find_last_certain_step(step, self.generation.calls or 1)
-        for sure in range(self._cleared + 1, min(certain + 1, schedule.steps)):
-            if self._activations_in is not None:
-                self._activations_in.expect_messages(self._list_message_keys(sure))
-            self._cleared = sure
+        # Only messages that are certain may be expected: a receive that is posted for another would never end.
+        if step > 0 and self._activations_in is not None:
+            certain = schedule.find_last_certain_step(step, self.generation.calls or 1)
+            for next_step in range(self._last_expected_step + 1, min(certain + 1, schedule.steps)):
+                self._activations_in.expect_messages(self._list_message_keys(next_step))
+                self._last_expected_step = next_step
         self.takes_latents = self.stage in schedule.latent_readers
         if self._latents_in is not None and self.takes_latents:
             self._latents_in.looks_ahead = schedule.takes_ahead
-            for sure in range(self._returned + 1, min(step + 1, schedule.steps - 1)):
-                self._latents_in.expect_messages(
-                    key for patch in range(self._patches) for key in self._list_latent_keys(sure, patch)
-                )
-                self._returned = sure
+            for next_step in range(self._last_returned_step + 1, min(step + 1, schedule.steps - 1)):
+                for patch in range(self._patches):
+                    self._latents_in.expect_messages(self._list_latent_keys(next_step, patch))
+                self._last_returned_step = next_step
 
     def bring_latents(self, latents: Sequence[Tensor], micro: MicroStep, *, is_news: bool) -> None:
-        """Brings a stage's latents up to date for a micro-step, with the stepped patches that it computes.
+        """Brings a stage's latents up to date for a micro-step, with the denoised patches that it computes.
 
         Args:
             latents: of each scheduler that the pipeline steps.
             micro: the micro-step.
             is_news: whether patches are written into them, or only received.
         """
-        self._latents, self._own_calls = latents, self.generation.own_calls
-        self._take_stepped_patches(micro, -1)
-        for patch in self.schedule.list_patches(micro) if micro.step else ():
-            for index, taken in self._taken.pop((micro.step - 1, patch), ()):
+        self._latents = latents
+        self._own_calls = self.generation.own_calls
+        self._take_denoised_patches(micro, -1)
+        if micro.step == 0:
+            return
+        for patch in self.schedule.list_patches(micro):
+            for stream, piece in self._taken.pop((micro.step - 1, patch), ()):
                 if is_news:
-                    self.generation.pieces[index][patch].put(latents[index], taken)
+                    self.generation.pieces[stream][patch].put(latents[stream], piece)
 
-    def _take_stepped_patches(self, micro: MicroStep, turn: int) -> None:
-        """Receives the stepped patches that may be back before a call; they are written when it is their turn."""
+    def _take_denoised_patches(self, micro: MicroStep, turn: int) -> None:
+        """Receives the denoised patches that may be back before a call; they are written when it is their turn."""
         assert self._latents_in is not None
         due = self.schedule.count_taken_patches(self.stage, micro, turn, len(self._own_calls))
+        # The first patches are of references, which are not denoised.
+        num_references = self.schedule.num_references
         for number in range(self._num_taken, due):
-            step, patch = divmod(number, self._patches - self.schedule.num_references)
-            patch += self.schedule.num_references
-            self._taken[step, patch] = taken = []
+            step, index = divmod(number, self._patches - num_references)
+            patch = num_references + index
+            pieces = []
             for key in self._list_latent_keys(step, patch):
                 with self._trace.record_span("take", step, patch):
-                    message = self._latents_in.receive_message(key, self._latents[key.branch])
-                taken.append((key.branch, message))
+                    pieces.append((key.branch, self._latents_in.receive_message(key, self._latents[key.branch])))
+            self._taken[step, patch] = pieces
         self._num_taken = max(due, self._num_taken)
 
     def _list_latent_keys(self, step: int, patch: int) -> list[MessageKey]:
-        """The messages of a stepped patch: one for each scheduler that steps some of it, in place of the branch."""
-        pieces = enumerate(self.generation.pieces)
-        return [MessageKey(step, patch, index) for index, each in pieces if not each[patch].is_empty]
+        """The messages of a denoised patch: one for each scheduler that steps some of it, numbered like branches."""
+        streams = enumerate(self.generation.pieces)
+        return [MessageKey(step, patch, stream) for stream, pieces in streams if not pieces[patch].is_empty]
 
     def send_stepped_patch(self, patch: Tensor, reader: int) -> None:
-        """Sends a stepped patch to a stage that reads latents."""
+        """Sends a denoised patch to a stage that reads latents."""
         self._latents_out[reader].send_tensor(patch)
 
     # The block hooks
@@ -242,7 +275,8 @@ class PipeFusion:
     @property
     def row_parts(self) -> int:
         """In how many parts rows of tokens are cut, by patches or by ranks."""
-        if self.plan.references is not None:  # which may be whole frames: any run of tokens
+        # References may be whole frames, and are any run of tokens.
+        if self.plan.references is not None:
             return 1
         return max(self._patches, self.plan.distrifusion)
 
@@ -252,71 +286,86 @@ class PipeFusion:
         return self._patches > 1 or self.stages > 1 or self._sequence.num_ranks > 1
 
     def begin_branch(self, form: CallForm) -> None:
-        """A call of this form is about to be made: cuts its tokens into patches, where that was not done yet.
-
-        Every branch of guidance is cut where the first one is, whatever the length of its text: a patch of the
-        prediction is made of the same patch of each.
-        """
+        """A call of this form is about to be made: cuts its tokens into patches, where that was not done yet."""
         now = self.generation
-        if form.returns_text and now.shares.warmup_split is not None:
-            if self.warmup_group is None or not self.warmup_group.may_rest:
-                raise PlanError(
-                    f"warmup_mode={self.plan.warmup_mode}: the model makes a result of two streams, as of a video and "
-                    "its sound, and ranks that share out synchronous steps send one; use serial or pipelined"
-                )
-            # In the rehearsal, behind which the loop goes on with a schedule without the group.
-            now.shares.warmup_split = None
-        if form.returns_text and form.text < self._sequence.num_ranks:
-            raise PlanError(
-                f"the second stream, as a sound, has {form.text} tokens, and {self._sequence.num_ranks} ranks share "
-                "them out; use a lower ring or ulysses degree, or a longer video"
-            )
-        layout_key = (now.branch, now.is_whole)
-        if layout_key in now.layouts:
-            now.tokens = now.layouts[layout_key]
-            known = now.tokens.layout
-            if (known.grid, known.text) == (form.grid, form.text):
+        if form.returns_text:
+            self._check_second_stream(form)
+        key = (now.branch, now.is_whole)
+        if key in now.layouts:
+            now.tokens = now.layouts[key]
+            layout = now.tokens.layout
+            if (layout.grid, layout.text) == (form.grid, form.text):
                 return
             if now.pieces or now.is_stale:
                 raise StateError(
                     f"a call has {form.grid.num_tokens} image and {form.text} text tokens and had "
-                    f"{known.image_tokens} and {known.text} before; patches and stale keys belong to one size, so use "
-                    "a plan without pipefusion, patches and distrifusion"
+                    f"{layout.image_tokens} and {layout.text} before; patches and stale keys belong to one size, so "
+                    "use a plan without pipefusion, patches and distrifusion"
                 )
-            now.layouts.pop(layout_key)
+            now.layouts.pop(key)
             now.memory.forget_branch_keys(now.branch)
         self.plan.check(Facts(rows=form.grid.rows))
-        # The last stage steps the latents, so it has what the first one gets.
-        if self.stages > 2 and (fed := form.list_fed_blocks()):
+        fed_blocks = form.list_fed_blocks()
+        # With two stages both have the latents: the first one embeds them, and the last one steps them.
+        if fed_blocks and self.stages > 2:
             if now.dry.patch is None and not now.findings.reads_latents_everywhere:
                 raise ModelError(
-                    f"pipefusion={self.stages}: {fed[0]} is given what the forward makes of the latents, and was not "
-                    "before; only the first and the last stage have them; use pipefusion=2"
+                    f"pipefusion={self.stages}: {fed_blocks[0]} is given what the forward makes of the latents, and "
+                    "was not before; only the first and the last stage have them; use pipefusion=2"
                 )
             now.findings.reads_latents_everywhere = True
-        if now.is_whole:  # its patches are but parts of messages
+        # A whole call is cut only for its messages.
+        if now.is_whole:
             layout = Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
         elif now.branch and (0, False) in now.layouts:
-            layout = now.layouts[0, False].layout.cut_alike(form.grid, form.text, form.start - self._start_of_image)
+            # Every branch of guidance is cut where the first one is, whatever the length of its text, because a patch
+            # of the prediction is made of the same patch of each branch.
+            first = now.layouts[0, False].layout
+            layout = first.cut_alike(form.grid, form.text, form.start - self._start_of_image)
         else:
             layout = self._cut_first_branch(form)
-        now.tokens = now.layouts[layout_key] = LayoutTokens(layout, now.shares, is_whole=now.is_whole)
+        now.tokens = LayoutTokens(layout, now.shares, is_whole=now.is_whole)
+        now.layouts[key] = now.tokens
+
+    def _check_second_stream(self, form: CallForm) -> None:
+        """Checks that the plan can compute a result of two streams, as of a video and its sound."""
+        shares = self.generation.shares
+        if shares.warmup_split is not None:
+            if self.warmup_group is None or not self.warmup_group.may_rest:
+                raise PlanError(
+                    f"warmup_mode={self.plan.warmup_mode}: the model makes a result of two streams, as of a video and "
+                    "its sound, and ranks that split synchronous steps send one; use serial or pipelined"
+                )
+            # This is the rehearsal, after which the loop goes on with a schedule without the group.
+            shares.warmup_split = None
+        if form.text < self._sequence.num_ranks:
+            raise PlanError(
+                f"the second stream, as a sound, has {form.text} tokens, which cannot be split over "
+                f"{self._sequence.num_ranks} ranks; use a lower ring or ulysses degree, or a longer video"
+            )
 
     def _cut_first_branch(self, form: CallForm) -> Layout:
-        """Cuts the tokens of the first call: around those of references, once these are known."""
-        now, self._start_of_image = self.generation, form.start
-        now.dry.latent_rows = range(form.grid.rows) if form.latents is None else form.latents
+        """Cuts the tokens of the first call: around the tokens of references, once these are known."""
+        now = self.generation
+        self._start_of_image = form.start
         now.dry.padding_rows = form.padding
-        if form.latents is not None and form.grid.rows != form.grid.num_tokens:
-            now.dry.latent_rows = range(0)  # counted in tokens, and not in rows
+        if form.latents is None:
+            now.dry.latent_rows = range(form.grid.rows)
+        elif form.grid.rows == form.grid.num_tokens:
+            now.dry.latent_rows = form.latents
+        else:
+            # They are counted in tokens, and rows have several.
+            now.dry.latent_rows = range(0)
         if not now.findings.reference_rows:
             return Layout.cut_into_patches(form.grid, self._patches, form.text, self._joint)
-        # Ranks of DistriFusion share out the references, as one patch, and the image.
-        cut = form.grid, self._patches + (self.plan.distrifusion > 1), form.text, self._joint
-        return Layout.cut_around_references(*cut, now.findings.reference_rows, even=self.plan.references == 1)
+        # Ranks of DistriFusion split the references, as one patch, and the image.
+        patches = self._patches + (self.plan.distrifusion > 1)
+        return Layout.cut_around_references(
+            form.grid, patches, form.text, self._joint, now.findings.reference_rows, even=self.plan.references == 1
+        )
 
     def begin_survey(self) -> None:
-        """A call of a new form is looked at. With one stage no message comes before the blocks of the first call."""
+        """A call of a new form is surveyed. With one stage no message comes before the blocks of the first call."""
         now = self.generation
         if self.stages == 1 and not now.branch and now.calls is None and now.micro_step.step == 0:
             self._has_begun = False
@@ -326,88 +375,97 @@ class PipeFusion:
 
         Returns:
             The rows of each micro-batch, which are computed one after the other.
-
-        Raises:
-            StateError: if the batch had another size before: stages send each other as many rows as in the first step.
         """
         now = self.generation
         if now.calls is None and now.branch == 0:
             now.batch = batch_size
             self.schedule = replace(self.schedule, batch=batch_size)
-        micro_batches = self.schedule.split_micro_batches(now.micro_step)
+        # Both ends of a message know its size from the first step.
         if batch_size != now.batch and self.stages > 1:
             raise StateError(
-                f"the batch changed from {now.batch} to {batch_size} rows in mid-run, and what stages send each other "
-                "has those of the first step; keep guidance on for the whole run, or use a plan without pipefusion and "
-                "patches, such as ulysses"
+                f"the batch changed from {now.batch} to {batch_size} rows during the run, and messages between stages "
+                "have as many as in the first step; keep guidance on for the whole run, or use a plan without "
+                "pipefusion and patches, such as ulysses"
             )
         if self._own_calls and now.calls is not None:
             if now.branch >= now.calls:
                 raise now.make_calls_error(now.branch + 1)
-            self._take_stepped_patches(now.micro_step, self._own_calls.index(now.branch))
+            self._take_denoised_patches(now.micro_step, self._own_calls.index(now.branch))
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
-        return micro_batches
+        return self.schedule.split_micro_batches(now.micro_step)
 
     def begin_micro_batch(self, micro_batch: int) -> None:
         """The next micro-batch of a call: its ops are due."""
         now = self.generation
-        now.micro_batch, now.batch_range = micro_batch, self.schedule.split_micro_batches(now.micro_step)[micro_batch]
+        now.micro_batch = micro_batch
+        now.batch_range = self.schedule.split_micro_batches(now.micro_step)[micro_batch]
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch, micro_batch)
 
     def select_active_blocks(self, blocks: range) -> Collection[int]:
-        """In a step of the stages: the first block, own blocks, and the first one behind these."""
-        return blocks if self._active_warmup_group else self._active_blocks
+        """The blocks whose hooks do something here: the first one, own blocks, and the first one after these."""
+        return self._active_blocks if self._active_warmup_group is None else blocks
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """Receives at the first own block, and sends behind the last own block."""
+        """Receives at the first own block, and sends after the last own block."""
         self._has_begun = True
-        if self.warmup_group is not None and (group := self._active_warmup_group):
+        group = self.warmup_group
+        if group is not None and self._active_warmup_group is not None:
             return group.run_block(index, block, state, self.generation)
         if index == self.owned.start:
             state = self._receive_activations(state)
         elif index == self.owned.stop:
             self._send_activations(state)
-        return block(state) if index in self.owned else state
+        if index in self.owned:
+            return block(state)
+        return state
 
     def leave_blocks(self, state: TokenState) -> TokenState | None:
-        """All tokens: those of this patch fresh, the others as they were last. None where nobody reads them."""
+        """All tokens: fresh ones of this patch, and the others as they were last. None where nobody reads them."""
         now = self.generation
-        if group := self._active_warmup_group:
+        group = self._active_warmup_group
+        if group is not None:
             tokens = group.gather_image_tokens(state.image, now, self._ops)
             self._record_compute()
-            return TokenState(tokens, None) if self.is_last_stage else None
+            if self.is_last_stage:
+                return TokenState(tokens, None)
         if not self.is_last_stage:
             return None
         part = now.tokens.get_own_part(now.token_patch)
         image = self._streams.gather_stream(state.image, part.image_tokens)
-        text = state.text if now.form.returns_text else None
-        if text is not None:
-            text = self._streams.gather_stream(text, len(part.text) or DUMMY_TEXT)
+        text = None
+        if state.text is not None and now.form.returns_text:
+            text = self._streams.gather_stream(state.text, len(part.text) or DUMMY_TEXT)
         self._record_compute()
         if now.has_all_image_tokens and not now.keeps_keys:
             return TokenState(image, text)
+        layout = now.tokens.layout
         parts = now.tokens.list_rank_parts(now.token_patch)
-        every = self._gather_tokens("image", image, now.tokens.layout.image_tokens, [part.image for part in parts])
-        every_text = None
+        all_image = self._gather_tokens("image", image, layout.image_tokens, [part.image for part in parts])
+        all_text = None
         if text is not None:
-            text_runs = [(part.text,) for part in parts]
-            own_text = text if part.text else text[:, :0]
-            every_text = self._gather_tokens("text", own_text, now.tokens.layout.text, text_runs)
-        # Those of a whole step are kept for the next one: the pipeline may look at all of a prediction.
-        return TokenState(image, text) if now.has_all_image_tokens else TokenState(every, every_text)
+            own_text = text[:, : len(part.text)]
+            all_text = self._gather_tokens("text", own_text, layout.text, [(part.text,) for part in parts])
+        # Also in a whole step they are kept for the next one: the pipeline may read all of a prediction.
+        if now.has_all_image_tokens:
+            return TokenState(image, text)
+        return TokenState(all_image, all_text)
 
     def _gather_tokens(self, stream: str, own: Tensor, length: int, runs: Sequence[Sequence[range]]) -> Tensor:
-        """All tokens of a stream, in which those of the ranks are written where `runs` says."""
-        now, (rows, _, width) = self.generation, own.shape
-        batch, part = (rows, range(rows)) if now.batch_range is None else (now.batch, now.batch_range)
-        whole = now.memory.get_persistent_buffer((stream, now.branch), (batch, length, width), own)
-        whole = whole[part.start : part.stop]
-        lengths = [sum(map(len, each)) for each in runs]
+        """All tokens of a stream, in which the ranks' tokens are written where `runs` says."""
+        now = self.generation
+        rows, _, width = own.shape
+        batch_range = now.batch_range
+        if batch_range is None:
+            whole = now.memory.get_persistent_buffer((stream, now.branch), (rows, length, width), own)
+        else:
+            whole = now.memory.get_persistent_buffer((stream, now.branch), (now.batch, length, width), own)
+            whole = whole[batch_range.start : batch_range.stop]
+        lengths = [sum(map(len, rank_runs)) for rank_runs in runs]
         if any(lengths):
             shapes = [(rows, count, width) for count in lengths]
             gathered = start_gather(own, shapes, self._sequence.group, self._traffic, "prediction").wait_for_tensors()
-            for each, rank_tokens in zip(runs, gathered, strict=True):
-                write_tokens(whole, rank_tokens, each)
+            for rank_runs, rank_tokens in zip(runs, gathered, strict=True):
+                write_tokens(whole, rank_tokens, rank_runs)
         return whole
 
     def end_transformer_call(self) -> None:
@@ -417,55 +475,63 @@ class PipeFusion:
     def enter_blocks(self, state: TokenState) -> TokenState:
         """The tokens of the patch; two dummy tokens stand for a text that does not belong to it."""
         now = self.generation
-        text_width = 0 if state.text is None else state.text.shape[2]
-        self._widths[now.branch], self._dtype = (state.image.shape[2], text_width), state.image.dtype
-        if group := self._active_warmup_group:
+        text_width = 0
+        if state.text is not None:
+            text_width = state.text.shape[2]
+        self._widths[now.branch] = (state.image.shape[2], text_width)
+        self._dtype = state.image.dtype
+        group = self._active_warmup_group
+        if group is not None:
             self._start = self._trace.mark_point()
             return group.enter_blocks(state, now, self._get_dummy_text(state))
-        if self.stage > 0 and now.micro_step.step == 0:
-            self._expect_call_messages()
         if self.stage == 0:
             return self.cut_tokens(state)
-        # Here the forward's own tokens are never read: they only have the length of those that will be received.
+        # In the first step the number of calls is not known yet: only the messages of this call are certain.
+        if now.micro_step.step == 0:
+            assert self._activations_in is not None
+            patches = self.schedule.list_patches(now.micro_step)
+            self._activations_in.expect_messages(
+                [MessageKey(0, patch, now.branch, now.micro_batch) for patch in patches]
+            )
+        # The forward's own tokens are never read here: they only have the length of those that will be received.
         part = now.tokens.get_own_part(now.token_patch)
         own = self._streams.locate_own_share(part.image_tokens)
-        text = self._cut_text(state)
-        return TokenState(state.image[:, : own.stop - own.start], text)
+        return TokenState(state.image[:, : own.stop - own.start], self._cut_text(state, part))
 
     def cut_tokens(self, state: TokenState) -> TokenState:
         """Of all tokens those of the patch that this rank computes."""
-        text, part = self._cut_text(state), self.generation.tokens.get_own_part(self.generation.token_patch)
+        part = self.generation.tokens.get_own_part(self.generation.token_patch)
+        text = self._cut_text(state, part)
         own = self._streams.locate_own_share(part.image_tokens)
         runs = [state.image[:, run.start : run.stop] for run in part.image]
         image = runs[0] if len(runs) == 1 else torch.cat(runs, dim=1)
         return TokenState(_arrange_like(image[:, own], state.image), text)
 
-    def _cut_text(self, state: TokenState) -> Tensor | None:
-        part = self.generation.tokens.get_own_part(self.generation.token_patch)
-        text = None if state.text is None else state.text[:, part.text.start : part.text.stop]
-        if not part.text:
+    def _cut_text(self, state: TokenState, part: TokenShard) -> Tensor | None:
+        if state.text is None:
+            self._streams.set_stream_lengths(part.image_tokens, 0)
+            return None
+        if part.text:
+            text = state.text[:, part.text.start : part.text.stop]
+        else:
             text = self._get_dummy_text(state)
-        self._streams.set_stream_lengths(part.image_tokens, 0 if text is None else text.shape[1])
-        return None if text is None else text[:, self._streams.locate_own_share(text.shape[1])]
+            assert text is not None
+        num_tokens = text.shape[1]
+        self._streams.set_stream_lengths(part.image_tokens, num_tokens)
+        return text[:, self._streams.locate_own_share(num_tokens)]
 
     @property
     def _active_warmup_group(self) -> WarmupGroup | None:
-        """The warmup group, if it computes the micro-step at hand."""
+        """The warmup group, if it computes this micro-step."""
         now = self.generation
-        return self.warmup_group if now.micro_step.patch is None and now.shares.warmup_split is not None else None
-
-    def _expect_call_messages(self) -> None:
-        """In the first step the number of calls is not known yet: only the messages of this call are certain."""
-        assert self._activations_in is not None
-        now = self.generation
-        patches = self.schedule.list_patches(now.micro_step)
-        self._activations_in.expect_messages(
-            [MessageKey(now.micro_step.step, patch, now.branch, now.micro_batch) for patch in patches]
-        )
+        if now.micro_step.patch is not None or now.shares.warmup_split is None:
+            return None
+        return self.warmup_group
 
     def _receive_activations(self, state: TokenState) -> TokenState:
         parts: list[Tensor] = []
         for op in self._ops:
+            # The ops after it are sends, which `_send_activations` takes from the same iterator.
             if op.kind is OpKind.COMPUTE:
                 break
             assert self._activations_in is not None and op.patch is not None
@@ -475,42 +541,66 @@ class PipeFusion:
         self._start = self._trace.mark_point()
         if not parts:
             return state
-        now, streams = self.generation, self._streams
-        part = now.tokens.get_own_part(now.token_patch)
+        now = self.generation
+        tokens = now.tokens
+        part = tokens.get_own_part(now.token_patch)
         width, text_width = self._widths[now.branch]
         text = state.text
         if part.text:
-            own = streams.locate_own_share(len(part.text))
-            numbers = (own.stop - own.start) * text_width
-            with_text = now.tokens.layout.num_references if len(parts) > 1 else 0
+            own_text = self._streams.locate_own_share(len(part.text))
+            numbers = (own_text.stop - own_text.start) * text_width
+            # The text travels before the first patch of the image.
+            with_text = 0
+            if len(parts) > 1:
+                with_text = tokens.layout.num_references
             message = parts[with_text]
             text = message[:, :numbers].unflatten(1, (-1, text_width)).contiguous()
             parts[with_text] = message[:, numbers:]
-        parts = [x.unflatten(1, (-1, width)) for x in parts]
-        if len(parts) > 1:
-            patches = [now.tokens.get_own_part(patch) for patch in range(len(parts))]
-            whole = [streams.gather_stream(x, patch.image_tokens) for patch, x in zip(patches, parts, strict=True)]
-            tokens = torch.cat(whole, dim=1)
-            runs = merge_ranges(run for patch in patches for run in patch.image)
-            if now.has_all_image_tokens and len(runs) > 1:
-                tokens = _place_tokens(tokens, runs)
-            parts = [tokens[:, streams.locate_own_share(part.image_tokens)]]
-        return TokenState(_arrange_like(parts[0], state.image), text)
+        images = [x.unflatten(1, (-1, width)) for x in parts]
+        image = images[0]
+        if len(images) > 1:
+            image = self._join_patches(images)[:, self._streams.locate_own_share(part.image_tokens)]
+        return TokenState(_arrange_like(image, state.image), text)
+
+    def _join_patches(self, images: Sequence[Tensor]) -> Tensor:
+        """The tokens of a whole step, from the messages of its patches."""
+        tokens = self.generation.tokens
+        whole = []
+        runs: list[range] = []
+        for patch, image in enumerate(images):
+            part = tokens.get_own_part(patch)
+            whole.append(self._streams.gather_stream(image, part.image_tokens))
+            runs += part.image
+        joined = torch.cat(whole, dim=1)
+        merged = merge_ranges(runs)
+        # With all tokens of the image the model's own order is needed, which patches may not have.
+        if self.generation.has_all_image_tokens and len(merged) > 1:
+            placed = torch.empty_like(joined)
+            write_tokens(placed, joined, merged)
+            return placed
+        return joined
 
     def _send_activations(self, state: TokenState) -> None:
         self._record_compute()
-        now, streams, image, at = self.generation, self._streams, state.image, 0
-        whole_step = now.micro_step.patch is None and self._patches > 1
-        if whole_step:
+        now = self.generation
+        streams = self._streams
+        image = state.image
+        start = 0
+        is_whole_step = now.micro_step.patch is None and self._patches > 1
+        if is_whole_step:
             image = streams.gather_stream(image, now.tokens.get_own_part(None).image_tokens)
+        widths = self._widths[now.branch]
         for op in self._ops:
             assert self._activations_out is not None and op.patch is not None
-            part, message = now.tokens.get_own_part(op.patch), image
-            if whole_step:
-                # In the order of the model, or patch after patch.
-                runs = part.image if now.has_all_image_tokens else (range(at, at + part.image_tokens),)
+            part = now.tokens.get_own_part(op.patch)
+            message = image
+            if is_whole_step:
+                # A rank with all tokens has them in the order of the model, and another one patch after patch.
+                runs: Sequence[range] = (range(start, start + part.image_tokens),)
+                if now.has_all_image_tokens:
+                    runs = part.image
                 message = take_runs(image, runs, 1)[:, streams.locate_own_share(part.image_tokens)]
-                at += part.image_tokens
+                start += part.image_tokens
             message = message.flatten(1)
             if part.text:
                 assert state.text is not None
@@ -520,8 +610,8 @@ class PipeFusion:
                     f"blocks made {message.dtype} of {self._dtype}, which the next stage waits for, as under "
                     "torch.autocast they may; give the pipeline one dtype instead, or use pipefusion=1"
                 )
-            vector = math.gcd(*self._widths[now.branch])
-            self._activations_out.send_tensor(message.view(len(message), message.shape[1] // vector, vector))
+            # See `_compute_activation_shape`.
+            self._activations_out.send_tensor(message.unflatten(1, (-1, math.gcd(*widths))))
 
     def _record_compute(self) -> None:
         micro = self.generation.micro_step
@@ -532,7 +622,8 @@ class PipeFusion:
             return None
         key = (state.image.shape[0], state.text.shape[2])
         if key not in self._dummies:
-            self._dummies[key] = state.text.new_zeros((key[0], DUMMY_TEXT, key[1]))
+            rows, width = key
+            self._dummies[key] = state.text.new_zeros((rows, DUMMY_TEXT, width))
         return self._dummies[key]
 
     # Messages to come
@@ -547,10 +638,12 @@ class PipeFusion:
     def _can_post_activation(self, key: MessageKey) -> bool:
         """Whether this stage has launched all work that an activation depends on, by way of the first stage."""
         schedule = self.schedule
-        # A synchronous step begins with all patches of the one before; a later adaptive step may become one.
-        whole = schedule.is_synchronous(key.step)
-        whole = whole or (schedule.adaptive and key.step > self.generation.micro_step.step)
-        return self._has_launched_patch(key.step - 1, self._patches - 1 if whole else key.patch)
+        patch = key.patch
+        # A synchronous step begins with all patches of the one before; a later adaptive step may become synchronous.
+        may_become_synchronous = schedule.adaptive and key.step > self.generation.micro_step.step
+        if may_become_synchronous or schedule.is_synchronous(key.step):
+            patch = self._patches - 1
+        return self._has_launched_patch(key.step - 1, patch)
 
     def _can_post_latents(self, key: MessageKey) -> bool:
         """Whether this stage, the first one, has launched its work on the patch whose new latents are to come."""
@@ -562,15 +655,20 @@ class PipeFusion:
         return (step, patch) < (now.step, now.patch or 0)
 
     def _compute_activation_shape(self, key: MessageKey) -> tuple[int, ...] | None:
+        now = self.generation
         if key.branch not in self._widths:
             return None
-        rows = self.schedule.split_micro_batches(self.schedule.find_micro_step(key.step, key.patch))[key.micro_batch]
-        now = self.generation
+        micro = self.schedule.find_micro_step(key.step, key.patch)
+        rows = self.schedule.split_micro_batches(micro)[key.micro_batch]
         part = now.layouts[key.branch, key.step in now.findings.whole_steps].get_own_part(key.patch)
-        owns = [self._streams.locate_own_share(length) for length in (part.image_tokens, len(part.text))]
-        pairs, vector = zip(owns, self._widths[key.branch], strict=True), math.gcd(*self._widths[key.branch])
-        # A text may have other channels than the image: a message is vectors that are a part of a token of both.
-        return (len(rows), sum((own.stop - own.start) * width for own, width in pairs) // vector, vector)
+        image = self._streams.locate_own_share(part.image_tokens)
+        text = self._streams.locate_own_share(len(part.text))
+        width, text_width = self._widths[key.branch]
+        numbers = (image.stop - image.start) * width + (text.stop - text.start) * text_width
+        # A text may have other channels than the image, so a message is a list of vectors that divide a token of both:
+        # transport packs and counts vectors.
+        vector = math.gcd(width, text_width)
+        return (len(rows), numbers // vector, vector)
 
     def _compute_latent_shape(self, key: MessageKey) -> tuple[int, ...] | None:
         if not self._latents:
@@ -578,18 +676,9 @@ class PipeFusion:
         return self.generation.pieces[key.branch][key.patch].shape(self._latents[key.branch])
 
 
-def _place_tokens(tokens: Tensor, runs: Sequence[range]) -> Tensor:
-    """All tokens in the order of the sequence, of which these are `runs`, one after the other."""
-    placed = torch.empty_like(tokens)
-    write_tokens(placed, tokens, runs)
-    return placed
-
-
 def _arrange_like(x: Tensor, like: Tensor) -> Tensor:
-    """Tokens `[B, n, C]` in memory as the model has them, token after token or channel after channel.
-
-    A sum over channels rounds otherwise in the other order.
-    """
+    """Tokens `[B, n, C]` with the memory layout of the model's: token after token or channel after channel."""
+    # A sum over channels rounds differently in the other layout.
     if like.stride(1) >= like.stride(2):
         return x.contiguous()
     return x.transpose(1, 2).contiguous().transpose(1, 2)

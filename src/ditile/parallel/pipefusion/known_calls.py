@@ -53,12 +53,14 @@ def describe_call_shapes(pipe: Any, call: Mapping[str, Any]) -> Hashable:
             attributes[name] = {key: value for key, value in vars(part).items() if key[0] != "_"}
     for number, scheduler in enumerate(list_schedulers(pipe)):
         parts[f"scheduler {number}"] = scheduler
-    settings = tuple((name, type(part), str(getattr(part, "config", None))) for name, part in parts.items())
+    settings = []
+    for name, part in parts.items():
+        settings.append((name, type(part), str(getattr(part, "config", None))))
     arguments = {name: value for name, value in call.items() if not name.startswith(IRRELEVANT_ARGUMENTS)}
     return (
         type(pipe),
         str(pipe.config),
-        settings,
+        tuple(settings),
         _describe_value("", attributes),
         tuple((name, _describe_value(name, arguments[name])) for name in sorted(arguments)),
     )
@@ -72,7 +74,10 @@ def _describe_value(name: str, value: Any) -> Hashable:
     if isinstance(value, PipelineState | SimpleNamespace) or dataclasses.is_dataclass(type(value)):
         return type(value), _describe_value(name, vars(value))
     if isinstance(value, Mapping):
-        return tuple((str(key), _describe_value(f"{name}.{key}", value[key])) for key in sorted(value, key=str))
+        items = []
+        for key in sorted(value, key=str):
+            items.append((str(key), _describe_value(f"{name}.{key}", value[key])))
+        return tuple(items)
     if isinstance(value, list | tuple):
         return type(value).__name__, *(_describe_value(name, item) for item in value)
     # The words of a prompt change no shape.
@@ -113,7 +118,9 @@ def _forget_numbers(results: Any) -> Any:
     """Results of models with `_Zeros` as tensors; None if they have more than tensors, which may be large."""
     described = pytree.tree_map_only(Tensor, lambda x: _Zeros(x.shape, x.dtype, x.device), results)
     leaves = pytree.tree_leaves(described)
-    return described if all(isinstance(leaf, _Zeros | str | int | float | None) for leaf in leaves) else None
+    if all(isinstance(leaf, _Zeros | str | int | float | None) for leaf in leaves):
+        return described
+    return None
 
 
 @dataclass(frozen=True, slots=True)

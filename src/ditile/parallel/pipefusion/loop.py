@@ -251,7 +251,9 @@ class Loop:
     def _shown_step(self) -> int:
         """The step that the pipeline takes this iteration for: latents are blended in the step before theirs."""
         blended_step = self.generation.dry.blended_step
-        return self.generation.micro_step.step if blended_step is None else blended_step - 1
+        if blended_step is None:
+            return self.generation.micro_step.step
+        return blended_step - 1
 
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
         """Yields the timestep of each micro-step, and does between them what the schedule says.
@@ -306,7 +308,8 @@ class Loop:
         if self._serial_plan is not None and self.lets_group_rest:
             plan = self._serial_plan
         # A replica without images makes no micro-steps.
-        schedule = Schedule.from_plan(Plan() if self._batch.is_idle else plan, len(timesteps))
+        own_plan = Plan() if self._batch.is_idle else plan
+        schedule = Schedule.from_plan(own_plan, len(timesteps))
         self._schedule = schedule
         self._timesteps = timesteps
         # Whether latents are cut into patches or denoised on another stage; otherwise the scheduler itself steps them.
@@ -332,7 +335,8 @@ class Loop:
         warmup_group = self._pipefusion.warmup_group
         if warmup_group is not None and plan is self._plan:
             generation.shares.warmup_split = Split(warmup_group.size)
-            generation.shares.warmup_index = warmup_group.stage if warmup_group.is_member else 0
+            if warmup_group.is_member:
+                generation.shares.warmup_index = warmup_group.stage
         # Replicas exchange latents at the end, so they must stop at the same step.
         stop_group = self._mesh.within_calls if splits_images else self._mesh.control
         self._agreement = StepAgreement(stop_group, self._mesh.traffic, self._callbacks.is_stopped)
@@ -350,12 +354,10 @@ class Loop:
         times = tuple(map(float, timesteps)) if self._changes_calls else None
         shapes = (self.call_shapes, now.shares.warmup_split, now.schedule.has_stale_steps, times)
         rehearsal = Rehearsal(dry, self._other_models, self._known_calls, shapes)
-        dry_timesteps = rehearsal.iterate_timesteps(
-            timesteps,
-            steps=self._schedule.steps if self._changes_calls else 1,
-            patches=self._plan.num_patches if self._has_partial_latents else 0,
-            references=self._plan.references is not None,
-        )
+        steps = self._schedule.steps if self._changes_calls else 1
+        patches = self._plan.num_patches if self._has_partial_latents else 0
+        references = self._plan.references is not None
+        dry_timesteps = rehearsal.iterate_timesteps(timesteps, steps=steps, patches=patches, references=references)
         yield from self._drive_dry_iterations(dry_timesteps)
         if self._streams:
             self._rehearsal = rehearsal
@@ -645,7 +647,12 @@ class Loop:
         """What a step made besides latents: of all images after the last step, of this replica's images before."""
         if not is_last:
             return list(extras)
-        return [self._batch.gather_latents(extra) if isinstance(extra, Tensor) else extra for extra in extras]
+        complete = []
+        for extra in extras:
+            if isinstance(extra, Tensor):
+                extra = self._batch.gather_latents(extra)
+            complete.append(extra)
+        return complete
 
     def _step_patches(self, stream: SteppedLatents, call: StepCall) -> Any:
         micro = self.generation.micro_step
@@ -719,8 +726,10 @@ class Loop:
         syncs = self._callbacks.wants_latents(step)
         if syncs:
             self._synced = step
-        if is_last or syncs:
-            self._gather_latents(stream, "result" if is_last else "callback")
+        if is_last:
+            self._gather_latents(stream, "result")
+        elif syncs:
+            self._gather_latents(stream, "callback")
         if stream is self._main and not is_again:
             self._callbacks.on_step_end(step, timestep, stream.latents)
 

@@ -81,7 +81,10 @@ class StepSignature:
         extra.update(kwargs)
         places = self._places.get(count)
         if places is None:
-            places = self._places[count] = [index if index < count else name for index, name in self._roles]
+            places = []
+            for index, name in self._roles:
+                places.append(index if index < count else name)
+            self._places[count] = places
         try:
             prediction, timestep, sample = map(extra.pop, places)
         except KeyError as error:
@@ -114,7 +117,10 @@ class PatchSchedulers:
         self._probe_steps = min(getattr(scheduler, "order", 1), steps)
         # A user's own scheduler may draw numbers in a later step only, so no probe of the first step is conclusive.
         self._is_custom = is_custom_scheduler(scheduler)
-        self._steps_whole = True if self._is_custom else None  # None: the first step will tell
+        # Whether each patch is stepped on the full tensors; None if the first step is to tell.
+        self._steps_whole: bool | None = None
+        if self._is_custom:
+            self._steps_whole = True
         # The patch that was stepped last; a patch may have nothing to step.
         self._latest_patch = patches
         self._state_before: list[Tensor] = []
@@ -132,11 +138,14 @@ class PatchSchedulers:
         if self._lacks_index:
             self._find_first_index(timestep)
         unread = x if self._is_custom else x.new_zeros(1)
-        scaled = self._copies[patches[0]].scale_model_input(x if read else unread, timestep)
-        # The other copies are called for their counters: some count steps here.
-        for patch in patches[1:]:
+        # Where the result is not read the copies are still called, because some count steps here.
+        first, *others = patches
+        for patch in others:
             self._copies[patch].scale_model_input(unread, timestep)
-        return scaled if read else x
+        if read:
+            return self._copies[first].scale_model_input(x, timestep)
+        self._copies[first].scale_model_input(unread, timestep)
+        return x
 
     def step_on_corner(self, call: StepCall, sample: Tensor, *, closes: bool) -> Any:
         """Steps the first copy on a corner of the tensors, to keep its counter right where no result is needed.
@@ -216,7 +225,8 @@ class PatchSchedulers:
         if is_first_of_step:
             self._state_before = state
         rng.restore_generators(generators, self._state_before)
-        result = self._step_copy(self._copies[patch], call, call.prediction.clone(), sample.clone(), call.extra, patch)
+        prediction = call.prediction.clone()
+        result = self._step_copy(self._copies[patch], call, prediction, sample.clone(), call.extra, patch)
         stepped = extract_sample(result)
         check_size(self._copies[patch], sample, stepped)
         self._state_after = rng.read_generator_states(generators)
@@ -300,7 +310,9 @@ class PatchExtra:
 
     def select(self, extra_results: Sequence[Any]) -> Any:
         """The value of one patch; None if it was not stepped yet."""
-        return extra_results[self._index] if self._index < len(extra_results) else None
+        if self._index < len(extra_results):
+            return extra_results[self._index]
+        return None
 
     def __getattr__(self, name: str) -> Any:
         raise StateError(
@@ -311,7 +323,9 @@ class PatchExtra:
 
 def _is_like(value: Any, sample: Tensor) -> bool:
     """Whether an argument of `step` has the first dimensions of the latents, such as a timestep for each token."""
-    return isinstance(value, Tensor) and 1 < value.ndim <= sample.ndim and value.shape == sample.shape[: value.ndim]
+    if not isinstance(value, Tensor) or not 1 < value.ndim <= sample.ndim:
+        return False
+    return value.shape == sample.shape[: value.ndim]
 
 
 def find_step_signature(scheduler: Any) -> inspect.Signature:
@@ -332,7 +346,9 @@ def find_step_signature(scheduler: Any) -> inspect.Signature:
 def find_argument_names(step: inspect.Signature) -> Sequence[str]:
     """The names of the prediction, the timestep and the latents: CogVideoX has other parameters between these."""
     names = list(step.parameters)
-    return STEP_ARGUMENTS if set(STEP_ARGUMENTS) <= set(names) else names[:3]
+    if set(STEP_ARGUMENTS) <= set(names):
+        return STEP_ARGUMENTS
+    return names[:3]
 
 
 def extract_sample(result: Any) -> Tensor:
@@ -404,8 +420,11 @@ class StepTimesteps(Tensor):
 
     def __getitem__(self, index: Any) -> Tensor:
         part = self.to_plain_tensor()[index]
-        is_run = isinstance(index, slice) and index.step in (None, 1) and (index.stop is None or len(part) > 1)
-        return StepTimesteps.wrap_timesteps(part, self.drive) if is_run else part
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            return part
+        if index.stop is not None and len(part) <= 1:
+            return part
+        return StepTimesteps.wrap_timesteps(part, self.drive)
 
     def __iter__(self) -> Iterator[Tensor]:
         return self.drive(self.to_plain_tensor().unbind(0))

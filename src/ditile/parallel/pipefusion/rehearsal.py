@@ -103,10 +103,7 @@ class Rehearsal:
             # The first iteration has rehearsed patch 0 of step 0 already.
             if patch or divided or references:
                 yield dry.begin(divided, patch, timestep)
-            dry.check_stepped()
-            for stream in dry.streams:
-                assert stream.rehearsed_piece is not None
-                stream.pieces.append(stream.rehearsed_piece)
+            self._keep_pieces()
         if steps == patches == 1:
             # How the pipeline passes latents on is seen in the second iteration.
             yield dry.begin(0, 0, timestep)
@@ -117,6 +114,13 @@ class Rehearsal:
         dry.end()
         calls = frozenset(probe.first_calls)
         self._found = KnownCall.from_rehearsal(dry, calls, results, self._other_models)
+
+    def _keep_pieces(self) -> None:
+        """Keeps the pieces of the latents that an iteration has shown."""
+        self._dry.check_stepped()
+        for stream in self._dry.streams:
+            assert stream.rehearsed_piece is not None
+            stream.pieces.append(stream.rehearsed_piece)
 
     def _check_rows_stay(self, called_models: Sequence[Mapping[int, RehearsedModel]]) -> None:
         """Checks that each step has as many calls, of as many rows, as the first one."""

@@ -2,8 +2,8 @@
 
 Each has a share of the tokens and computes all blocks on it, gathering keys and values layer by layer. With
 warmup_mode=sequence all stages are members, and weights are streamed (weight_streaming.py); with warmup_mode=separate
-a few stages are, and hold all blocks. Predictions go to the last stage, which steps the scheduler as ever; keys and
-values go to the stages that own their layers, so that an asynchronous step finds what a serial step would have left.
+a few stages are, and hold all blocks. Predictions go to the last stage, which steps the scheduler; keys and values go
+to the stages that own their layers, so that an asynchronous step finds what a serial step would have left.
 """
 
 from __future__ import annotations
@@ -29,7 +29,15 @@ from ditile.plan.anatomy import LOCAL, REAL_PAIRS, drop_further_keys
 from ditile.plan.errors import ModelError
 from ditile.plan.schedule import Op, OpKind
 
-KEYS, PREDICTION, LATENTS, SHAPES, MASKS = "keys", "prediction", "latents", "control", "masks"
+KEYS = "keys"
+PREDICTION = "prediction"
+LATENTS = "latents"
+SHAPES = "control"
+MASKS = "masks"
+
+
+ChannelName = tuple[int, int, str]
+"""The sending stage, the receiving one, and what travels."""
 
 
 class WarmupGroup:
@@ -38,7 +46,7 @@ class WarmupGroup:
     Args:
         mesh: the stage's place and groups.
         hooks: the blocks.
-        stages: which stage owns which.
+        stages: the blocks of each stage.
         size: stages 0 to `size` - 1 are the members.
         weight_stream: brings the weights of other stages; None where each member holds all.
         may_rest: whether calls for which it cannot work run stage after stage, as with warmup_mode=auto.
@@ -54,44 +62,56 @@ class WarmupGroup:
         *,
         may_rest: bool = False,
     ) -> None:
-        self.size, self.stage, self.weight_stream, self.may_rest = size, mesh.stage_index, weight_stream, may_rest
+        self.size = size
+        self.stage = mesh.stage_index
+        self.last = len(stages) - 1
+        self.weight_stream = weight_stream
+        self.may_rest = may_rest
         self.is_member = self.stage < size
-        self._axis, self._traffic, self._hooks = mesh["pipefusion"], mesh.traffic, hooks
+        self._group = mesh["pipefusion"].group
+        self._traffic = mesh.traffic
+        self._chain = hooks.chain
         self._owned = stages[mesh.stage_index]
-        self._owners = {
-            hook.name: owner for owner, blocks in enumerate(stages) for hook in hooks.chain[blocks.start : blocks.stop]
-        }
-        self._blocks = {hook.name: hook for hook in hooks.chain}
-        self.last = last = len(stages) - 1
-        self._order = [(member, last, PREDICTION) for member in range(size) if member != last]
-        self._order += [(last, member, LATENTS) for member in range(1, size) if member != last]
-        self._order += [(0, owner, kind) for owner in range(size, last + 1) for kind in (SHAPES, KEYS)]
-        self._channels: dict[tuple[int, int, str], PeerChannel] = {}
+        self._owners: dict[str, int] = {}
+        self._blocks: dict[str, BlockHook] = {}
+        for owner, blocks in enumerate(stages):
+            for hook in hooks.chain[blocks.start : blocks.stop]:
+                self._owners[hook.name] = owner
+                self._blocks[hook.name] = hook
+        # (sender, receiver, kind) of every channel, in the order in which all stages open them.
+        self._order: list[ChannelName] = []
+        for member in range(size):
+            if member != self.last:
+                self._order.append((member, self.last, PREDICTION))
+        for member in range(1, min(size, self.last)):
+            self._order.append((self.last, member, LATENTS))
+        for owner in range(size, len(stages)):
+            self._order.append((0, owner, SHAPES))
+            self._order.append((0, owner, KEYS))
+        self._channels: dict[ChannelName, PeerChannel] = {}
 
     def open_channels(self, mesh: Mesh) -> None:
         """Makes the channels, in the groups that the mesh has now."""
         assert mesh.latents is not None
-        self._channels = {
-            (sender, receiver, kind): PeerChannel(
-                mesh.latents if kind == LATENTS else mesh.select_downstream_group(sender),
-                receiver if sender == mesh.stage_index else sender,
-                kind,
-                mesh.traffic,
-            )
-            for sender, receiver, kind in self._order
-            if mesh.stage_index in (sender, receiver)
-        }
+        self._channels = {}
+        for name in self._order:
+            sender, receiver, kind = name
+            if self.stage not in (sender, receiver):
+                continue
+            group = mesh.latents if kind == LATENTS else mesh.select_downstream_group(sender)
+            peer = receiver if sender == self.stage else sender
+            self._channels[name] = PeerChannel(group, peer, kind, mesh.traffic)
 
     def connect_channels(self, device: torch.device) -> None:
-        """Uses every channel once, in one order for all stages: else two of them would wait for each other."""
-        for way in self._order:
-            if way in self._channels:
-                self._channels[way].open_connection(device, sends=way[0] == self.stage)
+        """Uses every channel once, in one order for all stages: otherwise two of them would wait for each other."""
+        for name, channel in self._channels.items():
+            channel.open_connection(device, sends=name[0] == self.stage)
 
     def end_generation(self, *, clean: bool) -> None:
         """Ends a generation: waits for what was sent, unless it ended by an error."""
-        for channel in self._channels.values() if clean else ():
-            channel.flush_sends()
+        if clean:
+            for channel in self._channels.values():
+                channel.flush_sends()
         if self.weight_stream is not None:
             self.weight_stream.free_buffers()
 
@@ -105,11 +125,11 @@ class WarmupGroup:
     def send_whole_latents(self, latents: Tensor, op: Op) -> None:
         """The last stage sends the whole latents to a member."""
         assert op.peer is not None
-        # A copy: the next stepped patch is written into them, whether or not they have left.
+        # A copy, because the next denoised patch is written into them, whether or not they have left.
         self._channels[self.stage, op.peer, LATENTS].send_tensor(latents.clone())
 
     def receive_whole_latents(self, latents: Tensor) -> Tensor:
-        """A member receives them; `latents` are its own, of the same shape."""
+        """A member receives them; `latents` are this stage's, of the same shape."""
         return self._receive_tensor((self.last, self.stage, LATENTS), latents.shape, latents)
 
     # A call of the transformer
@@ -126,7 +146,8 @@ class WarmupGroup:
         image = torch.cat([state.image[:, run.start : run.stop] for run in part.image], dim=1)
         if state.text is None:
             return TokenState(image, None)
-        return TokenState(image, state.text[:, part.text.start : part.text.stop] if part.text else dummies)
+        text = state.text[:, part.text.start : part.text.stop] if part.text else dummies
+        return TokenState(image, text)
 
     def run_block(
         self, index: int, block: Callable[[TokenState], TokenState], state: TokenState, now: Generation
@@ -141,18 +162,22 @@ class WarmupGroup:
         return state
 
     def gather_image_tokens(self, own: Tensor, now: Generation, ops: Iterator[Op]) -> Tensor:
-        """The image tokens behind the last block `[B, N, C]`, whole on the last stage; elsewhere not to be read.
+        """The image tokens after the last block `[B, N, C]`, whole on the last stage; elsewhere not to be read.
 
         Args:
-            own: those of a member.
+            own: the tokens of a member.
         """
         if self.weight_stream is not None:
             self.weight_stream.release_weights()
-        if self.is_member and self.stage == self.last and self.size == 1:
+        is_last = self.stage == self.last
+        # A single member that steps the scheduler too has all tokens.
+        if is_last and self.is_member and self.size == 1:
             return own
-        shape = (own.shape[0], now.tokens.layout.image_tokens, own.shape[2])
-        parts, whole = now.tokens.list_rank_parts(None), own
-        if self.stage == self.last:
+        parts = now.tokens.list_rank_parts(None)
+        rows, _, width = own.shape
+        whole = own
+        if is_last:
+            shape = (rows, now.tokens.layout.image_tokens, width)
             whole = now.memory.get_persistent_buffer(("image", now.branch), shape, own)
             if self.is_member:
                 write_tokens(whole, own, parts[self.stage].image)
@@ -162,8 +187,9 @@ class WarmupGroup:
             elif op.kind is OpKind.RECEIVE_PREDICTION:
                 assert op.peer is not None
                 part = parts[op.peer]
-                shape = (own.shape[0], part.image_tokens, own.shape[2])
-                write_tokens(whole, self._receive_tensor((op.peer, self.last, PREDICTION), shape, own), part.image)
+                shape = (rows, part.image_tokens, width)
+                received = self._receive_tensor((op.peer, self.last, PREDICTION), shape, own)
+                write_tokens(whole, received, part.image)
         return whole
 
     # Keys and values
@@ -175,11 +201,13 @@ class WarmupGroup:
         own = torch.stack([k, v])
         shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in tokens.rank_lengths]
         if self.size == self.last + 1:
-            parts = start_gather(own, shapes, self._axis.group, self._traffic, KEYS).wait_for_tensors()
+            parts = start_gather(own, shapes, self._group, self._traffic, KEYS).wait_for_tensors()
         else:
-            others = [(member, shape) for member, shape in enumerate(shapes) if member != self.stage]
-            sends = [(member, own) for member, _ in others]
-            parts = start_exchange(sends, others, own, self._axis.group, self._traffic, KEYS).wait_for_tensors()
+            # A collective needs all stages of the group, and only the first ones are members.
+            peers = [member for member in range(self.size) if member != self.stage]
+            sends = [(member, own) for member in peers]
+            receives = [(member, shapes[member]) for member in peers]
+            parts = start_exchange(sends, receives, own, self._group, self._traffic, KEYS).wait_for_tensors()
             parts.insert(self.stage, own)
         k, v = torch.cat(parts, dim=2)
         return k, v
@@ -196,68 +224,83 @@ class WarmupGroup:
                 f"{layer} masks keys, which warmup_mode=separate does not gather along a group of {self.size}; use "
                 "warmup_ranks=1 or another warmup_mode"
             )
+        # Not every backend sends booleans.
         flat = own.to(torch.uint8) if own.dtype == torch.bool else own
         shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
-        parts = start_gather(flat, shapes, self._axis.group, self._traffic, MASKS).wait_for_tensors()
+        parts = start_gather(flat, shapes, self._group, self._traffic, MASKS).wait_for_tensors()
         return torch.cat(parts, dim=3).to(own.dtype)
 
     def store_or_send_keys(
         self, layer: str, k: Tensor, v: Tensor, mask: Tensor | None, tokens: LayerTokens, now: Generation
     ) -> None:
         """Writes keys of the whole image into this stage's store, or sends them to the stage that owns the layer."""
-        owner = self._owners[self._find_block(layer).name]
+        block = self._find_block(layer)
+        owner = self._owners[block.name]
         if owner == self.stage:
             _write_keys(layer, k, v, tokens, now, mask)
-        elif owner >= self.size and self.stage == 0:
-            # A mask of pairs comes anew with every call.
-            sent_mask = mask if mask is not None and mask.shape[2] == 1 else None
-            mask_shape = (0, 0, 0) if sent_mask is None else (*sent_mask.shape[:2], int(sent_mask.dtype == torch.bool))
-            # The owner has the modules, and what these make of their inputs is seen in a call alone. Its host must know
-            # before it can receive, so these numbers go from host to host, past both devices.
-            place = list(_find_kinds(self._find_block(layer))).index(layer)
-            self._channels[0, owner, SHAPES].send_tensor(torch.tensor((place, *k.shape[2:], *mask_shape)))
-            self._channels[0, owner, KEYS].send_tensor(torch.stack([k, v]))
-            if sent_mask is not None:
-                self._channels[0, owner, SHAPES].send_tensor(sent_mask.to(k.dtype))
+            return
+        # One member sends them to the stages that compute nothing in this step; a member has its own.
+        if owner < self.size or self.stage != 0:
+            return
+        # A mask of pairs comes again with every call, and is not kept.
+        if mask is not None and mask.shape[2] > 1:
+            mask = None
+        mask_numbers = (0, 0, 0)
+        if mask is not None:
+            mask_numbers = (*mask.shape[:2], int(mask.dtype == torch.bool))
+        # The owner has the modules, but only a call shows what they make of their inputs. Its host must know that
+        # before it can receive, so these numbers go from host to host, without either device.
+        place = list(_find_kinds(block)).index(layer)
+        numbers = torch.tensor((place, *k.shape[2:], *mask_numbers))
+        self._channels[0, owner, SHAPES].send_tensor(numbers)
+        self._channels[0, owner, KEYS].send_tensor(torch.stack([k, v]))
+        if mask is not None:
+            self._channels[0, owner, SHAPES].send_tensor(mask.to(k.dtype))
 
     def _find_block(self, layer: str) -> BlockHook:
-        """The block of a layer, by its name: a block that was never read here has no modules to look through."""
+        """The block of a layer, by its name: a block that was never loaded here has no modules to search."""
         while layer not in self._blocks:
             layer, _, _ = layer.rpartition(".")
         return self._blocks[layer]
 
     def _receive_keys(self, index: int, state: TokenState, now: Generation) -> None:
-        kinds = _find_kinds(self._hooks.chain[index])
-        layers, rows = list(kinds), state.image.shape[0]
-        way, shapes = (0, self.stage, KEYS), (0, self.stage, SHAPES)
+        """Receives the keys of a block of this stage from the first stage, layer after layer."""
+        kinds = _find_kinds(self._chain[index])
+        layers = list(kinds)
+        shapes = (0, self.stage, SHAPES)
+        rows = state.image.shape[0]
         for _ in layers:
+            # Layers come in the order in which the model calls them.
             numbers = self._receive_tensor(shapes, (6,), torch.empty(0, dtype=torch.int64))
             place, heads, head_size, mask_rows, mask_heads, is_boolean = numbers.tolist()
             layer = layers[place]
             kind = drop_further_keys(kinds[layer].removesuffix(REAL_PAIRS))[-1]
             tokens = now.tokens.get_layer_tokens(now.token_patch, kind)
-            k, v = self._receive_tensor(way, (2, rows, tokens.length, heads, head_size), state.image)
+            shape = (2, rows, tokens.length, heads, head_size)
+            k, v = self._receive_tensor((0, self.stage, KEYS), shape, state.image)
             mask = None
             if mask_rows:
                 mask = self._receive_tensor(shapes, (mask_rows, mask_heads, 1, tokens.length), state.image)
-            _write_keys(layer, k, v, tokens, now, mask.bool() if mask is not None and is_boolean else mask)
+                if is_boolean:
+                    mask = mask.bool()
+            _write_keys(layer, k, v, tokens, now, mask)
 
-    def _receive_tensor(self, way: tuple[int, int, str], shape: Sequence[int], like: Tensor) -> Tensor:
-        channel = self._channels[way]
-        channel.post_receive(way, shape, like)
-        return channel.receive_message(way)
+    def _receive_tensor(self, name: ChannelName, shape: Sequence[int], like: Tensor) -> Tensor:
+        channel = self._channels[name]
+        channel.post_receive(name, shape, like)
+        return channel.receive_message(name)
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupGroupKeys:
-    """Whose keys a layer attends to: in a step of the warmup group those of its members, else those of `others`.
+    """The keys that a layer attends to: of all members in a step of the warmup group, otherwise those of `others`.
 
     Attributes:
         now: the generation under way.
         layer: the layer's name in the model.
         warmup_group: gathers and keeps.
         kernel: attends.
-        others: attends in all other steps.
+        others: the source of keys in all other steps.
     """
 
     now: Generation
@@ -267,19 +310,19 @@ class WarmupGroupKeys:
     others: KeySource
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
-        """The output of the queries, `[B, S, N, H]`.
-
-        Raises:
-            ModelError: if keys are masked and go to stages outside of the group, or queries are told apart.
-        """
+        """The output of the queries, `[B, S, N, H]`."""
         now = self.now
         if now.micro_step.patch is not None or now.shares.warmup_split is None:
             return self.others.attend_to_keys(q, k, v, tokens, extra)
         k, v = self.warmup_group.gather_keys(k, v, tokens)
-        mask = None if extra.mask is None else self.warmup_group.gather_mask(extra.mask, self.layer, tokens)
-        if now.keeps_keys:
+        mask = None
+        kept_mask = None
+        if extra.mask is not None:
+            mask = self.warmup_group.gather_mask(extra.mask, self.layer, tokens)
             # A mask of pairs comes whole with every call.
-            kept_mask = None if extra.mask is not None and extra.mask.covers_sequence else mask
+            if not extra.mask.covers_sequence:
+                kept_mask = mask
+        if now.keeps_keys:
             self.warmup_group.store_or_send_keys(self.layer, k, v, kept_mask, tokens, now)
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)
@@ -288,7 +331,12 @@ class WarmupGroupKeys:
 
 def _find_kinds(hook: BlockHook) -> dict[str, str]:
     """The kind of each attention call of a block whose keys are kept, by its name."""
-    return {name: kind for path, _ in hook.list_attentions() for name, kind in hook.list_calls(path) if kind != LOCAL}
+    kinds = {}
+    for path, _ in hook.list_attentions():
+        for name, kind in hook.list_calls(path):
+            if kind != LOCAL:
+                kinds[name] = kind
+    return kinds
 
 
 def _write_keys(

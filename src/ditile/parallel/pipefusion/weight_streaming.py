@@ -90,8 +90,9 @@ class WeightStream:
             if hook.index in self._owned:
                 continue
             block = _copy_to_meta(hook.block)
-            # Offsets do not matter here: names and shapes do.
-            if [spec[:2] for spec in _lay_out_tensors(block)] != [spec[:2] for spec in self._specs[hook.index]]:
+            # Names and shapes must be equal; types may differ in what was not loaded.
+            expected = [spec[:2] for spec in self._specs[hook.index]]
+            if expected != [spec[:2] for spec in _lay_out_tensors(block)]:
                 raise ModelError(
                     f"{hook.name} has other weights on the stage that owns it than here or in the model's "
                     "config, so warmup_mode=sequence cannot send them; use another warmup_mode"
