@@ -52,6 +52,8 @@ class DataCfgBatch:
 
     Attributes:
         num_images: how many images the pipeline generates.
+        is_idle: whether this rank has no images.
+        has_idle_replica: whether some rank has no images.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class DataCfgBatch:
         self.num_images = images
         self._batch_dims = batch_dims
         self._data = ReplicaImages(mesh["data"], images, mesh.traffic)
+        self.is_idle = self._data.has_no_images
+        self.has_idle_replica = self._data.has_idle_replica
         self._cfg = CfgExchange(mesh["cfg"], mesh.traffic)
         self._is_last = mesh.stage_index == mesh.num_stages - 1
         self._names = list_parameter_names(self._model)
@@ -76,16 +80,6 @@ class DataCfgBatch:
         self._returns_list = False
         self._latents = find_latents_parameter(self._model)
         self.begin_generation()
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether this rank has no images."""
-        return self._data.has_no_images
-
-    @property
-    def has_idle_replica(self) -> bool:
-        """Whether some rank has no images."""
-        return self._data.has_idle_replica
 
     @property
     def is_split_by_calls(self) -> bool:
@@ -266,7 +260,7 @@ class DataCfgBatch:
             if self._cfg.is_own_call(branch):
                 self._compute_batch_slice(forward, args, kwargs, batch_slice)
             else:
-                self._skip_foreign_call(batch_slice)
+                self._skip_call(batch_slice)
             if self._is_last and branch + 1 == now.calls:
                 self._complete_calls(branch, batch_slice)
             else:
@@ -425,7 +419,7 @@ class DataCfgBatch:
             changed = dims.slice_arguments(inputs, change)
         return [changed.pop(name) for name in names], changed
 
-    def _skip_foreign_call(self, batch_slice: BatchSlice) -> None:
+    def _skip_call(self, batch_slice: BatchSlice) -> None:
         """Skips a call of another half: its prediction is NaN until it arrives."""
         now = self._now
         branch = now.branch
@@ -469,7 +463,7 @@ class DataCfgBatch:
         Returns:
             The dtype and shape of each prediction's rows, and whether the model returns a tensor in nothing else.
         """
-        if not self._data.has_idle_replica:
+        if not self.has_idle_replica:
             return [], False
         # A row may be a list itself, of images and of the latents after them.
         leaves = pytree.tree_leaves(noisy[0])

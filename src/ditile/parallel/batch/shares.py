@@ -34,8 +34,10 @@ from ditile.model.hooks.pieces import Piece, list_predictions
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import pick_even_chunk
 
-CFG, LATENTS, PICTURES = "cfg", "data", "pictures"
-"""The kinds under which bytes are counted."""
+# The kinds under which bytes are counted.
+CFG = "cfg"
+LATENTS = "data"
+PICTURES = "pictures"
 Receivers = Literal["all", "first", "none"]
 
 
@@ -202,6 +204,8 @@ class ReplicaImages:
 
     Attributes:
         images: those of this replica; the first replicas have one more.
+        has_no_images: whether this replica has none.
+        has_idle_replica: whether some replica has none.
     """
 
     def __init__(self, axis: Axis, images: int, traffic: Traffic) -> None:
@@ -210,16 +214,8 @@ class ReplicaImages:
         self._num_images = images
         self.size = axis.num_ranks
         self.images = pick_even_chunk(range(images), axis.num_ranks, axis.index)
-
-    @property
-    def has_no_images(self) -> bool:
-        """Whether this replica has no images."""
-        return not self.images
-
-    @property
-    def has_idle_replica(self) -> bool:
-        """Whether some replica has none."""
-        return self._num_images < self.size
+        self.has_no_images = not self.images
+        self.has_idle_replica = images < axis.num_ranks
 
     def view_own_images(self, batch: Tensor) -> Tensor:
         """This replica's rows of `[copies * images, ...]`, a view where there is one copy."""

@@ -48,6 +48,7 @@ class PipeFusion:
     Attributes:
         is_last_stage: whether this stage makes the prediction and steps the scheduler.
         broken: whether a generation failed when messages may have been under way.
+        row_parts: in how many parts rows of tokens are cut, by patches or by ranks.
     """
 
     def __init__(
@@ -73,6 +74,10 @@ class PipeFusion:
         self._sequence = mesh.sequence
         self._traffic = mesh.traffic
         self._world = mesh.world
+        # References may be whole frames, and are any run of tokens.
+        self.row_parts = 1
+        if plan.references is None:
+            self.row_parts = max(self._patches, plan.distrifusion)
         self._active_blocks = frozenset((0, *owned, owned.stop))
         self._widths: dict[int, tuple[int, int]] = {}  # of image and text tokens, by branch
         self._start_of_image = 0
@@ -271,19 +276,6 @@ class PipeFusion:
         self._latents_out[reader].send_tensor(patch)
 
     # The block hooks
-
-    @property
-    def row_parts(self) -> int:
-        """In how many parts rows of tokens are cut, by patches or by ranks."""
-        # References may be whole frames, and are any run of tokens.
-        if self.plan.references is not None:
-            return 1
-        return max(self._patches, self.plan.distrifusion)
-
-    @property
-    def divides_tokens(self) -> bool:
-        """Whether a call of the transformer computes part of its tokens or blocks here."""
-        return self._patches > 1 or self.stages > 1 or self._sequence.num_ranks > 1
 
     def begin_branch(self, form: CallForm) -> None:
         """A call of this form is about to be made: cuts its tokens into patches, where that was not done yet."""

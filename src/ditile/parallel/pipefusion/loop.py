@@ -91,6 +91,8 @@ class Loop:
         self._kept_buffers = kept_buffers
         self._may_change = may_change
         self._serial_plan = serial_plan
+        # Whether latents are denoised patch by patch, or on one of several stages.
+        self._divides_latents = plan.num_patches * plan.pipefusion > 1
         self.lets_group_rest = False
         self.call_shapes: Hashable = object()
         self.has_timed_guidance = False
@@ -143,11 +145,6 @@ class Loop:
             return self._watch_method(owner, name, copied)
 
         return WatchedMethod(functools.partial(override, scheduler), stock, watch_copy)
-
-    @property
-    def _divides_latents(self) -> bool:
-        """Whether the plan denoises latents patch by patch, or on one of several stages."""
-        return self._plan.num_patches * self._plan.pipefusion > 1
 
     @property
     def _changes_calls(self) -> bool:

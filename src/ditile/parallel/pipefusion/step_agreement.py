@@ -87,9 +87,11 @@ class StepAgreement:
 
         All ranks call it once per step, in order.
         """
-        vote = int(self.ends_early)
+        vote = 0
         if self._is_stopped():
             vote = CANCEL
+        elif self.ends_early:
+            vote = END_EARLY
         self._votes.append(AsyncMax(self._group, vote, self._traffic))
         return len(self._votes) > 1 and self._votes[-2].wait_for_max() > 0
 
