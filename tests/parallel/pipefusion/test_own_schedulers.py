@@ -113,7 +113,7 @@ def test_a_step_may_take_its_arguments_in_any_way(name: str) -> None:
     named = {"model_output": prediction, "timestep": t, "sample": latents} if name == "Named" else {"return_dict": True}
     call = StepSignature(scheduler).bind(args, named)
     assert (call.prediction, call.timestep, call.sample) == (prediction, t, latents)
-    got = call.make(scheduler.step, prediction * 2, latents, call.others).prev_sample
+    got = call.make(scheduler.step, prediction * 2, latents, call.extra).prev_sample
     assert torch.equal(got, plain.step(prediction * 2, t, latents).prev_sample)
     assert is_custom_scheduler(scheduler) and not is_custom_scheduler(plain)
 

@@ -39,6 +39,9 @@ from ditile.parallel.batch.shares import (
 from ditile.plan.anatomy import ROWS, Kinds, describe_mode
 from ditile.plan.errors import ModelError, StateError
 
+RowForms = tuple[list[tuple[str, list[int]]], bool]
+"""The dtype and shape of a row of each prediction, and whether the model returns a bare tensor."""
+
 
 class DataCfgBatch:
     """The batch of one call of the pipeline, split over the axes data and cfg.
@@ -133,7 +136,7 @@ class DataCfgBatch:
         self._modes: dict[int, str] = {}  # of each call of the step, when it was last made
         self._changed_steps: set[int] = set()  # in which calls have another mode than in the step before
         # What `_agree_on_rows` returns, by the shape of the model's noisy input.
-        self._rows: dict[tuple[int, ...], tuple[list[tuple[str, list[int]]], bool]] = {}
+        self._rows: dict[tuple[int, ...], RowForms] = {}
         self._own_slice: BatchSlice | None = None  # of the last call
         self._num_branches: dict[int, int] = {}  # of each call of the step, when it was last made
         self._deferred = DeferredWork()
@@ -236,7 +239,7 @@ class DataCfgBatch:
             return forward(*args, **kwargs)
         branch = now.branch
         step = now.micro_step.step
-        name, batch = self._find_noisy_input(args, kwargs)
+        _, batch = self._find_noisy_input(args, kwargs)
         all_rows = BatchSlice.from_batch_size(len(batch), self.num_images)
         self._check_branches(all_rows.num_branches)
         batch_slice = all_rows._replace(images=self._data.images)
@@ -453,9 +456,7 @@ class DataCfgBatch:
             )
         return self._hand_on(Transformer2DModelOutput(sample=zeros[0]))
 
-    def _agree_on_rows(
-        self, noisy: Sequence[Tensor], predictions: Sequence[Tensor] | None, result: Any
-    ) -> tuple[list[tuple[str, list[int]]], bool]:
+    def _agree_on_rows(self, noisy: Sequence[Tensor], predictions: Sequence[Tensor] | None, result: Any) -> RowForms:
         """Where some replica is idle, rank 0 sends the form, dtypes and shapes of predictions' rows; all call it alike.
 
         It does so once for each size of the noisy input, of which every replica has all rows.

@@ -17,8 +17,8 @@ import torch
 from diffusers.guiders.guider_utils import BaseGuidance
 from torch import Tensor
 
-from ditile.parallel import rng_state as rng
 from ditile.model.hooks.generation import Generation
+from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.stepped_latents import SteppedLatents
 from ditile.plan.errors import StateError
 from ditile.plan.schedule import MicroStep
@@ -118,7 +118,7 @@ class SavedState:
 
     def __init__(self, pipe: Any, generators: Sequence[torch.Generator]) -> None:
         self._generators = generators
-        self._random_states = rng.read_generator_states(generators)
+        self._random_states = rng_state.read_generator_states(generators)
         # A guider may average predictions over steps, as adaptive projected guidance does; dry ones are NaN or zero.
         self._guiders: list[tuple[BaseGuidance, dict[str, Any]]] = []
         for part in vars(pipe).values():
@@ -127,7 +127,7 @@ class SavedState:
 
     def restore(self) -> None:
         """Restores it."""
-        rng.restore_generators(self._generators, self._random_states)
+        rng_state.restore_generators(self._generators, self._random_states)
         for guider, state in self._guiders:
             vars(guider).clear()
             vars(guider).update(state)

@@ -506,8 +506,9 @@ class PipeFusion:
         if part.text:
             text = state.text[:, part.text.start : part.text.stop]
         else:
-            text = self._get_dummy_text(state)
-            assert text is not None
+            dummies = self._get_dummy_text(state)
+            assert dummies is not None
+            text = dummies
         num_tokens = text.shape[1]
         self._streams.set_stream_lengths(part.image_tokens, num_tokens)
         return text[:, self._streams.locate_own_share(num_tokens)]

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ditile.parallel import rng_state as rng
 from ditile.model.hooks.overrides import list_replaced_methods
 from ditile.model.hooks.pieces import Piece
+from ditile.parallel import rng_state
 from ditile.plan.errors import ModelError, StateError
 
 STEP_ARGUMENTS = ("model_output", "timestep", "sample")
@@ -138,14 +138,12 @@ class PatchSchedulers:
         if self._lacks_index:
             self._find_first_index(timestep)
         unread = x if self._is_custom else x.new_zeros(1)
-        # Where the result is not read the copies are still called, because some count steps here.
+        # Also where no result is read the copies are called, because some count steps here.
         first, *others = patches
         for patch in others:
             self._copies[patch].scale_model_input(unread, timestep)
-        if read:
-            return self._copies[first].scale_model_input(x, timestep)
-        self._copies[first].scale_model_input(unread, timestep)
-        return x
+        scaled: Tensor = self._copies[first].scale_model_input(x if read else unread, timestep)
+        return scaled if read else x
 
     def step_on_corner(self, call: StepCall, sample: Tensor, *, closes: bool) -> Any:
         """Steps the first copy on a corner of the tensors, to keep its counter right where no result is needed.
@@ -163,8 +161,8 @@ class PatchSchedulers:
         # Within a step the form stays the same, so an earlier result will do.
         if not closes and self._corner_result is not None:
             return self._corner_result
-        generators = rng.list_generators(call.generator, sample.device)
-        state = rng.read_generator_states(generators)
+        generators = rng_state.list_generators(call.generator, sample.device)
+        state = rng_state.read_generator_states(generators)
         # A user's own scheduler gets all of them: it may ask for their shape, and change it.
         length = None if self._is_custom else 1
         corner = (slice(None), *[slice(length)] * (sample.ndim - 1))
@@ -179,7 +177,7 @@ class PatchSchedulers:
         self._corner_result = self._step_copy(scheduler, call, call.prediction[corner], sample[corner], extra, -1)
         if not closes:
             self._extra_results[-1] = extra_results
-        rng.restore_generators(generators, state)
+        rng_state.restore_generators(generators, state)
         return self._corner_result
 
     def step_patch(self, patch: int, call: StepCall, sample: Tensor, piece: Piece) -> tuple[Tensor, Any]:
@@ -197,8 +195,8 @@ class PatchSchedulers:
         """
         if self._lacks_index:
             self._find_first_index(call.timestep)
-        generators = rng.list_generators(call.generator, sample.device)
-        state = rng.read_generator_states(generators)
+        generators = rng_state.list_generators(call.generator, sample.device)
+        state = rng_state.read_generator_states(generators)
         is_first_of_step = patch <= self._latest_patch
         self._latest_patch = patch
         if not self._steps_whole:
@@ -215,7 +213,7 @@ class PatchSchedulers:
             result = self._step_copy(self._copies[patch], call, prediction_part, sample_part, extra, patch)
             stepped = extract_sample(result)
             check_size(self._copies[patch], sample_part, stepped)
-            if rng.has_state_change(generators, state):
+            if rng_state.has_state_change(generators, state):
                 raise StateError(
                     f"{type(self._copies[patch]).__name__} draws random numbers now and drew none in the first step; "
                     "use patches=1, or another scheduler"
@@ -224,12 +222,12 @@ class PatchSchedulers:
         # All patches of a step draw the same numbers for the whole latents, and each keeps those of its slice.
         if is_first_of_step:
             self._state_before = state
-        rng.restore_generators(generators, self._state_before)
+        rng_state.restore_generators(generators, self._state_before)
         prediction = call.prediction.clone()
         result = self._step_copy(self._copies[patch], call, prediction, sample.clone(), call.extra, patch)
         stepped = extract_sample(result)
         check_size(self._copies[patch], sample, stepped)
-        self._state_after = rng.read_generator_states(generators)
+        self._state_after = rng_state.read_generator_states(generators)
         return piece.take(stepped), result
 
     def _draws_numbers(
@@ -242,19 +240,19 @@ class PatchSchedulers:
         generators: Sequence[torch.Generator],
     ) -> bool:
         """Whether the first steps of a copy move a random generator; leaves everything as it was."""
-        state = rng.read_generator_states(generators)
+        state = rng_state.read_generator_states(generators)
         probe = copy.deepcopy(self._copies[patch])
         for _ in range(self._probe_steps):
             self._step_copy(probe, call, prediction, sample, extra, patch)
         self._extra_results.pop(patch, None)
-        has_drawn = rng.has_state_change(generators, state)
-        rng.restore_generators(generators, state)
+        has_drawn = rng_state.has_state_change(generators, state)
+        rng_state.restore_generators(generators, state)
         return has_drawn
 
     def skip_patch(self, call: StepCall, device: torch.device) -> None:
         """For a patch that has none of these latents: leaves random generators as the step of a patch leaves them."""
         if self._steps_whole and self._state_after:
-            rng.restore_generators(rng.list_generators(call.generator, device), self._state_after)
+            rng_state.restore_generators(rng_state.list_generators(call.generator, device), self._state_after)
 
     def _find_first_index(self, timestep: Any) -> None:
         """Looks the first timestep up once for all copies, because the host waits for the device to know it."""
