@@ -72,14 +72,16 @@ def measure(pipe: Any, patches: int, call: Mapping[str, Any]) -> BlockCosts:
 def _of_step(times: Sequence[float], steps: int, patches: int) -> float:
     """Seconds in a step: of each of its micro-steps the median over the steps, the synchronous first one apart."""
     calls = len(times) // (1 + patches * (steps - 1))
-    later, size = times[calls:], patches * calls
+    later = times[calls:]
+    size = patches * calls
     return sum(statistics.median(later[k::size]) for k in range(size))
 
 
 @contextmanager
 def _time_module_calls(modules: Sequence[nn.Module], device: torch.device) -> Iterator[list[list[float]]]:
     """Collects the seconds of every call of some modules; they are there when the context ends."""
-    cuda, found = device.type == "cuda", [list[float]() for _ in modules]
+    cuda = device.type == "cuda"
+    found = [list[float]() for _ in modules]
     marks: list[list[Any]] = [[] for _ in modules]
 
     def record_time_point() -> Any:

@@ -31,9 +31,13 @@ from ditile.distributed import files
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.runner.caching import enable_cache, refresh_context
 
-PLAIN, OURS, THEIRS = "none", "ditile", "cache-dit"
+PLAIN = "none"
+OURS = "ditile"
+THEIRS = "cache-dit"
 STATES = {"off": 0.0, "measured": 1e-12, "measured, left out": 0.9, "left out": 1.0}
-FIRST = 8  # forwards that are not counted
+"""State -> the threshold that leads to it."""
+FIRST = 8
+"""Forwards that are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,41 +76,46 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList([FirstBlock(), *(PassThroughBlock() for _ in range(blocks - 1))])
 
     def forward(self, hidden_states: Tensor, encoder_hidden_states: Tensor) -> Tensor:
-        """The image behind all blocks."""
+        """The image after all blocks."""
         for block in self.blocks:
             hidden_states, encoder_hidden_states = block(hidden_states, encoder_hidden_states)
         return hidden_states
 
 
-def transformers(blocks: int, forwards: int) -> dict[tuple[str, str], nn.Module]:
+def create_transformers(blocks: int, forwards: int) -> dict[tuple[str, str], nn.Module]:
     """(engine, state) -> a transformer, cached for one generation of so many forwards."""
-    made: dict[tuple[str, str], nn.Module] = {(PLAIN, ""): Transformer(blocks)}
+    models: dict[tuple[str, str], nn.Module] = {(PLAIN, ""): Transformer(blocks)}
     for state, threshold in STATES.items():
         config = DBCacheConfig(Fn_compute_blocks=1, max_warmup_steps=2, residual_diff_threshold=threshold)
-        made[OURS, state] = ours = enable_cache(Transformer(blocks), config)
+        ours = enable_cache(Transformer(blocks), config)
         refresh_context(ours, forwards)
-        if peer.is_installed():  # cache-dit patches classes, so each of its transformers has a class of its own
-            theirs = type(f"Transformer{len(made)}", (Transformer,), {})(blocks)
+        models[OURS, state] = ours
+        if peer.is_installed():
+            # cache-dit patches classes, so each of its transformers has a class of its own.
+            theirs = type(f"Transformer{len(models)}", (Transformer,), {})(blocks)
             peer.enable_on_transformer(theirs, theirs.blocks, config, forwards)
-            made[THEIRS, state] = theirs
-    return made
+            models[THEIRS, state] = theirs
+    return models
 
 
 @torch.no_grad()
 def measure(blocks: int, job: CacheOverheadJob) -> dict[tuple[str, str], float]:
     """(engine, state) -> microseconds of a forward."""
-    made = transformers(blocks, FIRST + job.rounds * job.forwards + 1)  # the last one would end the generation
-    image, text = torch.randn(1, 4, 8), torch.randn(1, 2, 8)
-    images = [image * (1 + k / 1e4) for k in range(job.forwards)]
-    for model in made.values():
+    # One forward more than are run: the last one would end the generation.
+    models = create_transformers(blocks, FIRST + job.rounds * job.forwards + 1)
+    image = torch.randn(1, 4, 8)
+    text = torch.randn(1, 2, 8)
+    # Each a little different, so that there is a difference to measure.
+    images = [image * (1 + index / 1e4) for index in range(job.forwards)]
+    for model in models.values():
         _run_forwards(model, images[:FIRST], text)
-    times: dict[tuple[str, str], list[float]] = {name: [] for name in made}
+    times: dict[tuple[str, str], list[float]] = {name: [] for name in models}
     for _ in range(job.rounds):
-        for name, model in made.items():
+        for name, model in models.items():
             began = time.thread_time()
             _run_forwards(model, images, text)
             times[name].append((time.thread_time() - began) / len(images) * 1e6)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(rounds) for name, rounds in times.items()}
 
 
 def _run_forwards(model: Callable[..., Any], images: list[Tensor], text: Tensor) -> None:
@@ -114,27 +123,38 @@ def _run_forwards(model: Callable[..., Any], images: list[Tensor], text: Tensor)
         model(hidden_states=image, encoder_hidden_states=text)
 
 
-def make_overhead_rows(found: dict[int, dict[tuple[str, str], float]]) -> list[dict[str, Any]]:
+def make_overhead_rows(times: dict[int, dict[tuple[str, str], float]]) -> list[dict[str, Any]]:
     """One row for each engine and state: a forward of each length, what the cache adds, and its slope per block."""
-    few, many = sorted(found)[-2:] if len(found) > 1 else (0, max(found))
-    made = []
-    for engine, state in found[many]:
-        total = {n: times[engine, state] for n, times in found.items()}
-        added = {n: total[n] - times[PLAIN, ""] for n, times in found.items()}
-        slope = (added[many] - added.get(few, 0.0)) / (many - few)
-        made.append({"engine": engine, "state": state, "total_us": total, "added_us": added, "per_block_us": slope})
-    return made
+    lengths = sorted(times)
+    many = lengths[-1]
+    rows = []
+    for engine, state in times[many]:
+        total = {}
+        added = {}
+        for length in times:
+            total[length] = times[length][engine, state]
+            added[length] = total[length] - times[length][PLAIN, ""]
+        slope = added[many] / many
+        if len(lengths) > 1:
+            few = lengths[-2]
+            slope = (added[many] - added[few]) / (many - few)
+        rows.append({"engine": engine, "state": state, "total_us": total, "added_us": added, "per_block_us": slope})
+    return rows
 
 
-def make_cache_overhead_table(found: list[dict[str, Any]]) -> Table:
+def make_cache_overhead_table(rows: list[dict[str, Any]]) -> Table:
     """The rows for people."""
-    lengths = list(found[0]["total_us"])
-    columns = [f"{kind}{n}" for kind in ("", "+") for n in lengths]
-    shown = Table("cache", "state", *columns, "+ a block", title="µs of a forward of so many blocks; + over no cache")
-    for row in found:
-        numbers = [f"{row[kind][n]:.1f}" for kind in ("total_us", "added_us") for n in lengths]
-        shown.add_row(row["engine"], row["state"], *numbers, f"{row['per_block_us']:.2f}")
-    return shown
+    table = Table("cache", "state", title="µs of a forward of so many blocks; + over no cache")
+    lengths = list(rows[0]["total_us"])
+    for prefix in ("", "+"):
+        for length in lengths:
+            table.add_column(f"{prefix}{length}")
+    table.add_column("+ a block")
+    for row in rows:
+        numbers = [*row["total_us"].values(), *row["added_us"].values()]
+        cells = [f"{number:.1f}" for number in numbers]
+        table.add_row(row["engine"], row["state"], *cells, f"{row['per_block_us']:.2f}")
+    return table
 
 
 def main() -> None:
@@ -143,10 +163,10 @@ def main() -> None:
     add_arguments(parser, CacheOverheadJob, title="job")
     job = CacheOverheadJob(**collect_arguments(CacheOverheadJob, parser.parse_args()))
     torch.set_num_threads(1)
-    found = make_overhead_rows({blocks: measure(blocks, job) for blocks in job.blocks})
-    Console().print(make_cache_overhead_table(found))
+    rows = make_overhead_rows({blocks: measure(blocks, job) for blocks in job.blocks})
+    Console().print(make_cache_overhead_table(rows))
     if job.out is not None:
-        files.write_json_file(Path(job.out), found)
+        files.write_json_file(Path(job.out), rows)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from rich.table import Table
 from benchmarks.cache_settings import OURS, CacheSetting
 from ditile.distributed import files
 from ditile.distributed.launch import launch
-from ditile.measure.bench.worlds import allow_all_cores
-from ditile.measure.evaluate.caption_check import judge_picture
+from ditile.measure.evaluate.caption_check import judge_image
 from ditile.measure.evaluate.metrics import compute_psnr
+from ditile.measure.sessions import allow_all_cores
 from ditile.model.known import ASSETS
 from ditile.plan.errors import DitileError
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
@@ -39,7 +39,10 @@ from ditile.runner.caching import enable_cache
 from ditile.runner.load import defaults, load
 from ditile.runner.runner import parallelize
 
-ALONE, CACHED, PLANNED, BOTH = "one rank", "cache", "plan", "plan and cache"
+ALONE = "one rank"
+CACHED = "cache"
+PLANNED = "plan"
+BOTH = "plan and cache"
 Row = dict[str, Any]
 
 
@@ -67,7 +70,8 @@ def pipeline(job: CachePlansJob, *, cache: bool) -> Any:
 def measure(job: CachePlansJob, captions: list[str]) -> list[Row]:
     """The rows of one rank: one for each counted caption and way; ranks above 0 have no rows of one rank alone."""
     disable_progress_bar()
-    plan, rank = Plan.parse(job.plan), dist.get_rank()
+    plan = Plan.parse(job.plan)
+    rank = dist.get_rank()
     calls: dict[str, Any] = {
         ALONE: pipeline(job, cache=False),
         CACHED: pipeline(job, cache=True),
@@ -95,7 +99,7 @@ def measure(job: CachePlansJob, captions: list[str]) -> list[Row]:
                     "way": way,
                     "seconds": seconds,
                     "psnr": float(compute_psnr(picture, reference)[0]),
-                    "all_right": judge_picture(picture[0], caption).all_right,
+                    "all_right": judge_image(picture[0], caption).all_right,
                 }
             )
     return rows

@@ -8,7 +8,8 @@ from ditile.cache.config import Calibration, DBCacheConfig
 from ditile.cache.config_text import parse_cache_line
 from ditile.plan.errors import ModelError
 
-OURS, THEIRS = "ditile", "cache-dit"
+OURS = "ditile"
+THEIRS = "cache-dit"
 ENGINES = (OURS, THEIRS)
 
 COMMON = (

@@ -26,12 +26,13 @@ from diffusers import AutoencoderKL
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.measure.bench.worlds import allow_all_cores
+from ditile.measure.sessions import allow_all_cores
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.planner.footprint import LiveBytes
 
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+STATUS = Path("/proc/self/status")
+CLEAR = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +80,11 @@ def autoencoder(job: DecodeJob) -> Any:
 @torch.no_grad()
 def measure(job: DecodeJob) -> dict[str, DecodeMeasurement]:
     """Every way of decoding, on this rank."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     axis = Axis("image", tuple(range(ranks)), rank, dist.group.WORLD if ranks > 1 else None)
-    vae, traffic = autoencoder(job), Traffic()
+    vae = autoencoder(job)
+    traffic = Traffic()
     latents = torch.randn(1, 16, job.height // 8, job.width // 8)
     # The way that needs least memory comes first: memory that the allocator keeps would hide the growth of later ways.
     blocks = ParallelVAE(vae, axis, traffic, block_size=job.block_size)
@@ -89,7 +92,9 @@ def measure(job: DecodeJob) -> dict[str, DecodeMeasurement]:
     if ranks > 1:
         ways["rows"] = ParallelVAE(vae, axis, traffic)
     ways["undivided"] = None
-    found, pictures, before = {name: DecodeMeasurement() for name in ways}, {}, _read_process_status("VmRSS")
+    found = {name: DecodeMeasurement() for name in ways}
+    pictures = {}
+    before = _read_process_status("VmRSS")
     for counted in [*[False] * job.rounds, True]:
         for name, way in ways.items():
             dist.barrier()
@@ -113,9 +118,11 @@ def _measure_one_decode(
     if CLEAR.exists():
         CLEAR.write_text("5")  # the peak of the process begins anew
     with LiveBytes() if counted else nullcontext() as live:
-        began, computed = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        computed = time.process_time()
         picture: torch.Tensor = vae.decode(latents, return_dict=False)[0]
-        seconds, busy = time.perf_counter() - began, time.process_time() - computed
+        seconds = time.perf_counter() - began
+        busy = time.process_time() - computed
     found.sent = sum(traffic.bytes.values())
     if live is not None:
         found.live = live.peak

@@ -64,8 +64,10 @@ class FrameProfile:
     """
 
     def __init__(self, attention: CodeType, micro_step: CodeType) -> None:
-        self._attention, self._micro_step = attention, micro_step
-        self.total, self._attention_start = 0, 0
+        self._attention = attention
+        self._micro_step = micro_step
+        self.total = 0
+        self._attention_start = 0
         self.attentions: list[int] = []
         self.micro_step_starts: list[int] = []
 

@@ -163,7 +163,8 @@ def _split_into_shards(model: nn.Module, item: int) -> Iterator[dict[str, torch.
     for name, parameter in model.named_parameters():
         if shard and size + parameter.numel() * item > SHARD:
             yield shard
-            shard, size = {}, 0
+            shard = {}
+            size = 0
         shard[name] = parameter.shape
         size += parameter.numel() * item
     yield shard

@@ -29,8 +29,12 @@ from ditile.measure.bench.random_models import RandomModel
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 
-DOUBLE, SINGLE, STAGES, PATCHES = 19, 38, 8, 8
-SIDE, STEPS = 256, 4
+DOUBLE = 19
+SINGLE = 38
+STAGES = 8
+PATCHES = 8
+SIDE = 256
+STEPS = 4
 
 
 def pipeline() -> Any:

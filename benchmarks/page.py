@@ -14,21 +14,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from benchmarks import cache_overhead, cache_plans, cache_quality, fidelity, overhead, predictions, video_patches
+from benchmarks import (
+    cache_overhead,
+    cache_plans,
+    cache_quality,
+    few_steps,
+    fidelity,
+    overhead,
+    predictions,
+    sweep_figures,
+    video_patches,
+)
 from ditile.distributed import files
-from ditile.measure.bench import few_steps, tables
+from ditile.measure.bench import tables
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = "benchmarks/data/"
@@ -46,118 +56,165 @@ class Section(NamedTuple):
     """A table of the page, and its figures.
 
     Attributes:
-        command: the command that measures it; `--out` is added unless it names its files itself.
+        commands: the commands that measure it; `--out` is added to the first unless it names its files itself.
         files: the results that the table shows, below the folder of results.
         table: makes the table of their rows, those of one file after those of the other.
-        figures: file of a figure that the command draws -> what it shows.
+        figures: file of a figure that the commands draw -> what it shows.
         page: where it has its place.
     """
 
-    command: str
+    commands: tuple[str, ...]
     files: tuple[str, ...]
     table: Callable[[Any], Table]
     figures: Mapping[str, str] = MappingProxyType({})
     page: str = "benchmarks.md"
 
-    def command_words(self, results: Path) -> list[str]:
-        """The command, for this Python."""
-        first, *rest = shlex.split(self.command.replace(RESULTS, f"{results}/"))
-        program = [sys.executable, "-m", "ditile"] if first == "ditile" else [sys.executable]
-        out = [] if RESULTS in self.command else ["--out", str(results / Path(self.files[0]).parts[0])]
-        return [*program, *rest, *out]
+    @property
+    def names_its_files(self) -> bool:
+        """Whether the first command says where it writes."""
+        return RESULTS in self.commands[0]
+
+    def list_command_words(self, results: Path) -> list[list[str]]:
+        """The commands, for this Python."""
+        commands = []
+        for command in self.commands:
+            first, *rest = shlex.split(command.replace(RESULTS, f"{results}/"))
+            program = [sys.executable]
+            if first == "ditile":
+                program += ["-m", "ditile"]
+            commands.append([*program, *rest])
+        if not self.names_its_files:
+            commands[0] += ["--out", str(results / Path(self.files[0]).parts[0])]
+        return commands
 
     def is_there(self, results: Path) -> bool:
         """Whether it was measured."""
         return all((results / name).exists() for name in (*self.files, *self.figures))
 
     def remove_results(self, results: Path) -> None:
-        """Removes what its command writes."""
-        for name in self.figures if RESULTS in self.command else (Path(self.files[0]).parts[0],):
+        """Removes what its commands write."""
+        names = [Path(self.files[0]).parts[0]]
+        if self.names_its_files:
+            names = list(self.figures)
+        for name in names:
             path = results / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def render_block(self, results: Path) -> str:
-        """The command, the table, and the figures."""
-        rows = [read_result_file(results / name) for name in self.files]
-        shown = markdown(self.table(rows[0] if len(rows) == 1 else list(chain(*rows))))
-        figures = [f"![{alt}]({results.name}/{name})" for name, alt in self.figures.items()]
-        return "\n\n".join(["", f"    {self.command}", shown, *figures, ""]).removeprefix("\n").removesuffix("\n")
+        """The commands, the table, and the figures."""
+        rows = read_result_file(results / self.files[0])
+        for name in self.files[1:]:
+            rows = [*rows, *read_result_file(results / name)]
+        commands = "\n".join(f"    {command}" for command in self.commands)
+        parts = [commands, markdown(self.table(rows))]
+        for name, description in self.figures.items():
+            parts.append(f"![{description}]({os.path.relpath(results / name, DOCS)})")
+        return "\n" + "\n\n".join(parts) + "\n"
 
 
-def _make_sweep_section(name: str, command: str, **figures: str) -> dict[str, Section]:
-    """A section of `ditile bench`, with its figures by name."""
+def make_bench_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """The rows of `ditile bench` in one table, in their order."""
+    columns = tables.list_bench_columns(rows)
+    table = Table()
+    for name in columns:
+        justify: Any = "left" if name in ("link", "plan") else "right"
+        table.add_column(name, justify=justify)
+    for texts in zip(*columns.values(), strict=True):
+        table.add_row(*texts)
+    return table
+
+
+def _make_sweep_section(name: str, command: str, sweep: str, **figures: str) -> dict[str, Section]:
+    """A section of `ditile bench --sweep`, with its figures by name; curves are drawn by a command of their own."""
+    commands = [f"{command} --sweep {sweep}"]
+    if sweep in sweep_figures.FIGURES:
+        commands.append(f"python -m benchmarks.sweep_figures {RESULTS}{name} --sweep {sweep}")
     shown = {f"{name}/{figure.replace('_', '-')}.png": alt for figure, alt in figures.items()}
-    return {name: Section(command, (f"{name}/rows.jsonl",), tables.make_bench_table, shown)}
+    return {name: Section(tuple(commands), (f"{name}/rows.jsonl",), make_bench_table, shown)}
+
+
+def _make_links_section(name: str, model: str, description: str) -> dict[str, Section]:
+    command = f"python -m benchmarks.links --model {model} --steps 8 --rounds 2"
+    return {name: Section((command,), (f"{name}/rows.jsonl",), make_bench_table, {f"{name}/links.png": description})}
 
 
 def _make_quality_section(model: str) -> Section:
     command = f'python -m benchmarks.cache_quality --model {model} --captions 100 --settings "{SETTINGS}"'
     file = f"cache-{model.removeprefix('shapes-')}.jsonl"
-    return Section(
-        command, (file,), lambda rows: cache_quality.make_cache_quality_table(cache_quality.average_picture_rows(rows))
-    )
+    return Section((command,), (file,), make_quality_table)
+
+
+def make_quality_table(rows: Any) -> Table:
+    """The table of `benchmarks.cache_quality`, of means over captions."""
+    return cache_quality.make_cache_quality_table(cache_quality.average_image_rows(rows))
+
+
+def make_speeds_table(rows: Any) -> Table:
+    """The quality of the same settings at given speeds."""
+    return cache_quality.at_speeds(cache_quality.average_image_rows(rows))
 
 
 def _make_plans_section(model: str) -> Section:
     command = f"python -m benchmarks.cache_plans --model {model} --captions 8"
-    return Section(command, (f"cache-plans-{model.removeprefix('shapes-')}.json",), cache_plans.make_cache_plans_table)
+    file = f"cache-plans-{model.removeprefix('shapes-')}.json"
+    return Section((command,), (file,), cache_plans.make_cache_plans_table)
 
 
 SECTIONS: dict[str, Section] = {
-    "fidelity": Section(f"{FIDELITY} 1", ("fidelity.json",), fidelity.make_fidelity_table),
-    "fidelity-warmups": Section(f"{FIDELITY} 0,2,auto", ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup),
+    "fidelity": Section((f"{FIDELITY} 1",), ("fidelity.json",), fidelity.make_fidelity_table),
+    "fidelity-warmups": Section(
+        (f"{FIDELITY} 0,2,auto",), ("fidelity-warmups.json", "fidelity.json"), fidelity.by_warmup
+    ),
     "fidelity-video": Section(
-        "python -m benchmarks.fidelity --models shapes-wan --captions 20 --ranks 2,4 --warmups 1",
+        ("python -m benchmarks.fidelity --models shapes-wan --captions 20 --ranks 2,4 --warmups 1",),
         ("fidelity-video.json",),
         fidelity.make_fidelity_table,
     ),
     "video-patches": Section(
-        "python -m benchmarks.video_patches --captions 20 --patches 2,4",
+        ("python -m benchmarks.video_patches --captions 20 --patches 2,4",),
         ("video-patches.json",),
         video_patches.make_cuts_table,
     ),
     **_make_sweep_section(
         "speed",
-        f"{BIG} --sweep methods",
+        BIG,
+        "methods",
         methods_latency="seconds of each method",
         methods_memory="peak memory of each method",
         methods_exposed="time that each method waits for messages",
     ),
-    **_make_sweep_section(
-        "links", f"{BIG} --steps 8 --rounds 2 --sweep links", links="speed-up over the bandwidth of a link"
-    ),
-    **_make_sweep_section(
-        "links-flux",
-        f"{BIG.replace('pixart', 'flux')} --steps 8 --rounds 2 --sweep links",
-        links="speed-up over the bandwidth of a link, without guidance",
-    ),
-    **_make_sweep_section("warmup", f"{SMALL} --sweep warmup"),
-    **_make_sweep_section("patches", f"{SMALL} --sweep patches", patches="seconds over the number of patches"),
-    **_make_sweep_section(
-        "resolution", f"{SMALL} --sweep resolution --sizes 128,192,256", resolution="seconds over pixels"
-    ),
-    **_make_sweep_section("scaling", f"{SMALL} --sweep scaling", scalability="speed-up over ranks"),
-    **_make_sweep_section("cache", f"{SMALL} --sweep cache", cache_latency="seconds with and without caches"),
+    **_make_links_section("links", "random-pixart", "speed-up over the bandwidth of a link"),
+    **_make_links_section("links-flux", "random-flux", "speed-up over the bandwidth of a link, without guidance"),
+    **_make_sweep_section("warmup", SMALL, "warmup"),
+    **_make_sweep_section("patches", SMALL, "patches", patches="seconds over the number of patches"),
+    **_make_sweep_section("resolution", f"{SMALL} --sizes 128,192,256", "resolution", resolution="seconds over pixels"),
+    **_make_sweep_section("scaling", SMALL, "scaling", scalability="speed-up over ranks"),
+    **_make_sweep_section("cache", SMALL, "cache", cache_latency="seconds with and without caches"),
     "predictions": Section(
-        "python -m benchmarks.predictions", ("predictions.json",), predictions.make_predictions_table
+        ("python -m benchmarks.predictions",), ("predictions.json",), predictions.make_predictions_table
     ),
-    "overhead": Section("python -m benchmarks.overhead", ("overhead.json",), overhead.make_outside_blocks_table),
+    "overhead": Section(("python -m benchmarks.overhead",), ("overhead.json",), overhead.make_outside_blocks_table),
     "cache-pixart": _make_quality_section("shapes-pixart"),
     "cache-flux": _make_quality_section("shapes-flux"),
     "cache-speeds": Section(
-        f"python -m benchmarks.plots pareto {RESULTS}cache-pixart.jsonl {RESULTS}cache-flux.jsonl "
-        f"{RESULTS}cache-quality.png",
+        (
+            f"python -m benchmarks.plots pareto {RESULTS}cache-pixart.jsonl {RESULTS}cache-flux.jsonl "
+            f"{RESULTS}cache-quality.png",
+        ),
         ("cache-pixart.jsonl", "cache-flux.jsonl"),
-        lambda rows: cache_quality.at_speeds(cache_quality.average_picture_rows(rows)),
+        make_speeds_table,
         {"cache-quality.png": "PSNR over speed-up"},
     ),
     "cache-overhead": Section(
-        "python -m benchmarks.cache_overhead", ("cache-overhead.json",), cache_overhead.make_cache_overhead_table
+        ("python -m benchmarks.cache_overhead",), ("cache-overhead.json",), cache_overhead.make_cache_overhead_table
     ),
     "cache-plans-pixart": _make_plans_section("shapes-pixart"),
     "cache-plans-flux": _make_plans_section("shapes-flux"),
     "few-steps": Section(
-        "ditile bench --model shapes-flux-turbo --sweep few-steps",
+        ("python -m benchmarks.few_steps",),
         ("few-steps/rows.jsonl",),
         few_steps.make_few_steps_table,
         page="pipefusion.md",
@@ -186,7 +243,8 @@ def fill_page_blocks(page: str, blocks: dict[str, str]) -> str:
         ValueError: if it has no place for a block, or several.
     """
     for name, block in blocks.items():
-        start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        start = f"<!-- {name} -->"
+        end = f"<!-- end of {name} -->"
         if page.count(start) != 1 or page.count(end) != 1:
             raise ValueError(f"the page has no place for {name}, or several: {start} .. {end}")
         before, rest = page.split(start)
@@ -195,16 +253,18 @@ def fill_page_blocks(page: str, blocks: dict[str, str]) -> str:
 
 
 def measure(names: Sequence[str], results: Path) -> None:
-    """Runs what measures them, one after the other.
+    """Runs the commands of sections, one after the other.
 
     Raises:
         SystemExit: if one fails; what others measured is kept.
     """
     results.mkdir(parents=True, exist_ok=True)
     for place, name in enumerate(names):
-        print(f"[{place + 1}/{len(names)}] {name}: {SECTIONS[name].command}", file=sys.stderr, flush=True)
-        if code := subprocess.run(SECTIONS[name].command_words(results), check=False).returncode:
-            raise SystemExit(f"error: {name} ended with exit code {code}; the others are kept in {results}")
+        for words, command in zip(SECTIONS[name].list_command_words(results), SECTIONS[name].commands, strict=True):
+            print(f"[{place + 1}/{len(names)}] {name}: {command}", file=sys.stderr, flush=True)
+            code = subprocess.run(words, check=False).returncode
+            if code:
+                raise SystemExit(f"error: {name} ended with exit code {code}; the others are kept in {results}")
 
 
 def _format_markdown_cell(text: Any) -> str:

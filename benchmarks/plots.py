@@ -4,6 +4,7 @@ python -m benchmarks.plots gantt trace.json docs/images/gantt.png --steps 1-4
 python -m benchmarks.plots freshness docs/images/freshness.png --patches 4
 python -m benchmarks.plots pareto pixart.jsonl flux.jsonl curves.png
 python -m benchmarks.plots tradeoff evaluation/evaluation.json docs/images/evaluation.png
+python -m benchmarks.plots suite gpu-results/gpu.jsonl gpu.png
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from benchmarks.cache_quality import average_picture_rows, find_speed_quality_front, read_picture_rows
+from benchmarks.cache_quality import average_image_rows, find_speed_quality_front, read_image_rows
 from benchmarks.cache_settings import OURS, THEIRS
-from ditile.measure.bench.figures import set_logarithmic_scale
+from benchmarks.sweep_figures import set_logarithmic_scale
 from ditile.measure.evaluate.figures import draw_tradeoff
 from ditile.measure.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
 from ditile.plan.schedule import MicroStep, Schedule
@@ -82,9 +83,7 @@ def freshness(patches: int, out: Path) -> None:
 
 def draw_pareto_panels(files: Sequence[Path], out: Path) -> None:
     """Draws PSNR over speed-up, a panel for each model and number of steps: every setting, and each engine's front."""
-    rows = [
-        row for row in average_picture_rows(row for path in files for row in read_picture_rows(path)) if row["engine"]
-    ]
+    rows = [row for row in average_image_rows(row for path in files for row in read_image_rows(path)) if row["engine"]]
     panels = sorted({(row["model"], row["steps"]) for row in rows})
     figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False)
     for axes, (model, steps) in zip(grid[0], panels, strict=True):
@@ -134,6 +133,20 @@ def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) 
     save_figure(figure, out)
 
 
+def draw_suite_bars(file: Path, out: Path) -> None:
+    """Draws the seconds of each timed call of `ditile bench --suite gpu` as a share of the plain pipeline's."""
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    timed = [row for row in rows if "seconds" in row]
+    labels = [f"{row['what']}, {row['size']} px, {row['ranks']} rank(s)" for row in timed]
+    figure, axes = plt.subplots(figsize=(7.2, 0.8 + 0.22 * len(timed)))
+    axes.barh(range(len(timed)), [row["of_plain"] for row in timed], color="#4477aa")
+    axes.axvline(1.0, color="#333333", lw=0.8)
+    axes.set_yticks(range(len(timed)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds / seconds of one rank")
+    save_figure(figure, out)
+
+
 def main() -> None:
     """Draws one figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -151,8 +164,13 @@ def main() -> None:
     points = kinds.add_parser("tradeoff")
     points.add_argument("file", type=Path)
     points.add_argument("out", type=Path)
+    bars = kinds.add_parser("suite")
+    bars.add_argument("file", type=Path)
+    bars.add_argument("out", type=Path)
     given = parser.parse_args()
-    if given.kind == "tradeoff":
+    if given.kind == "suite":
+        draw_suite_bars(given.file, given.out)
+    elif given.kind == "tradeoff":
         draw_tradeoff(json.loads(given.file.read_text("utf-8")), given.out)
     elif given.kind == "pareto":
         draw_pareto_panels(given.files, given.out)
@@ -164,7 +182,8 @@ def main() -> None:
 
 
 def _draw_event_bar(axes: Any, event: dict[str, Any], origin: float) -> None:
-    start, width = (event["ts"] - origin) / 1e3, event["dur"] / 1e3
+    start = (event["ts"] - origin) / 1e3
+    width = event["dur"] / 1e3
     patch = event["args"]["patch"]
     if event["cat"] != "compute":
         axes.barh(event["tid"], width, left=start, height=0.3, color="none", edgecolor="#999999", hatch="////", lw=0)

@@ -89,7 +89,8 @@ def measure(folder: Path) -> list[Row]:
     """
     results: list[Row] = []
     for job in JOBS:
-        out, size = folder / job.job_name.replace(" ", "-"), str(job.size)
+        out = folder / job.job_name.replace(" ", "-")
+        size = str(job.size)
         profile = out.with_suffix(".json")
         for _ in range(CALIBRATIONS):
             if not profile.exists():

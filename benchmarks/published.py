@@ -50,7 +50,9 @@ MODELS = {
 }
 LEFT_OUT = ASSETS / "left_out.json"
 """Of each hardware, the shares that were fitted without it."""
-RELATIVE, SPEEDUP, SLOWER = "latency relative to fastest", "speedup over ", "slower than"
+RELATIVE = "latency relative to fastest"
+SPEEDUP = "speedup over "
+SLOWER = "slower than"
 TIE = 0.03  # figures that differ by less have no order: means of five runs, in two or three digits
 SEARCH = ((7, 1.6, True), (2, 1.12, False))  # by the formula, then by the simulation
 MOST = 0.6  # of an error that counts: beyond it a row does not pull harder
@@ -144,7 +146,8 @@ def read_rows_except(set_aside: Collection[tuple[str, str, str, str]]) -> Iterat
     with (ASSETS / "published.csv").open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
     for line in lines:
-        hardware, metric = HARDWARE.get((line["hardware"], line["link"])), line["metric"]
+        hardware = HARDWARE.get((line["hardware"], line["link"]))
+        metric = line["metric"]
         if hardware is None or line["value"] == "OOM" or (hardware, line["px"], line["method"], metric) in set_aside:
             continue
         devices = int(line["devices"])
@@ -166,7 +169,8 @@ def read_rows_except(set_aside: Collection[tuple[str, str, str, str]]) -> Iterat
 def plan_of(method: str, words: str, devices: int) -> Plan:
     """The plan of a row: its method on so many devices, with the degrees that it names."""
     named = dict(word.split("=") for word in words.split() if "=" in word)
-    warmup, cfg = int(named.get("warmup", 1)), int(named.get("cfg", 1))
+    warmup = int(named.get("warmup", 1))
+    cfg = int(named.get("cfg", 1))
     plans: dict[str, Callable[[], Plan]] = {
         "Single": Plan,
         "Tensor": lambda: Plan(tensor=devices),
@@ -199,7 +203,8 @@ def _pricer(hardware: str, model: str, gets: Efficiency) -> Pricer:
 
 def seconds(row: PublishedRow, plan: Plan, gets: Efficiency, *, rough: bool = False) -> float:
     """The predicted latency of a plan on the hardware and the job of a row; `rough`: by `Pricer.estimate_latency`."""
-    pricer, job = _pricer(row.hardware, row.model, gets), _build_published_job(row.model, row.pixels, row.steps, plan)
+    pricer = _pricer(row.hardware, row.model, gets)
+    job = _build_published_job(row.model, row.pixels, row.steps, plan)
     return pricer.estimate_latency(job) if rough else pricer.predict_latency(job)
 
 
@@ -261,12 +266,14 @@ def fit_efficiency(some: Sequence[PublishedRow]) -> Efficiency:
 
     values = first
     for rounds, first_factor, rough in SEARCH:
-        best, factors = compute_fit_loss(values, rough), dict.fromkeys(values, first_factor)
+        best = compute_fit_loss(values, rough)
+        factors = dict.fromkeys(values, first_factor)
         for name in list(values) * rounds:
             for factor in (factors[name], 1 / factors[name]):
                 tried = values | {name: min(values[name] * factor, _ceiling(name))}
                 if (now := compute_fit_loss(tried, rough)) < best - 1e-5:
-                    best, values = now, tried
+                    best = now
+                    values = tried
                     break
             else:
                 factors[name] **= 0.5
@@ -327,7 +334,8 @@ def make_published_table(predictions: Predictions) -> Table:
     """The rows for people."""
     shown = Table("row", "plan", "published", "predicted", "error")
     for row, estimate in predictions:
-        plan, unit = str(row.plan), "x" if row.scale or row.base is not None else " s"
+        plan = str(row.plan)
+        unit = "x" if row.scale or row.base is not None else " s"
         if row.base is not None:
             plan += f" over {row.base}" if row.base.world > 1 else " over one device"
         value, off = ("below 1", "") if row.has_order_only else (f"{row.value:g}", f"{estimate / row.value - 1:+.0%}")

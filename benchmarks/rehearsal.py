@@ -56,7 +56,8 @@ def measure_rehearsals(
         clock: tells the time.
     """
     runner = parallelize(pipe, Plan(patches=patches, warmup=STEPS), device="cpu")
-    loop, ends = runner._parts.loop, list[float]()
+    loop = runner._parts.loop
+    ends = list[float]()
     rehearse = loop._rehearse
     spent: list[float] = []
 

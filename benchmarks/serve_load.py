@@ -32,7 +32,8 @@ import psutil
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from tests.serve.running import RunningServer
 
-DRAW, VIDEOS = "/v1/images/generations", "/v1/videos"
+DRAW = "/v1/images/generations"
+VIDEOS = "/v1/videos"
 MOST_GROWTH = 0.05
 """Of memory between the two halves of the second half of the requests."""
 SAMPLE_SECONDS = 0.5
@@ -93,7 +94,8 @@ class Load:
     """
 
     def __init__(self, wanted: LoadJob, folder: Path) -> None:
-        self._wanted, self._state = wanted, folder / "state"
+        self._wanted = wanted
+        self._state = folder / "state"
         self._chance, self.result = random.Random(wanted.seed), LoadResult()
         self._server = self._start_server()
         self._next = iter(range(wanted.requests))
@@ -182,7 +184,8 @@ class Load:
         except LOST:
             return "cut"
         assert answer.status_code == 200, answer.text
-        path, until = f"{VIDEOS}/{answer.json()['id']}", time.monotonic() + (1e9 if patience is None else patience)
+        path = f"{VIDEOS}/{answer.json()['id']}"
+        until = time.monotonic() + (1e9 if patience is None else patience)
         while True:
             try:
                 if time.monotonic() > until:
@@ -228,7 +231,8 @@ class Load:
                 for name, process in self._list_processes():
                     self._seen.add(process)
                     # The key has the process: one that was started again is another.
-                    memory, key = process.memory_full_info(), f"{name} ({process.pid})"
+                    memory = process.memory_full_info()
+                    key = f"{name} ({process.pid})"
                     self.result.samples.setdefault(key, []).append((len(self.result.ends), memory.rss, memory.pss))
             await asyncio.sleep(SAMPLE_SECONDS)
 
@@ -288,7 +292,8 @@ def find_wrong_jobs(result: LoadResult, num_requests: int) -> list[str]:
 
 
 def _find_wrong_row(row: Mapping[str, Any], end: str, content: bytes | None) -> Iterator[str]:
-    state, files = row["state"], row["files"]
+    state = row["state"]
+    files = row["files"]
     fits = {"done": ("done",), "failed": ("failed",), "deleted": (), "left": ("cancelled", "done", "failed")}
     if state not in fits.get(end, ("done", "failed", "cancelled")):
         yield f"{end} for its client, {state} in the store"

@@ -93,7 +93,8 @@ def take_time(
     draw: Callable[[int], Image.Image], seed: int, processes: list[psutil.Process]
 ) -> tuple[TakenTime, Image.Image]:
     """Draws the picture of a seed; returns what it took, and the picture."""
-    cpu, began = sum_cpu_seconds(processes), time.perf_counter()
+    cpu = sum_cpu_seconds(processes)
+    began = time.perf_counter()
     image = draw(seed)
     return TakenTime(time.perf_counter() - began, sum_cpu_seconds(processes) - cpu), image
 
@@ -112,7 +113,8 @@ def measure_pairs(wanted: OverheadJob, server: RunningServer) -> dict[str, list[
     """
     own = psutil.Process(server.process.pid)
     processes = {"runner": [psutil.Process()], "server": [own, *find_ranks(server)]}
-    draw, taken = build_runner_call(wanted), {"runner": list[TakenTime](), "server": list[TakenTime]()}
+    draw = build_runner_call(wanted)
+    taken = {"runner": list[TakenTime](), "server": list[TakenTime]()}
     with server.client() as client:
         ways: dict[str, Callable[[int], Image.Image]] = {
             "runner": draw,
@@ -144,7 +146,8 @@ def format_table(found: dict[str, Any]) -> str:
     """The table for people."""
     lines = [f"{found['pairs']} pairs{'':>10}{'runner':>10}{'server':>10}{'more':>10}"]
     for kind, title in (("wall", "seconds"), ("cpu", "CPU seconds")):
-        runner, server = found[f"runner_{kind}_s"], found[f"server_{kind}_s"]
+        runner = found[f"runner_{kind}_s"]
+        server = found[f"server_{kind}_s"]
         lines.append(f"{title:18}{runner:10.3f}{server:10.3f}{found[f'more_{kind}']:+10.1%}")
     return "\n".join(lines)
 

@@ -19,7 +19,8 @@ from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 
-ROWS, FLOAT = 2, 4
+ROWS = 2
+FLOAT = 4
 STEPS = 4
 
 
@@ -180,7 +181,8 @@ def make_traffic_table(job: TrafficJob, counted: Mapping[int, list[list[TrafficC
                 continue
             place = sum(n >= other.least for other in METHODS[:index])
             sent = [of_methods[place] for of_methods in of_ranks]
-            most, beside = max(sent), max(rank.beside for rank in sent)
+            most = max(sent)
+            beside = max(rank.beside for rank in sent)
             by_formula = method.bytes_by_formula(job, n) / 1000
             lines.append(
                 f"| {method.name} | {n} | {method.paper} | {method.formula} | {by_formula:.1f} | "

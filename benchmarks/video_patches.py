@@ -31,10 +31,10 @@ from torch.overrides import TorchFunctionMode
 
 from ditile.distributed import files
 from ditile.measure.evaluate.metrics import compute_psnr
-from ditile.measure.evaluate.motion_check import score_clips
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.runner.load import defaults, load
 from training.evaluate import list_captions
+from training.motion_check import score_clips
 
 Clips = NDArray[np.uint8]  # [N, F, H, W, 3]
 MODEL = "shapes-wan"
@@ -75,13 +75,17 @@ class StaleAttention(TorchFunctionMode):
 
     def __init__(self, of_patch: Tensor, method: str, warmup: int, calls: int = 2) -> None:
         super().__init__()
-        self._of_patch, self._method, self._warmup, self._calls = of_patch, method, warmup, calls
+        self._of_patch = of_patch
+        self._method = method
+        self._warmup = warmup
+        self._calls = calls
         self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._transformer_calls = self._layer = 0
 
     def end_transformer_call(self, *_: Any) -> None:
         """A hook behind the transformer."""
-        self._transformer_calls, self._layer = self._transformer_calls + 1, 0
+        self._transformer_calls = self._transformer_calls + 1
+        self._layer = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Attends; everything else is as ever."""

@@ -1,6 +1,6 @@
 """A plan over two "hosts" of one machine: network namespaces joined by a link, with torchrun in each.
 
-    sudo .venv/bin/python examples/two_hosts.py [--rate 100mbit] [words for ditile]
+    sudo .venv/bin/python -m examples.two_hosts [--rate 100mbit] [words for ditile]
 
 Needs Linux, root (for the namespaces, which are taken away again) and iproute2. Without words it draws a picture with a
 bundled model; with words such as `verify --model shapes-flux --pipefusion 2` it does that.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from ditile.measure.bench.links import Host, create_two_hosts
+from benchmarks.links import Host, create_two_hosts
 from ditile.plan.errors import PlanError
 
 DRAW = "--model shapes-flux --pipefusion 2 --patches 4 --seed 7 --out two-hosts.png"

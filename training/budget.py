@@ -85,7 +85,8 @@ def train_steps(
             torch.cuda.synchronize()
         if time.monotonic() - logged > log_every_s:
             losses = {name: round(torch.stack(values).mean().item(), 4) for name, values in totals.items()}
-            logged, totals = time.monotonic(), {}
+            logged = time.monotonic()
+            totals = {}
             print(f"{count} steps, {logged - start:.0f} s: {losses}", flush=True)
         if time.monotonic() - saved > save_every_s:
             save()
@@ -97,7 +98,8 @@ def train_steps(
 
 def replace_folder(folder: Path, write: Callable[[Path], None]) -> None:
     """Writes a folder beside its place and moves it there, so that a process that ends leaves a whole one."""
-    fresh, old = folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
+    fresh = folder.with_name(f".{folder.name}.new")
+    old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(fresh, ignore_errors=True)
     write(fresh)
     shutil.rmtree(old, ignore_errors=True)

@@ -25,7 +25,8 @@ class TextEncoders:
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         self.t5 = T5EncoderModel.from_pretrained(folder / t5).eval()
         self.clip = None if masked else CLIPTextModel.from_pretrained(folder / "text_encoder").eval()
-        self.tokens, self.masked = tokens, masked
+        self.tokens = tokens
+        self.masked = masked
 
     @torch.no_grad()
     def __call__(self, captions: list[str]) -> Conditions:

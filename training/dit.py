@@ -57,7 +57,10 @@ class Run:
     """One training run: model, optimiser, random state and progress, and the folder they are kept in."""
 
     def __init__(self, kind: Kind, encoders: TextEncoders, folder: Path, *, lr: float, tokens: int, seed: int) -> None:
-        self.kind, self.encoders, self.folder, self.tokens = kind, encoders, folder, tokens
+        self.kind = kind
+        self.encoders = encoders
+        self.folder = folder
+        self.tokens = tokens
         self.basis = load_basis()
         self.rng = random.Random(seed)
         self.optimiser = MasterOptimiser(kind.model, lr=lr, weight_decay=0.01)
@@ -89,7 +92,8 @@ class Run:
         }
         torch.save(state, self.folder / "state.pt.new")
         os.replace(self.folder / "state.pt.new", self.folder / "state.pt")
-        fresh, final = self.folder / "transformer.new", self.folder / "transformer"
+        fresh = self.folder / "transformer.new"
+        final = self.folder / "transformer"
         with self.optimiser.averaged():
             self.kind.model.save_pretrained(fresh)  # type: ignore[operator]
         shutil.rmtree(final, ignore_errors=True)
@@ -120,7 +124,8 @@ def train(
     The buckets are those of "mixed" up to the fraction `late_from` of the budget, of `late_mix` from there on.
     """
     progress = run.progress
-    wall_0, cpu_0 = time.monotonic() - progress.wall_s, time.process_time() - progress.cpu_s
+    wall_0 = time.monotonic() - progress.wall_s
+    cpu_0 = time.process_time() - progress.cpu_s
     losses: dict[Bucket, list[float]] = {}
     saved = progress.wall_s
     while progress.wall_s < minutes * 60:

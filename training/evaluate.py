@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from PIL import Image as Pillow
 
-from ditile.measure.evaluate.caption_check import VERDICT_ITEMS, Image, score_pictures
-from ditile.measure.evaluate.motion_check import CLIP_ITEMS, Video, judge_clip, score_clips
+from ditile.measure.evaluate.caption_check import Image
 from ditile.runner.load import FRAME_RATE, load
+from training.caption_scores import VERDICT_ITEMS, score_images
+from training.motion_check import CLIP_ITEMS, Video, judge_clip, score_clips
 from training.motions import sample_motion_caption
 
 ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "model" / "assets"
@@ -44,7 +45,8 @@ def list_captions(model: str, count: int) -> list[str]:
     """The first held-out captions of a model's grammar."""
     if model != "shapes-wan":
         return (ASSETS / "captions.txt").read_text().splitlines()[:count]
-    rng, captions = random.Random(1), dict[str, None]()
+    rng = random.Random(1)
+    captions = dict[str, None]()
     while len(captions) < count:
         captions[sample_motion_caption(rng, held_out=True)] = None
     return list(captions)
@@ -95,7 +97,7 @@ def main() -> None:
             cpu = time.process_time()
             images = sample(pipe, captions, call, batch=args.batch, seed=args.seed)
             cpu = (time.process_time() - cpu) / len(images)
-            items = score_clips(images, captions) if args.model == "shapes-wan" else score_pictures(images, captions)
+            items = score_clips(images, captions) if args.model == "shapes-wan" else score_images(images, captions)
             row = {"model": args.model, "pixels": size, "guidance": guidance, "n": len(images)} | items
             print(json.dumps(row | {"cpu_s_per_image": round(cpu, 2)}), flush=True)
             if args.verbose and args.model == "shapes-wan":

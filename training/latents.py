@@ -18,7 +18,8 @@ from ditile.measure.evaluate.caption_check import Image
 from training.scenes import render_scene, sample_scene
 
 BASIS = Path(__file__).parent / "basis.safetensors"
-PATCH, CHANNELS = 4, 4
+PATCH = 4
+CHANNELS = 4
 WHITENING = 0.6  # 0 keeps the variances of the principal components, 1 makes them equal
 
 
@@ -59,7 +60,8 @@ def fit(images: list[Image]) -> Basis:
     x = patches(images).reshape(-1, PATCH * PATCH * 3).double()
     mean = x.mean(0)
     values, vectors = torch.linalg.eigh((x - mean).T @ (x - mean) / len(x))
-    values, vectors = values.flip(0)[:CHANNELS], vectors.flip(1)[:, :CHANNELS]
+    values = values.flip(0)[:CHANNELS]
+    vectors = vectors.flip(1)[:, :CHANNELS]
     scale = values.sqrt() ** WHITENING
     scale = scale * (values / scale**2).mean().sqrt()
     return Basis(mean=mean.float(), encode=(vectors / scale).float(), decode=(vectors * scale).T.float().contiguous())

@@ -10,9 +10,13 @@ from torch import nn
 from training.conditions import Conditions
 from training.latents import CHANNELS
 
-WIDTH, HEADS = 128, 4
-TRAIN_STEPS, BETA_START, BETA_END = 1000, 1e-4, 0.02
-PIXART_TOKENS, FLUX_TOKENS = 24, 32
+WIDTH = 128
+HEADS = 4
+TRAIN_STEPS = 1000
+BETA_START = 1e-4
+BETA_END = 0.02
+PIXART_TOKENS = 24
+FLUX_TOKENS = 32
 
 
 class Kind(Protocol):
@@ -29,7 +33,9 @@ class Kind(Protocol):
 class PixArt:
     """PixArt-Sigma blocks, v-prediction on the linear beta schedule (Salimans & Ho, arXiv 2202.00512)."""
 
-    name, text_tokens, masked = "pixart", PIXART_TOKENS, True
+    name = "pixart"
+    text_tokens = PIXART_TOKENS
+    masked = True
 
     def __init__(self) -> None:
         self.model = PixArtTransformer2DModel(
@@ -70,7 +76,9 @@ class PixArt:
 class Flux:
     """FLUX double and single blocks, rectified flow (arXiv 2403.03206) with logit-normal times."""
 
-    name, text_tokens, masked = "flux", FLUX_TOKENS, False
+    name = "flux"
+    text_tokens = FLUX_TOKENS
+    masked = False
 
     def __init__(self) -> None:
         self.model = FluxTransformer2DModel(

@@ -7,13 +7,15 @@ from dataclasses import dataclass, fields
 import torch
 
 from ditile.measure.evaluate.caption_check import BACKGROUNDS, COLORS, SHAPES
-from ditile.measure.evaluate.motion_check import LANE_MOVES, LANES, MOVES, RADII, parse_motion_caption
+from training.motion_check import LANE_MOVES, LANES, MOVES, RADII, parse_motion_caption
 from training.scenes import is_held_out
 
-FRAMES, SIDE = 9, 64
+FRAMES = 9
+SIDE = 64
 TWO = 0.4  # share of clips with two things
 MOVING = 1.5  # how often a move is drawn for each time that a stay is
-PLACE_JITTER, SIZE_JITTER = 0.02, 0.04
+PLACE_JITTER = 0.02
+SIZE_JITTER = 0.04
 
 
 def sample_motion_caption(rng: random.Random, *, held_out: bool | None = None, two: float = TWO) -> str:

@@ -30,7 +30,8 @@ class BatchedMuon:
             by_shape.setdefault(matrix.shape, []).append(matrix)
         self.groups = list(by_shape.values())
         self.moments = [torch.stack([torch.zeros_like(m.flatten(1)) for m in group]) for group in self.groups]
-        self.weight_decay, self.momentum = weight_decay, momentum
+        self.weight_decay = weight_decay
+        self.momentum = momentum
 
     @torch.no_grad()
     def step(self, lr: torch.Tensor) -> None:
@@ -78,7 +79,10 @@ class MasterOptimiser:
         self.work = [p for _, p in named]
         self.masters = [p.detach().float().clone().requires_grad_(True) for p in self.work]
         self.ema = [p.detach().clone() for p in self.masters]
-        self.lr, self.decay, self.clip, self.steps = lr, ema, clip, 0
+        self.lr = lr
+        self.decay = ema
+        self.clip = clip
+        self.steps = 0
         is_muons = [(hidden or _is_hidden)(name, p) for name, p in named]
         matrices = [m for m, yes in zip(self.masters, is_muons, strict=True) if yes]
         others = [m for m, yes in zip(self.masters, is_muons, strict=True) if not yes]

@@ -59,7 +59,8 @@ def render_scene(scene: Scene, height: int, width: int) -> Image:
     image = np.array(BACKGROUNDS[scene.background], np.float32) + _shade_background(scene.texture, x, y)[..., None]
     short = min(height, width)
     for thing in scene.things:
-        dx, dy = (x - thing.x) * (width / short), (y - thing.y) * (height / short)
+        dx = (x - thing.x) * (width / short)
+        dy = (y - thing.y) * (height / short)
         cover = np.clip(0.5 - compute_signed_distance(thing.shape, dx, dy, thing.radius) * short, 0, 1)[..., None]
         light = (1 - SHADING * (dx + dy) / (2 * thing.radius))[..., None]
         image = image * (1 - cover) + np.array(COLORS[thing.color], np.float32) * light * cover

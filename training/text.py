@@ -32,7 +32,8 @@ from ditile.measure.evaluate.caption_check import (
 from training.scenes import describe_scene, sample_scene
 
 OUT = Path(__file__).parent / "out" / "text"
-LENGTH, WIDTH = 32, 128
+LENGTH = 32
+WIDTH = 128
 SPECIAL = ["<pad>", "</s>", "<unk>"]
 SPARE = [
     "an",
@@ -192,7 +193,8 @@ def train(steps: int, seed: int) -> dict[str, dict[str, float]]:
         part.save_pretrained(OUT / name)
     test = make_examples(tokenizer, [sample_scene(rng, held_out=True) for _ in range(1000)])
     with torch.no_grad():
-        states, pooled = t5(test.ids).last_hidden_state, clip(test.ids).pooler_output
+        states = t5(test.ids).last_hidden_state
+        pooled = clip(test.ids).pooler_output
     return {
         "t5": word_reader.accuracy(states, test.words),
         "clip": scene_reader.accuracy(pooled, test.scenes),

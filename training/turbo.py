@@ -28,7 +28,9 @@ HERE = Path(__file__).parent
 OUT = HERE / "out" / "turbo"
 ASSETS = HERE.parent / "src" / "ditile" / "model" / "assets"
 TEACHER = ASSETS / "shapes-flux"
-SIDE, TOKEN, SHIFT = 128, 8, 1.5
+SIDE = 128
+TOKEN = 8
+SHIFT = 1.5
 STEPS = 4
 GUIDANCE = 2.0
 LOSS_WEIGHTS = (0.3, 1.0, 2.0, 2.0)  # of the intervals: the first one's loss is far larger
@@ -83,13 +85,15 @@ class PairMaker:
         self.rng, self.basis = random.Random(seed), load_basis()
         self.encoders = TextEncoders(TEACHER, tokens=FLUX_TOKENS, masked=False, dtype=torch.float32)
         self.teacher = self.student = Velocity(TEACHER / "transformer")
-        self.empty, self.stamp = self.encoders([""]), ""
+        self.empty = self.encoders([""])
+        self.stamp = ""
 
     def renew_student(self, folder: Path) -> None:
         """Takes the newest averaged student, if there is a newer one."""
         ready = folder / "ready"
         if ready.exists() and (stamp := ready.read_text()) != self.stamp:
-            self.student, self.stamp = Velocity(folder / PUBLISHED), stamp
+            self.student = Velocity(folder / PUBLISHED)
+            self.stamp = stamp
 
     def make_shard(self, scenes: int) -> dict[str, torch.Tensor]:
         """Pairs of each interval for some scenes: `x` and `v` `[scenes, 4, tokens, 16]`, `text` and `pooled`.
@@ -100,15 +104,19 @@ class PairMaker:
         conditions = self.encoders([describe_scene(scene) for scene in drawn])
         assert conditions.pooled is not None
         renders = pack(self.basis.latents([render_scene(scene, SIDE, SIDE) for scene in drawn]))
-        x, states, targets = torch.randn_like(renders), [], []
+        x = torch.randn_like(renders)
+        states = []
+        targets = []
         for k in range(STEPS):
-            x, sigma = x.clone(), torch.full((scenes,), SIGMAS[k])
+            x = x.clone()
+            sigma = torch.full((scenes,), SIGMAS[k])
             if k > 0:
                 x[-1] = (1 - SIGMAS[k]) * renders[-1] + SIGMAS[k] * torch.randn_like(renders[-1])
             with torch.no_grad():
                 step = self.student(x, conditions.text, conditions.pooled, sigma)
             # The half step costs nothing: the student's own step needs the same call.
-            middle, half = torch.full((scenes,), MIDDLES[k]), x + (MIDDLES[k] - SIGMAS[k]) * step
+            middle = torch.full((scenes,), MIDDLES[k])
+            half = x + (MIDDLES[k] - SIGMAS[k]) * step
             states.append(x)
             targets.append(self.teacher.guide(half, conditions, self.empty, middle))
             x = x + (SIGMAS[k + 1] - SIGMAS[k]) * step
@@ -180,7 +188,9 @@ class TurboTrainer:
 
 def fill_pool(args: argparse.Namespace) -> None:
     """Writes shards until the budget is over."""
-    pool, maker, end = args.out / "pool", PairMaker(args.seed), time.monotonic() + compute_seconds_left(args)
+    pool = args.out / "pool"
+    maker = PairMaker(args.seed)
+    end = time.monotonic() + compute_seconds_left(args)
     pool.mkdir(parents=True, exist_ok=True)
     number = 0
     while time.monotonic() < end:
@@ -195,7 +205,8 @@ def train(args: argparse.Namespace) -> None:
     """Trains until the budget is over; waits for the pool where pairs would be drawn too often."""
     args.out.mkdir(parents=True, exist_ok=True)
     pool = PairPool(folder=args.out / "pool", rng=random.Random(args.seed))
-    trainer, seconds = TurboTrainer(args.init, lr=args.lr), compute_seconds_left(args)
+    trainer = TurboTrainer(args.init, lr=args.lr)
+    seconds = compute_seconds_left(args)
     start = published = time.monotonic()
     errors: list[list[float]] = [[] for _ in range(STEPS)]
     while (spent := time.monotonic() - start) < seconds:

@@ -121,7 +121,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    basis, rng = load_basis(), random.Random(args.seed)
+    basis = load_basis()
+    rng = random.Random(args.seed)
     if args.check:
         vae = AutoencoderKL.from_pretrained(args.check, torch_dtype=torch.bfloat16)
     else:

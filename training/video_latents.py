@@ -66,7 +66,8 @@ def fit_group_basis(video: torch.Tensor) -> GroupBasis:
     x = cut_groups(video[:, 1:]).flatten(0, -2).double()
     mean = x.mean(0)
     values, vectors = torch.linalg.eigh((x - mean).T @ (x - mean) / len(x))
-    values, vectors = values.flip(0)[:CHANNELS], vectors.flip(1)[:, :CHANNELS]
+    values = values.flip(0)[:CHANNELS]
+    vectors = vectors.flip(1)[:, :CHANNELS]
     std = values.sqrt() ** WHITENING
     std = std * (values / std**2).mean().sqrt()
     encode = vectors * GAIN

@@ -41,7 +41,9 @@ READER = "reader.safetensors"  # beside a transformer that was saved here; the b
 NO_CAPTION = 0.1  # share of clips whose text is the empty one, which guidance needs
 PADDED = (64, 226, 512)  # lengths that captions are padded to; the default of WanPipeline is 512
 TOKEN = 8  # pixels of a token's side
-POSITION_BLOCKS, POSITION_WEIGHT, POSITION_NOISE = 3, 0.03, 0.6
+POSITION_BLOCKS = 3
+POSITION_WEIGHT = 0.03
+POSITION_NOISE = 0.6
 TURN = ("clip", "clip", "clip", "clip", "clip", "picture")  # a picture is the first frame of a clip
 
 
@@ -123,7 +125,9 @@ class WanTrainer:
 
     def __init__(self, init: Path, table: CaptionTable, basis: GroupBasis, *, lr: float, batch: int) -> None:
         device = basis.mean.device
-        self.table, self.basis, self.batch = table, basis, batch
+        self.table = table
+        self.basis = basis
+        self.batch = batch
         self.model = WanTransformer3DModel.from_pretrained(init, torch_dtype=torch.float32).to(device)
         self.reader = PlaceReader(self.model.config.num_attention_heads * self.model.config.attention_head_dim)
         saved = init / READER
@@ -140,14 +144,16 @@ class WanTrainer:
 
     def train_on(self, frames: int) -> torch.Tensor:
         """One step on clips of so many frames; the mean squared error of the velocity (rectified flow)."""
-        device, batch = self.basis.mean.device, self.batch
+        device = self.basis.mean.device
+        batch = self.batch
         pick = torch.randint(len(self.table.states) - 1, (batch,), device=device)
         latents = self.basis.scale(
             self.basis.raw(draw_clips(jitter_clips(self.table.clips.select(pick)), frames, SIDE))
         )
         text = torch.where(torch.rand(batch, device=device) < NO_CAPTION, 0, pick + 1)
         sigma = sample_sigmas(batch, 0.2 if frames == 1 else 0.5, device)
-        noise, s = torch.randn_like(latents), sigma.view(-1, 1, 1, 1, 1)
+        noise = torch.randn_like(latents)
+        s = sigma.view(-1, 1, 1, 1, 1)
         states, self.text.bias = self._pad(text)
         self.states.clear()
         with PlainAttention():
@@ -162,7 +168,8 @@ class WanTrainer:
 
     def _pad(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """States [B, L + 1, D] of which the last is the padding, and the bias [B, 1, 1, L + 1] of their scores."""
-        states, length = self.table.states[text], self.table.length[text]
+        states = self.table.states[text]
+        length = self.table.length[text]
         padded = self.padded[torch.randint(len(PADDED), text.shape, device=text.device)]
         at = torch.arange(states.shape[1], device=text.device)
         bias = torch.where(at < length[:, None], 0.0, -1e9)

@@ -31,7 +31,8 @@ class VaeTrainer:
 
     def __init__(self, init: Path, captions: list[str], basis: GroupBasis, *, batch: int) -> None:
         device = basis.mean.device
-        self.basis, self.batch = basis, batch
+        self.basis = basis
+        self.batch = batch
         self.clips, self.count = make_clip_tensors(captions, device), len(captions)
         self.vae = AutoencoderKLWan.from_pretrained(init, torch_dtype=torch.float32).to(device)
 
@@ -102,10 +103,12 @@ def decode_unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tens
 def measure_fidelity(vae: AutoencoderKLWan, basis: GroupBasis, count: int = 32, seed: int = 9) -> dict[str, float]:
     """PSNR in dB of held-out clips decoded from the linear latents and from the VAE's own encoding, and the error of
     the latter's latents at the transformer's scale."""
-    rng, device = random.Random(seed), basis.mean.device
+    rng = random.Random(seed)
+    device = basis.mean.device
     captions = [sample_motion_caption(rng, held_out=True) for _ in range(count)]
     video = draw_clips(make_clip_tensors(captions, device), FRAMES, SIDE)
-    x, raw = video.permute(0, 4, 1, 2, 3), basis.raw(video)
+    x = video.permute(0, 4, 1, 2, 3)
+    raw = basis.raw(video)
     own = vae.encode(x).latent_dist.mean
     found = {"latent_mse": round((basis.scale(own) - basis.scale(raw)).pow(2).mean().item(), 4)}
     for name, latents in (("linear", raw), ("encoder", own)):
@@ -133,7 +136,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     torch.backends.cudnn.benchmark = True
-    rng, basis = random.Random(args.seed), load_group_basis(args.device)
+    rng = random.Random(args.seed)
+    basis = load_group_basis(args.device)
     captions = [sample_motion_caption(rng, held_out=False) for _ in range(args.captions)]
     trainer = VaeTrainer(args.init, captions, basis, batch=args.batch)
     print(measure_fidelity(trainer.vae, basis), flush=True)

@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks.cache_overhead import OURS, PLAIN, Transformer, make_overhead_rows
 from benchmarks.cache_quality import (
-    average_picture_rows,
+    average_image_rows,
     find_speed_quality_front,
     interpolate_front_psnr,
-    read_picture_rows,
+    read_image_rows,
 )
 from benchmarks.cache_settings import COMMON, OWN, CacheSetting, parse_cache_settings
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, FoCaCalibratorConfig, TaylorSeerCalibratorConfig
@@ -110,8 +110,8 @@ def test_means_over_captions(tmp_path: Path) -> None:
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in found), "utf-8")
-    assert read_picture_rows(path, "m", 50) == [] and read_picture_rows(tmp_path / "none.jsonl") == []
-    [mean] = average_picture_rows(read_picture_rows(path, "m", 20))
+    assert read_image_rows(path, "m", 50) == [] and read_image_rows(tmp_path / "none.jsonl") == []
+    [mean] = average_image_rows(read_image_rows(path, "m", 20))
     assert (mean["speedup"], mean["speedup_wall"], mean["speedup_denoise"]) == (3.0, 3.0, 4.0)
     assert (mean["psnr"], mean["all_right"], mean["blocks_left_out"], mean["captions"]) == (40.0, 100.0, 25.0, 3)
 

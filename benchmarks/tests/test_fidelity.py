@@ -12,10 +12,10 @@ import pytest
 from benchmarks import fidelity
 from benchmarks.fidelity import FidelityJob, by_warmup, compared, measure_fidelity_rows, read_rows_of_job
 from benchmarks.page import markdown
-from ditile.measure.evaluate.caption_check import VERDICT_ITEMS
 from ditile.measure.evaluate.metrics import compute_psnr, compute_ssim
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
+from training.caption_scores import VERDICT_ITEMS
 
 
 def test_both_methods_at_every_number_of_ranks_and_warmup() -> None:
@@ -72,7 +72,7 @@ def test_a_run_that_was_broken_off_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_
         return [(np.zeros((2, 32, 32, 3), np.uint8), 1.0)]
 
     monkeypatch.setattr(fidelity, "launch", launched)
-    monkeypatch.setattr(fidelity, "score_pictures", lambda *_: dict.fromkeys(VERDICT_ITEMS, 99.0))
+    monkeypatch.setattr(fidelity, "score_images", lambda *_: dict.fromkeys(VERDICT_ITEMS, 99.0))
     job, captions = FidelityJob(ranks="2", warmups="0"), ["a red circle", "a blue square"]
     found = list(measure_fidelity_rows("shapes-flux", captions, job))
     everything = ["pipefusion=1", "pipefusion=2 warmup=0", "distrifusion=2 warmup=0", "patches=4 warmup=0 control"]

@@ -11,7 +11,7 @@ import pytest
 from rich.table import Table
 
 from benchmarks import page
-from ditile.measure.evaluate.caption_check import VERDICT_ITEMS
+from training.caption_scores import VERDICT_ITEMS
 
 ROW = {"engine": "ditile", "state": "off", "total_us": {"1": 2.0}, "added_us": {"1": 1.25}, "per_block_us": 0.5}
 
@@ -27,8 +27,8 @@ def test_the_page_says_what_was_measured(name: str) -> None:
     """Every table is that of the results in benchmarks/data, as the command writes it."""
     section = page.SECTIONS[name]
     text = (page.DOCS / section.page).read_text("utf-8")
-    assert section.is_there(page.DOCS / "benchmarks")
-    assert page.fill_page_blocks(text, {name: section.render_block(page.DOCS / "benchmarks")}) == text
+    assert section.is_there(Path(page.RESULTS))
+    assert page.fill_page_blocks(text, {name: section.render_block(Path(page.RESULTS))}) == text
 
 
 def test_a_result_is_put_in_its_place_and_nothing_else_moves(

@@ -624,7 +624,8 @@ def test_two_ranks_draw_what_one_draws(capfd: pytest.CaptureFixture[str]) -> Non
 
 def test_the_example_of_two_hosts_says_what_it_needs() -> None:
     """Without root, or with a rate that is none: one line, and no namespace is left."""
-    command = [sys.executable, str(ROOT / "examples" / "two_hosts.py"), "--rate", "fast"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT / "src")})
+    command = [sys.executable, "-m", "examples.two_hosts", "--rate", "fast"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, cwd=ROOT)
     assert done.returncode == 1 and done.stderr.startswith("two_hosts.py: ") and done.stderr.count("\n") == 1
     assert "root" in done.stderr or "write it as 100mbit" in done.stderr

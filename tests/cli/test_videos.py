@@ -22,7 +22,6 @@ from PIL import Image
 import ditile
 from ditile import ModelError
 from ditile.cli import generate, main
-from ditile.measure.evaluate.motion_check import judge_clip
 from ditile.runner.load import read_generation_defaults
 from ditile.runner.requests import arguments, prepare, videos
 from ditile.runner.requests.options import GenerateOptions
@@ -30,6 +29,7 @@ from ditile.runner.requests.pipelines import check_num_frames, check_prompt_clea
 from tests import tiny
 from tests.cli.test_cli import opened, refused
 from tests.zoo import ZOO
+from training.motion_check import judge_clip
 
 PROMPT = "a large red circle moves from left to right on a gray background"
 SHORT = ("--model", "shapes-wan", "--steps", "2", "--seed", "7", "--threads", "1")

@@ -30,9 +30,9 @@ from tests.runner.cases import MAKE, call_of
 
 STEPS = 4
 NAMES = [
-    "with no stale keys: the picture of one device",
+    "with no stale keys: the image of one device",
     "this model may be computed in patches",
-    "the same call twice: one picture, on all ranks",
+    "the same call twice: one image, on all ranks",
     "stale keys are as old as scheduled",
     "the CPU does not wait for the GPU within steps",
     "ranks send as many bytes as calculated",

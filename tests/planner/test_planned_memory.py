@@ -57,7 +57,7 @@ def count_host_bytes(family: str, text: str) -> tuple[int, int]:
     runner = parallelize(subject.create_pipeline(plan), plan, device="cpu")
     offload = runner._parts.offload
     assert offload is not None
-    job = subject.make_cost_job(BenchCell(text, "", "", 64, 64))
+    job = subject.make_cost_job(BenchCell(text, "", 64, 64))
     assert job is not None
     sizes = [block.flat.numel() for block in offload._blocks.values()]
     return sum(2 ** (size - 1).bit_length() for size in sizes), count_host_memory(subject.planner_subject, job).kept
@@ -75,7 +75,7 @@ def measured(family: str, text: str, side: int) -> tuple[int, int]:
     """Bytes that this rank holds at the peak of a call, and what was foretold."""
     subject = RandomSubject(Workload(model=MODELS[family], steps=STEPS, output="latent"), MODELS[family])
     plan = Plan.parse(text)
-    cell = BenchCell(str(plan), "", "", side, side)
+    cell = BenchCell(str(plan), "", side, side)
     runner = parallelize(subject.create_pipeline(plan), plan, device="cpu")
     runner(**subject.make_call_arguments(runner.pipe, cell, torch.device("cpu")))
     gc.collect()

@@ -447,7 +447,7 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
     _leave_torchrun()
     if measured is not None:
         remarks = [f"- {remark}" for remark in measured.remarks]
-        print_parts(make_console(), [*measured.render_tables(), *remarks])
+        print_parts(make_console(), [*measured.tables, *remarks])
     return 0
 
 
@@ -464,7 +464,7 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
 
     if draws_videos(wanted.model):
         raise ModelError(f"model {wanted.model!r} draws videos, and pictures are compared here; try shapes-flux")
-    from ditile.measure.evaluate.evaluate import build_evaluation_tables, list_table_remarks, run_evaluation
+    from ditile.measure.evaluate.command import build_evaluation_tables, list_table_remarks, run_evaluation
 
     evaluation = run_evaluation(wanted, judge, session)
     if evaluation is not None:

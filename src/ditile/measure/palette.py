@@ -1,4 +1,4 @@
-"""The names and colours of methods in tables and figures: each method has one colour, wherever it is drawn."""
+"""The names and colours of methods in tables and figures: each method has one colour everywhere."""
 
 from __future__ import annotations
 
@@ -34,14 +34,18 @@ SHADES = (0.0, 0.45, 0.7, 0.25)
 
 def name_plan_methods(plan: str) -> str:
     """The names of a plan's methods, such as `cfg x PipeFusion`."""
-    plan_object = Plan.parse(plan)
-    return " x ".join(name for axis, name in NAMES.items() if getattr(plan_object, axis) > 1) or "one rank"
+    parsed = Plan.parse(plan)
+    names = [name for axis, name in NAMES.items() if getattr(parsed, axis) > 1]
+    return " x ".join(names) or "one rank"
 
 
 def choose_plan_colour(plan: str) -> str:
     """The colour of a plan's method, as `#rrggbb`."""
-    plan_object = Plan.parse(plan)
-    return next((colour for axis, colour in COLOURS.items() if getattr(plan_object, axis) > 1), ONE_RANK_COLOUR)
+    parsed = Plan.parse(plan)
+    for axis, colour in COLOURS.items():
+        if getattr(parsed, axis) > 1:
+            return colour
+    return ONE_RANK_COLOUR
 
 
 def assign_plan_colours(plans: Iterable[str]) -> dict[str, str]:
@@ -50,11 +54,15 @@ def assign_plan_colours(plans: Iterable[str]) -> dict[str, str]:
     counts: dict[str, int] = {}
     for plan in dict.fromkeys(plans):
         colour = choose_plan_colour(plan)
-        counts[colour] = counts.get(colour, 0) + 1
-        colours[plan] = _lighten(colour, SHADES[(counts[colour] - 1) % len(SHADES)])
+        count = counts.get(colour, 0)
+        colours[plan] = _lighten(colour, SHADES[count % len(SHADES)])
+        counts[colour] = count + 1
     return colours
 
 
 def _lighten(colour: str, share: float) -> str:
-    parts = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
-    return "#" + "".join(f"{round(part + share * (255 - part)):02x}" for part in parts)
+    lighter = "#"
+    for start in (1, 3, 5):
+        part = int(colour[start : start + 2], 16)
+        lighter += f"{round(part + share * (255 - part)):02x}"
+    return lighter

@@ -11,11 +11,11 @@ import pytest
 
 from ditile.measure.bench import runs, sweeps
 from ditile.measure.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
-from ditile.measure.bench.command import load_prediction_profile, predict_cells
-from ditile.measure.bench.figures import describe_row_method, tabulate_warmups
+from ditile.measure.bench.command import load_prediction_profile, predict_cell, predict_cells
+from ditile.measure.bench.figures import describe_row_method
 from ditile.measure.bench.options import SWEEPS, Comparison, Workload
 from ditile.measure.bench.random_models import RandomModel
-from ditile.measure.bench.session import BenchTask, _count_session_runs, compute_exposed_shares, rotate_cells
+from ditile.measure.bench.session import compute_exposed_shares, count_session_runs, list_due_cells
 from ditile.measure.bench.subjects import create_bench_subject
 from ditile.measure.palette import name_plan_methods
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
@@ -57,11 +57,6 @@ def test_every_method_of_the_paper_is_in_the_sweep_of_methods() -> None:
 def test_patches_and_warmups_by_hand() -> None:
     assert [plan.patches for plan in sweeps.list_sweep_plans("patches", 2, all_fit)] == [1, 2, 4, 8, 16, 32]
     assert all(plan.warmup == 0 for plan in sweeps.list_sweep_plans("patches", 2, all_fit))
-    over_links = [
-        (name_plan_methods(str(plan)), plan.warmup_mode) for plan in sweeps.list_sweep_plans("links", 2, all_fit)
-    ]
-    assert over_links[:2] == [("PipeFusion", "serial"), ("PipeFusion", "pipelined")]
-    assert {kind for kind, _ in over_links[2:]} == {"DistriFusion", "Ulysses", "ring", "tensor", "cfg"}
     pairs = [(plan.warmup, plan.warmup_mode) for plan in sweeps.list_sweep_plans("warmup", 2, all_fit)]
     assert pairs[:4] == [(0, "serial"), (1, "serial"), (2, "serial"), (4, "serial")]
     assert {mode for w, mode in pairs if w} == {"serial", "pipelined", "sequence", "separate"} and len(pairs) == 13
@@ -87,7 +82,7 @@ def test_lines_of_plans_and_caches() -> None:
         BenchCell("pipefusion=4 patches=4"),
     ]
     assert {world: len(cells) for world, cells in group_cells_by_world(made).items()} == {4: 1, 2: 2}
-    for lines, says in ((" ; ", "names no plan"), ("ulysses=2 |", "no cache behind"), ("ulysses=0", "ulysses=0")):
+    for lines, says in ((" ; ", "names no plan"), ("ulysses=2 |", "no cache after"), ("ulysses=0", "ulysses=0")):
         with pytest.raises(DitileError, match=says):
             parse_cells(lines)
 
@@ -103,9 +98,6 @@ def test_lines_of_plans_and_caches() -> None:
         ({"plans": "ulysses=2", "rounds": 0}, "rounds=0"),
         ({"sweep": "methods", "sizes": (64,)}, "resolution"),
         ({"sweep": "resolution", "sizes": (0, 64)}, "sizes=0,64"),
-        ({"sweep": "methods", "links": "1gbit"}, "--sweep links alone"),
-        ({"plans": "ulysses=2", "links": "fast"}, "write it as 100mbit"),
-        ({"plans": "ulysses=2", "links": "0gbit"}, "write it as 100mbit"),
         ({"plans": "ulysses=2", "hardware": "l40-pcie", "profile": "file"}, "give one of them"),
         ({"plans": "ulysses=2", "remeasure": -1}, "remeasure=-1 is not a whole number of at least 0"),
     ],
@@ -115,9 +107,7 @@ def test_what_contradicts_itself_is_refused(values: dict[str, Any], says: str) -
         Comparison(**values)
 
 
-def test_rates_and_sweeps_are_read() -> None:
-    assert Comparison(plans="ulysses=2", links="100Mbit, 1Gbit").link_rates == ["100mbit", "1gbit"]
-    assert Comparison(sweep="links").link_rates == ["100mbit", "1gbit", "10gbit"]
+def test_sweeps_are_read() -> None:
     assert Comparison(sweep="methods,patches").sweep_names == ["methods", "patches"]
 
 
@@ -205,7 +195,6 @@ def test_a_job_that_differs_is_kept_apart(other: dict[str, Any]) -> None:
     "other",
     [
         BenchCell("ring=2", "F=1"),
-        BenchCell("ring=2", "", "1gbit"),
         BenchCell("ring=2", height=64),
         BenchCell("ulysses=2"),
     ],
@@ -248,55 +237,39 @@ def test_exposed_by_hand() -> None:
     assert compute_exposed_shares({"step_seconds": [], "waited": {}, "steps": 0, "synchronous": []})["share"] == 0
 
 
-def test_a_task_survives_a_line_of_text() -> None:
-    cells = [BenchCell("ring=2", "", "1gbit", 64, None), BenchCell(ONE_RANK, "", "", 64, None)]
-    task = BenchTask(
-        work=Workload(steps=3), todo=[(cells[0], 2)], keys={cell: runs.make_run_key(JOB, cell) for cell in cells},
-        bounds={cells[0]: 2.0}, out="out", threads=1, cores=[0, 1],
-    )  # fmt: skip
-    assert BenchTask.from_json(task.to_json()) == task
-
-
 def test_the_bar_counts_what_runs() -> None:
     """Two cells at one size with 1 and 3 rounds: 2 untimed runs each and of the plain one, 4 runs, 3 plain."""
     left = {BenchCell("ring=2"): 1, BenchCell("ulysses=2"): 3}
-    assert _count_session_runs(list(left), left) == 2 * 3 + 4 + 3
+    assert count_session_runs(list(left), left) == 2 * 3 + 4 + 3
 
 
 def test_another_cell_begins_each_round() -> None:
     """A failure means that a place in the round, or a cell that is left out of one, decides who seems faster."""
     cells = [BenchCell("ulysses=2"), BenchCell("ring=2"), BenchCell("cfg=2")]
-    rounds = [rotate_cells(cells, number) for number in range(4)]
-    assert [round[0] for round in rounds] == [*cells, cells[0]]
-    assert all(sorted(round) == sorted(cells) for round in rounds)
-    assert rotate_cells([], 1) == []
-
-
-def test_the_table_of_warmup_by_hand() -> None:
-    seconds = {"warmup=0": 2.0, "": 3.0, "warmup_mode=pipelined": 2.5}
-    rows = runs.summarize_runs(
-        run(BenchCell(str(Plan.parse(f"pipefusion=2 patches=4 {more}"))), took, 4.0) for more, took in seconds.items()
-    )
-    header, lines = tabulate_warmups(rows)
-    assert header == ["W", "PipeFusion, serial", "PipeFusion, pipelined"]
-    assert lines == [["0", "2.000 s", ""], ["1", "3.000 s (+50%)", "2.500 s (+25%)"]]
+    (rounds,) = zip(*(list_due_cells(cells, dict.fromkeys(cells, 4), number) for number in range(4)), strict=True)
+    assert all(plain == BenchCell(ONE_RANK) for plain, *_ in rounds)
+    assert [first for _, first, *_ in rounds] == [*cells, cells[0]]
+    assert all(sorted(plans) == sorted(cells) for _, *plans in rounds)
+    assert list_due_cells(cells, dict.fromkeys(cells, 1), 1) == []
 
 
 def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     """The planner's own price of the same call; a failure means a column that is about something else."""
     subject, profile = create_bench_subject(Workload(model="shapes-pixart", steps=4)), hardware.load_profile("l40-pcie")
     one, plan = BenchCell(ONE_RANK), BenchCell("pipefusion=2 patches=4")
-    linked, by_looks = plan._replace(link="100mbit"), plan._replace(cache="F=1 W=1 R=0.1")
-    by_rules = plan._replace(cache="F=1 W=1 R=1 MC=1")
+    by_looks, by_rules = plan._replace(cache="F=1 W=1 R=0.1"), plan._replace(cache="F=1 W=1 R=1 MC=1")
+    job = subject.make_cost_job(plan)
+    assert job is not None
     found = predict_cells(
-        subject, {cell: subject.make_cost_job(cell) for cell in (one, plan, linked, by_looks, by_rules)}, profile
+        subject, {cell: subject.make_cost_job(cell) for cell in (one, plan, by_looks, by_rules)}, profile
     )
+    linked = predict_cell(subject, plan, job, hardware.add_interlink(profile, "100mbit"), ranks_per_host=1)
     loops = {cell: foretold.loop_s for cell, foretold in found.items() if foretold.loop_s is not None}
-    assert loops.keys() == {one, plan, linked, by_rules}, "what the other cache leaves out is not known"
-    assert loops[linked] > loops[plan] > loops[by_rules] > 0
+    assert loops.keys() == {one, plan, by_rules}, "what the other cache leaves out is not known"
+    assert linked.loop_s is not None and linked.loop_s > loops[plan] > loops[by_rules] > 0
     ask = PlanQuestion(model="shapes-pixart", steps=4, hardware="l40-pcie", price=plan.plan)
     assert loops[plan] == pytest.approx(answer_question(ask).result.prices[0].latency_s)
-    assert found[plan].memory_bytes == found[linked].memory_bytes and found[one].memory_bytes is None
+    assert found[plan].memory_bytes == linked.memory_bytes and found[one].memory_bytes is None
 
 
 def test_machines_that_are_predicted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

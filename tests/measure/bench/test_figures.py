@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,20 @@ from PIL import Image
 
 from ditile.measure import palette
 from ditile.measure.bench import figures, runs, sweeps
-from ditile.measure.bench.cells import ONE_RANK
+from ditile.measure.bench.cells import ONE_RANK, BenchCell
+from ditile.measure.rows import Row
 from tests.measure.bench.test_bench import JOB, all_fit
 from tests.measure.bench.test_bench import run as ran
 
-RATES = ("100mbit", "1gbit", "10gbit")
-SIDES = (256, 512, 1024, 2048)
-LABELS: dict[str, list[tuple[str, str]]] = {
-    "scalability": [("ranks", "speed-up over one rank (times)")],
-    "patches": [("patches M", "seconds for a picture")],
-    "resolution": [("pixels of a side", "seconds"), ("pixels of a side", "speed-up over one rank (times)")],
-    "links": [("link between two hosts", "speed-up over one rank (times)")],
-    "methods-latency": [("seconds of a call", "")],
-    "methods-memory": [("MB)", "")],
-    "methods-exposed": [("share of the denoising time in which a rank waits for messages (%", "")],
-    "cache-latency": [("seconds of a call", "")],
-}
-"""What the axes of a figure are called, from left to right; bars have names instead of numbers upwards."""
 
-
-def rows_of(sweep: str) -> list[runs.Row]:
+def rows_of(sweep: str) -> list[Row]:
     """Rows of eight ranks as they might have been measured, beside those of one rank."""
+    return make_rows(sweeps.list_sweep_cells(sweep, 8, [(512, 512)], all_fit))
+
+
+def make_rows(cells: Sequence[BenchCell]) -> list[Row]:
+    """Rows of cells as they might have been measured, beside those of one rank."""
     job = JOB | {"threads": 2, "steps": 20}
-    sizes: list[tuple[int | None, int | None]] = [(512, 512)]
-    if sweep == "resolution":
-        sizes = [(side, side) for side in SIDES]
-    name, rates = ("methods", RATES) if sweep == "links" else (sweep, ("",))
-    cells = [cell._replace(link=rate) for cell in sweeps.list_sweep_cells(name, 8, sizes, all_fit) for rate in rates]
     found, foretold = [], {}
     for place, cell in enumerate(dict.fromkeys([*(cell.one_rank_baseline for cell in cells), *cells])):
         key, whole = runs.make_run_key(job, cell), ((cell.height or 512) / 256) ** 2
@@ -78,45 +65,19 @@ def assert_apart(figure: Any) -> None:
         assert shared is None or min(shared.width, shared.height) < 1, f"{one!r} lies on {other!r}"
 
 
-@pytest.mark.parametrize("sweep", ["scaling", "patches", "resolution", "links", "methods", "cache"])
-def test_axes_say_what_and_in_which_unit(sweep: str) -> None:
+def test_axes_say_what_and_in_which_unit() -> None:
     """A failure means a figure that cannot be read without the program that drew it."""
-    found = rows_of(sweep)
-    for name, make in figures.FIGURES_OF_SWEEP[sweep].items():
-        with plt.rc_context(figures.STYLE):
-            figure = make(found)
-            labels = [(axes.get_xlabel(), axes.get_ylabel()) for axes in figure.axes]
-            for (x, y), (along, upwards) in zip(labels, LABELS[name], strict=True):
-                assert along in x and y.startswith(upwards), name
-                assert y or all(text.get_text() for text in figure.axes[0].get_yticklabels()), name
-            assert all(axes.get_title(loc="left") for axes in figure.axes[:1]), name
-            assert_apart(figure)
-            plt.close(figure)
-
-
-def test_links_have_their_rates_and_sizes_their_pixels() -> None:
-    """A failure means ticks that are numbers of nothing."""
-    for sweep, wanted in (
-        ("links", ["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"]), ("resolution", list(map(str, SIDES))),
-        ("scaling", ["1", "2", "4", "8"]),
-    ):  # fmt: skip
-        (make,) = figures.FIGURES_OF_SWEEP[sweep].values()
-        figure = make(rows_of(sweep))
-        assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == wanted
+    with plt.rc_context(figures.STYLE):
+        figure = figures.draw_latency_bars(rows_of("methods"))
+        (axes,) = figure.axes
+        assert "seconds of a call" in axes.get_xlabel() and axes.get_title(loc="left")
+        assert all(text.get_text() for text in axes.get_yticklabels())
+        assert_apart(figure)
         plt.close(figure)
 
 
-def test_a_method_has_one_colour_in_all_figures() -> None:
+def test_a_method_has_one_colour() -> None:
     """Several plans of a method have shades. A failure means figures that contradict each other."""
-    for sweep in ("scaling", "links", "resolution"):
-        (make,) = figures.FIGURES_OF_SWEEP[sweep].values()
-        figure = make(rows_of(sweep))
-        for axes in figure.axes:
-            drawn = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-            for axis, name in palette.NAMES.items():
-                if name in drawn:
-                    assert drawn[name].lines[0].get_color() == palette.COLOURS[axis], name
-        plt.close(figure)
     colours = palette.assign_plan_colours(["pipefusion=2", "ring=2", "pipefusion=4", "pipefusion=2", "pipefusion=1"])
     assert len(set(colours.values())) == 4 and colours["ring=2"] == palette.COLOURS["ring"]
     assert colours["pipefusion=2"] == palette.COLOURS["pipefusion"]
@@ -129,20 +90,17 @@ def test_every_mark_of_the_bars_is_in_the_legend() -> None:
     plt.close(figure)
 
 
-@pytest.mark.parametrize("sweep", sorted(figures.FIGURES_OF_SWEEP))
+@pytest.mark.parametrize("sweep", ["plans", "methods", "cache"])
 def test_both_files_are_written(tmp_path: Path, sweep: str) -> None:
     """As PNG and SVG. A failure means that a sweep ends, after minutes, without its figure."""
-    files = figures.draw_sweep_figures({sweep: rows_of("methods" if sweep == "plans" else sweep)}, tmp_path)
-    wanted = {f"{name}{suffix}" for name in figures.FIGURES_OF_SWEEP[sweep] for suffix in (".png", ".svg")}
-    assert {file.name for file in files} == (wanted or {"warmup.md"})
+    rows = rows_of("methods" if sweep == "plans" else sweep)
+    files = figures.draw_bench_figure(sweep, rows, tmp_path)
+    assert {file.name for file in files} == {f"{sweep}-latency.{ending}" for ending in ("png", "svg")}
     for file in files:
-        if file.suffix == ".md":
-            assert file.read_text("utf-8").splitlines()[2].startswith("| W | ") and " s" in file.read_text("utf-8")
-            continue
         if file.suffix == ".png":
             with Image.open(file) as image:
                 assert image.width > 900
         else:
             assert "<svg" in file.read_text("utf-8")
-    one = [row for row in rows_of("scaling") if row["plan"] == ONE_RANK]
-    assert one and figures.draw_sweep_figures({sweep: one}, tmp_path) == [], "one rank alone is no comparison"
+    one = [row for row in rows if row["plan"] == ONE_RANK]
+    assert one and figures.draw_bench_figure(sweep, one, tmp_path) == [], "one rank alone is no comparison"

@@ -17,18 +17,18 @@ from ditile.cache.config import DBCacheConfig, TaylorSeerCalibratorConfig
 from ditile.measure.evaluate import scores
 from ditile.measure.evaluate.captions import Caption, load_captions
 from ditile.measure.evaluate.figures import draw_contact_sheet, make_difference_image
-from ditile.measure.evaluate.metrics import load_available_metrics, resize_picture
+from ditile.measure.evaluate.metrics import load_available_metrics, resize_image
 from ditile.measure.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions
-from ditile.measure.evaluate.scores import MetricPanel, find_reference_pictures
+from ditile.measure.evaluate.scores import MetricPanel, find_reference_images
 from ditile.measure.evaluate.store import (
     EvaluationFolder,
-    PictureKey,
-    PictureRow,
+    ImageKey,
     list_complete_settings,
     make_setting_slug,
     select_pareto_front,
     summarize_settings,
 )
+from ditile.measure.rows import Row
 from ditile.model.known import ASSETS, list_bundled_models
 from ditile.plan.errors import LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
@@ -90,14 +90,14 @@ def test_captions_of_a_file_and_bundled(tmp_path: Path) -> None:
 def test_references_are_those_of_the_captions_if_all_are_there(tmp_path: Path) -> None:
     for name in ("a.png", "b.jpg", "c.txt"):
         (tmp_path / name).touch()
-    assert find_reference_pictures(str(tmp_path), [Caption("x", "b.jpg")]) == (
+    assert find_reference_images(str(tmp_path), [Caption("x", "b.jpg")]) == (
         [tmp_path / "b.jpg"],
         "the captions' own images",
     )
     both = [tmp_path / "a.png", tmp_path / "b.jpg"]
     for image in ("z.jpg", None):
-        assert find_reference_pictures(str(tmp_path), [Caption("x", image)]) == (both, "all of the folder")
-    with pytest.raises(ModelError, match="no folder with pictures"):
+        assert find_reference_images(str(tmp_path), [Caption("x", image)]) == (both, "all of the folder")
+    with pytest.raises(ModelError, match="no folder with images"):
         JudgeOptions(references=str(tmp_path / "none"))
 
 
@@ -122,8 +122,8 @@ def test_settings_are_plans_times_caches_without_the_original() -> None:
 
 @pytest.mark.parametrize(
     ("values", "says"),
-    [({"plans": "pipe=2"}, "pipe=2"), ({"plans": "data=2"}, "more pictures at a time"), ({"caches": "F=1 G=2"}, "G"),
-     ({"num": 0}, "num=0"), ({"steps": 0}, "steps=0"), ({"plans": "pipefusion=1", "caches": "none"}, "nothing beside"),
+    [({"plans": "pipe=2"}, "pipe=2"), ({"plans": "data=2"}, "more images at a time"), ({"caches": "F=1 G=2"}, "G"),
+     ({"num": 0}, "num=0"), ({"steps": 0}, "steps=0"), ({"plans": "pipefusion=1", "caches": "none"}, "nothing besides"),
      ({"caches": "F=1 foca dmd"}, "2 calibrators"), ({"seed": -1}, "seed=-1")],
 )  # fmt: skip
 def test_settings_that_will_not_do(values: dict[str, Any], says: str) -> None:
@@ -149,7 +149,7 @@ def test_a_cache_in_one_line_is_that_cache() -> None:
 # What is there is not drawn again
 
 
-def row(setting: EvaluationSetting, place: int, seconds: float = 1.0, psnr: float = 30.0, **more: Any) -> PictureRow:
+def row(setting: EvaluationSetting, place: int, seconds: float = 1.0, psnr: float = 30.0, **more: Any) -> Row:
     return {
         "plan": setting.plan, "cache": setting.cache, "caption": place, "prompt": f"caption {place}", "seed": place,
         "seconds": seconds, "original_s": 2.0, "original_again_psnr": None, "blocks_saved": 0.5,
@@ -162,21 +162,21 @@ def test_a_picture_is_there_if_its_row_and_its_file_are(tmp_path: Path) -> None:
     store, captions = EvaluationFolder(tmp_path / "out"), [Caption(f"caption {k}") for k in range(3)]
     store.check_same_job({"model": "m"})
     store.create_folder({"model": "m"})
-    store.append_picture_rows([row(ORIGINAL, 0), row(SETTING, 0), row(SETTING, 1)])
+    store.rows.append([row(ORIGINAL, 0), row(SETTING, 0), row(SETTING, 1)])
     for setting, place in ((ORIGINAL, 0), (SETTING, 0)):
-        store.picture_path(setting, place).parent.mkdir(parents=True)
-        store.picture_path(setting, place).touch()
+        store.image_path(setting, place).parent.mkdir(parents=True)
+        store.image_path(setting, place).touch()
     with (tmp_path / "out" / "pictures.jsonl").open("a") as file:
         file.write('{"plan": "pipe')
     assert set(store.read_rows_on_disk(captions, 0)) == {(ORIGINAL, 0), (SETTING, 0)}
-    store.append_picture_rows([row(SETTING, 2)])
-    store.picture_path(SETTING, 2).touch()
+    store.rows.append([row(SETTING, 2)])
+    store.image_path(SETTING, 2).touch()
     there = store.read_rows_on_disk(captions, 0)
     assert set(there) == {(ORIGINAL, 0), (SETTING, 0), (SETTING, 2)}, "the line behind the cut one is whole"
     assert list_complete_settings(there, 1) == [ORIGINAL, SETTING] and list_complete_settings(there, 2) == []
     assert set(store.read_rows_on_disk(captions[:1], 0)) == set(there), "fewer captions are no other ones"
     for wrong, seed in ((captions, 1), ([Caption("other")], 0)):
-        with pytest.raises(ModelError, match="pictures of other captions: number 0"):
+        with pytest.raises(ModelError, match="images of other captions: number 0"):
             store.read_rows_on_disk(wrong, seed)
     with pytest.raises(ModelError, match="model='m', and this is model='n'; give another folder"):
         store.check_same_job({"model": "n"})
@@ -191,7 +191,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_means_and_ratios(tmp_path: Path) -> None:
     """Ratios are taken caption by caption. A failure means that the table says something else than was measured."""
-    rows: dict[PictureKey, PictureRow] = {}
+    rows: dict[ImageKey, Row] = {}
     for k, (seconds, psnr) in enumerate([(1.0, 30.0), (4.0, 40.0), (0.5, 50.0)]):
         rows[ORIGINAL, k] = row(ORIGINAL, k, seconds=8.0, original_s=8.0, psnr=100.0)
         rows[SETTING, k] = row(SETTING, k, seconds=seconds, psnr=psnr)
@@ -254,8 +254,8 @@ def test_pictures_are_resized_and_judged_once(tmp_path: Path, monkeypatch: pytes
     rows = {(s, k): row(s, k) for s in (ORIGINAL, SETTING) for k in range(2)}
     for (setting, place), each in rows.items():
         del each["scores"]
-        store.picture_path(setting, place).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(noise(place + 9 * (setting == SETTING))).save(store.picture_path(setting, place))
+        store.image_path(setting, place).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(noise(place + 9 * (setting == SETTING))).save(store.image_path(setting, place))
     captions = [Caption("caption 0"), Caption("caption 1")]
     panel = MetricPanel.from_options(JudgeOptions(), "elsewhere", captions)
     judged = panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
@@ -267,9 +267,9 @@ def test_pictures_are_resized_and_judged_once(tmp_path: Path, monkeypatch: pytes
     small = MetricPanel.from_options(JudgeOptions(resize=8), "elsewhere", captions)
     small.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
     assert rows[SETTING, 1]["scores"]["psnr"] > first, "noise that is averaged is less apart"
-    assert resize_picture(noise(0), 8).shape == (8, 8, 3) and resize_picture(noise(0), None) is not None
+    assert resize_image(noise(0), 8).shape == (8, 8, 3) and resize_image(noise(0), None) is not None
     # The FID: without Inception it is not there, or refused where it was asked for.
-    references = str(store.picture_path(SETTING, 0).parent)
+    references = str(store.image_path(SETTING, 0).parent)
     assert judged.frechet is None and judged.distances == {"original": {}, str(SETTING): {}} and judged.absent["fid"]
     with pytest.raises(ModelError, match="are for the FID, which cannot be taken: "):
         MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions)
@@ -279,7 +279,7 @@ def test_pictures_are_resized_and_judged_once(tmp_path: Path, monkeypatch: pytes
     judged = panel.judge_settings(store, rows, [ORIGINAL, SETTING], 2)
     assert judged.distances[str(SETTING)]["frechet_references"] == pytest.approx(0, abs=1e-6)
     assert judged.distances["original"]["frechet_original"] == 0 < judged.distances[str(SETTING)]["frechet_original"]
-    with pytest.raises(ModelError, match="one picture have no covariance"):
+    with pytest.raises(ModelError, match="one image have no covariance"):
         MetricPanel.from_options(JudgeOptions(references=references), "elsewhere", captions[:1])
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 
 from ditile.cli import main
 from ditile.distributed import env
-from ditile.measure.evaluate import evaluate, scores
+from ditile.measure.evaluate import command, scores
 from ditile.measure.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.measure.evaluate.scores import MetricPanel
 from ditile.measure.evaluate.store import EvaluationFolder
@@ -84,7 +84,7 @@ def test_it_resumes(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def none(task: Any, turns: Any) -> None:
         drawn.append([(turn.place, turn.settings) for turn in turns])
 
-    monkeypatch.setattr(evaluate, "_run_session_task", none)
+    monkeypatch.setattr(command, "_run_session_task", none)
     assert main.main([*WORDS, "--num", "2"]) == 0 and drawn == []
     out = capsys.readouterr().out
     assert "pipefusion=2" in out and "no fid: " in out and "FID to" not in out and "no clip: no CLIP was named" in out
@@ -110,15 +110,15 @@ def test_what_others_add_while_it_judges_stays(folder: Path, monkeypatch: pytest
     [first, *_] = map(json.loads, (folder / "out" / "pictures.jsonl").read_text().splitlines())
 
     def meanwhile(*words: Any) -> Any:
-        store.picture_path(other, first["caption"]).parent.mkdir()
-        store.picture_path(other, first["caption"]).touch()
-        store.append_picture_rows([first | {"plan": other.plan, "cache": other.cache}])
+        store.image_path(other, first["caption"]).parent.mkdir()
+        store.image_path(other, first["caption"]).touch()
+        store.rows.append([first | {"plan": other.plan, "cache": other.cache}])
         return judge(*words)
 
     monkeypatch.setattr(MetricPanel, "judge_settings", meanwhile)
     assert main.main([*WORDS, "--num", "2"]) == 0
     rows = [json.loads(line) for line in (folder / "out" / "pictures.jsonl").read_text().splitlines()]
-    shutil.rmtree(store.picture_path(other, 0).parent)
+    shutil.rmtree(store.image_path(other, 0).parent)
     assert len(rows) == 9 and (rows[-1]["plan"], rows[-1]["cache"]) == other
     assert all(row["resize"] is None for row in rows[:-1])
 
@@ -126,9 +126,9 @@ def test_what_others_add_while_it_judges_stays(folder: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--steps", "4"), "has pictures of call="),
-        (("--captions", "other.txt"), "pictures of other captions: number 0"),
-        (("--seed", "5"), "pictures of other captions: number 0"),
+        (("--steps", "4"), "has images of call="),
+        (("--captions", "other.txt"), "images of other captions: number 0"),
+        (("--seed", "5"), "images of other captions: number 0"),
         (("--threads", "2"), "threads=1, and this is threads=2; give another folder"),
     ],
 )
@@ -155,7 +155,7 @@ def test_another_job_in_the_same_folder(
         (("--captions", "coco:nothing.json"), "captions='coco:nothing.json' cannot be read"),
         (("--captions", "empty.txt"), "has no prompt"),
         (("--num", "201"), "exceeds the 200 captions"),
-        (("--references", "nowhere"), "no folder with pictures"),
+        (("--references", "nowhere"), "no folder with images"),
         (("--references", "there", "--num", "2"), "references='there' are for the FID, which cannot be taken: "),
         (("--clip", "nowhere"), "no CLIP that transformers can load"),
         (("--resize", "2"), "try resize=256"),

@@ -79,7 +79,7 @@ def channels(picture: Any) -> Tensor:
 
 
 def pairs() -> tuple[Any, Any]:
-    """Pictures that differ by noise, by one pixel, and not at all."""
+    """ImageArrays that differ by noise, by one pixel, and not at all."""
     random = np.random.default_rng(0)
     a = random.integers(0, 256, (3, 20, 26, 3), dtype=np.uint8)
     b = np.clip(a + random.integers(-9, 10, a.shape), 0, 255).astype(np.uint8)
@@ -242,10 +242,11 @@ def test_the_distance_of_sets_is_that_of_normal_distributions(monkeypatch: pytes
         root = np.sqrt(np.trace(c @ d) + 2 * np.sqrt(np.linalg.det(c @ d)))
         return float(((a.mean(0) - b.mean(0)) ** 2).sum() + np.trace(c) + np.trace(d) - 2 * root)
 
-    sets.add_references(references)
+    for each in references:
+        sets.add_reference(each)
     for name, pictures in (("original", original), ("first", first), ("second", second)):
         for picture in pictures:
-            sets.add_picture(picture, is_original=name == "original")
+            sets.add_image(picture, is_original=name == "original")
         distances = sets.take_distances(is_original=name == "original")
         to_original = 0.0 if name == "original" else distance(pictures, original)
         assert distances == {

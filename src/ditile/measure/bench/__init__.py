@@ -1,1 +1,1 @@
-"""`ditile bench`: measures seconds and memory of plans and caches side by side, beside what was predicted."""
+"""`ditile bench`: measures seconds and memory of plans and caches side by side, and compares them with predictions."""

@@ -1,4 +1,4 @@
-"""A cell: one thing that is measured. It is a plan, a cache (or none), a size, and the link between the ranks."""
+"""A cell: one thing that is measured. It is a plan, a cache (or none) and a size."""
 
 from __future__ import annotations
 
@@ -19,15 +19,20 @@ class BenchCell(NamedTuple):
     Attributes:
         plan: as `str(Plan)` writes it, or `ONE_RANK`.
         cache: a line that `parse_cache_line` reads; "" is no cache.
-        link: the rate of the link between two hosts; "" is this machine, without a link.
         height, width: pixels; None is the model's own size.
     """
 
     plan: str
     cache: str = ""
-    link: str = ""
     height: int | None = None
     width: int | None = None
+
+    @property
+    def plan_object(self) -> Plan:
+        """The plan."""
+        if self.plan == ONE_RANK:
+            return Plan()
+        return Plan.parse(self.plan)
 
     @property
     def num_ranks(self) -> int:
@@ -35,9 +40,9 @@ class BenchCell(NamedTuple):
         return self.plan_object.world
 
     @property
-    def plan_object(self) -> Plan:
-        """The plan."""
-        return Plan() if self.plan == ONE_RANK else Plan.parse(self.plan)
+    def num_images(self) -> int:
+        """The number of images of a call: one for each replica."""
+        return self.plan_object.data
 
     @property
     def cache_configs(self) -> dict[str, Any]:
@@ -45,19 +50,17 @@ class BenchCell(NamedTuple):
         return parse_cache_line(self.cache or NO_CACHE)
 
     @property
-    def num_pictures(self) -> int:
-        """The number of pictures of a call: one for each replica."""
-        return self.plan_object.data
-
-    @property
     def one_rank_baseline(self) -> BenchCell:
         """The cell that this one is compared with: the plain pipeline at the same size."""
-        return BenchCell(ONE_RANK, "", "", self.height, self.width)
+        return BenchCell(ONE_RANK, "", self.height, self.width)
 
     @property
     def display_label(self) -> str:
         """Plan and cache, for people."""
-        return (self.plan or "one rank") + (f" | {self.cache}" if self.cache else "")
+        label = self.plan or "one rank"
+        if self.cache:
+            label += f" | {self.cache}"
+        return label
 
 
 def parse_cells(lines: str) -> list[BenchCell]:
@@ -73,19 +76,21 @@ def parse_cells(lines: str) -> list[BenchCell]:
     return list(dict.fromkeys(cells))
 
 
+def _parse_cell(line: str) -> BenchCell:
+    plan, bar, cache = line.partition("|")
+    cache = " ".join(cache.split())
+    if bar and not cache:
+        raise ModelError(f"{line.strip()!r} has no cache after its |; write it as F=1 W=4 R=0.12, or leave | out")
+    if cache == NO_CACHE:
+        cache = ""
+    # Both raise here, before anything is measured.
+    parse_cache_line(cache or NO_CACHE)
+    return BenchCell(str(Plan.parse(plan)), cache)
+
+
 def group_cells_by_world(cells: Iterable[BenchCell]) -> Mapping[int, list[BenchCell]]:
     """Cells by the number of ranks that they need, most first."""
     cells_by_world: dict[int, list[BenchCell]] = {}
     for cell in cells:
         cells_by_world.setdefault(cell.num_ranks, []).append(cell)
     return dict(sorted(cells_by_world.items(), reverse=True))
-
-
-def _parse_cell(line: str) -> BenchCell:
-    plan, bar, cache = line.partition("|")
-    cache = " ".join(cache.split())
-    if bar and not cache:
-        raise ModelError(f"{line.strip()!r} has no cache behind its |; write it as F=1 W=4 R=0.12, or leave | out")
-    cell = BenchCell(str(Plan.parse(plan)), "" if cache == NO_CACHE else cache)
-    _ = cell.cache_configs
-    return cell

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -12,33 +12,32 @@ from rich.table import Table
 
 from ditile.distributed import cpus, env
 from ditile.distributed.launch import launch
-from ditile.measure.bench import runs, sweeps, turns
-from ditile.measure.bench.across import RANKS, measure_across_link
+from ditile.measure import sessions
+from ditile.measure.bench import runs, sweeps
 from ditile.measure.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
-from ditile.measure.bench.few_steps import make_few_steps_table, measure_few_steps
-from ditile.measure.bench.links import check_namespace_rights
-from ditile.measure.bench.options import QUALITY_SWEEP, Comparison, Workload
-from ditile.measure.bench.runs import Prediction, Row
+from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.bench.session import BenchTask, run_session
 from ditile.measure.bench.subjects import BenchSubject, create_bench_subject
-from ditile.measure.bench.worlds import list_allowed_cores
+from ditile.measure.bench.tables import make_bench_tables
+from ditile.measure.rows import Row
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
-from ditile.planner import hardware
 from ditile.planner.calibrate import LIMIT
 from ditile.planner.memory import count_rank_memory
-from ditile.planner.ops import CacheSkips
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.planner.search import make_pricer, predict_skipped_steps
+from ditile.runner.requests.console import Status
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.table import compute_axis_bounds
 
 PLANS = "plans"
 """The name of the sweep if plans were given."""
+FIGURE_SWEEPS = (PLANS, "methods", "cache")
 UNKNOWN = "no predictions, as this machine was not measured yet: run `ditile calibrate`"
+CURVES = "the curves of a sweep: python -m benchmarks.sweep_figures, in a checkout"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,20 +45,12 @@ class BenchResult:
     """The result of a benchmark.
 
     Attributes:
-        rows: a row for each cell, in their order; the plain pipeline's row is the first.
-        remarks: what a reader of the rows must know.
-        tables: of rows that are not of seconds.
+        tables: for a terminal.
+        remarks: what a reader of the tables must know.
     """
 
-    rows: list[Row]
+    tables: list[Table | str]
     remarks: list[str] = field(default_factory=list)
-    tables: list[Table | str] = field(default_factory=list)
-
-    def render_tables(self) -> list[Table | str]:
-        """The rows for a terminal."""
-        from ditile.measure.bench.tables import make_bench_tables
-
-        return self.tables or make_bench_tables(self.rows)
 
 
 def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
@@ -73,42 +64,60 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
         from ditile.measure.bench.gpu.suite import run_gpu_suite
 
         _, tables, remarks = run_gpu_suite(compared, work)
-        return BenchResult(rows=[], remarks=remarks, tables=tables)
-    if compared.sweep_names == [QUALITY_SWEEP]:
-        rows = measure_few_steps(compared, work)
-        return BenchResult(rows=rows, remarks=[f"written: {compared.out}"], tables=[make_few_steps_table(rows)])
-    subject, place, profile = create_bench_subject(work), env.read_torchrun_place(), load_prediction_profile(compared)
-    ranks = compared.ranks or (place.world if place is not None else max(2, torch.cuda.device_count()))
-    wanted = {
-        name: [cell._replace(link=rate) for rate in compared.link_rates or [""] for cell in cells]
-        for name, cells in _list_cells_by_sweep(compared, work, subject, ranks).items()
-    }
-    cells = list(dict.fromkeys(cell for some in wanted.values() for cell in some))
-    every = dict.fromkeys([*cells, *(cell.one_rank_baseline for cell in cells)])
+        return BenchResult(tables=tables, remarks=remarks)
+    subject = create_bench_subject(work)
+    profile = load_prediction_profile(compared)
+    ranks = _count_sweep_ranks(compared)
+    cells_by_sweep = _list_cells_by_sweep(compared, work, subject, ranks)
+    cells = _flatten(cells_by_sweep.values())
     # Before ranks are started: it raises for cells that do not fit.
-    jobs = {cell: subject.make_cost_job(cell) for cell in every}
-    most = _count_ranks_to_start(cells, compared)
-    threads = work.threads or max(1, cpus.count_usable_cores() // most)  # the cores are shared out by default
-    task = _build_bench_task(compared, replace(work, threads=threads), subject, jobs)
-    predictions = {} if profile is None else predict_cells(subject, jobs, profile)
+    jobs = {cell: subject.make_cost_job(cell) for cell in _add_baselines(cells)}
+    most_ranks = _count_ranks_to_start(cells)
+    task = _build_bench_task(compared, work, subject, jobs, most_ranks)
+    predictions = {}
+    if profile is not None:
+        for cell, prediction in predict_cells(subject, jobs, profile).items():
+            predictions[task.keys[cell]] = prediction
+    place = env.read_torchrun_place()
     if place is None or place.rank == 0:
-        done = runs.count_runs_by_key(runs.read_runs(compared.out))
-        todo = [(cell, compared.rounds - done.get(task.keys[cell], 0)) for cell in cells]
-        task = replace(task, todo=[(cell, left) for cell, left in todo if left > 0])
-    remarks = _collect_remarks(task, _list_unfit_plans(compared, work, subject, ranks, cells), profile)
-    _run_sessions(task, most)
+        task = replace(task, missing=_count_missing_rounds(compared, task, cells))
+    remarks = _list_remarks(task, profile)
+    unfit = _list_unfit_plans(compared, work, subject, ranks, cells)
+    if unfit:
+        remarks.insert(0, f"do not fit the model, and were left out: {'; '.join(unfit)}")
+    _run_sessions(task, most_ranks)
     if place is not None and place.rank:
         return None
-    return _write_results(compared, wanted, task, predictions, remarks)
+    return _write_results(compared, cells_by_sweep, task, predictions, remarks)
 
 
-def _collect_remarks(task: BenchTask, left_out: Sequence[str], profile: Profile | None) -> list[str]:
-    remarks = [f"do not fit the model, and were left out: {'; '.join(left_out)}"] if left_out else []
-    remarks.append(UNKNOWN if profile is None else f"predicted: seconds of the loop and memory on {profile.name}")
+def _flatten(groups: Iterable[Sequence[BenchCell]]) -> list[BenchCell]:
+    """The cells of all groups, each once."""
+    cells: list[BenchCell] = []
+    for group in groups:
+        cells += group
+    return list(dict.fromkeys(cells))
+
+
+def _add_baselines(cells: Iterable[BenchCell]) -> list[BenchCell]:
+    """The cells, each after the plain pipeline of its size."""
+    return _flatten([cell.one_rank_baseline, cell] for cell in cells)
+
+
+def _count_missing_rounds(compared: Comparison, task: BenchTask, cells: Iterable[BenchCell]) -> dict[BenchCell, int]:
+    measured = runs.count_runs_by_key(runs.read_runs(compared.out))
+    missing = {cell: compared.rounds - measured.get(task.keys[cell], 0) for cell in cells}
+    return {cell: rounds for cell, rounds in missing.items() if rounds > 0}
+
+
+def _list_remarks(task: BenchTask, profile: Profile | None) -> list[str]:
+    remarks = [UNKNOWN]
+    if profile is not None:
+        remarks = [f"predicted: seconds of the loop and memory on {profile.name}"]
     cores = cpus.count_usable_cores()
-    if task.todo and (task.load or 0.0) > cores / 2:
+    if task.missing and (task.load or 0.0) > cores / 2:
         remarks.append(
-            f"this machine was busy before (load {task.load:.1f} on {cores} cores): if others did and went on, two "
+            f"this machine was busy before (load {task.load:.1f} on {cores} cores): if other programs went on, two "
             "ranks got more of it than one, and rounds differ; measure again when it is quiet"
         )
     return remarks
@@ -116,53 +125,80 @@ def _collect_remarks(task: BenchTask, left_out: Sequence[str], profile: Profile 
 
 def _write_results(
     compared: Comparison,
-    wanted: Mapping[str, Sequence[BenchCell]],
+    cells_by_sweep: Mapping[str, Sequence[BenchCell]],
     task: BenchTask,
-    predictions: Mapping[BenchCell, runs.Prediction],
+    predictions: Mapping[str, runs.Prediction],
     remarks: list[str],
 ) -> BenchResult:
     """Writes rows and figures of all runs in the folder."""
-    rows = runs.summarize_runs(
-        runs.read_runs(compared.out), {task.keys[cell]: one for cell, one in predictions.items()}
-    )
-    files, of_key = [runs.write_bench_rows(compared.out, rows)], {row["key"]: row for row in rows}
+    rows = runs.summarize_runs(runs.read_runs(compared.out), predictions)
+    files = [runs.write_bench_rows(compared.out, rows)]
+    row_by_key = {row["key"]: row for row in rows}
+    rows_by_sweep = {}
+    for sweep, cells in cells_by_sweep.items():
+        keys = [task.keys[cell] for cell in _add_baselines(cells)]
+        rows_by_sweep[sweep] = [row_by_key[key] for key in keys if key in row_by_key]
     if not compared.no_figures:
         require_extra("plots", "a figure")
-        from ditile.measure.bench import figures
+        from ditile.measure.bench.figures import draw_bench_figure
 
-        files += figures.draw_sweep_figures(
-            {k: _select_rows(some, task.keys, of_key) for k, some in wanted.items()}, Path(compared.out)
-        )
-    shown = _select_rows([cell for some in wanted.values() for cell in some], task.keys, of_key)
-    return BenchResult(
-        rows=shown, remarks=[*remarks, *_describe_remeasurements(shown), f"written: {', '.join(map(str, files))}"]
-    )
+        for sweep, sweep_rows in rows_by_sweep.items():
+            if sweep in FIGURE_SWEEPS:
+                files += draw_bench_figure(sweep, sweep_rows, Path(compared.out))
+    shown: dict[str, Row] = {}
+    for sweep_rows in rows_by_sweep.values():
+        shown |= {row["key"]: row for row in sweep_rows}
+    remarks = [*remarks, *_describe_remeasurements(shown.values())]
+    if not set(cells_by_sweep) <= set(FIGURE_SWEEPS):
+        remarks.append(CURVES)
+    remarks.append(f"written: {', '.join(map(str, files))}")
+    return BenchResult(tables=make_bench_tables(list(shown.values())), remarks=remarks)
 
 
-def _describe_remeasurements(rows: Sequence[Row]) -> list[str]:
+def _describe_remeasurements(rows: Iterable[Row]) -> list[str]:
     """A remark on the runs that `--remeasure` repeated, if it watched any."""
     watched = [row for row in rows if "again" in row]
-    again, disturbed = (sum(row[name] for row in watched) for name in ("again", "disturbed"))
-    slower = f"{disturbed} runs ended on cores that others slowed by more than {LIMIT - 1:.0%}"
-    return [f"{slower}; {again} more had, and were made again"] if watched else []
+    if not watched:
+        return []
+    repeated = sum(row["again"] for row in watched)
+    disturbed = sum(row["disturbed"] for row in watched)
+    slower = f"{disturbed} runs ended on cores that other programs slowed by more than {LIMIT - 1:.0%}"
+    return [f"{slower}; {repeated} more had, and were made again"]
+
+
+def _count_sweep_ranks(compared: Comparison) -> int:
+    """The ranks of a sweep: as given, torchrun's, or one for each GPU and at least two."""
+    if compared.ranks is not None:
+        return compared.ranks
+    place = env.read_torchrun_place()
+    if place is not None:
+        return place.world
+    return max(2, torch.cuda.device_count())
 
 
 def _list_cells_by_sweep(
     compared: Comparison, work: Workload, subject: BenchSubject, ranks: int
 ) -> dict[str, list[BenchCell]]:
-    """The cells of each sweep, without links."""
-    size = (work.height, work.width)
+    """The cells of each sweep."""
     if compared.plans is not None:
-        return {PLANS: [cell._replace(height=size[0], width=size[1]) for cell in parse_cells(compared.plans)]}
+        cells = parse_cells(compared.plans)
+        return {PLANS: [cell._replace(height=work.height, width=work.width) for cell in cells]}
     cells_by_sweep = {}
     for name in compared.sweep_names:
-        sizes = _choose_sweep_sizes(compared, work, subject) if name == "resolution" else [size]
-        fits = sweeps.make_fit_check(lambda plan, at=sizes[0]: subject.make_cost_job(BenchCell(str(plan), "", "", *at)))  # type: ignore[misc]
-        cells_by_sweep[name] = sweeps.list_sweep_cells(name, RANKS if name == "links" else ranks, sizes, fits)
+        sizes: list[tuple[int | None, int | None]] = [(work.height, work.width)]
+        if name == "resolution":
+            sizes = _choose_sweep_sizes(compared, work, subject)
+        fits = _make_fit_check(subject, *sizes[0])
+        cells_by_sweep[name] = sweeps.list_sweep_cells(name, ranks, sizes, fits)
         if not cells_by_sweep[name]:
-            subject.make_cost_job(BenchCell(str(Plan()), "", "", *sizes[0]))  # raises if the size is what does not fit
+            # It raises if the size, and not the plans, is what does not fit.
+            subject.make_cost_job(BenchCell(str(Plan()), "", *sizes[0]))
             raise PlanError(f"sweep {name!r}: no plan of {ranks} ranks fits {subject.name}; try other --ranks")
     return cells_by_sweep
+
+
+def _make_fit_check(subject: BenchSubject, height: int | None, width: int | None) -> sweeps.Fits:
+    return sweeps.make_fit_check(lambda plan: subject.make_cost_job(BenchCell(str(plan), "", height, width)))
 
 
 def _choose_sweep_sizes(
@@ -174,29 +210,27 @@ def _choose_sweep_sizes(
     side = work.height or subject.get_native_side()
     if side is None:
         raise ModelError(f"the size of {subject.name} is not known; give --sizes, such as 1024,2048")
-    return [(k * side, k * side) for k in (1, 2, 4)]
+    return [(factor * side, factor * side) for factor in (1, 2, 4)]
 
 
-def _count_ranks_to_start(cells: Sequence[BenchCell], compared: Comparison) -> int:
-    """The number of ranks that must be started. Raises `PlanError` if links or torchrun do not allow them."""
-    most, place = max(group_cells_by_world(cells)), env.read_torchrun_place()
-    if compared.link_rates:
-        if place is not None:
-            raise PlanError("--links make hosts of their own on this machine; start ditile bench without torchrun")
-        if others := [cell for cell in cells if cell.num_ranks != RANKS]:
-            raise PlanError(
-                f"links join two hosts of one rank each, and {others[0].display_label!r} needs {others[0].num_ranks} "
-                "rank(s); give plans of 2"
-            )
-        check_namespace_rights()
+def _count_ranks_to_start(cells: Sequence[BenchCell]) -> int:
+    """The number of ranks of the largest plan. Raises `PlanError` if torchrun started fewer."""
+    most = max(cell.num_ranks for cell in cells)
+    place = env.read_torchrun_place()
     if place is not None and most > place.world:
         raise PlanError(f"a plan needs {most} ranks and torchrun started {place.world}; start {most}, or fewer --ranks")
     return most
 
 
 def _build_bench_task(
-    compared: Comparison, work: Workload, subject: BenchSubject, jobs: Mapping[BenchCell, PlannedCall | None]
+    compared: Comparison,
+    work: Workload,
+    subject: BenchSubject,
+    jobs: Mapping[BenchCell, PlannedCall | None],
+    most_ranks: int,
 ) -> BenchTask:
+    # Ranks of the largest plan divide the cores; smaller plans get as many threads, so that seconds compare.
+    threads = work.threads or max(1, cpus.count_usable_cores() // most_ranks)
     job = {
         "model": subject.name,
         "prompt": work.prompt,
@@ -204,58 +238,49 @@ def _build_bench_task(
         "output": work.output,
         "dtype": work.dtype,
         "device": work.device,
-        "threads": work.threads,
-        "machine": turns.collect_machine_facts(work.device),
+        "threads": threads,
+        "machine": sessions.collect_machine_facts(work.device),
     }
-    known = {cell: cell_job for cell, cell_job in jobs.items() if cell_job is not None and not cell.cache}
+    bounds = {}
+    for cell, cell_job in jobs.items():
+        if cell_job is not None and not cell.cache:
+            bounds[cell] = math.prod(compute_axis_bounds(cell_job).values())
     return BenchTask(
-        work=work,
-        todo=[],
+        work=replace(work, threads=threads),
+        missing={},
         keys={cell: runs.make_run_key(job, cell) for cell in jobs},
-        bounds={cell: math.prod(compute_axis_bounds(cell_job).values()) for cell, cell_job in known.items()},
+        bounds=bounds,
         out=compared.out,
-        threads=work.threads or 1,
-        cores=list_allowed_cores(),
-        load=turns.read_load_average(),
+        threads=threads,
+        cores=sessions.list_allowed_cores(),
+        load=sessions.read_load_average(),
         remeasure=compared.remeasure,
     )
 
 
-def _run_sessions(task: BenchTask, most: int) -> None:
-    """Runs the sessions: on torchrun's ranks, on new ones, or on two hosts for each link."""
-    rates = dict.fromkeys(cell.link for cell, _ in task.todo)
+def _run_sessions(task: BenchTask, most_ranks: int) -> None:
+    """Runs the session on torchrun's ranks, or on new ones; on none if nothing is missing."""
     if env.read_torchrun_place() is not None:
+        # Also where nothing is missing: only rank 0 knows that.
         run_session(task)
-        return
-    for rate in rates:
-        here = [(cell, left) for cell, left in task.todo if cell.link == rate]
-        some = replace(task, todo=here, title=rate or task.title)
-        if rate:
-            measure_across_link(some, rate)
-        else:
-            world = max(group_cells_by_world(cell for cell, _ in here))
-            launch(run_session, world, (some,), threads=task.threads, stall_timeout=task.work.stall_timeout)
-
-
-def _select_rows(cells: Sequence[BenchCell], keys: Mapping[BenchCell, str], of_key: Mapping[str, Row]) -> list[Row]:
-    """The rows of some cells; that of one rank comes first for each size."""
-    every = dict.fromkeys(one for cell in cells for one in (cell.one_rank_baseline, cell))
-    return [of_key[keys[cell]] for cell in every if keys[cell] in of_key]
+    elif task.missing:
+        world = max(group_cells_by_world(task.missing))
+        with Status(f"{world} rank(s) start and load {task.work.model}"):
+            launch(run_session, world, (task,), threads=task.threads, stall_timeout=task.work.stall_timeout)
 
 
 def _list_unfit_plans(
     compared: Comparison, work: Workload, subject: BenchSubject, ranks: int, cells: Sequence[BenchCell]
 ) -> list[str]:
     """Plans of the sweeps that do not fit the model."""
-    there = {cell.plan for cell in cells} | {ONE_RANK}
-    size = (work.height, work.width)
-    fits = sweeps.make_fit_check(lambda plan: subject.make_cost_job(BenchCell(str(plan), "", "", *size)))
-    every = [
-        plan
-        for name in compared.sweep_names
-        for plan in sweeps.list_sweep_plans(name, RANKS if name == "links" else ranks, fits)
-    ]
-    return [str(plan) for plan in dict.fromkeys(every) if str(plan) not in there and plan.world > 1]
+    fits = _make_fit_check(subject, work.height, work.width)
+    measured = {cell.plan for cell in cells}
+    unfit = {}
+    for name in compared.sweep_names:
+        for plan in sweeps.list_sweep_plans(name, ranks, fits):
+            if plan.world > 1 and str(plan) not in measured:
+                unfit[str(plan)] = plan
+    return list(unfit)
 
 
 def load_prediction_profile(compared: Comparison) -> Profile | None:
@@ -271,35 +296,37 @@ def load_prediction_profile(compared: Comparison) -> Profile | None:
 
 def predict_cells(
     subject: BenchSubject, jobs: Mapping[BenchCell, PlannedCall | None], profile: Profile
-) -> dict[BenchCell, Prediction]:
-    """Predicts cells. For a cache that decides by measured differences, seconds cannot be predicted."""
-    return {
-        cell: _predict_cell(
-            subject, cell, replace(job, shape=replace(job.shape, element_size=profile.element_size)), profile
-        )
-        for cell, job in jobs.items()
-        if job is not None
-    }
+) -> dict[BenchCell, runs.Prediction]:
+    """Predicts the cells that have a job."""
+    return {cell: predict_cell(subject, cell, job, profile) for cell, job in jobs.items() if job is not None}
 
 
-def _predict_cell(subject: BenchSubject, cell: BenchCell, job: PlannedCall, profile: Profile) -> Prediction:
-    # A link joins two hosts of one rank each.
-    machines, host = (hardware.add_interlink(profile, cell.link), 1) if cell.link else (profile, None)
-    pricer = make_pricer(subject.planner_subject, subject.make_planning_arguments(cell), machines, host)
-    left = _predict_cache_skips(cell, job)
-    seconds = None if left is None else pricer.price_call(job, left).latency_s
-    if cell.cache or cell.plan == ONE_RANK:
-        return Prediction(seconds, None)
-    ranks = (
-        count_rank_memory(subject.planner_subject, job, profile, rank, pricer.text_tokens)
-        for rank in range(job.plan.world)
-    )
-    return Prediction(seconds, max(rank.denoising_peak for rank in ranks))
+def predict_cell(
+    subject: BenchSubject, cell: BenchCell, job: PlannedCall, profile: Profile, ranks_per_host: int | None = None
+) -> runs.Prediction:
+    """Predicts a cell; not the seconds of a cache that decides by measured differences.
 
-
-def _predict_cache_skips(cell: BenchCell, job: PlannedCall) -> CacheSkips | None:
-    """The steps that a cell's cache leaves out; None if they depend on measured differences."""
+    Args:
+        subject, cell: what is measured.
+        job: the cell as numbers.
+        profile: the machine.
+        ranks_per_host: if they are on several hosts, whose link the profile has.
+    """
+    job = replace(job, shape=replace(job.shape, element_size=profile.element_size))
+    arguments = subject.make_planning_arguments(cell)
+    pricer = make_pricer(subject.planner_subject, arguments, profile, ranks_per_host)
+    seconds = None
     try:
-        return predict_skipped_steps(cell.cache_configs["cache_config"], job.shape.steps)
+        skips = predict_skipped_steps(cell.cache_configs["cache_config"], job.shape.steps)
     except PlanError:
-        return None
+        # Which steps the cache skips depends on measured differences.
+        skips = None
+    if skips is not None:
+        seconds = pricer.price_call(job, skips).latency_s
+    if cell.cache or cell.plan == ONE_RANK:
+        return runs.Prediction(seconds, None)
+    peaks = []
+    for rank in range(job.plan.world):
+        memory = count_rank_memory(subject.planner_subject, job, profile, rank, pricer.text_tokens)
+        peaks.append(memory.denoising_peak)
+    return runs.Prediction(seconds, max(peaks))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ditile.measure.bench.links import parse_link_rate
 from ditile.plan.checks import check_counts, check_whole_number
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra
@@ -15,13 +14,9 @@ from ditile.plan.flags import define_option
 from ditile.runner.requests.command_options import check_output_files
 from ditile.runner.requests.options import DeviceOptions, ModelOptions
 
-QUALITY_SWEEP = "few-steps"
-"""The sweep that compares pictures, and not seconds."""
-SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "links", "cache", QUALITY_SWEEP)
+SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "cache")
 RANDOM = "random-"
 """The prefix of the names of models with random weights."""
-RATES = ("100mbit", "1gbit", "10gbit")
-"""The rates of the sweep over links, by default."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +28,10 @@ class Comparison:
     """
 
     plans: str | None = define_option(
-        None, "plans with ; between them, a cache behind |: 'ulysses=2; ulysses=2 | F=1 W=4 R=0.12'", metavar="PLANS"
+        None, "plans with ; between them, a cache after |: 'ulysses=2; ulysses=2 | F=1 W=4 R=0.12'", metavar="PLANS"
     )
     suite: Literal["gpu"] | None = define_option(
-        None, "instead of plans: everything that a machine with GPUs is asked, in 15 minutes", choices=("gpu",)
+        None, "instead of plans: everything that is to be known of a machine with GPUs, in 15 minutes", choices=("gpu",)
     )
     quick: bool = define_option(False, "the suite in 6 minutes")
     small: bool = define_option(False, "the suite in tiny sizes, to try it; with --device cpu on any machine")
@@ -52,9 +47,6 @@ class Comparison:
         "pixels of a side for --sweep resolution; once, twice and four times the model's own by default",
         metavar="N,N,..",
         example="256,512",
-    )
-    links: str | None = define_option(
-        None, "two hosts joined by a link of each of these rates, such as 100Mbit,1Gbit (needs root)", metavar="RATES"
     )
     rounds: int = define_option(3, "interleaved rounds that count", metavar="N")
     remeasure: int = define_option(
@@ -78,55 +70,54 @@ class Comparison:
         if [self.plans, self.sweep, self.suite].count(None) != 2:
             raise PlanError("give --plans 'ulysses=2; ring=2', --sweep methods or --suite gpu, and one of them alone")
         check_counts(self, "ranks", "rounds", "devices")
-        for name in ("quick", "small", "devices"):
-            if getattr(self, name) and self.suite is None:
-                raise PlanError(f"{name}={getattr(self, name)} is for --suite gpu")
-        if self.devices == 1:
-            raise PlanError("devices=1 leaves nothing to divide; one GPU is shared by devices=2")
         check_whole_number(self.remeasure, "remeasure", 0)
-        if unknown := [name for name in self.sweep_names if name not in SWEEPS]:
-            raise PlanError(f"sweep {unknown[0]!r} is not known; there are {', '.join(SWEEPS)}")
-        if QUALITY_SWEEP in self.sweep_names and len(self.sweep_names) > 1:
-            raise PlanError(f"sweep {QUALITY_SWEEP} compares pictures, and the others seconds; run it by itself")
-        if self.ranks is not None and self.sweep is None:
-            raise PlanError(f"ranks={self.ranks} is for --sweep; plans say how many they need, a suite has --devices")
-        if self.ranks is not None and self.ranks < 2:
-            raise PlanError(f"ranks={self.ranks} leave nothing to divide; try ranks=2")
-        if self.sizes is not None and "resolution" not in self.sweep_names:
-            raise PlanError("--sizes are for --sweep resolution; give --height and --width")
-        if self.sizes is not None and min(self.sizes) < 1:
-            raise ModelError(f"sizes={','.join(map(str, self.sizes))} are not whole numbers of at least 1")
-        for rate in self.link_rates:
-            parse_link_rate(rate)
-        if self.links is not None and self.sweep is not None and self.sweep_names != ["links"]:
-            raise PlanError("--links are for --plans, or --sweep links alone")
+        self._check_suite()
+        self._check_sweeps()
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
-        # The suite leaves its figure out, and the sweep of qualities has none.
-        if not self.no_figures and self.suite is None and self.sweep_names != [QUALITY_SWEEP]:
+        # The suite only leaves its figure out.
+        if not self.no_figures and self.suite is None:
             require_extra("plots", "the figure of a bench", instead=", or give --no-figures")
+
+    def _check_suite(self) -> None:
+        if self.suite is None:
+            for name in ("quick", "small", "devices"):
+                if getattr(self, name):
+                    raise PlanError(f"{name}={getattr(self, name)} is for --suite gpu")
+        if self.devices == 1:
+            raise PlanError("devices=1 leaves nothing to divide; one GPU is shared by devices=2")
+
+    def _check_sweeps(self) -> None:
+        for name in self.sweep_names:
+            if name not in SWEEPS:
+                raise PlanError(f"sweep {name!r} is not known; there are {', '.join(SWEEPS)}")
+        if self.ranks is not None and self.sweep is None:
+            raise PlanError(f"ranks={self.ranks} is for --sweep; plans say how many they need, a suite has --devices")
+        if self.ranks == 1:
+            raise PlanError(f"ranks={self.ranks} leave nothing to divide; try ranks=2")
+        if self.sizes is not None:
+            if "resolution" not in self.sweep_names:
+                raise PlanError("--sizes are for --sweep resolution; give --height and --width")
+            if min(self.sizes) < 1:
+                raise ModelError(f"sizes={','.join(map(str, self.sizes))} are not whole numbers of at least 1")
 
     def check_output_folder(self, *others: Any) -> None:
         """Raises `ModelError` unless the folder can be written, over no file that this and `others` read."""
         folder = Path(self.out)
-        # The functions of os.path are False for a name that is too long, for which those of Path raise.
-        exists = os.path.exists(folder)
-        if exists and not folder.is_dir():
-            raise ModelError(f"out={self.out!r} is a file; give a folder")
-        names = ("runs.jsonl", "rows.jsonl", "gpu.jsonl") if exists else ("",)
+        # The functions of os.path are False for a name that is too long, for which methods of Path raise.
+        names = [""]
+        if os.path.exists(folder):
+            if not folder.is_dir():
+                raise ModelError(f"out={self.out!r} is a file; give a folder")
+            names = ["runs.jsonl", "rows.jsonl", "gpu.jsonl"]
         check_output_files([("out", folder / name) for name in names], self, *others)
 
     @property
     def sweep_names(self) -> list[str]:
         """The names of the sweeps."""
-        return [] if self.sweep is None else [name.strip() for name in self.sweep.split(",")]
-
-    @property
-    def link_rates(self) -> list[str]:
-        """The rates of the links, as `tc` writes them; empty if ranks need no link."""
-        if self.links is not None:
-            return [rate.strip().lower() for rate in self.links.split(",")]
-        return list(RATES) if "links" in self.sweep_names else []
+        if self.sweep is None:
+            return []
+        return [name.strip() for name in self.sweep.split(",")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,12 +133,12 @@ class Workload(DeviceOptions, ModelOptions):
         "a bundled model, a folder, a hub id, or one of random weights: 'random-flux blocks=57'",
         metavar="NAME",
     )
-    prompt: str = define_option("a red circle on a white background", "what to draw", metavar="TEXT")
+    prompt: str = define_option("a red circle on a white background", "what to generate", metavar="TEXT")
     output: Literal["image", "latent"] = define_option(
         "image", "measure whole calls, or without the decode", choices=("image", "latent")
     )
     threads: int | None = define_option(
-        None, "CPU threads of each rank, and of the one rank; the cores are shared out by default", metavar="N"
+        None, "CPU threads of each rank, and of the one rank; the cores are divided by default", metavar="N"
     )
     stall_timeout: float = define_option(
         3600.0, "seconds after which a run is ended in which no rank reads, computes or makes progress", metavar="S"

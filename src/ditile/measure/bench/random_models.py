@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,7 +29,8 @@ from ditile.plan.flags import define_option, iter_field_readers
 
 FAMILIES = ("pixart", "flux")
 VAE_SCALE = 8
-TEXT = 64  # channels of an embedding
+TEXT = 64
+"""Channels of an embedding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +46,7 @@ class RandomModel:
         for name, least in (("blocks", 1), ("heads", 1), ("head_dim", 8)):
             if getattr(self, name) < least:
                 raise ModelError(f"{name}={getattr(self, name)} of a random model; try {name}={least} or more")
+        # Rotary embeddings divide a head into three axes of even widths.
         if self.head_dim % 4:
             raise ModelError(f"head_dim={self.head_dim} of a random model is no multiple of 4; try head_dim=32")
 
@@ -58,7 +60,8 @@ class RandomModel:
         first, *words = text.split() or [""]
         family = first.removeprefix(RANDOM)
         if family not in FAMILIES:
-            raise ModelError(f"model {text!r} is not known; random ones are {', '.join(RANDOM + f for f in FAMILIES)}")
+            names = ", ".join(RANDOM + family for family in FAMILIES)
+            raise ModelError(f"model {text!r} is not known; random ones are {names}")
         known = {field.name: read for field, read in iter_field_readers(cls)}
         values: dict[str, Any] = {"family": family}
         for word in words:
@@ -80,7 +83,7 @@ class RandomModel:
         return PixArtSigmaPipeline if self.family == "pixart" else FluxPipeline
 
     def create_transformer(self, size: int) -> Any:
-        """The transformer for pictures of so many pixels a side, with torch's random numbers."""
+        """The transformer for images of so many pixels a side, with torch's random numbers."""
         width = self.heads * self.head_dim
         if self.family == "pixart":
             pixart: Any = PixArtTransformer2DModel(
@@ -92,7 +95,9 @@ class RandomModel:
                 sample_size=size // VAE_SCALE,
             )
             return pixart.eval()
-        double, side = self.blocks // 3, self.head_dim // 4 // 2 * 2 * 3 // 2
+        double = self.blocks // 3
+        # The rotary widths of rows and columns: about three eighths of a head each, and even.
+        side = self.head_dim // 4 // 2 * 2 * 3 // 2
         side -= side % 2
         flux: Any = FluxTransformer2DModel(
             in_channels=16,
@@ -112,7 +117,7 @@ class RandomModel:
         Args:
             size: pixels of a side.
             dtype: of the weights.
-            device: where the transformer's weights are drawn, in `dtype` at once; by default on the CPU, in float32.
+            device: where the transformer's weights are created, in `dtype` at once; by default on the CPU, in float32.
         """
         torch.manual_seed(0)
         vae = AutoencoderKL(
@@ -123,17 +128,24 @@ class RandomModel:
             latent_channels=4,
             shift_factor=0.0,
         )
-        pixart = self.family == "pixart"
-        scheduler = DPMSolverMultistepScheduler() if pixart else FlowMatchEulerDiscreteScheduler(shift=3.0)
-        absent = ("tokenizer", "text_encoder") + (() if pixart else ("tokenizer_2", "text_encoder_2"))
-        parts: dict[str, Any] = dict.fromkeys(absent) | {"vae": vae, "scheduler": scheduler}
-        with nullcontext() if device is None else _draw_weights_on(device, dtype):
+        scheduler: Any = DPMSolverMultistepScheduler()
+        absent = ["tokenizer", "text_encoder"]
+        if self.family == "flux":
+            scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+            absent += ["tokenizer_2", "text_encoder_2"]
+        if device is None:
             transformer = self.create_transformer(size)
-        pipe = self.pipeline_class(transformer=transformer, **parts)
+        else:
+            with _create_weights_on(device, dtype):
+                transformer = self.create_transformer(size)
+        parts: dict[str, Any] = dict.fromkeys(absent) | {"vae": vae, "scheduler": scheduler}
+        pipe: Any = self.pipeline_class(transformer=transformer, **parts)
         pipe.set_progress_bar_config(disable=True)
         if dtype != torch.float32:
             pipe.to(dtype)
-        return pipe if device is None else pipe.to(device)
+        if device is not None:
+            pipe.to(device)
+        return pipe
 
     def make_call_arguments(
         self,
@@ -149,7 +161,7 @@ class RandomModel:
             height, width: pixels.
             steps: denoising steps.
             dtype: of the embeddings.
-            device: where the embeddings are, as pipelines do not move what stands for a prompt; by default the CPU.
+            device: of the embeddings, as pipelines do not move what they are given; by default the CPU.
         """
         generator = torch.Generator().manual_seed(1)
         call: dict[str, Any] = {
@@ -177,12 +189,12 @@ class RandomModel:
 
 
 @contextmanager
-def _draw_weights_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def _create_weights_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Makes modules on a device, in a type."""
-    before = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with device:
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)

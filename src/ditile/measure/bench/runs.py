@@ -13,17 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ditile.distributed import files
 from ditile.measure.bench.cells import ONE_RANK, BenchCell
-from ditile.plan.errors import LoadError
+from ditile.measure.rows import Row, RowFile
 from ditile.planner.calibrate import LIMIT
 
 RUNS = "runs.jsonl"
 ROWS = "rows.jsonl"
-MAX_RUNS_BYTES = 2**30
-Run = dict[str, Any]
-Row = dict[str, Any]
-_BEGINS = '{"key": '
 
 
 class Prediction(NamedTuple):
@@ -40,152 +35,154 @@ class Prediction(NamedTuple):
 
 def make_run_key(job: Mapping[str, Any], cell: BenchCell) -> str:
     """The key of a cell's runs, as text: all that could change their seconds and bytes."""
-    one = {"plan": cell.plan, "cache": cell.cache, "link": cell.link, "height": cell.height, "width": cell.width}
-    return json.dumps(dict(job) | one, sort_keys=True)
+    # A link between hosts is a part of every key, so that older folders are resumed; here there is none.
+    about = {"plan": cell.plan, "cache": cell.cache, "link": "", "height": cell.height, "width": cell.width}
+    return json.dumps(dict(job) | about, sort_keys=True)
 
 
 def append_run(folder: str, key: str, record: Mapping[str, Any]) -> None:
     """Appends a run to the file of runs."""
-    path = Path(folder, RUNS)
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"key": json.loads(key)} | dict(record)) + "\n")
+    Path(folder).mkdir(exist_ok=True)
+    _open_run_file(folder).append([{"key": json.loads(key)} | dict(record)])
 
 
-def read_runs(folder: str) -> list[Run]:
-    """All runs of a folder. A last line that was cut short, because writing was interrupted, is removed from the file.
-
-    Raises:
-        LoadError: if the file cannot be read, or a line is no run.
-    """
-    path = Path(folder, RUNS)
-    if not path.exists():
-        return []
-    try:
-        text = files.read_file(path, MAX_RUNS_BYTES).decode()
-    except (OSError, ValueError) as error:
-        raise LoadError(f"{path} cannot be read: {error}") from error
-    whole, _, rest = text.rpartition("\n")
-    try:
-        runs = [files.parse_json(line) for line in whole.splitlines() if line.strip()]
-    except ValueError as error:
-        raise LoadError(f"{path} has a line that is no JSON ({error}); mend it, or give another --out") from error
-    if not all(isinstance(run, dict) and isinstance(run.get("key"), dict) for run in runs):
-        raise LoadError(f"{path} has lines that are no runs of ditile bench; give another --out")
-    if rest and not rest.startswith(_BEGINS) and not _BEGINS.startswith(rest):
-        raise LoadError(f"{path} ends in what is no run of ditile bench; give another --out")
-    if rest:
-        files.write_atomically(path, whole + "\n" if whole else "")
-    return runs
+def read_runs(folder: str) -> list[Row]:
+    """All runs of a folder. Raises `LoadError` if the file cannot be read, or a line is no run."""
+    return _open_run_file(folder).read()
 
 
-def count_runs_by_key(runs: Iterable[Run]) -> dict[str, int]:
+def _open_run_file(folder: str) -> RowFile:
+    return RowFile(Path(folder, RUNS), "key")
+
+
+def _format_key(run: Row) -> str:
+    return json.dumps(run["key"], sort_keys=True)
+
+
+def count_runs_by_key(runs: Iterable[Row]) -> dict[str, int]:
     """The number of counted runs, by key."""
     run_counts: dict[str, int] = {}
     for run in runs:
         if "seconds" in run:
-            key = json.dumps(run["key"], sort_keys=True)
+            key = _format_key(run)
             run_counts[key] = run_counts.get(key, 0) + 1
     return run_counts
 
 
-def summarize_runs(runs: Iterable[Run], predicted: Mapping[str, Prediction] | None = None) -> list[Row]:
-    """A row for each key, in the order in which they came.
+def summarize_runs(runs: Iterable[Row], predictions: Mapping[str, Prediction] | None = None) -> list[Row]:
+    """A row for each key with a counted run, in the order in which they came.
 
     Args:
         runs: as `read_runs` returns them.
-        predicted: predictions by key, which are added to the rows.
+        predictions: predictions by key, which are added to the rows.
     """
-    grouped: dict[str, list[Run]] = {}
+    runs_by_key: dict[str, list[Row]] = {}
     for run in runs:
-        grouped.setdefault(json.dumps(run["key"], sort_keys=True), []).append(run)
-    summary_rows = [
-        _summarize_runs_of_key(key, of_key)
-        for key, of_key in grouped.items()
-        if any("seconds" in run for run in of_key)
-    ]
-    for row in summary_rows:
-        loop, memory = (predicted or {}).get(row["key"], Prediction(None, None))
-        if loop is not None:
-            row["predicted_loop_s"], row["predicted_error"] = loop, loop / row["loop_s"] - 1
-        if memory is not None and "peak_memory_bytes" in row:
-            row["predicted_memory_bytes"] = memory
-            row["predicted_memory_error"] = memory / row["peak_memory_bytes"] - 1
-    return summary_rows
+        runs_by_key.setdefault(_format_key(run), []).append(run)
+    rows = []
+    for key, key_runs in runs_by_key.items():
+        timed = [run for run in key_runs if "seconds" in run]
+        if not timed:
+            continue
+        row = _summarize_timed_runs(key, timed)
+        memory = [run["memory"] for run in key_runs if "memory" in run]
+        if memory:
+            row["memory"] = memory[-1]
+            row["peak_memory_bytes"] = max(sum(rank.values()) for rank in memory[-1])
+        if row["plan"] != ONE_RANK:
+            _compare_with_one_rank(row, timed)
+        if predictions and key in predictions:
+            _add_prediction(row, predictions[key])
+        rows.append(row)
+    return rows
 
 
-def write_bench_rows(folder: str, bench_rows: Sequence[Row]) -> Path:
-    """Writes the rows as JSON lines, all at once."""
+def write_bench_rows(folder: str, rows: Sequence[Row]) -> Path:
+    """Writes the rows as JSON lines, all at once; their keys are in them as fields."""
     path = Path(folder, ROWS)
-    files.write_atomically(
-        path, "".join(json.dumps({k: v for k, v in row.items() if k != "key"}) + "\n" for row in bench_rows)
-    )
+    RowFile(path, "model").replace([{name: row[name] for name in row if name != "key"} for row in rows])
     return path
 
 
-def _summarize_runs_of_key(key: str, runs: Sequence[Run]) -> Row:
-    timed = [run for run in runs if "seconds" in run]
-    seconds = [run["seconds"] for run in timed]
+def _summarize_timed_runs(key: str, runs: Sequence[Row]) -> Row:
+    last = runs[-1]
+    seconds = _list_values(runs, "seconds")
+    loads = [load for load in _list_values(runs, "load") if load is not None]
     row: Row = {"key": key} | json.loads(key)
     row |= {
-        "world": timed[-1]["world"],
-        "rounds": len(timed),
-        "when": timed[-1]["when"],
-        "load_before": max((run["load"] for run in timed if run.get("load") is not None), default=None),
+        "world": last["world"],
+        "rounds": len(runs),
+        "when": last["when"],
+        "load_before": max(loads, default=None),
         "seconds": seconds,
         "median_s": statistics.median(seconds),
         "lowest_s": min(seconds),
         "highest_s": max(seconds),
-        "loop_s": statistics.median(run["loop"] for run in timed),
+        "loop_s": statistics.median(_list_values(runs, "loop")),
     }
-    watched = [run for run in timed if "again" in run]
+    watched = [run for run in runs if "again" in run]
     if watched:
-        row["again"] = sum(run["again"] for run in watched)
-        row["disturbed"] = sum(run["slower"] > LIMIT for run in watched)
-        row["product_s"] = min(run["product_s"] for run in watched)
-    least = estimate_undisturbed_seconds([run.get("pieces") for run in timed])
-    if least is not None:
-        row["undisturbed_s"] = least
-    memory = [run["memory"] for run in runs if "memory" in run]
-    if memory:
-        row["memory"] = memory[-1]
-        row["peak_memory_bytes"] = max(sum(rank.values()) for rank in memory[-1])
-    return row if row["plan"] == ONE_RANK else row | _compare_with_one_rank(row, timed)
+        row["again"] = sum(_list_values(watched, "again"))
+        row["disturbed"] = sum(slower > LIMIT for slower in _list_values(watched, "slower"))
+        row["product_s"] = min(_list_values(watched, "product_s"))
+    undisturbed = estimate_undisturbed_seconds(_list_values(runs, "pieces"))
+    if undisturbed is not None:
+        row["undisturbed_s"] = undisturbed
+    return row
 
 
-def _compare_with_one_rank(row: Row, timed: Sequence[Run]) -> Row:
-    """The entries of a plan's row: ratios to one rank within rounds, bytes, exposed communication."""
-    pictures = BenchCell(row["plan"]).num_pictures
-    last = timed[-1]
-    ratios = [pictures * run["one_rank_s"] / run["seconds"] for run in timed]
-    of_ranks = [[run["exposed"][rank] for run in timed] for rank in range(len(last["exposed"]))]
-    shares, warmups = (
-        [statistics.median(run[name] for run in of_rank) for of_rank in of_ranks] for name in ("share", "warmup")
-    )
-    kinds = dict.fromkeys(kind for of_rank in of_ranks for run in of_rank for kind in run["kinds"])
-    alone = estimate_undisturbed_seconds([[run["one_rank_pieces"]] for run in timed if "one_rank_pieces" in run])
-    least = row.get("undisturbed_s")
-    quiet = {} if alone is None or least is None else {"undisturbed_ratio": pictures * alone / least}
-    return quiet | {
-        "pictures": pictures,
-        "one_rank_seconds": [run["one_rank_s"] for run in timed],
-        "one_rank_s": statistics.median(run["one_rank_s"] for run in timed),
+def _list_values(runs: Iterable[Row], name: str) -> list[Any]:
+    """A field of each run; None where a run has no such field."""
+    return [run.get(name) for run in runs]
+
+
+def _compare_with_one_rank(row: Row, runs: Sequence[Row]) -> None:
+    """Adds the entries of a plan's row: ratios to one rank within rounds, bytes, exposed communication."""
+    images = BenchCell(row["plan"]).num_images
+    last = runs[-1]
+    plain_seconds = _list_values(runs, "one_rank_s")
+    ratios = [images * plain / own for plain, own in zip(plain_seconds, row["seconds"], strict=True)]
+    plain_pieces = [[run["one_rank_pieces"]] for run in runs if "one_rank_pieces" in run]
+    undisturbed_plain = estimate_undisturbed_seconds(plain_pieces)
+    if undisturbed_plain is not None and "undisturbed_s" in row:
+        row["undisturbed_ratio"] = images * undisturbed_plain / row["undisturbed_s"]
+    row |= {
+        "pictures": images,
+        "one_rank_seconds": plain_seconds,
+        "one_rank_s": statistics.median(plain_seconds),
         "ratio": statistics.median(ratios),
         "ratio_lowest": min(ratios),
         "ratio_highest": max(ratios),
         "bound": last.get("bound"),
         "steps_run": last["steps"],
         "bytes_sent": last["bytes_sent"],
-        "exposed": statistics.fmean(shares),
-        "exposed_warmup": statistics.fmean(warmups),
-        "exposed_of_rank": shares,
-        "exposed_kinds": {
-            kind: statistics.fmean(
-                statistics.median(run["kinds"].get(kind, 0.0) for run in of_rank) for of_rank in of_ranks
-            )
-            for kind in kinds
-        },
     }
+    # The mean over ranks of the median over rounds: a round that was disturbed on one rank counts little.
+    shares = []
+    warmup_shares = []
+    shares_by_kind: dict[str, float] = {}
+    num_ranks = len(last["exposed"])
+    for rank in range(num_ranks):
+        rounds = [run["exposed"][rank] for run in runs]
+        shares.append(statistics.median(_list_values(rounds, "share")))
+        warmup_shares.append(statistics.median(_list_values(rounds, "warmup")))
+        kinds = _list_values(rounds, "kinds")
+        for kind in set[str]().union(*kinds):
+            median = statistics.median(shares_of_round.get(kind, 0.0) for shares_of_round in kinds)
+            shares_by_kind[kind] = shares_by_kind.get(kind, 0.0) + median / num_ranks
+    row["exposed"] = statistics.fmean(shares)
+    row["exposed_warmup"] = statistics.fmean(warmup_shares)
+    row["exposed_of_rank"] = shares
+    row["exposed_kinds"] = dict(sorted(shares_by_kind.items()))
+
+
+def _add_prediction(row: Row, prediction: Prediction) -> None:
+    if prediction.loop_s is not None:
+        row["predicted_loop_s"] = prediction.loop_s
+        row["predicted_error"] = prediction.loop_s / row["loop_s"] - 1
+    if prediction.memory_bytes is not None and "peak_memory_bytes" in row:
+        row["predicted_memory_bytes"] = prediction.memory_bytes
+        row["predicted_memory_error"] = prediction.memory_bytes / row["peak_memory_bytes"] - 1
 
 
 def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
@@ -199,9 +196,12 @@ def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]] | No
     Returns:
         None for a single round, or if rounds have different numbers of parts.
     """
-    known = [of_ranks for of_ranks in rounds if of_ranks is not None]
-    shapes = {tuple(len(pieces) for pieces in of_ranks) for of_ranks in known}
+    known = [ranks for ranks in rounds if ranks is not None]
+    shapes = {tuple(len(pieces) for pieces in ranks) for ranks in known}
     if len(known) < 2 or len(known) < len(rounds) or len(shapes) > 1:
         return None
-    ranks = zip(*known, strict=True)
-    return max(math.fsum(min(times) for times in zip(*of_rank, strict=True)) for of_rank in ranks)
+    slowest = 0.0
+    for rank_rounds in zip(*known, strict=True):
+        least = math.fsum(min(piece_rounds) for piece_rounds in zip(*rank_rounds, strict=True))
+        slowest = max(slowest, least)
+    return slowest

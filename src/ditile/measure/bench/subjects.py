@@ -22,8 +22,10 @@ from ditile.runner.requests.arguments import build_call_arguments
 from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.options import GenerateOptions
 
-SIZE, STEPS = 512, 20
-"""Pixels of a side and steps of a random model, by default."""
+SIZE = 512
+"""Pixels of a side of a random model's images, by default."""
+STEPS = 20
+OUTPUT_TYPES = {"image": "pil", "latent": "latent"}
 
 
 def create_bench_subject(work: Workload) -> BenchSubject:
@@ -51,19 +53,20 @@ class StoredSubject:
         return Described.from_configs(self.name, find_model_source(self.name))
 
     def get_num_steps(self) -> int | None:
-        """Denoising steps: as given, or as the `generation.json` beside the model says."""
+        """Denoising steps: as given, or as the model's `generation.json` says."""
         return self.work.steps or defaults(self.name).get("num_inference_steps")
 
     def get_native_side(self) -> int | None:
         """Pixels of a side of the model's own size, where it is known."""
         job = self.make_cost_job(BenchCell(ONE_RANK))
-        return None if job is None else job.shape.height
+        if job is None:
+            return None
+        return job.shape.height
 
     def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
         """The arguments of a call on which its latency depends, with the model's own options."""
-        return build_dry_run_call(
-            replace(self._make_generate_options(cell), num_images=cell.num_pictures), defaults(self.name)
-        )
+        options = replace(self._make_generate_options(cell), num_images=cell.num_images)
+        return build_dry_run_call(options, defaults(self.name))
 
     def make_cost_job(self, cell: BenchCell) -> PlannedCall | None:
         """A cell as numbers, from configs alone; None if the model has no spec and the plan needs none.
@@ -76,6 +79,7 @@ class StoredSubject:
                 self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
             )
         except ModelError:
+            # Such a model can still be replicated, or have its guidance branches on two ranks.
             if cell.plan_object.divides_the_batch_alone and not cell.cache and not self._has_model_spec:
                 return None
             raise
@@ -87,14 +91,13 @@ class StoredSubject:
         return pipe
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
-        """New arguments of a call, for as many pictures as the cell has. The pipeline moves what its prompt becomes."""
+        """New arguments of a call, for as many images as the cell has. The pipeline moves its prompt's embeddings."""
         call = build_call_arguments(pipe, self._make_generate_options(cell), defaults(self.name))
-        if cell.num_pictures > 1:
-            call["num_images_per_prompt"] = cell.num_pictures
-        return call | {
-            "generator": torch.Generator("cpu").manual_seed(0),
-            "output_type": _choose_output_type(self.work),
-        }
+        if cell.num_images > 1:
+            call["num_images_per_prompt"] = cell.num_images
+        call["generator"] = torch.Generator("cpu").manual_seed(0)
+        call["output_type"] = OUTPUT_TYPES[self.work.output]
+        return call
 
     @property
     def _has_model_spec(self) -> bool:
@@ -151,27 +154,23 @@ class RandomSubject:
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
         """The arguments of a call on a device, with the output type that is measured."""
-        return self._make_arguments_on(device, cell) | {"output_type": _choose_output_type(self.work)}
+        return self._make_arguments_on(device, cell) | {"output_type": OUTPUT_TYPES[self.work.output]}
 
     @property
     def torch_dtype(self) -> torch.dtype:
         """The type of its weights."""
-        wanted = self.work.dtype or ("bfloat16" if torch.cuda.is_available() else "float32")
-        dtype: torch.dtype = getattr(torch, wanted)
+        name = self.work.dtype
+        if name is None:
+            name = "bfloat16" if torch.cuda.is_available() else "float32"
+        dtype: torch.dtype = getattr(torch, name)
         return dtype
 
     def _make_arguments_on(self, device: torch.device, cell: BenchCell) -> dict[str, Any]:
-        height, width = self._choose_height_and_width(cell)
-        call = self.random_model.make_call_arguments(height, width, self.get_num_steps(), self.torch_dtype, device)
-        return call | {"num_images_per_prompt": cell.num_pictures}
-
-    def _choose_height_and_width(self, cell: BenchCell) -> tuple[int, int]:
-        return cell.height or SIZE, cell.width or SIZE
+        call = self.random_model.make_call_arguments(
+            cell.height or SIZE, cell.width or SIZE, self.get_num_steps(), self.torch_dtype, device
+        )
+        return call | {"num_images_per_prompt": cell.num_images}
 
 
 BenchSubject: TypeAlias = StoredSubject | RandomSubject
 """What is measured: both classes have the same methods."""
-
-
-def _choose_output_type(work: Workload) -> str:
-    return "latent" if work.output == "latent" else "pil"

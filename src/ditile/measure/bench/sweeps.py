@@ -1,19 +1,15 @@
 """Sweeps: the plans that are measured side by side, for a number of ranks. Plans that do not fit are left out.
 
-methods      every parallel method of the paper (figures 5 to 7), on all ranks
+methods      every parallel method of the PipeFusion paper (arXiv 2405.14430, figures 5 to 7), on all ranks
 scaling      four of them on 2, 4, 8, .. ranks (figure 8)
 patches      PipeFusion without warmup over M (figure 12)
 warmup       PipeFusion over W and the ways of warming up (table 2)
 resolution   the methods over sizes (figures 5 to 7, across)
-links        the methods over the bandwidth between two hosts
 cache        one rank and two methods, with some caches
-
-few-steps, which compares pictures, is in `few_steps.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 from ditile.measure.bench.cells import BenchCell
@@ -25,6 +21,7 @@ Fits = Callable[[Plan], bool]
 
 PATCHES = (1, 2, 4, 8, 16, 32)
 WARMUPS = (0, 1, 2, 4)
+WARMUP_MODES = ("serial", "pipelined", "sequence", "separate")
 CACHES = ("F=1 W=4 R=0.12", "F=1 W=4 R=0.2 MC=4 taylor=1", "F=1 mask=fast policy=static taylor=1")
 
 
@@ -39,93 +36,97 @@ def list_sweep_plans(sweep: str, ranks: int, fits: Fits) -> list[Plan]:
     if sweep == "methods":
         return list_method_plans(ranks, fits)
     if sweep == "scaling":
-        return [
-            plan
-            for n in (2**k for k in range(1, ranks.bit_length()))
-            if n <= ranks
-            for plan in list_representative_plans(n, fits)
-        ]
+        plans = []
+        count = 2
+        while count <= ranks:
+            plans += list_representative_plans(count, fits)
+            count *= 2
+        return plans
     if sweep == "patches":
-        return [Plan(pipefusion=ranks, patches=m, warmup=0) for m in PATCHES]
+        return [Plan(pipefusion=ranks, patches=patches, warmup=0) for patches in PATCHES]
     if sweep == "warmup":
         return list_warmup_plans(ranks, fits)
     if sweep == "cache":
         return [Plan(), choose_pipefusion_plan(ranks, fits), Plan(ulysses=ranks)]
-    return list_link_plans(ranks, fits) if sweep == "links" else list_representative_plans(ranks, fits)
+    return list_representative_plans(ranks, fits)
 
 
 def list_sweep_cells(
     sweep: str, ranks: int, sizes: Sequence[tuple[int | None, int | None]], fits: Fits
 ) -> list[BenchCell]:
-    """The cells of a sweep, without links: plans at each size, with each cache if caches are compared."""
-    caches = ("", *CACHES) if sweep == "cache" else ("",)
-    sweep_cells = [
-        BenchCell(str(plan), cache, "", height, width)
-        for height, width in sizes
-        for plan in list_sweep_plans(sweep, ranks, fits)
-        for cache in caches
-        if fits(plan) and (cache or plan != Plan())
-    ]
-    return list(dict.fromkeys(sweep_cells))
+    """The cells of a sweep: plans that fit at each (height, width), with each cache if caches are compared."""
+    caches = [""]
+    if sweep == "cache":
+        caches += CACHES
+    plans = [plan for plan in list_sweep_plans(sweep, ranks, fits) if fits(plan)]
+    cells = []
+    for height, width in sizes:
+        for plan in plans:
+            for cache in caches:
+                # One rank without a cache is the plain pipeline, which every sweep measures.
+                if cache or plan != Plan():
+                    cells.append(BenchCell(str(plan), cache, height, width))
+    return list(dict.fromkeys(cells))
 
 
-def list_method_plans(n: int, fits: Fits) -> list[Plan]:
+def list_method_plans(ranks: int, fits: Fits) -> list[Plan]:
     """Every method by itself, and the hybrids that need four ranks or more."""
-    patches = choose_pipefusion_plan(n, fits).patches
-    method_plans = [
-        Plan(pipefusion=n, patches=patches),
-        Plan(pipefusion=n, patches=patches, warmup_mode="pipelined"),
-        Plan(distrifusion=n),
-        Plan(ulysses=n),
-        Plan(ulysses=n, async_ulysses=True),
-        Plan(ring=n),
-        Plan(tensor=n),
-        Plan(tensor=n, split_scheme="sequence"),
-        Plan(data=n),
+    patches = choose_pipefusion_plan(ranks, fits).patches
+    plans = [
+        Plan(pipefusion=ranks, patches=patches),
+        Plan(pipefusion=ranks, patches=patches, warmup_mode="pipelined"),
+        Plan(distrifusion=ranks),
+        Plan(ulysses=ranks),
+        Plan(ulysses=ranks, async_ulysses=True),
+        Plan(ring=ranks),
+        Plan(tensor=ranks),
+        Plan(tensor=ranks, split_scheme="sequence"),
+        Plan(data=ranks),
     ]
-    if n % 2 == 0:
-        half = n // 2
-        method_plans.append(Plan(cfg=2) if half == 1 else Plan(cfg=2, ulysses=half))
-    if n % 2 == 0 and n >= 4:
-        cut = choose_pipefusion_plan(half, fits).patches
-        method_plans += [
-            Plan(ring=half, ulysses=2),
-            Plan(ring=2, ulysses=half),
-            Plan(pipefusion=half, patches=cut, ulysses=2),
-            Plan(cfg=2, pipefusion=half, patches=cut),
-        ]
-    return list(dict.fromkeys(method_plans))
+    if ranks % 2 == 0:
+        half = ranks // 2
+        plans.append(Plan(cfg=2, ulysses=half))
+        if ranks >= 4:
+            patches = choose_pipefusion_plan(half, fits).patches
+            plans += [
+                Plan(ring=half, ulysses=2),
+                Plan(ring=2, ulysses=half),
+                Plan(pipefusion=half, patches=patches, ulysses=2),
+                Plan(cfg=2, pipefusion=half, patches=patches),
+            ]
+    return list(dict.fromkeys(plans))
 
 
-def list_representative_plans(n: int, fits: Fits) -> list[Plan]:
+def list_representative_plans(ranks: int, fits: Fits) -> list[Plan]:
     """One plan for each kind of method."""
-    sequence = Plan(ulysses=n) if fits(Plan(ulysses=n)) else Plan(ring=n)
-    return list(
-        dict.fromkeys([choose_pipefusion_plan(n, fits), Plan(distrifusion=n), sequence, Plan(ring=n), Plan(tensor=n)])
-    )
+    plans = [choose_pipefusion_plan(ranks, fits), Plan(distrifusion=ranks)]
+    # Ulysses needs as many heads as ranks; ring has no such limit.
+    if fits(Plan(ulysses=ranks)):
+        plans.append(Plan(ulysses=ranks))
+    return [*plans, Plan(ring=ranks), Plan(tensor=ranks)]
 
 
-def list_link_plans(n: int, fits: Fits) -> list[Plan]:
-    """The plans of `list_representative_plans`, PipeFusion with a pipelined warmup, and for two ranks cfg."""
-    first, *others = list_representative_plans(n, fits)
-    return [first, dataclasses.replace(first, warmup_mode="pipelined"), *others, *[Plan(cfg=2)] * (n == 2)]
-
-
-def list_warmup_plans(n: int, fits: Fits) -> list[Plan]:
+def list_warmup_plans(ranks: int, fits: Fits) -> list[Plan]:
     """PipeFusion with each W and warmup mode; without warmup the modes are the same."""
-    patches = choose_pipefusion_plan(n, fits).patches
-    warmup_plans = [Plan(pipefusion=n, patches=patches, warmup=w) for w in WARMUPS]
-    for mode in ("pipelined", "sequence", "separate"):
-        warmup_plans += [Plan(pipefusion=n, patches=patches, warmup=w, warmup_mode=mode) for w in WARMUPS if w]
-    if n % 2 == 0 and n >= 4:
-        warmup_plans += [Plan(cfg=2, pipefusion=n // 2, patches=patches, warmup=w) for w in WARMUPS]
-    return warmup_plans
+    patches = choose_pipefusion_plan(ranks, fits).patches
+    plans = []
+    for mode in WARMUP_MODES:
+        for warmup in WARMUPS:
+            if warmup or mode == "serial":
+                plans.append(Plan(pipefusion=ranks, patches=patches, warmup=warmup, warmup_mode=mode))  # type: ignore[arg-type]
+    if ranks % 2 == 0 and ranks >= 4:
+        plans += [Plan(cfg=2, pipefusion=ranks // 2, patches=patches, warmup=warmup) for warmup in WARMUPS]
+    return plans
 
 
-def choose_pipefusion_plan(n: int, fits: Fits) -> Plan:
+def choose_pipefusion_plan(ranks: int, fits: Fits) -> Plan:
     """PipeFusion with twice as many patches as stages, or as many as there can be."""
-    tried = [Plan(pipefusion=n, patches=m) for m in range(2 * n, 0, -1)]
-    return next((plan for plan in tried if fits(plan)), tried[n])
+    for patches in range(2 * ranks, 0, -1):
+        plan = Plan(pipefusion=ranks, patches=patches)
+        if fits(plan):
+            return plan
+    # None fits; the refusal of this one says why.
+    return Plan(pipefusion=ranks, patches=ranks)
 
 
 def make_fit_check(check: Callable[[Plan], object]) -> Fits:

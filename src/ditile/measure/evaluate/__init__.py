@@ -1,1 +1,1 @@
-"""`ditile evaluate`: draws captions with plans and caches, and judges the pictures and the time."""
+"""`ditile evaluate`: generates captions with plans and caches, and judges the images and the time."""

@@ -1,19 +1,17 @@
-"""Checks whether a picture shows its caption: the grammar of captions, and a check by colours and templates.
+"""Checks whether an image shows its caption: the grammar of captions, and a check by colours and templates.
 
 A caption of the bundled models names all of a scene of one or two coloured shapes. What it does not name (the direction
-and phase of stripes, the direction of a gradient, the light) is the same in every picture, except for a small jitter of
+and phase of stripes, the direction of a gradient, the light) is the same in every image, except for a small jitter of
 place and size. Coordinates are fractions of the width (x) and of the height (y); radii are fractions of the shorter
-side. `training/scenes.py` samples scenes and draws them.
+side. `training/scenes.py` samples scenes and renders them; `training/caption_scores.py` also judges textures.
 
 Every pixel gets the nearest colour of the vocabulary (with its shades). Each thing in the caption is then searched
 among the pixels of its colour. There must be enough of them (colour), their centroid must be near the place in the
 caption (position), the best of the shape templates by intersection over union must be its shape (shape), and the area
-must fit (size). The background is the most frequent background colour. A picture is all right if all of this holds for
-every thing and no other colour of the vocabulary takes up a visible area. The texture is judged too, and reported
-beside "all right", not within.
+must fit (size). The background is the most frequent background colour. An image is all right if all of this holds for
+every thing and no other colour of the vocabulary takes up a visible area.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -60,15 +58,21 @@ RELATIONS = {
 STRIPES = 4  # dark and light pairs over the width
 GRADIENT_DEPTH = 45.0  # of 255, either way
 
-SHADES = (0.7, 0.85, 1.0, 1.15, 1.3)  # the light on a thing
-OFFSETS = [share * GRADIENT_DEPTH for share in (-1.0, -0.5, 0.0, 0.5, 1.0)]  # a background's textures
-MIN_PART = 0.35  # of the area of a small thing: less of a colour is not a thing
-MAX_OFF = 0.13  # of width and height, between the centroid and the place asked for
-MIN_OVERLAP = 0.6  # intersection over union with the best template
-FOREIGN = 0.006  # of the picture: more of an unnamed colour is an error
-BACKDROP = len(COLORS)  # labels from here on are backgrounds
+# The light on a thing, and a background's textures: the pixels of a colour are not all the same.
+SHADES = (0.7, 0.85, 1.0, 1.15, 1.3)
+OFFSETS = [share * GRADIENT_DEPTH for share in (-1.0, -0.5, 0.0, 0.5, 1.0)]
+# Of the area of a small thing: less of a colour is not a thing.
+MIN_PART = 0.35
+# Of width and height, between the centroid of a thing and the place in the caption.
+MAX_OFF = 0.13
+# Intersection over union with the best template.
+MIN_OVERLAP = 0.6
+# Of the image: more of an unnamed colour is an error.
+FOREIGN = 0.006
+# Labels from here on are backgrounds.
+BACKDROP = len(COLORS)
+# Between a small and a large thing.
 LARGE = float(np.sqrt(SIZES["large"] * SIZES["small"]))
-VERDICT_ITEMS = ("color", "position", "shape", "size", "background", "clean", "all_right", "texture")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,14 +103,30 @@ def parse_caption(caption: str) -> Scene:
     words = backdrop.split()
     if not separator or len(words) not in (2, 3) or words[-1] != "background":
         raise ValueError(f"no '... on a <colour> [<texture>] background' at the end of {caption!r}")
-    texture = words[1] if len(words) == 3 else "plain"
-    nouns, where, places = _split_caption_body(body, caption)
-    things = tuple(_parse_noun_phrase(noun, place, caption) for noun, place in zip(nouns, places, strict=True))
-    if words[0] not in BACKGROUNDS or texture not in TEXTURES:
+    background, *textures = words[:-1]
+    texture = "".join(textures) or "plain"
+    if background not in BACKGROUNDS or texture not in TEXTURES:
         raise ValueError(
             f"background {' '.join(words[:-1])!r} is unknown; colours {list(BACKGROUNDS)}, textures {TEXTURES}"
         )
-    return Scene(things=things, where=where, background=words[0], texture=texture)
+    for relation, places in RELATIONS.items():
+        first, separator, second = body.partition(f" {relation} a ")
+        if separator:
+            nouns = (first, f"a {second}")
+            things = [_parse_noun_phrase(noun, place, caption) for noun, place in zip(nouns, places, strict=True)]
+            return Scene(things=tuple(things), where=relation, background=background, texture=texture)
+    for where, place in PLACES.items():
+        if body.endswith(f" {where}"):
+            thing = _parse_noun_phrase(body.removesuffix(f" {where}"), place, caption)
+            return Scene(things=(thing,), where=where, background=background, texture=texture)
+    raise ValueError(f"no place of {list(PLACES)} and no relation of {list(RELATIONS)} in {caption!r}")
+
+
+def _parse_noun_phrase(noun: str, place: tuple[float, float], caption: str) -> Thing:
+    match noun.split():
+        case ["a", size, color, shape] if size in SIZES and color in COLORS and shape in SHAPES:
+            return Thing(shape=shape, color=color, size=size, x=place[0], y=place[1], radius=SIZES[size])
+    raise ValueError(f"{noun!r} in {caption!r} is not 'a <{'|'.join(SIZES)}> <colour> <{'|'.join(SHAPES)}>'")
 
 
 def make_pixel_grid(height: int, width: int) -> tuple[Field, Field]:
@@ -137,24 +157,6 @@ def compute_signed_distance(shape: str, x: Field, y: Field, radius: float) -> Fi
     return distance
 
 
-def _split_caption_body(body: str, caption: str) -> tuple[list[str], str, tuple[tuple[float, float], ...]]:
-    for relation, places in RELATIONS.items():
-        first, separator, second = body.partition(f" {relation} a ")
-        if separator:
-            return [first, f"a {second}"], relation, places
-    for place, xy in PLACES.items():
-        if body.endswith(f" {place}"):
-            return [body.removesuffix(f" {place}")], place, (xy,)
-    raise ValueError(f"no place of {list(PLACES)} and no relation of {list(RELATIONS)} in {caption!r}")
-
-
-def _parse_noun_phrase(noun: str, place: tuple[float, float], caption: str) -> Thing:
-    match noun.split():
-        case ["a", size, color, shape] if size in SIZES and color in COLORS and shape in SHAPES:
-            return Thing(shape=shape, color=color, size=size, x=place[0], y=place[1], radius=SIZES[size])
-    raise ValueError(f"{noun!r} in {caption!r} is not 'a <{'|'.join(SIZES)}> <colour> <{'|'.join(SHAPES)}>'")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ThingVerdict:
     """Which properties of one thing are right."""
@@ -166,91 +168,62 @@ class ThingVerdict:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PictureVerdict:
-    """Which properties of one picture are right; `clean` is that it has no unnamed colour."""
+class ImageVerdict:
+    """Which properties of one image are right; `clean` is that it has no unnamed colour."""
 
     things: tuple[ThingVerdict, ...]
     background: bool
     clean: bool
-    texture: bool
 
     @property
     def all_right(self) -> bool:
         """Whether every thing and the background's colour are right, and no other colour is there."""
-        things = all(t.color and t.position and t.shape and t.size for t in self.things)
+        things = all(thing.color and thing.position and thing.shape and thing.size for thing in self.things)
         return things and self.background and self.clean
 
-    def compute_item_share(self, item: str) -> float:
-        """The share, 0 to 1, of one of `VERDICT_ITEMS`: the mean over things, or that of the whole picture."""
-        if item in ("background", "clean", "all_right", "texture"):
-            return float(getattr(self, item))
-        return float(np.mean([getattr(thing, item) for thing in self.things]))
 
-
-def judge_picture(image: Image, caption: str) -> PictureVerdict:
-    """The verdict on one uint8 picture `[H, W, 3]`. Raises `ValueError` if the caption is not of the grammar."""
+def judge_image(image: Image, caption: str) -> ImageVerdict:
+    """The verdict on one uint8 image `[H, W, 3]`. Raises `ValueError` if the caption is not of the grammar."""
     scene = parse_caption(caption)
     labels = segment_colors(image)
-    masks = {color: filter_by_majority(labels == i) for i, color in enumerate(COLORS)}
-    named_colors = {thing.color for thing in scene.things}
-    return PictureVerdict(
-        things=tuple(_judge_thing(masks[thing.color], thing) for thing in scene.things),
+    masks = {color: filter_by_majority(labels == index) for index, color in enumerate(COLORS)}
+    things = tuple(_judge_thing(masks[thing.color], thing) for thing in scene.things)
+    for thing in scene.things:
+        masks.pop(thing.color, None)
+    return ImageVerdict(
+        things=things,
         background=classify_background(labels) == scene.background,
-        clean=all(mask.mean() <= FOREIGN for color, mask in masks.items() if color not in named_colors),
-        texture=classify_texture(image, labels >= BACKDROP) == scene.texture,
+        clean=all(mask.mean() <= FOREIGN for mask in masks.values()),
     )
-
-
-def score_pictures(images: Sequence[Image], captions: Sequence[str]) -> dict[str, float]:
-    """Per cent right of each of `VERDICT_ITEMS`, averaged over pictures."""
-    verdicts = [judge_picture(image, caption) for image, caption in zip(images, captions, strict=True)]
-    return {
-        item: round(100 * float(np.mean([v.compute_item_share(item) for v in verdicts])), 1) for item in VERDICT_ITEMS
-    }
 
 
 def segment_colors(image: Image) -> NDArray[np.int64]:
     """The nearest colour of every pixel `[H, W]`: an index into COLORS, or BACKDROP + an index into BACKGROUNDS."""
     palette, labels = _build_palette()
     x = image.reshape(-1, 3).astype(np.float32)
+    # The square of the pixel itself is the same for every colour of the palette.
     distance = (palette**2).sum(1) - 2 * x @ palette.T
     nearest: NDArray[np.int64] = labels[distance.argmin(1)]
     return nearest.reshape(image.shape[:2])
 
 
-def classify_texture(image: Image, backdrop: Mask) -> str:
-    """The texture of the pixels of the background, by the brightness along rows and columns."""
-    if not backdrop.any():
-        return "none"
-    x, y = make_pixel_grid(*image.shape[:2])
-    light = image.mean(2)
-    wave = np.sin(x * (2 * np.pi * STRIPES))
-    if _mean_within_mask(light, backdrop & (wave > 0)) - _mean_within_mask(light, backdrop & (wave < 0)) > 15:
-        return "striped"
-    return (
-        "gradient"
-        if _mean_within_mask(light, backdrop & (y > 0.7)) - _mean_within_mask(light, backdrop & (y < 0.3)) > 20
-        else "plain"
-    )
-
-
 def _judge_thing(mask: Mask, thing: Thing) -> ThingVerdict:
     height, width = mask.shape
-    short = min(height, width)
-    area = float(mask.sum()) / short**2
-    if area < MIN_PART * measure_template(thing.shape)[0] * SIZES["small"] ** 2:
+    area = float(mask.sum()) / min(height, width) ** 2
+    unit_area = measure_template(thing.shape)[0]
+    if area < MIN_PART * unit_area * SIZES["small"] ** 2:
         return ThingVerdict(color=False)
     x, y = make_pixel_grid(height, width)
     center_x = float(x[mask].mean())
     center_y = float(y[mask].mean())
-    overlap = {shape: compute_overlap(mask, shape, area, center_x, center_y) for shape in SHAPES}
-    best = max(overlap, key=lambda shape: overlap[shape])
-    radius = np.sqrt(area / measure_template(thing.shape)[0])
+    overlaps = {shape: compute_overlap(mask, shape, area, center_x, center_y) for shape in SHAPES}
+    best = max(SHAPES, key=overlaps.__getitem__)
+    is_large = bool(np.sqrt(area / unit_area) > LARGE)
     return ThingVerdict(
         color=True,
         position=bool(np.hypot(center_x - thing.x, center_y - thing.y) < MAX_OFF),
-        shape=best == thing.shape and overlap[best] > MIN_OVERLAP,
-        size=bool(radius > LARGE) == (thing.size == "large"),
+        shape=best == thing.shape and overlaps[best] > MIN_OVERLAP,
+        size=is_large == (thing.size == "large"),
     )
 
 
@@ -268,37 +241,39 @@ def compute_overlap(mask: Mask, shape: str, area: float, center_x: float, center
 
 
 def classify_background(labels: NDArray[np.int64]) -> str:
-    backdrop = labels[labels >= BACKDROP] - BACKDROP
-    return (
-        list(BACKGROUNDS)[int(np.bincount(backdrop, minlength=len(BACKGROUNDS)).argmax())] if backdrop.size else "none"
-    )
+    """The most frequent background colour."""
+    counts = np.bincount(labels.ravel(), minlength=BACKDROP + len(BACKGROUNDS))[BACKDROP:]
+    if not counts.any():
+        return "none"
+    return list(BACKGROUNDS)[int(counts.argmax())]
 
 
 def filter_by_majority(mask: Mask) -> Mask:
     """The mask after a 3 x 3 majority filter, which removes one-pixel mixtures of colours along outlines."""
     height, width = mask.shape
     padded = np.pad(mask.astype(np.int8), 1)
-    neighbor_counts = sum(padded[i : i + height, j : j + width] for i in range(3) for j in range(3))
-    return np.asarray(neighbor_counts >= 5)
-
-
-def _mean_within_mask(values: NDArray[np.float64], mask: Mask) -> float:
-    return float(values[mask].mean()) if mask.any() else 0.0
+    neighbors = np.zeros(mask.shape, np.int8)
+    for top, left in np.ndindex(3, 3):
+        neighbors += padded[top : top + height, left : left + width]
+    return np.asarray(neighbors >= 5)
 
 
 @cache
 def measure_template(shape: str) -> tuple[float, float, float]:
     """Area, and centroid x and y, of a shape of radius 1."""
-    x, y = (3 * v - 1.5 for v in make_pixel_grid(256, 256))
+    x, y = (3 * axis - 1.5 for axis in make_pixel_grid(256, 256))
     inside = compute_signed_distance(shape, x, y, 1.0) < 0
     return float(inside.mean() * 9), float(x[inside].mean()), float(y[inside].mean())
 
 
 @cache
 def _build_palette() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    things = [np.array(rgb) * shade for rgb in COLORS.values() for shade in SHADES]
-    backdrops = [np.array(rgb) + offset for rgb in BACKGROUNDS.values() for offset in OFFSETS]
-    labels = [i for i in range(len(COLORS)) for _ in SHADES] + [
-        BACKDROP + i for i in range(len(BACKGROUNDS)) for _ in OFFSETS
-    ]
-    return np.clip(np.array(things + backdrops), 0, 255).astype(np.float32), np.array(labels)
+    """Every colour in every shade, and its label."""
+    rows = []
+    for rgb in COLORS.values():
+        rows += [np.array(rgb) * shade for shade in SHADES]
+    for rgb in BACKGROUNDS.values():
+        rows += [np.array(rgb) + offset for offset in OFFSETS]
+    labels = np.repeat(np.arange(len(COLORS)), len(SHADES)).tolist()
+    labels += np.repeat(BACKDROP + np.arange(len(BACKGROUNDS)), len(OFFSETS)).tolist()
+    return np.clip(np.array(rows), 0, 255).astype(np.float32), np.array(labels)

@@ -12,12 +12,12 @@ from ditile.runner.requests.command_options import COCO_PREFIX
 from ditile.runner.requests.prompts import read_prompts
 
 BUNDLED_SOURCE = "bundled"
+# The annotations of COCO's training set are 90 MB.
 MAX_ANNOTATION_BYTES = 2**30
-"""Those of COCO's training set are 90 MB."""
 
 
 class Caption(NamedTuple):
-    """A text to draw.
+    """A text to generate.
 
     Attributes:
         image: the file of the photograph that the caption describes; None where there is none.
@@ -33,15 +33,17 @@ def load_captions(source: str, count: int | None, default: int) -> list[Caption]
     Raises:
         ModelError: if the source cannot be read, or has no captions or fewer than `count`.
     """
-    if source == BUNDLED_SOURCE:
-        captions = [Caption(line) for line in (ASSETS / "captions.txt").read_text("utf-8").splitlines()]
-    elif source.startswith(COCO_PREFIX):
+    if source.startswith(COCO_PREFIX):
         captions = read_coco_captions(Path(source.removeprefix(COCO_PREFIX)))
+    elif source == BUNDLED_SOURCE:
+        captions = list(map(Caption, (ASSETS / "captions.txt").read_text("utf-8").splitlines()))
     else:
-        captions = [Caption(line) for line in read_prompts(source, "captions")]
-    if count is not None and count > len(captions):
+        captions = list(map(Caption, read_prompts(source, "captions")))
+    if count is None:
+        return captions[:default]
+    if count > len(captions):
         raise ModelError(f"num={count} exceeds the {len(captions)} captions of {source!r}; try num={len(captions)}")
-    return captions[: default if count is None else count]
+    return captions[:count]
 
 
 def read_coco_captions(path: Path) -> list[Caption]:
@@ -50,22 +52,24 @@ def read_coco_captions(path: Path) -> list[Caption]:
     Raises:
         ModelError: if the file cannot be read, is no such file, or has no caption.
     """
+    option = f"captions='{COCO_PREFIX}{path}'"
     try:
         content = files.parse_json(files.read_file(path, MAX_ANNOTATION_BYTES))
     except (OSError, ValueError) as error:
-        raise ModelError(f"captions='{COCO_PREFIX}{path}' cannot be read: {' '.join(str(error).split())}") from error
+        raise ModelError(f"{option} cannot be read: {' '.join(str(error).split())}") from error
     try:
         names = {image["id"]: str(image["file_name"]) for image in content.get("images", [])}
-        first: dict[int, Any] = {}
-        for entry in content["annotations"]:
-            image = entry["image_id"]
-            if " ".join(entry["caption"].split()) and (image not in first or entry["id"] < first[image]["id"]):
-                first[image] = entry
-        captions = [Caption(" ".join(first[image]["caption"].split()), names.get(image)) for image in sorted(first)]
+        # Later entries replace earlier ones, so the lowest id of an image must come last.
+        texts: dict[int, Any] = {}
+        for entry in sorted(content["annotations"], key=lambda entry: entry["id"], reverse=True):
+            text = " ".join(entry["caption"].split())
+            if text:
+                texts[entry["image_id"]] = text
+        captions = [Caption(texts[image], names.get(image)) for image in sorted(texts)]
     except (KeyError, TypeError, AttributeError) as error:
         raise ModelError(
-            f"captions='{COCO_PREFIX}{path}' is no file of COCO captions: 'annotations' have id, image_id and caption"
+            f"{option} is no file of COCO captions: 'annotations' have id, image_id and caption"
         ) from error
     if not captions:
-        raise ModelError(f"captions='{COCO_PREFIX}{path}' has no caption")
+        raise ModelError(f"{option} has no caption")
     return captions

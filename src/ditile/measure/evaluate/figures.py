@@ -1,4 +1,4 @@
-"""The figures of an evaluation: a sheet of pictures side by side, and PSNR over latency."""
+"""The figures of an evaluation: a sheet of images side by side, and PSNR over latency."""
 
 from __future__ import annotations
 
@@ -14,159 +14,198 @@ from ditile.cache.config_text import NO_CACHE
 from ditile.measure.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.measure.evaluate.store import select_pareto_front
 from ditile.measure.palette import MARKERS, assign_plan_colours
+from ditile.measure.rows import Row
 from ditile.plan.extras import require_extra
 from ditile.runner.requests.pictures import read_picture, save_figure
 
-ROWS = 8
+SHEET_ROWS = 8
 """Captions that are shown."""
-
 AMPLIFIED = 4
-LEAST, MOST = 144, 256  # pixels of the longer side of a picture on the sheet
-GAP, TEXT, LINE = 10, 13, 17
-INK, FAINT, PAPER = (20, 20, 20), (110, 110, 110), (255, 255, 255)
+# Pixels of the longer side of an image on the sheet, of a gap, of the text, of a line, and of a wide letter.
+LEAST_SIDE = 144
+MOST_SIDE = 256
+GAP = 10
+TEXT = 13
+LINE = 17
+LETTER = 7
+Ink = tuple[int, int, int]
+INK = (20, 20, 20)
+FAINT = (110, 110, 110)
+PAPER = (255, 255, 255)
+SAME_PSNR = 100.0
+"""The PSNR that equal images count as."""
 SheetColumn = tuple[EvaluationSetting, Sequence[tuple[Path, float]]]
 """A setting; for each caption its file, and its PSNR in dB."""
 
 
 def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) -> Image.Image:
-    """A sheet with a column for each setting, a row for each caption, and differences below the pictures.
+    """A sheet with a column for each setting, a row for each caption, and differences below the images.
 
     A difference is the amplified mean over the colours of the absolute difference from the original, on black.
 
     Args:
         columns: the columns, the original first.
-        captions: the captions, in the order of the pictures.
+        captions: the captions, in the order of the images.
     """
-    font = ImageFont.load_default(TEXT)
-    pictures = [[read_picture(path, "out") for path, _ in shown] for _, shown in columns]
-    width, height = _compute_thumbnail_size(pictures[0][0])
-    heads = [_wrap_text_lines(_make_column_title(setting), font, width) for setting, _ in columns]
-    head = LINE * max(map(len, heads)) + GAP
+    originals = [read_picture(path, "out") for path, _ in columns[0][1]]
+    width, height = _compute_thumbnail_size(originals[0])
+    heads = [_wrap_text_lines(_make_column_title(setting), width) for setting, _ in columns]
+    # From the top: the heads, then for each caption an image, a line of text, and a difference.
+    head_height = LINE * max(map(len, heads)) + 2 * GAP
     row_height = 2 * height + LINE + 3 * GAP
-    page = Image.new("RGB", (GAP + len(columns) * (width + GAP), GAP + head + len(captions) * row_height + LINE), PAPER)
-    pen = ImageDraw.Draw(page)
-    for k, (setting, shown) in enumerate(columns):
-        left = GAP + k * (width + GAP)
-        pen.multiline_text((left, GAP), "\n".join(heads[k]), INK, font, spacing=LINE - TEXT)
+    page_width = GAP + len(columns) * (width + GAP)
+    page_height = head_height + len(captions) * row_height + LINE
+    page = Image.new("RGB", (page_width, page_height), PAPER)
+    for index, (setting, images) in enumerate(columns):
+        left = GAP + index * (width + GAP)
+        _write_lines(page, left, GAP, heads[index])
         for row, caption in enumerate(captions):
-            top = GAP + head + row * row_height
-            own, original = pictures[k][row], pictures[0][row]
-            page.paste(own.resize((width, height), Image.Resampling.LANCZOS), (left, top))
+            top = head_height + row * row_height
             below = top + height + 3
+            path, psnr = images[row]
+            image = read_picture(path, "out")
+            _paste_thumbnail(page, image, left, top, Image.Resampling.LANCZOS)
             if setting == ORIGINAL:
-                text = _wrap_text_lines(caption, font, width)[: height // LINE]
-                pen.multiline_text((left, below + LINE), "\n".join(text), INK, font, spacing=LINE - TEXT)
+                # Instead of a difference, which would be black.
+                lines = _wrap_text_lines([caption], width)
+                _write_lines(page, left, below + LINE, lines[: height // LINE])
                 continue
-            psnr = shown[row][1]
-            pen.text((left, below), "same picture" if psnr >= 100 else f"{psnr:.1f} dB", FAINT, font)
-            page.paste(
-                make_difference_image(own, original).resize((width, height), Image.Resampling.BOX), (left, below + LINE)
-            )
-    note = f"below each picture: its difference from the original, {AMPLIFIED} times as bright"
-    pen.text((GAP, page.height - LINE - 2), note, FAINT, font)
+            label = f"{psnr:.1f} dB"
+            if psnr >= SAME_PSNR:
+                label = "same image"
+            _write_lines(page, left, below, [label], FAINT)
+            difference = make_difference_image(image, originals[row])
+            _paste_thumbnail(page, difference, left, below + LINE, Image.Resampling.BOX)
+    note = f"below each image: its difference from the original, {AMPLIFIED} times as bright"
+    _write_lines(page, GAP, page_height - LINE - 2, [note], FAINT)
     return page
 
 
-def make_difference_image(picture: Image.Image, original: Image.Image) -> Image.Image:
-    """The amplified difference of a picture from the original; white is a quarter of the range or more."""
-    apart = np.abs(np.asarray(picture, np.float32) - np.asarray(original, np.float32)).mean(2)
-    return Image.fromarray(np.minimum(apart * AMPLIFIED, 255).astype(np.uint8)).convert("RGB")
+def _write_lines(page: Image.Image, left: int, top: int, lines: Sequence[str], ink: Ink = INK) -> None:
+    font = ImageFont.load_default(TEXT)
+    ImageDraw.Draw(page).multiline_text((left, top), "\n".join(lines), ink, font, spacing=LINE - TEXT)
 
 
-def _compute_thumbnail_size(picture: Image.Image) -> tuple[int, int]:
-    longer = max(picture.size)
-    scale = min(max(longer, LEAST), MOST) / longer
-    return round(picture.width * scale), round(picture.height * scale)
+def _paste_thumbnail(page: Image.Image, image: Image.Image, left: int, top: int, resampling: Image.Resampling) -> None:
+    size = _compute_thumbnail_size(image)
+    page.paste(image.resize(size, resampling), (left, top))
+
+
+def make_difference_image(image: Image.Image, original: Image.Image) -> Image.Image:
+    """The amplified difference of an image from the original; white is a quarter of the range or more."""
+    pixels = np.asarray(image, np.float32)
+    difference = np.abs(pixels - np.asarray(original, np.float32)).mean(2)
+    amplified = np.minimum(difference * AMPLIFIED, 255)
+    return Image.fromarray(amplified.astype(np.uint8)).convert("RGB")
+
+
+def _compute_thumbnail_size(image: Image.Image) -> tuple[int, int]:
+    longer = max(image.size)
+    scale = min(max(longer, LEAST_SIDE), MOST_SIDE) / longer
+    return round(image.width * scale), round(image.height * scale)
 
 
 def _make_column_title(setting: EvaluationSetting) -> list[str]:
     """The lines of a column's head, before they are wrapped."""
     if setting == ORIGINAL:
         return [str(ORIGINAL)]
-    plan = "one process" if setting.has_original_plan else setting.plan
-    return [plan, "no cache" if setting.cache == NO_CACHE else setting.cache]
+    return [_name_plan(setting.plan), _name_cache(setting.cache)]
 
 
-def _wrap_text_lines(
-    text: str | list[str], font: ImageFont.FreeTypeFont | ImageFont.ImageFont, width: int
-) -> list[str]:
-    """Text in lines that are no wider than a column; a longer word is cut."""
+def _name_plan(plan: str) -> str:
+    return "one process" if plan == ORIGINAL.plan else plan
+
+
+def _name_cache(cache: str) -> str:
+    return "no cache" if cache == NO_CACHE else cache
+
+
+def _wrap_text_lines(texts: Sequence[str], width: int) -> list[str]:
+    """Texts in lines that are no wider than a column of so many pixels."""
     lines: list[str] = []
-    for part in [text] if isinstance(text, str) else text:
-        line = ""
-        for word in part.split():
-            longer = f"{line} {word}".strip()
-            if line and font.getlength(longer) > width:
-                lines.append(line)
-                longer = word
-            line = longer
-            while font.getlength(line) > width:
-                fits = next(n for n in range(len(line), 0, -1) if font.getlength(line[:n]) <= width or n == 1)
-                lines.append(line[:fits])
-                line = line[fits:]
-        lines.append(line)
+    for text in texts:
+        lines += textwrap.wrap(text, width // LETTER)
     return lines
 
 
 def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
     """Draws the settings of an evaluation, PSNR over latency, with a line through the Pareto front.
 
-    Each plan has a colour and each cache a marker. A setting whose pictures equal the original's, which have no finite
+    Each plan has a colour and each cache a marker. A setting whose images equal the original's, which have no finite
     PSNR, is drawn at the top.
     """
     require_extra("plots", "the figure of an evaluation")
     import matplotlib
 
+    # Without a display; before pyplot is imported.
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     rows = evaluation["settings"]
-    plans, caches = (list(dict.fromkeys(row[name] for row in rows)) for name in ("plan", "cache"))
-    finite = [row["psnr"] for row in rows if row["psnr"] < 100]
-    low, high = (min(finite), max(finite)) if finite else (30.0, 40.0)
+    finite = [row["psnr"] for row in rows if row["psnr"] < SAME_PSNR] or [30.0, 40.0]
+    low = min(finite)
+    high = max(finite)
     room = max(2.0, 0.15 * (high - low))
+    # Settings whose images equal the original's are above a dashed line.
     top = high + 2 * room
     figure, axes = plt.subplots(figsize=(9.6, 5))
-
-    def locate_row(row: Mapping[str, Any]) -> tuple[float, float]:
-        return 100 * row["latency_ratio"], row["psnr"] if row["psnr"] < 100 else top
-
-    front = map(locate_row, select_pareto_front(rows))
-    axes.plot(*zip(*front, strict=True), color="#999999", lw=1.2, zorder=1, label="the best (Pareto front)")
-    colours = assign_plan_colours(plans)
-    for row in rows:
-        x, y = locate_row(row)
-        colour, marker = colours[row["plan"]], MARKERS[caches.index(row["cache"]) % len(MARKERS)]
-        spread = [[x - 100 * row["latency_lowest"]], [100 * row["latency_highest"] - x]]
-        axes.errorbar(
-            x, y, xerr=spread, color=colour, marker=marker, ms=8, lw=0.8, mec="white", mew=0.6, zorder=2, alpha=0.9
-        )
-    axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--", label="above it the same picture, without a PSNR")
+    _draw_settings(axes, rows, top)
+    axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--", label="above it the same image, without a PSNR")
+    # Without data, for the legend.
     axes.errorbar([], [], xerr=[], color="#555555", ls="none", lw=0.8, label="lowest to highest")
     axes.set_ylim(low - room, top + 0.8 * room)
     ticks = [tick for tick in axes.get_yticks() if low - room <= tick <= high + 0.4 * room]
-    axes.set_yticks([*ticks, top], [*(f"{tick:g}" for tick in ticks), "same\npicture"])
+    labels = [f"{tick:g}" for tick in ticks]
+    axes.set_yticks([*ticks, top], [*labels, "same\nimage"])
     axes.set_xlim(left=0)
-    axes.set_xlabel("time of a picture, % of the original pipeline's (median; bars: lowest and highest)")
-    axes.set_ylabel("mean PSNR to the original's picture (dB)")
+    axes.set_xlabel("time of an image, % of the original pipeline's (median; bars: lowest and highest)")
+    axes.set_ylabel("mean PSNR to the original's image (dB)")
     count = evaluation["captions"]["count"]
-    axes.set_title(f"{evaluation['model']}, {count} caption(s), {evaluation['measured']['machine']}", fontsize=10)
+    machine = evaluation["measured"]["machine"]
+    axes.set_title(f"{evaluation['model']}, {count} caption(s), {machine}", fontsize=10)
     axes.grid(alpha=0.3)
-    _add_legend(axes, colours, caches)
+    _add_legend(axes, rows)
     figure.tight_layout()
     save_figure(figure, out, dpi=110)
     plt.close(figure)
 
 
-def _add_legend(axes: Any, colours: Mapping[str, str], caches: Sequence[str]) -> None:
-    """Colours of plans, markers of caches, and lines, beside the figure."""
+def _draw_settings(axes: Any, rows: Sequence[Row], top: float) -> None:
+    """Draws the settings and the Pareto front; `top` is where settings without a finite PSNR are."""
+    colours = assign_plan_colours(row["plan"] for row in rows)
+    markers = _assign_cache_markers(rows)
+    front = select_pareto_front(rows)
+    x = [100 * row["latency_ratio"] for row in front]
+    y = [_locate_psnr(row, top) for row in front]
+    axes.plot(x, y, color="#999999", lw=1.2, zorder=1, label="the best (Pareto front)")
+    style: Any = {"ms": 8, "lw": 0.8, "mec": "white", "mew": 0.6, "zorder": 2, "alpha": 0.9}
+    for row in rows:
+        median = 100 * row["latency_ratio"]
+        below = median - 100 * row["latency_lowest"]
+        above = 100 * row["latency_highest"] - median
+        style["color"] = colours[row["plan"]]
+        style["marker"] = markers[row["cache"]]
+        axes.errorbar(median, _locate_psnr(row, top), xerr=[[below], [above]], **style)
+
+
+def _locate_psnr(row: Row, top: float) -> float:
+    return top if row["psnr"] >= SAME_PSNR else float(row["psnr"])
+
+
+def _assign_cache_markers(rows: Sequence[Row]) -> dict[str, str]:
+    caches = dict.fromkeys(row["cache"] for row in rows)
+    return {cache: MARKERS[index % len(MARKERS)] for index, cache in enumerate(caches)}
+
+
+def _add_legend(axes: Any, rows: Sequence[Row]) -> None:
+    """Colours of plans, markers of caches, and lines, to the right of the figure."""
     require_extra("plots", "the figure of an evaluation")
     from matplotlib.patches import Patch
 
-    plan_names = ["one process" if plan == ORIGINAL.plan else textwrap.fill(plan, 34) for plan in colours]
-    cache_names = ["no cache" if cache == ORIGINAL.cache else textwrap.fill(cache, 34) for cache in caches]
     lines, _ = axes.get_legend_handles_labels()
-    shown = [Patch(color=colour, label=name) for colour, name in zip(colours.values(), plan_names, strict=True)]
-    for k, name in enumerate(cache_names):
-        shown += axes.plot([], [], MARKERS[k % len(MARKERS)], color="#555555", label=name)
-    axes.legend(handles=[*shown, *lines], frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    handles = []
+    for plan, colour in assign_plan_colours(row["plan"] for row in rows).items():
+        handles.append(Patch(color=colour, label=textwrap.fill(_name_plan(plan), 34)))
+    for cache, marker in _assign_cache_markers(rows).items():
+        handles += axes.plot([], [], marker, color="#555555", label=textwrap.fill(_name_cache(cache), 34))
+    axes.legend(handles=[*handles, *lines], frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))

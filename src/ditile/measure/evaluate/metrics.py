@@ -1,4 +1,4 @@
-"""The scores of pictures, by torchmetrics: against the original pipeline's picture, or against the caption.
+"""The scores of images, by torchmetrics: against the original pipeline's image, or against the caption.
 
 PSNR and SSIM are always measured. LPIPS, the FID and the CLIP score need weights, and nothing here downloads any. A
 metric that cannot be measured is reported with the reason.
@@ -23,37 +23,37 @@ from PIL import Image
 from torch import Tensor
 
 from ditile.distributed.heartbeat import is_out_of_memory
-from ditile.measure.evaluate.caption_check import judge_picture, parse_caption
+from ditile.measure.evaluate.caption_check import judge_image, parse_caption
 from ditile.model.known import list_bundled_models
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import is_installed, require_extra
 
-Picture = NDArray[np.uint8]  # [H, W, 3]
-Pictures = NDArray[np.uint8]  # [N, H, W, 3]
-ALEXNET, INCEPTION = "alexnet-owt-7be5be79.pth", "weights-inception-2015-12-05-6726825d.pth"
-"""The files of weights in torch's hub folder: for LPIPS, and for the FID."""
-
+ImageArray = NDArray[np.uint8]  # [H, W, 3]
+ImageArrays = NDArray[np.uint8]  # [N, H, W, 3]
+# The files of weights in torch's hub folder: for LPIPS, and for the FID.
+ALEXNET = "alexnet-owt-7be5be79.pth"
+INCEPTION = "weights-inception-2015-12-05-6726825d.pth"
+# The errors of importing a package that lacks another one, or does not fit this torch.
 IMPORT_ERRORS = (ImportError, RuntimeError, AttributeError)
-"""The errors of importing a package that lacks another one, or does not fit this torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number for each picture.
+    """A number for each image.
 
     Attributes:
         name: of the field in rows.
         title: of the column, with its unit.
-        digits: behind the point.
-        measure: the picture `[H, W, 3]`, the original one, and the caption -> the number.
+        digits: after the point.
+        measure: the image `[H, W, 3]`, the original one, and the caption -> the number.
         exact: the number of the original against itself; None if it is measured like the others.
-        whole: whether it judges the picture as drawn, not resized.
+        whole: whether it judges the image as generated, not resized.
     """
 
     name: str
     title: str
     digits: int
-    measure: Callable[[Picture, Picture, str], float]
+    measure: Callable[[ImageArray, ImageArray, str], float]
     exact: float | None = None
     whole: bool = False
 
@@ -67,10 +67,10 @@ def check_torchmetrics() -> None:
         raise ModelError(f"torchmetrics cannot be imported: {_shorten_error(error)}") from error
 
 
-def compute_psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
-    """Peak signal-to-noise ratio of each pair in dB; equal pictures count as 100 dB.
+def compute_psnr(a: ImageArrays, b: ImageArrays) -> NDArray[np.float64]:
+    """Peak signal-to-noise ratio of each pair in dB; equal images count as 100 dB.
 
-    It is written out because `ditile bench` compares pictures too, and needs no extra.
+    It is written out because `ditile bench` compares images too, and needs no extra.
     """
     differences = (a.astype(np.float64) - b) / 255
     mean_squares = np.square(differences).mean(axis=(1, 2, 3))
@@ -79,7 +79,7 @@ def compute_psnr(a: Pictures, b: Pictures) -> NDArray[np.float64]:
     return decibels
 
 
-def compute_ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
+def compute_ssim(a: ImageArrays, b: ImageArrays) -> NDArray[np.float64]:
     """Structural similarity of each pair (Wang et al. 2004) with 7 x 7 uniform windows, as scikit-image's default."""
     require_extra("evaluate", "the SSIM", ["torchmetrics"])
     from torchmetrics.functional.image import structural_similarity_index_measure
@@ -97,7 +97,7 @@ def compute_ssim(a: Pictures, b: Pictures) -> NDArray[np.float64]:
         reduction="none",
         return_full_image=True,
     )
-    # Windows at the edge include reflected pixels, so only windows inside of the picture count.
+    # Windows at the edge include reflected pixels, so only windows inside the image count.
     similarities: NDArray[np.float64] = index[..., 3:-3, 3:-3].mean(dim=(1, 2, 3)).numpy()
     return similarities
 
@@ -114,15 +114,17 @@ def load_available_metrics(
         Metric("psnr", "PSNR, dB", 1, lambda a, b, _: float(compute_psnr(a[None], b[None])[0]), exact=100.0),
         Metric("ssim", "SSIM", 4, lambda a, b, _: float(compute_ssim(a[None], b[None])[0]), exact=1.0),
     ]
+    clip_metric: Metric | str = "no CLIP was named; add --clip FOLDER"
+    if clip is not None:
+        clip_metric = _load_clip_metric(clip)
+    others = {
+        "lpips": _load_lpips_metric(),
+        "clip": clip_metric,
+        "image_reward": _load_image_reward_metric(),
+        "all_right": _build_all_right_metric(model, captions),
+    }
     absent: dict[str, str] = {}
-    makers: tuple[tuple[str, Callable[[], Metric | str]], ...] = (
-        ("lpips", _load_lpips_metric),
-        ("clip", lambda: "no CLIP was named; add --clip FOLDER" if clip is None else _load_clip_metric(clip)),
-        ("image_reward", _load_image_reward_metric),
-        ("all_right", lambda: _build_all_right_metric(model, captions)),
-    )
-    for name, make in makers:
-        metric_or_reason = make()
+    for name, metric_or_reason in others.items():
         if isinstance(metric_or_reason, str):
             absent[name] = metric_or_reason
         else:
@@ -130,12 +132,13 @@ def load_available_metrics(
     return metrics, absent
 
 
-def load_inception_features() -> Callable[[Picture], Tensor] | str:
-    """(picture) -> its features `[1, 2048]`, which the FID (arXiv 1706.08500) compares; or why that is not possible.
+def load_inception_features() -> Callable[[ImageArray], Tensor] | str:
+    """(image) -> its features `[1, 2048]`, which the FID (arXiv 1706.08500) compares; or why that is not possible.
 
     The network is the Inception of 2015, as torch-fidelity converted it.
     """
-    if reason := _explain_absence(("torchvision", "torch_fidelity"), INCEPTION):
+    reason = _explain_absence(("torchvision", "torch_fidelity"), INCEPTION)
+    if reason is not None:
         return reason
     require_extra("evaluate", "the FID", ["torchmetrics"])
     try:
@@ -145,36 +148,41 @@ def load_inception_features() -> Callable[[Picture], Tensor] | str:
         return f"torch_fidelity cannot be imported: {_shorten_error(error)}"
 
     @torch.inference_mode()
-    def extract_features(picture: Picture) -> Tensor:
-        features: Tensor = model(_to_byte_tensor(picture)[None])
+    def extract_features(image: ImageArray) -> Tensor:
+        features: Tensor = model(_to_byte_tensor(image)[None])
         return features
 
     return extract_features
 
 
-def resize_picture(picture: Picture, side: int | None) -> Picture:
-    """A picture as a square of `side` pixels, whatever its shape; unchanged if `side` is None."""
-    if side is None or picture.shape[:2] == (side, side):
-        return picture
-    return np.array(Image.fromarray(picture).resize((side, side), Image.Resampling.BICUBIC))
+def resize_image(image: ImageArray, side: int | None) -> ImageArray:
+    """An image as a square of `side` pixels, whatever its shape; unchanged if `side` is None."""
+    if side is None or image.shape[:2] == (side, side):
+        return image
+    return np.array(Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC))
 
 
 def _load_lpips_metric() -> Metric | str:
     """LPIPS (arXiv 1801.03924) on AlexNet."""
-    if reason := _explain_absence(("torchvision",), ALEXNET):
+    reason = _explain_absence(("torchvision",), ALEXNET)
+    if reason is not None:
         return reason
     require_extra("evaluate", "LPIPS", ["torchmetrics"])
     try:
         package: Any = importlib.import_module("torchmetrics.image.lpip")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torchvision warns about names of its arguments
+            # torchvision warns about names of its own arguments.
+            warnings.simplefilter("ignore")
             model = package.LearnedPerceptualImagePatchSimilarity(net_type="alex").eval()
     except IMPORT_ERRORS as error:
         return f"torchvision cannot be imported: {_shorten_error(error)}"
 
     @torch.inference_mode()
-    def compute_lpips(a: Picture, b: Picture, _: str) -> float:
-        return float(model(*(_to_byte_tensor(picture)[None].float() / 127.5 - 1 for picture in (a, b))))
+    def compute_lpips(a: ImageArray, b: ImageArray, _: str) -> float:
+        # The network takes values from -1 to 1.
+        image = _to_byte_tensor(a)[None].float() / 127.5 - 1
+        original = _to_byte_tensor(b)[None].float() / 127.5 - 1
+        return float(model(image, original))
 
     return Metric("lpips", "LPIPS", 4, compute_lpips, exact=0.0)
 
@@ -183,7 +191,8 @@ class _ClipFeatures:
     """Adapts a CLIP of transformers 5, whose methods return outputs with fields, to torchmetrics' need of tensors."""
 
     def __init__(self, model: Any) -> None:
-        self.config, self._model = model.config, model
+        self.config = model.config
+        self._model = model
 
     def to(self, _: torch.device) -> _ClipFeatures:
         return self
@@ -196,7 +205,7 @@ class _ClipFeatures:
 
 
 def _load_clip_metric(name: str) -> Metric:
-    """CLIPScore (arXiv 2104.08718, without its factor): 100 times the cosine of picture and caption, at least 0."""
+    """CLIPScore (arXiv 2104.08718, without its factor): 100 times the cosine of image and caption, at least 0."""
     require_extra("evaluate", f"clip={name!r}", ["torchmetrics"])
     from torchmetrics.functional.multimodal import clip_score
     from transformers import AutoTokenizer, CLIPModel
@@ -221,7 +230,7 @@ def _load_clip_metric(name: str) -> Metric:
     pair: Any = (_ClipFeatures(model), prepare_inputs)
 
     @torch.inference_mode()
-    def compute_clip_score(a: Picture, _: Picture, caption: str) -> float:
+    def compute_clip_score(a: ImageArray, _: ImageArray, caption: str) -> float:
         return float(clip_score(_to_byte_tensor(a), caption, lambda: pair))
 
     return Metric(f"clip:{name}", "CLIP score", 2, compute_clip_score)
@@ -232,7 +241,8 @@ def _load_image_reward_metric() -> Metric | str:
     if not is_installed("ImageReward"):
         return "ImageReward is not installed"
     folder = Path.home() / ".cache" / "ImageReward"
-    weights, config = folder / "ImageReward.pt", folder / "med_config.json"
+    weights = folder / "ImageReward.pt"
+    config = folder / "med_config.json"
     if not (weights.is_file() and config.is_file()):
         return "ImageReward.pt and med_config.json are not in its cache folder"
     import huggingface_hub
@@ -247,26 +257,26 @@ def _load_image_reward_metric() -> Metric | str:
         return f"ImageReward cannot be loaded: {_shorten_error(error)}"
 
     @torch.inference_mode()
-    def compute_image_reward(a: Picture, _: Picture, caption: str) -> float:
+    def compute_image_reward(a: ImageArray, _: ImageArray, caption: str) -> float:
         return float(model.score(caption, Image.fromarray(a)))
 
     return Metric("image_reward", "ImageReward", 3, compute_image_reward)
 
 
 def _build_all_right_metric(model: str, captions: Sequence[str]) -> Metric | str:
-    """Whether a picture of a bundled model shows all that its caption says, in per cent."""
+    """Whether an image of a bundled model shows all that its caption says, in per cent."""
     if model not in list_bundled_models():
-        return "only pictures of bundled models can be checked"
+        return "only images of bundled models can be checked"
     try:
         for caption in captions:
             parse_caption(caption)
     except ValueError:
         return "captions are not of the bundled models' kind"
 
-    def score_picture(picture: Picture, _original: Picture, caption: str) -> float:
-        return 100.0 * judge_picture(picture, caption).all_right
+    def score_image(image: ImageArray, _original: ImageArray, caption: str) -> float:
+        return 100.0 * judge_image(image, caption).all_right
 
-    return Metric("all_right", "right, %", 0, score_picture, whole=True)
+    return Metric("all_right", "right, %", 0, score_image, whole=True)
 
 
 def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
@@ -274,7 +284,9 @@ def _explain_absence(packages: Sequence[str], weights: str) -> str | None:
     for package in packages:
         if not is_installed(package):
             return f"{package} is not installed: pip install 'ditile[evaluate]'"
-    return None if _find_hub_file(weights).is_file() else f"{weights} is not in torch's hub folder"
+    if not _find_hub_file(weights).is_file():
+        return f"{weights} is not in torch's hub folder"
+    return None
 
 
 def _find_hub_file(name: str) -> Path:
@@ -287,11 +299,11 @@ def _shorten_error(error: Exception) -> str:
     return " ".join(str(error).split())[:160] or type(error).__name__
 
 
-def _to_byte_tensor(picture: Picture) -> Tensor:
-    """A picture as `[3, H, W]`."""
-    return torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))
+def _to_byte_tensor(image: ImageArray) -> Tensor:
+    """An image as `[3, H, W]`."""
+    return torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
 
 
-def _to_float_tensors(pictures: Pictures) -> Tensor:
-    """Pictures as `[N, 3, H, W]`, from 0 to 1."""
-    return torch.from_numpy(pictures / 255).permute(0, 3, 1, 2)
+def _to_float_tensors(images: ImageArrays) -> Tensor:
+    """Images as `[N, 3, H, W]`, from 0 to 1."""
+    return torch.from_numpy(images / 255).permute(0, 3, 1, 2)

@@ -1,8 +1,7 @@
-"""The options of `ditile evaluate`: what is compared, how it is judged, and how it is run. No import of torch."""
+"""The options of `ditile evaluate`: what is compared, how it is judged, and where it runs. No import of torch."""
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,11 @@ class EvaluationSetting(NamedTuple):
     cache: str
 
     def __str__(self) -> str:
-        return "original" if self == ORIGINAL else f"{self.plan}; {self.cache}" if self.cache != NO_CACHE else self.plan
+        if self == ORIGINAL:
+            return "original"
+        if self.cache == NO_CACHE:
+            return self.plan
+        return f"{self.plan}; {self.cache}"
 
     @property
     def world_size(self) -> int:
@@ -47,7 +50,7 @@ class EvaluationSetting(NamedTuple):
 
     @property
     def has_original_plan(self) -> bool:
-        """Whether one process draws with the undivided pipeline, with or without a cache."""
+        """Whether one process generates with the whole pipeline, with or without a cache."""
         return self.plan == ORIGINAL.plan
 
 
@@ -56,11 +59,11 @@ ORIGINAL = EvaluationSetting(str(Plan()), NO_CACHE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluateOptions(ModelOptions):
-    """What is drawn: every caption by the original pipeline, and by each plan with each cache.
+    """What is generated: every caption by the original pipeline, and by each plan with each cache.
 
     Raises:
         ModelError: if a value is out of its range, or a cache is not known.
-        PlanError: if a plan cannot be read, has data above 1, or there is none beside the original.
+        PlanError: if a plan cannot be read, has data above 1, or there is none besides the original.
     """
 
     plans: str = define_option(
@@ -74,7 +77,7 @@ class EvaluateOptions(ModelOptions):
     captions: str = define_option(
         "bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE", reads=True
     )
-    num: int | None = define_option(None, "captions to draw; 10, or all if there are fewer", metavar="N")
+    num: int | None = define_option(None, "captions to generate; 10, or all if there are fewer", metavar="N")
     seed: int = define_option(0, "seed of the first caption; they count up", metavar="N")
     guidance: float | None = define_option(None, GUIDANCE, metavar="X")
     negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
@@ -83,39 +86,44 @@ class EvaluateOptions(ModelOptions):
         check_counts(self, "num")
         self.build_generate_options()
         if not self.candidate_settings:
-            raise PlanError(f"plans={self.plans!r} and caches={self.caches!r} leave nothing beside the original")
+            raise PlanError(f"plans={self.plans!r} and caches={self.caches!r} leave nothing besides the original")
 
     @property
     def candidate_settings(self) -> list[EvaluationSetting]:
         """All plans with all caches, each once, without the original; errors are those of the class."""
-        plans = [Plan.parse(text) for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]]
-        for plan in plans:
+        settings = []
+        for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]:
+            plan = Plan.parse(text)
             if plan.data > 1:
                 raise PlanError(
-                    f"data={plan.data} makes more pictures at a time, each as before; leave data out of '{plan}'"
+                    f"data={plan.data} makes more images at a time, each as before; leave data out of '{plan}'"
                 )
-        caches = [" ".join(line.split()) for line in _split_at_semicolons(self.caches) or [NO_CACHE]]
-        all_settings = [EvaluationSetting(str(plan), cache) for plan, cache in itertools.product(plans, caches)]
-        for setting in all_settings:
-            _ = setting.cache_arguments
-        return [setting for setting in dict.fromkeys(all_settings) if setting != ORIGINAL]
+            for line in _split_at_semicolons(self.caches) or [NO_CACHE]:
+                setting = EvaluationSetting(str(plan), " ".join(line.split()))
+                # It raises for a cache that cannot be read.
+                _ = setting.cache_arguments
+                if setting != ORIGINAL:
+                    settings.append(setting)
+        return list(dict.fromkeys(settings))
 
     def build_generate_options(self) -> GenerateOptions:
-        """The options of `ditile generate` for the picture of a caption; errors are those of the class."""
+        """The options of `ditile generate` for the image of a caption; errors are those of the class."""
         return self.to_generate_options(prompt="a caption")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeOptions:
-    """How pictures are judged. Other metrics are measured too if their packages and weights are there.
+    """How images are judged. Other metrics are measured too if their packages and weights are there.
 
     Raises:
-        ModelError: if a value is out of its range, or a folder has no picture.
+        ModelError: if a value is out of its range, or a folder has no image.
     """
 
-    resize: int | None = define_option(None, "pixels of a side that pictures get before they are judged", metavar="N")
+    resize: int | None = define_option(
+        None, "pixels of a side that images are resized to before they are judged", metavar="N"
+    )
     references: str | None = define_option(
-        None, "folder of reference pictures, for the Frechet distance", metavar="FOLDER"
+        None, "folder of reference images, for the Frechet distance", metavar="FOLDER"
     )
     clip: str | None = define_option(
         None, "a CLIP that transformers loads from disk, for the CLIP score", metavar="NAME"
@@ -124,8 +132,8 @@ class JudgeOptions:
     def __post_init__(self) -> None:
         if self.resize is not None and self.resize < 8:
             raise ModelError(f"resize={self.resize} is too small to judge; try resize=256")
-        if self.references is not None and not list_pictures(Path(self.references)):
-            raise ModelError(f"references={self.references!r} is no folder with pictures (.png, .jpg, .jpeg, .webp)")
+        if self.references is not None and not list_images(Path(self.references)):
+            raise ModelError(f"references={self.references!r} is no folder with images (.png, .jpg, .jpeg, .webp)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +146,9 @@ class SessionOptions(DeviceOptions):
 
     out: str = define_option("evaluation", "folder for all that is written; resumes what is there", metavar="FOLDER")
     threads: int | None = define_option(
-        None, "CPU threads of each rank and of the original; by default the cores over the most ranks", metavar="N"
+        None,
+        "CPU threads of each rank and of the original; by default the cores divided by the most ranks",
+        metavar="N",
     )
     one_at_a_time: bool = define_option(
         False, "hold one setting in memory at a time: for large models; latencies are then not interleaved"
@@ -147,26 +157,29 @@ class SessionOptions(DeviceOptions):
     def __post_init__(self) -> None:
         self.check_device_options()
         out = Path(self.out)
-        # The functions of os.path are False for a name that is too long, for which those of Path raise.
-        exists = os.path.exists(out)
-        if exists and not out.is_dir():
+        # The functions of os.path are False for a name that is too long, for which methods of Path raise.
+        if os.path.isdir(out):
+            return
+        if os.path.exists(out):
             raise ModelError(f"out={self.out!r} is a file; give a folder")
-        if not exists and not os.path.isdir(out.absolute().parent):
+        if not os.path.isdir(out.absolute().parent):
             raise ModelError(f"out={self.out!r}: there is no folder {str(out.parent)!r}; make it first")
 
     def check_output_folder(self, *others: Any) -> None:
         """Raises `ModelError` unless the files of the folder can be written, over none that `others` read."""
         folder = Path(self.out)
-        names: tuple[str, ...] = ("",)
+        names = [""]
         if os.path.isdir(folder):
-            names = ("job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png")
+            names = ["job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png"]
         check_output_files([("out", folder / name) for name in names], *others)
 
 
-def list_pictures(folder: Path) -> list[Path]:
-    """The pictures of a folder, without those of its subfolders, sorted by name; none if there is no such folder."""
+def list_images(folder: Path) -> list[Path]:
+    """The images of a folder, without those of its subfolders, sorted by name; none if there is no such folder."""
+    if not os.path.isdir(folder):
+        return []
     suffixes = (".png", ".jpg", ".jpeg", ".webp")
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes) if os.path.isdir(folder) else []
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in suffixes)
 
 
 def _split_at_semicolons(text: str) -> list[str]:

@@ -1,9 +1,9 @@
-"""Judges the pictures of an evaluation: a score for each, and the FID of sets."""
+"""Judges the images of an evaluation: a score for each, and the FID of sets."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,15 @@ from torch import Tensor, nn
 
 from ditile.measure.evaluate.captions import Caption
 from ditile.measure.evaluate.metrics import (
+    ImageArray,
     Metric,
-    Picture,
     load_available_metrics,
     load_inception_features,
-    resize_picture,
+    resize_image,
 )
-from ditile.measure.evaluate.options import ORIGINAL, EvaluationSetting, JudgeOptions, list_pictures
-from ditile.measure.evaluate.store import EvaluationFolder, PictureKey, PictureRow
+from ditile.measure.evaluate.options import ORIGINAL, EvaluationSetting, JudgeOptions, list_images
+from ditile.measure.evaluate.store import EvaluationFolder, ImageKey
+from ditile.measure.rows import Row
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
 from ditile.runner.requests.console import show_progress_bar
@@ -30,21 +31,21 @@ NUM_FEATURES = 2048
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a panel measured; the scores of single pictures are in their rows.
+    """What a panel measured; the scores of single images are in their rows.
 
     Attributes:
         metrics: name -> title and digits.
         absent: what could not be measured -> why.
         frechet: the features of the FID, and how many they are; None without.
-        references: how many pictures, and which; None without.
+        references: how many images, and which; None without.
         distances: of each setting by its text; empty without an FID.
     """
 
     metrics: dict[str, Any]
     absent: dict[str, str]
-    frechet: dict[str, Any] | None
-    references: dict[str, Any] | None
-    distances: dict[str, dict[str, float]]
+    frechet: dict[str, Any] | None = None
+    references: dict[str, Any] | None = None
+    distances: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +53,15 @@ class MetricPanel:
     """The metrics that can be measured.
 
     Attributes:
-        extract_features: makes the features of a picture for the FID; None without.
-        side: pixels that pictures get first; None leaves them.
-        references: reference pictures.
+        extract_features: makes the features of an image for the FID; None without.
+        side: pixels of a side that images are resized to first; None leaves them.
+        references: reference images.
         whose: which these are.
     """
 
     metrics: list[Metric]
     absent: dict[str, str]
-    extract_features: Callable[[Picture], Tensor] | None
+    extract_features: Callable[[ImageArray], Tensor] | None
     side: int | None
     references: list[Path]
     whose: str
@@ -70,12 +71,13 @@ class MetricPanel:
         """The metrics that can be measured here, with the given options.
 
         Raises:
-            ModelError: if what was asked for cannot be had.
+            ModelError: if a metric that an option needs cannot be measured.
         """
         metrics, absent = load_available_metrics(model, [caption.text for caption in captions], judge.clip)
-        references, whose = find_reference_pictures(judge.references, captions)
-        is_single = len(captions) == 1 or len(references) == 1
-        features = "sets of one picture have no covariance" if is_single else load_inception_features()
+        references, whose = find_reference_images(judge.references, captions)
+        features: Callable[[ImageArray], Tensor] | str = "sets of one image have no covariance"
+        if len(captions) > 1 and len(references) != 1:
+            features = load_inception_features()
         if not isinstance(features, str):
             return cls(metrics, absent, features, judge.resize, references, whose)
         if judge.references is not None:
@@ -84,108 +86,104 @@ class MetricPanel:
 
     def judge_settings(
         self,
-        store: EvaluationFolder,
-        rows: dict[PictureKey, PictureRow],
+        folder: EvaluationFolder,
+        rows: Mapping[ImageKey, Row],
         settings: Sequence[EvaluationSetting],
         count: int,
     ) -> Judgement:
-        """Scores every picture that has no score yet, and computes the distances of sets.
+        """Scores every image that has no score yet, and computes the distances of sets.
 
         Args:
-            store, rows: the pictures and what is known of them.
+            folder, rows: the images and what is known of them.
             settings: the original first.
             count: of captions.
 
         Raises:
-            ModelError: if a picture cannot be read.
+            ModelError: if an image cannot be read.
         """
-        wanted = {(s, k): self._prepare_missing_metrics(rows[s, k]) for s in settings for k in range(count)}
-        fid = None if self.extract_features is None else SetDistances(self.extract_features)
-        if fid is not None:
-            fid.add_references(resize_picture(_read_pixels(path, "references"), self.side) for path in self.references)
         distances: dict[str, dict[str, float]] = {}
+        frechet = None
+        references = None
+        fid = None
+        if self.extract_features is not None:
+            fid = SetDistances(self.extract_features)
+            frechet = {"space": "inception (torch-fidelity)", "features": NUM_FEATURES}
+            for path in self.references:
+                fid.add_reference(resize_image(_read_pixels(path, "references"), self.side))
+        if self.references:
+            references = {"count": len(self.references), "of": self.whose}
         with show_progress_bar("judged", len(settings) * count) as advance:
             for setting in settings:
-                for picture in self._score_pictures(store, rows, setting, wanted, count):
+                is_original = setting == ORIGINAL
+                for place in range(count):
+                    image = self._score_image(folder, rows[setting, place], setting)
                     if fid is not None:
-                        fid.add_picture(picture, is_original=setting == ORIGINAL)
+                        fid.add_image(image, is_original=is_original)
                     advance(1)
-                distances[str(setting)] = {} if fid is None else fid.take_distances(is_original=setting == ORIGINAL)
-        return Judgement(
-            metrics={metric.name: {"title": metric.title, "digits": metric.digits} for metric in self.metrics},
-            absent=self.absent,
-            distances=distances,
-            frechet=None if fid is None else {"space": "inception (torch-fidelity)", "features": NUM_FEATURES},
-            references={"count": len(self.references), "of": self.whose} if self.references else None,
-        )
+                distances[str(setting)] = {}
+                if fid is not None:
+                    distances[str(setting)] = fid.take_distances(is_original=is_original)
+        metrics = {metric.name: {"title": metric.title, "digits": metric.digits} for metric in self.metrics}
+        return Judgement(metrics, self.absent, frechet, references, distances)
 
-    def _prepare_missing_metrics(self, row: PictureRow) -> list[Metric]:
-        """The metrics that a row lacks; scores of another size are dropped, and measured again."""
-        if row.get("resize", 0) != self.side:
-            row["scores"], row["resize"] = {}, self.side
-        names = {metric.name for metric in self.metrics}
-        row["scores"] = {name: value for name, value in row["scores"].items() if name in names}
-        return [metric for metric in self.metrics if metric.name not in row["scores"]]
-
-    def _score_pictures(
-        self,
-        store: EvaluationFolder,
-        rows: Mapping[PictureKey, PictureRow],
-        setting: EvaluationSetting,
-        wanted: Mapping[PictureKey, list[Metric]],
-        count: int,
-    ) -> Iterator[Picture]:
-        """Gives each picture of a setting the scores that it lacks, and yields it."""
-        for place in range(count):
-            whole = _read_pixels(store.picture_path(setting, place), "out")
-            picture, original, row = resize_picture(whole, self.side), whole, rows[setting, place]
-            if wanted[setting, place]:
-                original = resize_picture(_read_pixels(store.picture_path(ORIGINAL, place), "out"), self.side)
-            for metric in wanted[setting, place]:
-                if setting == ORIGINAL and metric.exact is not None:
-                    row["scores"][metric.name] = metric.exact
-                else:
-                    judged_picture = whole if metric.whole else picture
-                    row["scores"][metric.name] = metric.measure(judged_picture, original, row["prompt"])
-            yield picture
+    def _score_image(self, folder: EvaluationFolder, row: Row, setting: EvaluationSetting) -> ImageArray:
+        """Gives an image the scores that its row lacks, and returns it, resized."""
+        # Scores of another size say something else, and are measured again.
+        scores = row.get("scores", {}) if row.get("resize", 0) == self.side else {}
+        row["resize"] = self.side
+        row["scores"] = {metric.name: scores[metric.name] for metric in self.metrics if metric.name in scores}
+        place = row["caption"]
+        whole = _read_pixels(folder.image_path(setting, place), "out")
+        image = resize_image(whole, self.side)
+        missing = [metric for metric in self.metrics if metric.name not in scores]
+        if missing:
+            original = resize_image(_read_pixels(folder.image_path(ORIGINAL, place), "out"), self.side)
+        for metric in missing:
+            score = metric.exact
+            if score is None or setting != ORIGINAL:
+                score = metric.measure(whole if metric.whole else image, original, row["prompt"])
+            row["scores"][metric.name] = score
+        return image
 
 
 class SetDistances:
-    """The FID of sets of pictures, one set after the other, to the original's and to reference pictures.
+    """The FID of sets of images, one set after the other, to the original's and to reference images.
 
     Args:
         extract_features: see `load_inception_features`.
     """
 
-    def __init__(self, extract_features: Callable[[Picture], Tensor]) -> None:
+    def __init__(self, extract_features: Callable[[ImageArray], Tensor]) -> None:
         require_extra("evaluate", "the FID", ["torchmetrics"])
         from torchmetrics.image.fid import FrechetInceptionDistance
 
         # Features are made once and given to both distances, which then have nothing to extract.
-        passed: Any = nn.Identity()
-        passed.num_features = NUM_FEATURES
-        self._extract, self._has_references = extract_features, False
-        self._to_original, self._to_references = (
-            FrechetInceptionDistance(passed, reset_real_features=False) for _ in range(2)
-        )
+        identity: Any = nn.Identity()
+        identity.num_features = NUM_FEATURES
+        self._extract = extract_features
+        self._has_references = False
+        self._to_original = FrechetInceptionDistance(identity, reset_real_features=False)
+        self._to_references = FrechetInceptionDistance(identity, reset_real_features=False)
 
-    def add_references(self, pictures: Iterable[Picture]) -> None:
-        """Adds reference pictures."""
-        for picture in pictures:
-            self._to_references.update(self._extract(picture), real=True)
-            self._has_references = True
+    def add_reference(self, image: ImageArray) -> None:
+        """Adds a reference image."""
+        self._to_references.update(self._extract(image), real=True)
+        self._has_references = True
 
-    def add_picture(self, picture: Picture, *, is_original: bool) -> None:
-        """Adds a picture to the set. The set of the original must come first."""
-        features = self._extract(picture)
+    def add_image(self, image: ImageArray, *, is_original: bool) -> None:
+        """Adds an image to the set. The set of the original must come first."""
+        features = self._extract(image)
         if is_original:
             self._to_original.update(features, real=True)
-        for distance in (self._to_original, self._to_references):
-            distance.update(features, real=False)
+        self._to_original.update(features, real=False)
+        self._to_references.update(features, real=False)
 
     def take_distances(self, *, is_original: bool) -> dict[str, float]:
         """The distances of the set, as fields of its row; the next set begins empty."""
-        distances = {"frechet_original": 0.0 if is_original else max(0.0, float(self._to_original.compute()))}
+        # Rounding can make a distance of equal sets negative.
+        distances = {"frechet_original": 0.0}
+        if not is_original:
+            distances["frechet_original"] = max(0.0, float(self._to_original.compute()))
         if self._has_references:
             distances["frechet_references"] = max(0.0, float(self._to_references.compute()))
         self._to_original.reset()
@@ -193,19 +191,19 @@ class SetDistances:
         return distances
 
 
-def _read_pixels(path: Path, option: str) -> Picture:
-    """A picture `[H, W, 3]`. Raises `ModelError` if it cannot be read."""
+def _read_pixels(path: Path, option: str) -> ImageArray:
+    """An image `[H, W, 3]`. Raises `ModelError` if it cannot be read."""
     return np.array(read_picture(path, option))
 
 
-def find_reference_pictures(folder: str | None, captions: Sequence[Caption]) -> tuple[list[Path], str]:
-    """The reference pictures, and a phrase that says which these are.
+def find_reference_images(folder: str | None, captions: Sequence[Caption]) -> tuple[list[Path], str]:
+    """The reference images, and a phrase that says which these are.
 
-    They are those that the captions describe if all of them are there, else all of the folder.
+    They are those that the captions describe if all of them are there, otherwise all of the folder.
     """
     if folder is None:
         return [], ""
-    named = [Path(folder, caption.image) for caption in captions if caption.image is not None]
-    if len(named) == len(captions) and all(path.is_file() for path in named):
-        return named, "the captions' own images"
-    return list_pictures(Path(folder)), "all of the folder"
+    paths = [Path(folder, caption.image) for caption in captions if caption.image is not None]
+    if len(paths) == len(captions) and all(path.is_file() for path in paths):
+        return paths, "the captions' own images"
+    return list_images(Path(folder)), "all of the folder"

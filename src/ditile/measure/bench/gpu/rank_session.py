@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from importlib import import_module
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,26 +21,28 @@ from ditile.distributed import env
 from ditile.distributed.backend import pick_device
 from ditile.distributed.mesh import find_local_rank
 from ditile.distributed.transport import gather_json
-from ditile.measure.bench.cells import BenchCell
+from ditile.measure.bench.cells import ONE_RANK, BenchCell
 from ditile.measure.bench.gpu import items as suite
 from ditile.measure.bench.gpu.items import SuiteItem, SuiteTask
 from ditile.measure.bench.random_models import RandomModel
-from ditile.measure.bench.subjects import RandomSubject, create_bench_subject
-from ditile.measure.bench.turns import use_cache_within
-from ditile.measure.evaluate.metrics import compute_psnr
-from ditile.measure.verify import run_plan_checks
+from ditile.measure.bench.subjects import SIZE, RandomSubject, create_bench_subject
+from ditile.measure.evaluate.metrics import ImageArrays, compute_psnr
+from ditile.measure.rows import Row, RowFile
+from ditile.measure.sessions import release_memory, time_call, use_cache_within
+from ditile.measure.verify import verify_plan
 from ditile.plan.errors import DitileError
-from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.runner.load import defaults, load
+from ditile.runner.requests.command_options import VerifyOptions
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import parallelize
 
 ROUNDS = 2
-"""Calls that are timed, behind one that is not; the median counts."""
-SHAPES, SHAPES_OF_FEW_STEPS = "shapes-flux", "shapes-flux-turbo"
+"""Calls that are timed, after one that is not; the median counts."""
+SHAPES = "shapes-flux"
+SHAPES_OF_FEW_STEPS = "shapes-flux-turbo"
 CAPTION = "a large red circle above a small blue square on a white background"
-IDLE_CACHE_LINE = "F=1 W=1 R=0"
+# bfloat16 counts to 256 in whole numbers: this width has 272 tokens in a row.
 WIDE_SIZE = (64, 4352)
 LATE = "no time left"
 
@@ -59,338 +58,283 @@ def run_suite_items(task: SuiteTask) -> None:
     session = SuiteSession(task)
     for item in task.items:
         began = time.perf_counter()
-        try:
-            row = {"skipped": LATE} if session.is_late() else ANSWERS[item.part](session, item)
-        except DitileError as error:  # every rank refuses alike
-            row = {"error": str(error)}
-        session.append_row(item, row | {"took_s": round(time.perf_counter() - began, 2)})
-        session.release_memory()
+        row: Row = {"skipped": LATE}
+        # The clocks of hosts differ, so rank 0 decides.
+        if not gather_json(time.time() > task.ends_at, session.group)[0]:
+            try:
+                row = ANSWERS[item.part](session, item)
+            except DitileError as error:  # the same on every rank
+                row = {"error": str(error)}
+        if session.rank == 0:
+            row["took_s"] = round(time.perf_counter() - began, 2)
+            open_suite_file(task.out).append([describe_item(item, session.world) | row])
+        release_memory()
+        env.report_progress()
 
 
-class TimedCall(NamedTuple):
-    """What a call took.
+def open_suite_file(path: str | Path) -> RowFile:
+    """The file of lines, which all sessions of a suite add to."""
+    return RowFile(Path(path), "part")
+
+
+def describe_item(item: SuiteItem, ranks: int) -> Row:
+    """The beginning of an item's line."""
+    return {"part": item.part, "what": item.what, "size": item.size or None, "ranks": ranks}
+
+
+@dataclass(frozen=True)
+class TimedCall:
+    """A timed call: its latents, and the numbers of the slowest rank.
 
     Attributes:
-        latents: its result.
-        seconds: the median of some calls, on the slowest rank.
+        latents: its result; None on ranks that did not generate.
+        seconds: the median of some calls.
         first_s: those of the first call, which loads kernels or compiles.
-        peak_gb: of the allocator, on the rank that needs most; None on a CPU.
+        peak_gb: of the allocator; None on a CPU.
     """
 
-    latents: Tensor
+    latents: Tensor | None
     seconds: float
     first_s: float
     peak_gb: float | None
 
 
 class SuiteSession:
-    """What items of one rank share: the device, the pipeline that is timed, and what the plain pipeline takes.
-
-    Args:
-        task: the task.
-    """
+    """What the items of one rank share: the device, the pipeline that is timed, and the plain pipeline's numbers."""
 
     def __init__(self, task: SuiteTask) -> None:
-        self.task, self.subject = task, create_bench_subject(task.work)
+        self.task = task
+        self.subject = create_bench_subject(task.work)
         self.device = pick_device(task.work.device, find_local_rank())
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.group = dist.group.WORLD if self.world > 1 else None
+        self.rank = 0
+        self.world = 1
+        self.group: dist.ProcessGroup | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank = dist.get_rank()
+            self.world = dist.get_world_size()
+            self.group = dist.group.WORLD
         self._pipe: Any = None
-        self._plain: dict[int, TimedCall] = {}
-        self._shapes: dict[Any, np.ndarray[Any, Any]] = {}
-
-    def is_late(self) -> bool:
-        """Whether nothing may be begun any more, on all ranks alike."""
-        return bool(gather_json(time.time() > self.task.ends_at, self.group)[0])
-
-    def append_row(self, item: SuiteItem, row: Mapping[str, Any]) -> None:
-        """Writes the line of an item."""
-        if self.rank == 0:
-            about = {"part": item.part, "what": item.what, "size": item.size or None, "ranks": self.world}
-            with Path(self.task.out).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(about | dict(row)) + "\n")
-
-    def release_memory(self) -> None:
-        """Gives memory of the last item back, and tells `launch` that there is progress."""
-        env.report_progress()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._plain_calls: dict[int, TimedCall] = {}
+        self._plain_images: dict[str, ImageArrays] = {}
 
     @property
     def pipe(self) -> Any:
         """The pipeline that is timed, whole and on the device."""
         if self._pipe is None:
-            self._pipe = self.create_pipeline()
+            if isinstance(self.subject, RandomSubject):
+                # The weights of a large model are made on the device: on the CPU that takes minutes.
+                size = self.task.work.height or SIZE
+                self._pipe = self.subject.random_model.create_pipeline(size, self.subject.torch_dtype, self.device)
+            else:
+                self._pipe = self.subject.create_pipeline(None).to(self.device)
         return self._pipe
-
-    def create_pipeline(self) -> Any:
-        """Another pipeline of the same weights."""
-        if isinstance(self.subject, RandomSubject):
-            model = RandomModel.parse_model_name(self.subject.name)
-            return model.create_pipeline(self.task.work.height or 512, self.subject.torch_dtype, self.device)
-        return self.subject.create_pipeline(None).to(self.device)
 
     def make_call(self, size: int) -> dict[str, Any]:
         """New arguments of the call that is timed; it returns latents."""
-        return self.subject.make_call_arguments(self.pipe, BenchCell("", "", "", size, size), self.device)
+        return self.subject.make_call_arguments(self.pipe, BenchCell(ONE_RANK, "", size, size), self.device)
 
-    def time_call(self, draw: Callable[..., Any], size: int) -> TimedCall:
-        """Times a pipeline or runner on all ranks that call it."""
-        seconds: list[float] = []
+    def time_target(self, target: Callable[..., Any], size: int, group: dist.ProcessGroup | None) -> TimedCall:
+        """Times a pipeline or runner on the ranks of a group, which all call it."""
+        seconds = []
+        latents = None
         for index in range(1 + ROUNDS):
             call = self.make_call(size)
-            if self.device.type == "cuda":
+            # The peak of the first call would include what compiling and choosing kernels needs.
+            if self.device.type == "cuda" and index == 1:
                 torch.cuda.synchronize(self.device)
-                if index == 1:
-                    torch.cuda.reset_peak_memory_stats(self.device)
-            began = time.perf_counter()
-            result = draw(**call)
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-            seconds.append(time.perf_counter() - began)
+                torch.cuda.reset_peak_memory_stats(self.device)
+            result, took = time_call(partial(target, **call), self.device)
+            seconds.append(took)
+            latents = result[0]
             env.report_progress()
-        peak = torch.cuda.max_memory_allocated(self.device) / 1e9 if self.device.type == "cuda" else None
-        return TimedCall(result[0], statistics.median(seconds[1:]), seconds[0], peak)
+        peak_gb = 0.0
+        if self.device.type == "cuda":
+            peak_gb = torch.cuda.max_memory_allocated(self.device) / 1e9
+        numbers = gather_json([statistics.median(seconds[1:]), seconds[0], peak_gb], group)
+        slowest, first, peak = (max(values) for values in zip(*numbers, strict=True))
+        return TimedCall(latents, slowest, first, peak or None)
 
     def time_plain(self, size: int) -> TimedCall:
-        """The plain pipeline, on rank 0 alone while the others wait; they have its seconds and no latents."""
-        if size not in self._plain:
-            timed = self.time_call(self.pipe, size) if self.rank == 0 else None
-            numbers = gather_json(None if timed is None else list(timed[1:]), self.group)[0]
-            self._plain[size] = timed or TimedCall(torch.empty(0), *numbers)
-        return self._plain[size]
+        """The plain pipeline, on rank 0 alone while the others wait; they get its numbers."""
+        if size not in self._plain_calls:
+            numbers = None
+            latents = None
+            if self.rank == 0:
+                timed = self.time_target(self.pipe, size, None)
+                latents = timed.latents
+                numbers = [timed.seconds, timed.first_s, timed.peak_gb]
+            self._plain_calls[size] = TimedCall(latents, *gather_json(numbers, self.group)[0])
+        return self._plain_calls[size]
 
-    def compare_call(self, timed: TimedCall, size: int) -> dict[str, Any]:
-        """The seconds of a call beside those of the plain pipeline, and how far its latents are from that one's."""
+    def compare_with_plain(self, target: Callable[..., Any], size: int) -> Row:
+        """The seconds and memory of a target on all ranks, and how far its latents are from the plain pipeline's."""
         plain = self.time_plain(size)
-        everyone = gather_json([timed.seconds, timed.first_s, timed.peak_gb or 0.0], self.group)
-        seconds, first, peak = (max(values) for values in zip(*everyone, strict=True))
-        relative = finite = None
-        if self.rank == 0:
-            got, wanted = timed.latents.float().cpu(), plain.latents.float().cpu()
-            relative, finite = float((got - wanted).norm() / wanted.norm()), bool(got.isfinite().all())
-        return {
-            "seconds": seconds,
-            "of_plain": seconds / plain.seconds,
-            "first_s": first,
-            "peak_gb": peak or None,
+        timed = self.time_target(target, size, self.group)
+        row: Row = {
+            "seconds": timed.seconds,
+            "of_plain": timed.seconds / plain.seconds,
+            "first_s": timed.first_s,
+            "peak_gb": timed.peak_gb,
             "plain_s": plain.seconds,
             "plain_gb": plain.peak_gb,
-            "relative": relative,
-            "finite": finite,
+            "relative": None,
+            "finite": None,
         }
+        if timed.latents is not None and plain.latents is not None:
+            latents = timed.latents.float().cpu()
+            reference = plain.latents.float().cpu()
+            row["relative"] = float((latents - reference).norm() / reference.norm())
+            row["finite"] = bool(latents.isfinite().all())
+        return row
 
-    def draw_shapes(
-        self, plan: Plan | None = None, dtype: torch.dtype = torch.float32, device: Any = None, **more: Any
-    ) -> np.ndarray[Any, Any]:
-        """The bundled model's picture, [1, H, W, 3] in whole numbers up to 255; a plan may be of all ranks."""
-        pipe: Any = load(SHAPES, dtype=dtype)
-        pipe.set_progress_bar_config(disable=True)
+    def compare_plan_with_plain(self, plan: Plan, size: int, **options: Any) -> Row:
+        """The same of a plan, with the bytes that all ranks sent; the pipeline is whole again afterwards."""
+        # Before the pipeline is divided.
+        self.time_plain(size)
+        runner = parallelize(self.pipe, plan, self.device, keep_weights=True, **options)
+        try:
+            row = self.compare_with_plain(runner, size)
+            sent = 0
+            if runner.report is not None:
+                sent = runner.report.bytes_sent
+            row["sent_bytes"] = sum(gather_json(sent, self.group))
+            return row
+        finally:
+            if not runner.is_broken:
+                runner.restore()
+                # Offloaded blocks come back on the CPU.
+                self.pipe.to(self.device)
+
+    def generate_shapes(
+        self, plan: Plan | None = None, model: str = SHAPES, device: torch.device | None = None, **options: Any
+    ) -> ImageArrays:
+        """A bundled model's image `[1, H, W, 3]` in float32, plain or under a plan of all ranks."""
         device = device or self.device
-        runner = pipe.to(device) if plan is None else parallelize(pipe, plan, device, **more)
-        return _draw_picture(runner, SHAPES, self.shape_steps)
+        runner: Any = load(model, dtype=torch.float32)
+        runner.set_progress_bar_config(disable=True)
+        if plan is None:
+            runner.to(device)
+        else:
+            runner = parallelize(runner, plan, device, **options)
+        call = defaults(model) | {"num_inference_steps": self.count_steps(model), "output_type": "np"}
+        image = runner(CAPTION, generator=torch.Generator("cpu").manual_seed(0), **call).images[0]
+        images: ImageArrays = (np.asarray(image) * 255).round().astype(np.uint8)[None]
+        return images
 
-    @property
-    def shape_steps(self) -> int:
-        """Steps of the bundled model's picture."""
-        return 4 if self.task.small else int(defaults(SHAPES)["num_inference_steps"])
+    def count_steps(self, model: str) -> int:
+        """Denoising steps of a bundled model's image."""
+        if model == SHAPES and self.task.small:
+            return 4
+        return int(defaults(model)["num_inference_steps"])
 
-    def remember_shapes(self, key: Any, draw: Callable[[], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        """A picture that several items are compared with."""
-        if key not in self._shapes:
-            self._shapes[key] = draw()
-        return self._shapes[key]
-
-
-def _draw_picture(runner: Any, model: str, steps: int) -> np.ndarray[Any, Any]:
-    call = defaults(model) | {"num_inference_steps": steps, "output_type": "np"}
-    picture = runner(CAPTION, generator=torch.Generator("cpu").manual_seed(0), **call).images[0]
-    pictures: np.ndarray[Any, Any] = (np.asarray(picture) * 255).round().astype(np.uint8)[None]
-    return pictures
-
-
-def _compare_pictures(got: np.ndarray[Any, Any], wanted: np.ndarray[Any, Any]) -> dict[str, Any]:
-    return {"psnr_db": float(compute_psnr(got, wanted)[0]), "equal": bool(np.array_equal(got, wanted))}
+    def compare_images(self, images: ImageArrays, model: str = SHAPES) -> Row:
+        """An image beside the plain pipeline's on this device."""
+        if model not in self._plain_images:
+            self._plain_images[model] = self.generate_shapes(model=model)
+        return describe_difference(images, self._plain_images[model])
 
 
-def answer_exactness(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
+def describe_difference(images: ImageArrays, reference: ImageArrays) -> Row:
+    """The PSNR of an image, and whether it equals its reference."""
+    return {"psnr_db": float(compute_psnr(images, reference)[0]), "equal": bool(np.array_equal(images, reference))}
+
+
+def answer_exactness(session: SuiteSession, item: SuiteItem) -> Row:
     """The bundled model on this device under a plan of one rank, against the plain pipeline there."""
     if item.what == suite.WIDE:
-        return _answer_wide_picture(session)
-    plain = session.remember_shapes("plain", session.draw_shapes)
+        return _answer_wide_image(session)
     if item.what == suite.DEVICE_AGAINST_CPU:
-        return _compare_pictures(plain, session.draw_shapes(device=torch.device("cpu")))
+        return session.compare_images(session.generate_shapes(device=torch.device("cpu")))
     if item.what == suite.GRAPHS:
-        stale = Plan(patches=4)
-        return _compare_pictures(session.draw_shapes(stale, cuda_graphs=True), session.draw_shapes(stale))
-    plan = replace(Plan.parse(item.what), warmup=session.shape_steps)
-    return _compare_pictures(session.draw_shapes(plan), plain)
+        plan = Plan(patches=4)
+        return describe_difference(session.generate_shapes(plan, cuda_graphs=True), session.generate_shapes(plan))
+    # With a synchronous step for every step no key is stale, so the image must be the same.
+    plan = replace(Plan.parse(item.what), warmup=session.count_steps(SHAPES))
+    return session.compare_images(session.generate_shapes(plan))
 
 
-def _answer_wide_picture(session: SuiteSession) -> dict[str, Any]:
-    """A picture in bf16 with more columns than a number of bf16 counts, in patches and whole."""
+def _answer_wide_image(session: SuiteSession) -> Row:
+    """Whether an image in bfloat16 with more columns than bfloat16 counts is the same in patches and whole."""
     model = RandomModel(family="flux", blocks=3, heads=2, head_dim=16)
     height, width = WIDE_SIZE
-    drawn = []
+    images = []
     for plan in (None, Plan(patches=3, warmup=2)):
-        pipe = model.create_pipeline(height, torch.bfloat16, session.device)
-        draw = pipe if plan is None else parallelize(pipe, plan, session.device)
+        target = model.create_pipeline(height, torch.bfloat16, session.device)
+        if plan is not None:
+            target = parallelize(target, plan, session.device)
         call = model.make_call_arguments(height, width, 2, torch.bfloat16, session.device)
-        drawn.append(draw(**call).images)
-    return {"equal": bool(torch.equal(*drawn))}
+        images.append(target(**call).images)
+    return {"equal": bool(torch.equal(*images))}
 
 
-def answer_plan_seconds(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
+def answer_plan_seconds(session: SuiteSession, item: SuiteItem) -> Row:
     """Seconds and memory of a plan, beside those of the plain pipeline on one rank."""
-    return _time_runner(session, Plan.parse(item.what), item.size)
+    return session.compare_plan_with_plain(Plan.parse(item.what), item.size)
 
 
-def _time_runner(session: SuiteSession, plan: Plan, size: int, **more: Any) -> dict[str, Any]:
-    session.time_plain(size)
-    runner = parallelize(session.pipe, plan, session.device, keep_weights=True, **more)
-    try:
-        timed = session.time_call(runner, size)
-        report = runner.report
-        row = session.compare_call(timed, size)
-        sent = sum(gather_json(report.bytes_sent if report else 0, session.group))
-        return row | {"sent_bytes": sent}
-    finally:
-        if not runner.is_broken:
-            runner.restore()
-            session.pipe.to(session.device)
-
-
-def answer_compiled_seconds(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
+def answer_compiled_seconds(session: SuiteSession, item: SuiteItem) -> Row:
     """The same, with compiled or recorded blocks."""
-    more = {"compile": True} if item.what == suite.COMPILED else {"cuda_graphs": True}
+    options = {"cuda_graphs": True}
+    if item.what == suite.COMPILED:
+        options = {"compile": True}
     # To try the suite in tiny sizes, blocks are called as compiled ones, and run as they are: to compile takes long.
     with torch.compiler.set_stance("force_eager" if session.task.small else "default"):
-        return _time_runner(session, Plan(patches=4), item.size, **more)
+        return session.compare_plan_with_plain(Plan(patches=4), item.size, **options)
 
 
-def answer_synchronisations(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
+def answer_synchronisations(session: SuiteSession, item: SuiteItem) -> Row:
     """How often the host waits for the device in a call, and where."""
     if session.device.type != "cuda":
         return {"skipped": "not applicable on a CPU"}
     runner = parallelize(session.pipe, Plan(patches=4), session.device, keep_weights=True)
+    # Constants are made in the first call, which may wait.
     runner(**session.make_call(item.size))
-    with warnings.catch_warnings(record=True) as seen, _warn_of_synchronisations():
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
-        runner(**session.make_call(item.size))
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            runner(**session.make_call(item.size))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     runner.restore()
     places: dict[str, int] = {}
-    for each in seen:
-        if "synchroniz" in str(each.message):
-            place = f"{Path(each.filename).name}:{each.lineno}"
+    for message in messages:
+        if "synchroniz" in str(message.message):
+            place = f"{Path(message.filename).name}:{message.lineno}"
             places[place] = places.get(place, 0) + 1
     return {"count": sum(places.values()), "places": places, "steps": session.subject.get_num_steps()}
 
 
-@contextmanager
-def _warn_of_synchronisations() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def answer_cache_seconds(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
+def answer_cache_seconds(session: SuiteSession, item: SuiteItem) -> Row:
     """Seconds of the plain pipeline with a cache."""
     session.time_plain(item.size)
-    line = IDLE_CACHE_LINE if item.what == suite.IDLE_CACHE else item.what
+    line = item.what
+    if line == suite.IDLE_CACHE:
+        line = "F=1 W=1 R=0"
     with use_cache_within(session.pipe, parse_cache_line(line), item.what):
-        return session.compare_call(session.time_call(session.pipe, item.size), item.size)
+        return session.compare_with_plain(session.pipe, item.size)
 
 
-def answer_verification(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
+def answer_verification(session: SuiteSession, item: SuiteItem) -> Row:
     """The checks of `ditile verify`, on the bundled model."""
-
-    def make_pipeline(plan: Plan | None) -> Any:
-        pipe: Any = load(SHAPES, plan=plan)
-        pipe.set_progress_bar_config(disable=True)
-        return pipe
-
-    def make_arguments(pipe: Any) -> dict[str, Any]:
-        call = defaults(SHAPES) | {"num_inference_steps": 4, "output_type": "latent", "prompt": CAPTION}
-        return call | {"generator": torch.Generator("cpu").manual_seed(0)}
-
-    checks, where = run_plan_checks(make_pipeline, make_arguments, Plan.parse(item.what), 4, session.task.work.device)
-    failed = [f"{check.name}: {check.says}" for check in checks if check.ok is False]
-    return {"ok": not failed, "failed": failed, "checks": {check.name: check.ok for check in checks}, "where": where}
+    options = VerifyOptions(model=SHAPES, steps=4, device=session.task.work.device)
+    verdict = verify_plan(options, Plan.parse(item.what))
+    return {
+        "ok": verdict.is_proven,
+        "failed": [f"{check.name}: {check.says}" for check in verdict.checks if check.ok is False],
+        "checks": {check.name: check.ok for check in verdict.checks},
+        "where": verdict.title,
+    }
 
 
-def answer_picture(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
-    """The PSNR of the bundled model's picture under a plan of all ranks to that of one process."""
-    few = item.part == "few steps"
-    model = SHAPES_OF_FEW_STEPS if few else SHAPES
-    steps = int(defaults(model)["num_inference_steps"]) if few else session.shape_steps
-
-    def draw_picture(plan: Plan | None) -> np.ndarray[Any, Any]:
-        pipe: Any = load(model, dtype=torch.float32)
-        pipe.set_progress_bar_config(disable=True)
-        runner = pipe.to(session.device) if plan is None else parallelize(pipe, plan, session.device)
-        return _draw_picture(runner, model, steps)
-
-    plain = session.remember_shapes(model, lambda: draw_picture(None))
-    return _compare_pictures(draw_picture(Plan.parse(item.what)), plain) | {"steps": steps}
+def answer_image(session: SuiteSession, item: SuiteItem) -> Row:
+    """The PSNR of the bundled model's image under a plan of all ranks to the image of one process."""
+    model = SHAPES_OF_FEW_STEPS if item.part == "few steps" else SHAPES
+    images = session.generate_shapes(Plan.parse(item.what), model)
+    return session.compare_images(images, model) | {"steps": session.count_steps(model)}
 
 
-Peer = Callable[[Any, int], AbstractContextManager[Callable[..., Any]]]
-"""(pipeline of its own, ranks) -> what draws, within a context."""
-PACKAGES = {suite.CACHE_DIT: "cache_dit", suite.XDIT: "xfuser", suite.DIFFUSERS: "diffusers"}
-"""What each of the other libraries is."""
-
-
-@contextmanager
-def use_cache_dit(pipe: Any, ranks: int) -> Iterator[Callable[..., Any]]:
-    """cache-dit's cache with its own defaults."""
-    cache_dit: Any = import_module("cache_dit")
-    cache_dit.enable_cache(pipe)
-    try:
-        yield pipe
-    finally:
-        cache_dit.disable_cache(pipe)
-
-
-@contextmanager
-def use_diffusers_parallelism(pipe: Any, ranks: int) -> Iterator[Callable[..., Any]]:
-    """diffusers' context parallelism, with Ulysses."""
-    from diffusers import ContextParallelConfig
-
-    pipe.transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=ranks))
-    yield pipe
-
-
-@contextmanager
-def use_xdit(pipe: Any, ranks: int) -> Iterator[Callable[..., Any]]:
-    """xDiT's wrapper around the pipeline, with Ulysses."""
-    xfuser: Any = import_module("xfuser")
-    engine, call = xfuser.xFuserArgs(model="", ulysses_degree=ranks).create_config()
-    yield xfuser.xDiTParallel(pipe, engine, call)
-
-
-PEERS: Mapping[str, Peer] = {
-    suite.CACHE_DIT: use_cache_dit,
-    suite.DIFFUSERS: use_diffusers_parallelism,
-    suite.XDIT: use_xdit,
-}
-
-
-def answer_other_library(session: SuiteSession, item: SuiteItem) -> dict[str, Any]:
-    """Seconds of another library on the same pipeline, where it is installed."""
-    if not is_installed(PACKAGES[item.what]):
-        return {"skipped": f"{PACKAGES[item.what]} is not installed"}
-    if session.world > 1 and session.device.type != "cuda":
-        return {"skipped": f"{item.what} divides pictures over GPUs alone"}
-    session.time_plain(item.size)
-    with PEERS[item.what](session.create_pipeline(), session.world) as draw:
-        return session.compare_call(session.time_call(draw, item.size), item.size)
-
-
-ANSWERS: Mapping[str, Callable[[SuiteSession, SuiteItem], dict[str, Any]]] = {
+ANSWERS: Mapping[str, Callable[[SuiteSession, SuiteItem], Row]] = {
     "exact": answer_exactness,
     "verify": answer_verification,
     "methods": answer_plan_seconds,
@@ -398,8 +342,7 @@ ANSWERS: Mapping[str, Callable[[SuiteSession, SuiteItem], dict[str, Any]]] = {
     "synchronisations": answer_synchronisations,
     "compile": answer_compiled_seconds,
     "caches": answer_cache_seconds,
-    "few steps": answer_picture,
-    "wire": answer_picture,
-    "others": answer_other_library,
+    "few steps": answer_image,
+    "wire": answer_image,
 }
-"""Part -> what answers its items."""
+"""Part -> the function that answers its items."""

@@ -1,4 +1,4 @@
-"""`ditile bench --sweep few-steps`. A failure means that the table of docs/pipefusion.md is made of other pictures."""
+"""`benchmarks.few_steps`. A failure means that the table of docs/pipefusion.md is made of other pictures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ditile.cli.main import main
-from ditile.measure.bench import few_steps
-from ditile.measure.bench.options import Comparison, Workload
+from benchmarks import few_steps
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 
 
@@ -25,12 +24,8 @@ def test_rows_of_pictures_and_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(few_steps, "NUM_CAPTIONS", 2)
     monkeypatch.setattr(few_steps, "PATCHES", (2,))
     monkeypatch.setattr(few_steps, "WARMUPS", (1,))
-    compared = Comparison(sweep="few-steps", ranks=2, out=str(tmp_path / "out"))
-    rows = few_steps.measure_few_steps(compared, Workload(model="shapes-flux-turbo", threads=1))
-    assert rows == [
-        {name: value for name, value in json.loads(line).items() if name not in ("model", "captions")}
-        for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()
-    ]
+    rows = few_steps.measure_few_steps("shapes-flux-turbo", 4, [2], 1, tmp_path / "out")
+    assert rows == [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
     assert [row["steps"] for row in rows] == [4, 3, 2, 4, 4]
     assert [round(row["bound"], 2) for row in rows] == [1.0, 1.33, 2.0, 1.45, 1.78]
     serial, shared = (row["psnr"] for row in rows[3:])
@@ -41,20 +36,13 @@ def test_rows_of_pictures_and_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("model", "steps", "says"),
     [
-        (("--sweep", "few-steps,warmup"), "run it by itself"),
-        (("--sweep", "few-steps", "--model", "shapes-flux"), "is for 2 to 16 steps, and there are 20"),
-        (("--sweep", "few-steps", "--model", "shapes-wan"), "checks pictures of bundled models, and not shapes-wan"),
+        ("shapes-flux", 20, "is for 2 to 16 steps, and there are 20"),
+        ("shapes-wan", 4, "checks images of bundled models, and not shapes-wan"),
     ],
 )
-def test_what_cannot_be_compared(
-    words: tuple[str, ...],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", *words]) == 2
-    assert says in capsys.readouterr().err and not list(tmp_path.iterdir())
+def test_what_cannot_be_compared(model: str, steps: int, says: str, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=says):
+        few_steps.measure_few_steps(model, steps, [2], 1, tmp_path / "out")
+    assert not list(tmp_path.iterdir())

@@ -6,7 +6,8 @@ from importlib import resources
 import numpy as np
 import pytest
 
-from ditile.measure.evaluate.caption_check import VERDICT_ITEMS, Scene, judge_picture, parse_caption, score_pictures
+from ditile.measure.evaluate.caption_check import Scene, judge_image, parse_caption
+from training.caption_scores import VERDICT_ITEMS, compute_item_shares, score_images
 from training.scenes import describe_scene, is_held_out, name_thing, render_scene, sample_scene
 
 SIZES = ((128, 128), (128, 192), (192, 128), (256, 256))
@@ -21,7 +22,7 @@ def scenes(count: int, seed: int = 0, held_out: bool | None = None) -> list[Scen
 def test_true_pictures_are_all_right(height: int, width: int) -> None:
     """If this fails the checker (or the renderer) is wrong at this size, and no accuracy it reports means anything."""
     some = scenes(10, seed=height + width)
-    result = score_pictures([render_scene(s, height, width) for s in some], [describe_scene(s) for s in some])
+    result = score_images([render_scene(s, height, width) for s in some], [describe_scene(s) for s in some])
     assert result == dict.fromkeys(VERDICT_ITEMS, 100.0)
 
 
@@ -29,7 +30,7 @@ def test_other_captions_are_not_all_right() -> None:
     """A checker that passes pictures of other captions would flatter the models."""
     some = scenes(40, seed=1)
     captions = [describe_scene(s) for s in some]
-    result = score_pictures([render_scene(s, 64, 64) for s in some], captions[1:] + captions[:1])
+    result = score_images([render_scene(s, 64, 64) for s in some], captions[1:] + captions[:1])
     assert result["all_right"] <= 5
     assert result["position"] < 30
     assert result["shape"] < 30
@@ -48,20 +49,20 @@ def test_other_captions_are_not_all_right() -> None:
 )
 def test_each_item_is_judged_by_itself(asked: str, wrong: str) -> None:
     """One wrong attribute must be found, and (colour apart, without which a thing is lost) only that one."""
-    verdict = judge_picture(
+    shares = compute_item_shares(
         render_scene(parse_caption("a small red circle on the left on a white background"), 96, 128), asked
     )
-    assert verdict.compute_item_share(wrong) == 0
-    assert verdict.all_right == (wrong == "texture")
+    assert shares[wrong] == 0
+    assert shares["all_right"] == (wrong == "texture")
     if wrong != "color":
         others = set(VERDICT_ITEMS) - {wrong, "all_right"}
-        assert all(verdict.compute_item_share(item) == 1 for item in others)
+        assert all(shares[item] == 1 for item in others)
 
 
 def test_an_unnamed_thing_is_an_error() -> None:
     """Pictures with more than was asked for are not all right."""
     picture = render_scene(parse_caption("a large red circle above a small blue ring on a gray background"), 128, 128)
-    verdict = judge_picture(picture, "a large red circle at the top on a gray background")
+    verdict = judge_image(picture, "a large red circle at the top on a gray background")
     assert not verdict.clean
     assert not verdict.all_right
 
@@ -70,8 +71,8 @@ def test_noise_and_blank_pictures_are_wrong() -> None:
     """No division by an empty mask, and no credit."""
     caption = "a small pink ring in the center on a brown gradient background"
     noise = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
-    assert not judge_picture(noise, caption).all_right
-    assert not judge_picture(np.zeros((64, 96, 3), np.uint8), caption).all_right
+    assert not judge_image(noise, caption).all_right
+    assert not judge_image(np.zeros((64, 96, 3), np.uint8), caption).all_right
 
 
 def test_captions_are_parsed_back() -> None:

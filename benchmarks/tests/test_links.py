@@ -5,6 +5,7 @@ Needs root and iproute2; skipped, with the reason, where this machine does not l
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,12 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from ditile.measure.bench import across, runs
-from ditile.measure.bench.cells import ONE_RANK, BenchCell
-from ditile.measure.bench.links import check_namespace_rights, create_two_hosts
+from benchmarks import links
+from benchmarks.links import check_namespace_rights, create_two_hosts, list_link_plans
+from ditile.measure.bench.cells import ONE_RANK
 from ditile.measure.bench.options import Workload
-from ditile.measure.bench.session import BenchTask
-from ditile.plan.errors import ModelError, PlanError, RankError
+from ditile.measure.bench.subjects import create_bench_subject
+from ditile.measure.palette import name_plan_methods
+from ditile.plan.errors import PlanError, RankError
 
 BYTES = 250_000
 ECHO = """
@@ -96,57 +98,50 @@ def test_hosts_go_when_what_ran_on_them_fails() -> None:
     assert hosts_left() == []
 
 
-def task(out: Path, model: str) -> BenchTask:
-    """One round of one plan: 16 tokens, one step."""
-    cell = BenchCell("ulysses=2", link="100mbit", height=64, width=64)
-    keys = {one: runs.make_run_key({"model": model}, one) for one in (cell, cell.one_rank_baseline)}
-    work = Workload(model=model, steps=1, height=64, width=64, stall_timeout=60)
-    return BenchTask(work=work, todo=[(cell, 1)], keys=keys, bounds={}, out=str(out), threads=1, cores=None)
+def test_rates_and_the_plans_of_two_hosts() -> None:
+    assert links.parse_link_rate("100mbit") == 10**8
+    for rate in ("fast", "0gbit"):
+        with pytest.raises(PlanError, match="write it as 100mbit"):
+            links.parse_link_rate(rate)
+    plans = list_link_plans(create_bench_subject(Workload(model="shapes-pixart")), 64, 64)
+    assert [plan.warmup_mode for plan in plans[:2]] == ["serial", "pipelined"] and {plan.world for plan in plans} == {2}
+    kinds = [name_plan_methods(str(plan)) for plan in plans]
+    assert kinds == ["PipeFusion", "PipeFusion", "DistriFusion", "Ulysses", "ring", "tensor", "cfg"]
 
 
-def test_a_session_across_a_link(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A real one, of a model that is hardly there. A failure means that `ditile bench --links` measures nothing, or
-    that what libraries say while they are imported stands between its lines."""
-    site, out = tmp_path / "site", tmp_path / "out"
-    site.mkdir()
-    out.mkdir()
-    (site / "sitecustomize.py").write_text("import sys\nprint('a rank begins', file=sys.stderr)\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    across.measure_across_link(task(out, "random-pixart blocks=1 heads=1"), "100mbit")
-    plain, linked = runs.summarize_runs(runs.read_runs(str(out)))
+def test_links_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
+    with pytest.raises(PlanError, match="need root"):
+        check_namespace_rights()
+
+
+def test_plans_across_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real run, of a model that is hardly there. A failure means that `benchmarks.links` measures nothing."""
+    words = ["--model", "random-pixart blocks=1 heads=1", "--steps", "1", "--height", "64", "--width", "64"]
+    words += ["--rates", "100mbit", "--plans", "ulysses=2", "--rounds", "1", "--out", str(tmp_path / "out")]
+    monkeypatch.setattr(links.sys, "argv", ["links", *words])
+    links.main()
+    plain, linked = (json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines())
     assert (plain["plan"], linked["plan"], linked["link"], linked["world"]) == (ONE_RANK, "ulysses=2", "100mbit", 2)
     assert min(linked["bytes_sent"]) > 0 and linked["ratio"] > 0
-    said = capfd.readouterr().err
-    assert "a rank begins" in said, "what ranks say is seen here"
-    assert not [word for word in ("torchao", "Enum", "torchvision", "c10d") if word in said]
+    assert (tmp_path / "out" / "links.png").stat().st_size > 1000
 
 
 RANK = """#!/bin/sh
 [ "$RANK" = 1 ] && exec sleep 60
-{} exit 2
+exit 2
 """
 
 
-@pytest.mark.parametrize(
-    ("does", "error", "says"),
-    [
-        ("""echo '["ModelError", "no such model"]' > "$4";""", ModelError, "no such model"),
-        ("", RankError, "rank 0: ended with code 2 across 100mbit"),
-    ],
-)
-def test_a_rank_that_fails_ends_the_other_and_is_heard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str, error: type[Exception], says: str
-) -> None:
-    """Two ranks of shell, of which one would stay. A failure means a hang, or a code in place of a sentence."""
+def test_a_rank_that_fails_ends_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of shell, of which one would stay. A failure means a hang."""
     script = tmp_path / "rank"
-    script.write_text(RANK.format(does))
+    script.write_text(RANK)
     script.chmod(0o755)
-    monkeypatch.setattr(across.sys, "executable", str(script))
-    monkeypatch.setattr(across, "PATIENCE", 0.2)
-    with pytest.raises(error, match=says):
-        across.measure_across_link(task(tmp_path, "none"), "100mbit")
+    monkeypatch.setattr(links.sys, "executable", str(script))
+    monkeypatch.setattr(links, "PATIENCE", 0.2)
+    with pytest.raises(RankError, match="rank 0: ended with code 2 across 100mbit"):
+        links.run_across_link(["bench"], "100mbit")
 
 
 DRAW = ["--model", "shapes-flux", "--pipefusion", "2", "--steps", "5000", "--height", "64", "--width", "64"]

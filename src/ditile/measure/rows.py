@@ -1,0 +1,76 @@
+"""Files of rows, which measurements resume: a line of JSON for each thing that was measured, as soon as it is known."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ditile.distributed import files
+from ditile.plan.errors import LoadError
+
+MAX_BYTES = 2**30
+Row = dict[str, Any]
+
+
+class RowFile:
+    """A file of rows, of which a process that was killed may have left one unfinished.
+
+    Args:
+        path: the file; it need not exist.
+        first_field: the first field of every row, by which an unfinished one is known.
+    """
+
+    def __init__(self, path: Path, first_field: str) -> None:
+        self.path = path
+        self._first_field = first_field
+        self._beginning = f'{{"{first_field}": '
+
+    def read(self) -> list[Row]:
+        """All rows, without those that were cut off.
+
+        Raises:
+            LoadError: if the file cannot be read, or has a line that is no row.
+        """
+        if not self.path.exists():
+            return []
+        try:
+            lines = files.read_file(self.path, MAX_BYTES).decode().splitlines()
+        except (OSError, ValueError) as error:
+            raise LoadError(f"{self.path} cannot be read: {error}") from error
+        rows = []
+        for line in lines:
+            if not line.strip():
+                continue
+            try:
+                row = files.parse_json(line)
+            except ValueError as error:
+                if self._is_cut_off(line):
+                    continue
+                raise LoadError(
+                    f"{self.path} has a line that is no JSON ({error}); correct it, or give another --out"
+                ) from error
+            if not isinstance(row, dict) or self._first_field not in row:
+                raise LoadError(f"{self.path} has a line without {self._first_field!r}; give another --out")
+            rows.append(row)
+        return rows
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Adds rows at the end; the folder must exist."""
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        with self.path.open("a+b") as file:
+            # A line that was cut off must not become the beginning of a new one.
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    text = "\n" + text
+            file.write(text.encode())
+
+    def replace(self, rows: Iterable[Row]) -> None:
+        """Writes these rows instead of what the file has, all at once."""
+        files.write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def _is_cut_off(self, line: str) -> bool:
+        return line.startswith(self._beginning) or self._beginning.startswith(line)
