@@ -20,11 +20,15 @@ class TextEncoders:
     """A tokenizer and the frozen encoders of one assembled model's folder."""
 
     def __init__(self, folder: Path, *, tokens: int, masked: bool, dtype: torch.dtype) -> None:
-        t5 = "text_encoder" if masked else "text_encoder_2"
+        # PixArt masks its padding and has T5 alone; FLUX has CLIP first.
+        t5 = "text_encoder"
+        self.clip = None
+        if not masked:
+            t5 = "text_encoder_2"
+            self.clip = CLIPTextModel.from_pretrained(folder / "text_encoder").eval()
         self.dtype = dtype
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
         self.t5 = T5EncoderModel.from_pretrained(folder / t5).eval()
-        self.clip = None if masked else CLIPTextModel.from_pretrained(folder / "text_encoder").eval()
         self.tokens = tokens
         self.masked = masked
 
@@ -33,10 +37,13 @@ class TextEncoders:
         batch = self.tokenizer(
             captions, padding="max_length", max_length=self.tokens, truncation=True, return_tensors="pt"
         )
-        mask = batch.attention_mask if self.masked else None
-        text = self.t5(batch.input_ids, attention_mask=mask).last_hidden_state
-        pooled = None if self.clip is None else self.clip(batch.input_ids).pooler_output
-        return Conditions(text, None if mask is None else mask.bfloat16(), pooled)
+        if self.masked:
+            mask = batch.attention_mask
+            text = self.t5(batch.input_ids, attention_mask=mask).last_hidden_state
+            return Conditions(text, mask.bfloat16(), None)
+        text = self.t5(batch.input_ids).last_hidden_state
+        assert self.clip is not None
+        return Conditions(text, None, self.clip(batch.input_ids).pooler_output)
 
 
 def drop(captions: list[str], rate: float) -> list[str]:

@@ -1,4 +1,4 @@
-"""Clips that the video model learns from: sampling their captions, and drawing many at once on any device."""
+"""Clips that the video model learns from: sampling their captions, and rendering many at once on any device."""
 
 import random
 from collections.abc import Sequence
@@ -12,8 +12,10 @@ from training.scenes import is_held_out
 
 FRAMES = 9
 SIDE = 64
-TWO = 0.4  # share of clips with two things
-MOVING = 1.5  # how often a move is drawn for each time that a stay is
+# The share of clips with two things.
+TWO = 0.4
+# How often a thing moves for each time that it stays.
+MOVING = 1.5
 PLACE_JITTER = 0.02
 SIZE_JITTER = 0.04
 
@@ -27,13 +29,21 @@ def sample_motion_caption(rng: random.Random, *, held_out: bool | None = None, t
 
 
 def _sample_any_caption(rng: random.Random, two: float) -> str:
-    count = 2 if rng.random() < two else 1
-    moves = list(MOVES) if count == 1 else list(LANE_MOVES)
-    weights = [MOVING if move.startswith("moves") else 1.0 for move in moves]
-    clauses = [
-        f"a {rng.choice(list(RADII))} {color} {rng.choice(SHAPES)} {rng.choices(moves, weights)[0]}"
-        for color in rng.sample(list(COLORS), count)
-    ]
+    count = 1
+    moves = list(MOVES)
+    if rng.random() < two:
+        count = 2
+        moves = list(LANE_MOVES)
+    weights = [1.0] * len(moves)
+    for index, move in enumerate(moves):
+        if move.startswith("moves"):
+            weights[index] = MOVING
+    clauses = []
+    for color in rng.sample(list(COLORS), count):
+        size = rng.choice(list(RADII))
+        shape = rng.choice(SHAPES)
+        [move] = rng.choices(moves, weights)
+        clauses.append(f"a {size} {color} {shape} {move}")
     return f"{' above '.join(clauses)} on a {rng.choice(list(BACKGROUNDS))} background"
 
 
@@ -62,13 +72,23 @@ def make_clip_tensors(captions: Sequence[str], device: torch.device) -> ClipTens
     rows: dict[str, list[object]] = {field.name: [] for field in fields(ClipTensors)}
     for caption in captions:
         clip = parse_motion_caption(caption)
-        absent = [None] * (len(LANES) - len(clip.movers))
-        movers = [*clip.movers, *absent]
-        rows["shape"].append([SHAPES.index(m.shape) if m else 0 for m in movers])
-        rows["color"].append([_scale_rgb(COLORS[m.color]) if m else [0.0] * 3 for m in movers])
-        rows["radius"].append([RADII[m.size] if m else 0.0 for m in movers])
-        rows["start"].append([m.start if m else (0.0, 0.0) for m in movers])
-        rows["end"].append([m.end if m else (0.0, 0.0) for m in movers])
+        # A thing that is not there: black, without a size.
+        shapes = [0] * len(LANES)
+        colors = [[0.0] * 3 for _ in LANES]
+        radii = [0.0] * len(LANES)
+        starts = [(0.0, 0.0)] * len(LANES)
+        ends = [(0.0, 0.0)] * len(LANES)
+        for index, mover in enumerate(clip.movers):
+            shapes[index] = SHAPES.index(mover.shape)
+            colors[index] = _scale_rgb(COLORS[mover.color])
+            radii[index] = RADII[mover.size]
+            starts[index] = mover.start
+            ends[index] = mover.end
+        rows["shape"].append(shapes)
+        rows["color"].append(colors)
+        rows["radius"].append(radii)
+        rows["start"].append(starts)
+        rows["end"].append(ends)
         rows["background"].append(_scale_rgb(BACKGROUNDS[clip.background]))
     return ClipTensors(**{name: torch.tensor(values, device=device) for name, values in rows.items()})
 
@@ -90,13 +110,14 @@ def jitter_clips(clips: ClipTensors) -> ClipTensors:
 def draw_clips(clips: ClipTensors, frames: int, side: int) -> torch.Tensor:
     """Videos [B, F, side, side, 3] in -1..1, anti-aliased; one frame is the first."""
     device = clips.start.device
-    at = (torch.arange(side, device=device) + 0.5) / side
-    time = torch.linspace(0, 1, frames, device=device) if frames > 1 else torch.zeros(1, device=device)
+    centers = (torch.arange(side, device=device) + 0.5) / side
+    # For one frame this is its start, 0.
+    time = torch.linspace(0, 1, frames, device=device)
     video = clips.background[:, None, None, None].expand(-1, frames, side, side, 3)
     for k in range(len(LANES)):
         middle = torch.lerp(clips.start[:, k, None], clips.end[:, k, None], time[None, :, None])  # [B, F, 2]
-        dx = at - middle[..., 0, None, None]  # [B, F, 1, W]
-        dy = at[:, None] - middle[..., 1, None, None]  # [B, F, H, 1]
+        dx = centers - middle[..., 0, None, None]  # [B, F, 1, W]
+        dy = centers[:, None] - middle[..., 1, None, None]  # [B, F, H, 1]
         radius = clips.radius[:, k, None, None, None]
         outline = _measure_distance(clips.shape[:, k, None, None, None], dx, dy, radius)
         cover = (0.5 - outline * side).clamp(0, 1) * (radius > 0)

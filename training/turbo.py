@@ -1,9 +1,9 @@
-"""Teach shapes-flux to draw in four steps without guidance: `python -m training.turbo pool` and, beside it,
+"""Teach shapes-flux to generate in four steps without guidance: `python -m training.turbo pool` and, at the same time,
 `python -m training.turbo train --minutes 32`.
 
 The student's target on each of its four intervals is the guided teacher's velocity in the middle of the interval (the
 midpoint rule), on states that the student's own steps reach from noise. `pool` writes such pairs without end, with the
-newest averaged student; `train` draws them, the least drawn ones first. Weights of both are fp32.
+newest averaged student; `train` samples them, the least sampled ones first. Weights of both are fp32.
 """
 
 import argparse
@@ -33,8 +33,10 @@ TOKEN = 8
 SHIFT = 1.5
 STEPS = 4
 GUIDANCE = 2.0
-LOSS_WEIGHTS = (0.3, 1.0, 2.0, 2.0)  # of the intervals: the first one's loss is far larger
-UNFINISHED = ".part"  # a shard that is being written
+# Of the intervals: the first one's loss is far larger.
+LOSS_WEIGHTS = (0.3, 1.0, 2.0, 2.0)
+# The ending of a shard that is being written.
+UNFINISHED = ".part"
 PUBLISHED = "student"
 
 
@@ -48,7 +50,7 @@ MIDDLES = [shift_sigma(1 - (k + 0.5) / STEPS) for k in range(STEPS)]
 
 
 class Velocity:
-    """A transformer of shapes-flux's size on pictures of 128 x 128 pixels."""
+    """A transformer of shapes-flux's size on images of 128 x 128 pixels."""
 
     def __init__(self, folder: Path) -> None:
         self.model = FluxTransformer2DModel.from_pretrained(folder, torch_dtype=torch.float32)
@@ -100,28 +102,32 @@ class PairMaker:
 
         The last scene of a shard starts each interval from a noised render instead of the student's own state.
         """
-        drawn = [sample_scene(self.rng, held_out=False) for _ in range(scenes)]
-        conditions = self.encoders([describe_scene(scene) for scene in drawn])
+        samples = [sample_scene(self.rng, held_out=False) for _ in range(scenes)]
+        conditions = self.encoders([describe_scene(scene) for scene in samples])
         assert conditions.pooled is not None
-        renders = pack(self.basis.latents([render_scene(scene, SIDE, SIDE) for scene in drawn]))
+        renders = pack(self.basis.latents([render_scene(scene, SIDE, SIDE) for scene in samples]))
         x = torch.randn_like(renders)
         states = []
         targets = []
-        for k in range(STEPS):
+        for index in range(STEPS):
             x = x.clone()
-            sigma = torch.full((scenes,), SIGMAS[k])
-            if k > 0:
-                x[-1] = (1 - SIGMAS[k]) * renders[-1] + SIGMAS[k] * torch.randn_like(renders[-1])
+            start = SIGMAS[index]
+            if index > 0:
+                x[-1] = (1 - start) * renders[-1] + start * torch.randn_like(renders[-1])
             with torch.no_grad():
-                step = self.student(x, conditions.text, conditions.pooled, sigma)
+                step = self.student(x, conditions.text, conditions.pooled, torch.full((scenes,), start))
             # The half step costs nothing: the student's own step needs the same call.
-            middle = torch.full((scenes,), MIDDLES[k])
-            half = x + (MIDDLES[k] - SIGMAS[k]) * step
+            half = x + (MIDDLES[index] - start) * step
             states.append(x)
+            middle = torch.full((scenes,), MIDDLES[index])
             targets.append(self.teacher.guide(half, conditions, self.empty, middle))
-            x = x + (SIGMAS[k + 1] - SIGMAS[k]) * step
-        pairs = {"x": torch.stack(states, 1), "v": torch.stack(targets, 1)}
-        return pairs | {"text": conditions.text, "pooled": conditions.pooled}
+            x = x + (SIGMAS[index + 1] - start) * step
+        return {
+            "x": torch.stack(states, 1),
+            "v": torch.stack(targets, 1),
+            "text": conditions.text,
+            "pooled": conditions.pooled,
+        }
 
 
 @dataclass(kw_only=True)
@@ -137,11 +143,13 @@ class PairPool:
     def read_new_shards(self) -> None:
         """Reads what was written since the last time."""
         for path in sorted(self.folder.glob("*.pt")):
-            if path.name not in self.files:
-                self.files.add(path.name)
-                shard = torch.load(path, weights_only=True)
-                self.scenes += [{name: x[k] for name, x in shard.items()} for k in range(len(shard["x"]))]
-                self.drawn += [[0] * STEPS for _ in shard["x"]]
+            if path.name in self.files:
+                continue
+            self.files.add(path.name)
+            shard = torch.load(path, weights_only=True)
+            for index in range(len(shard["x"])):
+                self.scenes.append({name: values[index] for name, values in shard.items()})
+                self.drawn.append([0] * STEPS)
 
     def may_draw(self, reuse: float) -> bool:
         """Whether pairs were drawn less than so many times in the mean."""
@@ -149,15 +157,19 @@ class PairPool:
 
     def draw_batch(self, size: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Pairs of every interval in turn, and their intervals `[size]`; the least drawn of some, the newest first."""
-        picks = []
-        for k in range(size):
+        names = ("x", "v", "text", "pooled")
+        batch: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+        intervals = [index % STEPS for index in range(size)]
+        for interval in intervals:
             tries = self.rng.sample(range(len(self.scenes)), min(4, len(self.scenes)))
-            scene = min(tries, key=lambda at: (self.drawn[at][k % STEPS], -at))
-            self.drawn[scene][k % STEPS] += 1
-            picks.append((scene, k % STEPS))
-        pairs = {name: torch.stack([self.scenes[at][name][k] for at, k in picks]) for name in ("x", "v")}
-        pairs |= {name: torch.stack([self.scenes[at][name] for at, _ in picks]) for name in ("text", "pooled")}
-        return pairs, torch.tensor([k for _, k in picks])
+            place = min(tries, key=lambda place, interval=interval: (self.drawn[place][interval], -place))
+            self.drawn[place][interval] += 1
+            scene = self.scenes[place]
+            batch["x"].append(scene["x"][interval])
+            batch["v"].append(scene["v"][interval])
+            batch["text"].append(scene["text"])
+            batch["pooled"].append(scene["pooled"])
+        return {name: torch.stack(batch[name]) for name in names}, torch.tensor(intervals)
 
 
 class TurboTrainer:
@@ -209,20 +221,22 @@ def train(args: argparse.Namespace) -> None:
     seconds = compute_seconds_left(args)
     start = published = time.monotonic()
     errors: list[list[float]] = [[] for _ in range(STEPS)]
-    while (spent := time.monotonic() - start) < seconds:
+    while True:
+        spent = time.monotonic() - start
+        if spent >= seconds:
+            break
         pool.read_new_shards()
         if not pool.may_draw(args.reuse):
             time.sleep(0.2)
             continue
         pairs, intervals = pool.draw_batch(args.batch)
-        found = trainer.train_on(pairs, intervals, learning_rate(spent / seconds, hold=args.hold))
-        for k, error in zip(intervals.tolist(), found.tolist(), strict=True):
+        losses = trainer.train_on(pairs, intervals, learning_rate(spent / seconds, hold=args.hold))
+        for k, error in zip(intervals.tolist(), losses.tolist(), strict=True):
             errors[k].append(error)
         if trainer.optimiser.steps % 50 == 0:
-            means = [round(sum(each) / len(each), 4) for each in errors if each]
-            print(
-                json.dumps({"step": trainer.optimiser.steps, "scenes": len(pool.scenes), "errors": means}), flush=True
-            )
+            means = [round(sum(values) / len(values), 4) for values in errors if values]
+            row = {"step": trainer.optimiser.steps, "scenes": len(pool.scenes), "errors": means}
+            print(json.dumps(row), flush=True)
             errors = [[] for _ in range(STEPS)]
         if time.monotonic() - published > args.publish:
             trainer.publish(args.out)
@@ -247,7 +261,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    (fill_pool if args.what == "pool" else train)(args)
+    if args.what == "pool":
+        fill_pool(args)
+    else:
+        train(args)
 
 
 if __name__ == "__main__":
