@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,11 @@ from ditile.plan.errors import LoadError
 
 MAX_BYTES = 2**30
 Row = dict[str, Any]
+
+
+def list_values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
+    """A field of each row that has it."""
+    return [row[name] for row in rows if row.get(name) is not None]
 
 
 class RowFile:

@@ -72,6 +72,7 @@ class TurnPipelines:
         needs_whole = with_plain and self._is_first_rank
         if needs_whole or any(_uses_whole_pipeline(plan) for plan in parsed_plans):
             self.plain = create_pipeline(None).to(device)
+        # Plans of the same degrees share their process groups, which are expensive to make.
         communicators = Communicators()
         for plan in parsed_plans:
             pipe = self.plain
@@ -110,6 +111,7 @@ class TurnPipelines:
                     stack.callback(model.register_forward_pre_hook(lambda *_: env.report_progress()).remove)
             if target is not None:
                 stack.enter_context(use_cache_within(target, cache_arguments, label))
+            # After the cache is enabled, so that its seconds count on no rank.
             wait_for_all_ranks()
             yield target
 
@@ -129,6 +131,7 @@ def rotate(items: Sequence[Item], number: int) -> list[Item]:
 
 def time_call(call: Callable[[], Item], device: torch.device) -> tuple[Item, float]:
     """The result of a call, and its seconds until the device has finished."""
+    # A GPU computes asynchronously: what was started before must not count.
     _synchronize(device)
     began = time.perf_counter()
     result = call()
@@ -171,6 +174,7 @@ def use_cache_within(target: Any, configs: Mapping[str, Any], label: str = "") -
         return
     try:
         with warnings.catch_warnings():
+            # A cache that skips nothing would be measured as one that costs time.
             warnings.simplefilter("error", IdleCacheWarning)
             enable_cache(target, **configs)
     except IdleCacheWarning as warning:
@@ -190,6 +194,7 @@ def time_denoising_loop(model: nn.Module) -> Iterator[Callable[[], list[float]]]
     runner's loop has too, is not included.
     """
     trace = GenerationTrace()
+    # Two marks a call: the time between two calls is a part too, as in a runner's loop.
     trace.on = True
     hooks = [
         model.register_forward_pre_hook(lambda *_: trace.mark_step()),
@@ -232,6 +237,7 @@ def allow_all_cores(cores: Sequence[int] | None = None) -> Iterator[None]:
 def collect_machine_facts(device: str | None) -> dict[str, Any]:
     """Processor, GPUs and versions of this machine; `device` is the one that was chosen, if any."""
     gpus = []
+    # Without a GPU, or on the CPU although there is one, no GPU belongs to the facts.
     if torch.cuda.is_available() and not (device or "cuda").startswith("cpu"):
         gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {

@@ -121,6 +121,7 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
     Raises:
         DitileError: if the model or the plan does not fit.
     """
+    # Libraries print while they load; the standard output has the verdict alone.
     with contextlib.redirect_stdout(sys.stderr), _silence_advice():
         silence_libraries()
         if options.threads is not None:
@@ -205,6 +206,7 @@ def run_plan_checks(
     # Memory is counted from here on.
     del runner, latents
     release_memory()
+    # The plan itself, with its stale keys: every read of a key compares its age with the schedule.
     ages = AgeChecks()
     runner = parallelize(make(plan), plan, device, checks=ages)
     sync_counter = _HostSyncCounter(runner, steps)
@@ -213,6 +215,7 @@ def run_plan_checks(
     bytes_after_first = _measure_tensor_bytes(runner)
     assert runner.report is not None
     sent = runner.report.sent
+    # The same arguments, with a new generator of the same seed.
     second = _digest_call_result(runner, call, reference)
     checks += [
         _check_repeatability(runner, first, second),
@@ -312,6 +315,7 @@ def _check_traffic_bytes(runner: Runner, sent: dict[str, int]) -> Check:
     """Compares the bytes that each rank sent in the first call, by kind, with the formula."""
     name = "ranks send as many bytes as calculated"
     job = runner.job()
+    # The number of steps that send everything is known only afterwards.
     if runner.plan.warmup == AUTO:
         return Check(name, None, f"not calculated: warmup={AUTO} decides during the call how many steps send what")
     if job is None:

@@ -19,7 +19,7 @@ from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.bench.session import BenchTask, run_session
 from ditile.measure.bench.subjects import BenchSubject, create_bench_subject
 from ditile.measure.bench.tables import make_bench_tables
-from ditile.measure.rows import Row
+from ditile.measure.rows import Row, list_values
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra
@@ -78,6 +78,7 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
     if profile is not None:
         for cell, prediction in predict_cells(subject, jobs, profile).items():
             predictions[task.keys[cell]] = prediction
+    # The folder may be on the machine of rank 0 only.
     place = env.read_torchrun_place()
     if place is None or place.rank == 0:
         task = replace(task, missing=_count_missing_rounds(compared, task, cells))
@@ -131,6 +132,7 @@ def _write_results(
     remarks: list[str],
 ) -> BenchResult:
     """Writes rows and figures of all runs in the folder."""
+    # All runs of the folder, those of earlier calls too.
     rows = runs.summarize_runs(runs.read_runs(compared.out), predictions)
     files = [runs.write_bench_rows(compared.out, rows)]
     row_by_key = {row["key"]: row for row in rows}
@@ -157,13 +159,13 @@ def _write_results(
 
 def _describe_remeasurements(rows: Iterable[Row]) -> list[str]:
     """A remark on the runs that `--remeasure` repeated, if it watched any."""
-    watched = [row for row in rows if "again" in row]
-    if not watched:
+    rows = list(rows)
+    again = list_values(rows, "again")
+    if not again:
         return []
-    repeated = sum(row["again"] for row in watched)
-    disturbed = sum(row["disturbed"] for row in watched)
+    disturbed = sum(list_values(rows, "disturbed"))
     slower = f"{disturbed} runs ended on cores that other programs slowed by more than {LIMIT - 1:.0%}"
-    return [f"{slower}; {repeated} more had, and were made again"]
+    return [f"{slower}; {sum(again)} more had, and were made again"]
 
 
 def _count_sweep_ranks(compared: Comparison) -> int:
@@ -312,6 +314,7 @@ def predict_cell(
         profile: the machine.
         ranks_per_host: if they are on several hosts, whose link the profile has.
     """
+    # A profile is of one type of numbers; the bytes of messages depend on it.
     job = replace(job, shape=replace(job.shape, element_size=profile.element_size))
     arguments = subject.make_planning_arguments(cell)
     pricer = make_pricer(subject.planner_subject, arguments, profile, ranks_per_host)
@@ -323,6 +326,7 @@ def predict_cell(
         skips = None
     if skips is not None:
         seconds = pricer.price_call(job, skips).latency_s
+    # The planner counts no memory of caches, and the plain pipeline has no plan.
     if cell.cache or cell.plan == ONE_RANK:
         return runs.Prediction(seconds, None)
     peaks = []

@@ -18,7 +18,7 @@ from matplotlib import pyplot as plt
 from ditile.measure.bench.cells import ONE_RANK
 from ditile.measure.bench.tables import make_rows_title
 from ditile.measure.palette import NAMES, choose_plan_colour
-from ditile.measure.rows import Row
+from ditile.measure.rows import Row, list_values
 from ditile.plan.plan import Plan
 from ditile.runner.requests.pictures import save_figure
 
@@ -88,6 +88,7 @@ def draw_latency_bars(rows: Sequence[Row]) -> Any:
         median = row["median_s"]
         loop = row["loop_s"]
         colour = choose_plan_colour(row["plan"])
+        # Plans with and without a cache have one colour.
         hatch = "///" if row["cache"] else None
         axes.barh(place, loop, height=0.7, color=colour, hatch=hatch, ec="w")
         axes.barh(place, median - loop, left=loop, height=0.7, color=colour, alpha=0.35, ec="w")
@@ -106,7 +107,7 @@ def draw_latency_bars(rows: Sequence[Row]) -> Any:
     # Empty bars, for the legend.
     axes.barh(0, 0, color="#555555", label="denoising loop")
     axes.barh(0, 0, color="#555555", alpha=0.35, label="text and decode")
-    if any(row["cache"] for row in plans):
+    if any(list_values(plans, "cache")):
         axes.barh(0, 0, color="#555555", ec="w", hatch="///", label="with a cache")
     label_whiskers(axes)
     place_legend_below(axes)

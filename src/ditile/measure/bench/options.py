@@ -84,6 +84,7 @@ class Comparison:
             for name in ("quick", "small", "devices"):
                 if getattr(self, name):
                     raise PlanError(f"{name}={getattr(self, name)} is for --suite gpu")
+        # One GPU can hold two ranks, but one rank has nothing to exchange.
         if self.devices == 1:
             raise PlanError("devices=1 leaves nothing to divide; one GPU is shared by devices=2")
 

@@ -119,6 +119,7 @@ class RandomModel:
             dtype: of the weights.
             device: where the transformer's weights are created, in `dtype` at once; by default on the CPU, in float32.
         """
+        # All ranks must have the same weights.
         torch.manual_seed(0)
         vae = AutoencoderKL(
             down_block_types=["DownEncoderBlock2D"] * 4,
@@ -163,6 +164,7 @@ class RandomModel:
             dtype: of the embeddings.
             device: of the embeddings, as pipelines do not move what they are given; by default the CPU.
         """
+        # Other numbers than the noise, which has a seed of its own.
         generator = torch.Generator().manual_seed(1)
         call: dict[str, Any] = {
             "height": height,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile.measure.bench.cells import ONE_RANK, BenchCell
-from ditile.measure.rows import Row, RowFile
+from ditile.measure.rows import Row, RowFile, list_values
 from ditile.planner.calibrate import LIMIT
 
 RUNS = "runs.jsonl"
@@ -81,11 +81,12 @@ def summarize_runs(runs: Iterable[Row], predictions: Mapping[str, Prediction] | 
         runs_by_key.setdefault(_format_key(run), []).append(run)
     rows = []
     for key, key_runs in runs_by_key.items():
+        # The others are runs in which memory was measured, which makes them slow.
         timed = [run for run in key_runs if "seconds" in run]
         if not timed:
             continue
         row = _summarize_timed_runs(key, timed)
-        memory = [run["memory"] for run in key_runs if "memory" in run]
+        memory = list_values(key_runs, "memory")
         if memory:
             row["memory"] = memory[-1]
             row["peak_memory_bytes"] = max(sum(rank.values()) for rank in memory[-1])
@@ -106,43 +107,40 @@ def write_bench_rows(folder: str, rows: Sequence[Row]) -> Path:
 
 def _summarize_timed_runs(key: str, runs: Sequence[Row]) -> Row:
     last = runs[-1]
-    seconds = _list_values(runs, "seconds")
-    loads = [load for load in _list_values(runs, "load") if load is not None]
+    seconds = list_values(runs, "seconds")
     row: Row = {"key": key} | json.loads(key)
     row |= {
         "world": last["world"],
         "rounds": len(runs),
         "when": last["when"],
-        "load_before": max(loads, default=None),
+        "load_before": max(list_values(runs, "load"), default=None),
         "seconds": seconds,
         "median_s": statistics.median(seconds),
         "lowest_s": min(seconds),
         "highest_s": max(seconds),
-        "loop_s": statistics.median(_list_values(runs, "loop")),
+        "loop_s": statistics.median(list_values(runs, "loop")),
     }
-    watched = [run for run in runs if "again" in run]
-    if watched:
-        row["again"] = sum(_list_values(watched, "again"))
-        row["disturbed"] = sum(slower > LIMIT for slower in _list_values(watched, "slower"))
-        row["product_s"] = min(_list_values(watched, "product_s"))
-    undisturbed = estimate_undisturbed_seconds(_list_values(runs, "pieces"))
-    if undisturbed is not None:
+    again = list_values(runs, "again")
+    if again:
+        row["again"] = sum(again)
+        row["disturbed"] = sum(slower > LIMIT for slower in list_values(runs, "slower"))
+        row["product_s"] = min(list_values(runs, "product_s"))
+    pieces = list_values(runs, "pieces")
+    undisturbed = estimate_undisturbed_seconds(pieces)
+    # Runs of an older version have no pieces.
+    if undisturbed is not None and len(pieces) == len(runs):
         row["undisturbed_s"] = undisturbed
     return row
-
-
-def _list_values(runs: Iterable[Row], name: str) -> list[Any]:
-    """A field of each run; None where a run has no such field."""
-    return [run.get(name) for run in runs]
 
 
 def _compare_with_one_rank(row: Row, runs: Sequence[Row]) -> None:
     """Adds the entries of a plan's row: ratios to one rank within rounds, bytes, exposed communication."""
     images = BenchCell(row["plan"]).num_images
     last = runs[-1]
-    plain_seconds = _list_values(runs, "one_rank_s")
+    plain_seconds = list_values(runs, "one_rank_s")
+    # Within rounds: a machine that became slower between two rounds changes none of them.
     ratios = [images * plain / own for plain, own in zip(plain_seconds, row["seconds"], strict=True)]
-    plain_pieces = [[run["one_rank_pieces"]] for run in runs if "one_rank_pieces" in run]
+    plain_pieces = [[pieces] for pieces in list_values(runs, "one_rank_pieces")]
     undisturbed_plain = estimate_undisturbed_seconds(plain_pieces)
     if undisturbed_plain is not None and "undisturbed_s" in row:
         row["undisturbed_ratio"] = images * undisturbed_plain / row["undisturbed_s"]
@@ -164,9 +162,9 @@ def _compare_with_one_rank(row: Row, runs: Sequence[Row]) -> None:
     num_ranks = len(last["exposed"])
     for rank in range(num_ranks):
         rounds = [run["exposed"][rank] for run in runs]
-        shares.append(statistics.median(_list_values(rounds, "share")))
-        warmup_shares.append(statistics.median(_list_values(rounds, "warmup")))
-        kinds = _list_values(rounds, "kinds")
+        shares.append(statistics.median(list_values(rounds, "share")))
+        warmup_shares.append(statistics.median(list_values(rounds, "warmup")))
+        kinds = list_values(rounds, "kinds")
         for kind in set[str]().union(*kinds):
             median = statistics.median(shares_of_round.get(kind, 0.0) for shares_of_round in kinds)
             shares_by_kind[kind] = shares_by_kind.get(kind, 0.0) + median / num_ranks
@@ -185,7 +183,7 @@ def _add_prediction(row: Row, prediction: Prediction) -> None:
         row["predicted_memory_error"] = prediction.memory_bytes / row["peak_memory_bytes"] - 1
 
 
-def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]] | None]) -> float | None:
+def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]]]) -> float | None:
     """The sum of the least seconds of each part of a loop, on the slowest rank: a lower bound for an idle machine.
 
     The bound becomes better with more rounds. A disturbance that hits another part in each round has no effect on it.
@@ -196,12 +194,11 @@ def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]] | No
     Returns:
         None for a single round, or if rounds have different numbers of parts.
     """
-    known = [ranks for ranks in rounds if ranks is not None]
-    shapes = {tuple(len(pieces) for pieces in ranks) for ranks in known}
-    if len(known) < 2 or len(known) < len(rounds) or len(shapes) > 1:
+    shapes = {tuple(map(len, ranks)) for ranks in rounds}
+    if len(rounds) < 2 or len(shapes) > 1:
         return None
     slowest = 0.0
-    for rank_rounds in zip(*known, strict=True):
+    for rank_rounds in zip(*rounds, strict=True):
         least = math.fsum(min(piece_rounds) for piece_rounds in zip(*rank_rounds, strict=True))
         slowest = max(slowest, least)
     return slowest

@@ -27,6 +27,7 @@ from ditile.measure.bench.options import Workload
 from ditile.measure.bench.runs import append_run
 from ditile.measure.bench.subjects import create_bench_subject
 from ditile.measure.bench.worlds import Worlds
+from ditile.measure.rows import list_values
 from ditile.measure.sessions import TurnPipelines, release_memory, rotate, time_call, time_denoising_loop
 from ditile.model.registry import find_loop_model
 from ditile.planner.calibrate import DisturbanceGuard, SlowdownGauge
@@ -218,9 +219,9 @@ class _WorldBenchmark:
     def _collect_reports(self, cell: BenchCell) -> dict[str, Any]:
         """Bytes, seconds and exposed shares of every rank in the last call."""
         reports = self._pipelines.runners[cell.plan].reports()
-        pieces = [report["step_seconds"] for report in reports]
+        pieces = list_values(reports, "step_seconds")
         return {
-            "bytes_sent": [report["bytes_sent"] for report in reports],
+            "bytes_sent": list_values(reports, "bytes_sent"),
             "loop": max(map(sum, pieces)),
             "pieces": pieces,
             "steps": reports[0]["steps"],

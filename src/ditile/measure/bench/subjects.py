@@ -95,6 +95,7 @@ class StoredSubject:
         call = build_call_arguments(pipe, self._make_generate_options(cell), defaults(self.name))
         if cell.num_images > 1:
             call["num_images_per_prompt"] = cell.num_images
+        # The same noise in every run, so that a cache decides the same.
         call["generator"] = torch.Generator("cpu").manual_seed(0)
         call["output_type"] = OUTPUT_TYPES[self.work.output]
         return call
@@ -126,6 +127,7 @@ class RandomSubject:
     @cached_property
     def planner_subject(self) -> Described:
         """The model without its weights."""
+        # Memory for weights of this size may not be there.
         with init_on_meta_device():
             transformer = self.random_model.create_transformer(SIZE)
         return Described(self.name, self.random_model.pipeline_class, transformer, VAE_SCALE)

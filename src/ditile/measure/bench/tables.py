@@ -51,6 +51,7 @@ def list_bench_columns(rows: Sequence[Row]) -> dict[str, list[str]]:
         texts = [format_row(row) for row in rows]
         if any(texts):
             columns[name] = texts
+    # The title has it.
     if len({(row["height"], row["width"]) for row in rows}) == 1:
         columns.pop("size", None)
     return columns
@@ -90,10 +91,12 @@ def _format_speedup(row: Row) -> str:
 def _format_sent_bytes(row: Row) -> str:
     if "bytes_sent" not in row:
         return ""
+    # Steps that a cache skipped send nothing, so that only those that ran count.
     return format_bytes(max(row["bytes_sent"]) / max(row["steps_run"], 1))
 
 
 def _format_exposed_share(row: Row) -> str:
+    # One rank waits for no message.
     if "exposed" not in row or row["world"] == 1:
         return ""
     text = f"{row['exposed']:.1%}"

@@ -188,6 +188,7 @@ def judge_image(image: Image, caption: str) -> ImageVerdict:
     labels = segment_colors(image)
     masks = {color: filter_by_majority(labels == index) for index, color in enumerate(COLORS)}
     things = tuple(_judge_thing(masks[thing.color], thing) for thing in scene.things)
+    # What is left are colours that the caption does not name.
     for thing in scene.things:
         masks.pop(thing.color, None)
     return ImageVerdict(

@@ -33,7 +33,7 @@ from ditile.measure.evaluate.store import (
     list_complete_settings,
     summarize_settings,
 )
-from ditile.measure.rows import Row
+from ditile.measure.rows import Row, list_values
 from ditile.measure.sessions import read_load_average
 from ditile.model.registry import list_model_specs
 from ditile.plan.errors import ModelError
@@ -87,6 +87,7 @@ def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: Sessi
         # All refusals come before the first image.
         evaluation.folder.check_same_job(job)
         rows = evaluation.read_rows()
+        # It loads networks, and refuses where an option asks for one that is missing.
         panel = MetricPanel.from_options(judge, options.model, captions)
     for task in _list_session_tasks(options, session, job, settings, threads):
         turns = _list_missing_turns(task, captions, settings, rows)
@@ -150,6 +151,7 @@ def list_table_remarks(evaluation: Mapping[str, Any]) -> Iterable[str]:
 def _check_settings_fit(options: EvaluateOptions, settings: Sequence[EvaluationSetting]) -> None:
     """Raises `PlanError` or `ModelError` unless all settings fit the model, and torchrun's ranks."""
     source = find_model_source(options.model)
+    # Under torchrun no other ranks can be started, so every plan must use all of them.
     place = env.read_torchrun_place()
     for setting in settings:
         if place is not None and not setting.has_original_plan and setting.world_size != place.world:
@@ -168,6 +170,7 @@ def _check_settings_fit(options: EvaluateOptions, settings: Sequence[EvaluationS
 def _build_job_record(options: EvaluateOptions, session: SessionOptions, threads: int) -> dict[str, Any]:
     """The facts that all images of an evaluation have in common."""
     call = build_dry_run_call(options.build_generate_options(), defaults(options.model))
+    # They differ from caption to caption.
     del call["prompt"]
     del call["num_images_per_prompt"]
     return {
@@ -276,7 +279,6 @@ class Evaluation:
         absent = dict(judged.absent)
         if not is_installed("matplotlib"):
             absent[PARETO_FILE] = "matplotlib is not installed"
-        again = [row["original_again_psnr"] for row in rows.values() if row["original_again_psnr"] is not None]
         evaluation = {
             "model": self.options.model,
             "job": self.job,
@@ -284,7 +286,7 @@ class Evaluation:
             "measured": {
                 "how": ONE_AT_A_TIME if self.session.one_at_a_time else INTERLEAVED,
                 "date": f"{datetime.date.today()}",
-                "original_again_psnr": min(again, default=None),
+                "original_again_psnr": min(list_values(rows.values(), "original_again_psnr"), default=None),
                 **_describe_machine(),
             },
             "metrics": judged.metrics,
@@ -294,6 +296,7 @@ class Evaluation:
             "references": judged.references,
             "settings": [row | judged.distances[row["setting"]] for row in summarize_settings(rows, settings, count)],
         }
+        # Before the figures, which are less important and may fail.
         files.write_json_file(self.folder.out / FILE, evaluation)
         self._write_contact_sheet(settings, rows)
         if PARETO_FILE not in absent:

@@ -14,7 +14,7 @@ from ditile.cache.config_text import NO_CACHE
 from ditile.measure.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.measure.evaluate.store import select_pareto_front
 from ditile.measure.palette import MARKERS, assign_plan_colours
-from ditile.measure.rows import Row
+from ditile.measure.rows import Row, list_values
 from ditile.plan.extras import require_extra
 from ditile.runner.requests.pictures import read_picture, save_figure
 
@@ -172,7 +172,7 @@ def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
 
 def _draw_settings(axes: Any, rows: Sequence[Row], top: float) -> None:
     """Draws the settings and the Pareto front; `top` is where settings without a finite PSNR are."""
-    colours = assign_plan_colours(row["plan"] for row in rows)
+    colours = assign_plan_colours(list_values(rows, "plan"))
     markers = _assign_cache_markers(rows)
     front = select_pareto_front(rows)
     x = [100 * row["latency_ratio"] for row in front]
@@ -193,7 +193,7 @@ def _locate_psnr(row: Row, top: float) -> float:
 
 
 def _assign_cache_markers(rows: Sequence[Row]) -> dict[str, str]:
-    caches = dict.fromkeys(row["cache"] for row in rows)
+    caches = dict.fromkeys(list_values(rows, "cache"))
     return {cache: MARKERS[index % len(MARKERS)] for index, cache in enumerate(caches)}
 
 
@@ -204,7 +204,7 @@ def _add_legend(axes: Any, rows: Sequence[Row]) -> None:
 
     lines, _ = axes.get_legend_handles_labels()
     handles = []
-    for plan, colour in assign_plan_colours(row["plan"] for row in rows).items():
+    for plan, colour in assign_plan_colours(list_values(rows, "plan")).items():
         handles.append(Patch(color=colour, label=textwrap.fill(_name_plan(plan), 34)))
     for cache, marker in _assign_cache_markers(rows).items():
         handles += axes.plot([], [], marker, color="#555555", label=textwrap.fill(_name_cache(cache), 34))

@@ -108,6 +108,7 @@ class MetricPanel:
         if self.extract_features is not None:
             fid = SetDistances(self.extract_features)
             frechet = {"space": "inception (torch-fidelity)", "features": NUM_FEATURES}
+            # Once for all settings: the distance keeps what it knows of references.
             for path in self.references:
                 fid.add_reference(resize_image(_read_pixels(path, "references"), self.side))
         if self.references:
@@ -186,6 +187,7 @@ class SetDistances:
             distances["frechet_original"] = max(0.0, float(self._to_original.compute()))
         if self._has_references:
             distances["frechet_references"] = max(0.0, float(self._to_references.compute()))
+        # Features of the real images stay, by `reset_real_features`.
         self._to_original.reset()
         self._to_references.reset()
         return distances

@@ -96,8 +96,10 @@ def run_evaluation_session(task: EvaluationTask, turns: Sequence[CaptionTurn]) -
     if place is not None:
         rank = place.rank
         local_rank = place.local_rank
+    # Torchrun's other ranks have no part in a session of one process.
     if task.world == 1 and rank > 0:
         return
+    # Libraries print while they load; the standard output has the table alone.
     with contextlib.redirect_stdout(sys.stderr):
         silence_libraries()
         torch.set_num_threads(task.threads)
@@ -117,6 +119,7 @@ class _EvaluationSession:
         self._device = device
         self._group = dist.group.WORLD if task.world > 1 else None
         self._pipelines = TurnPipelines(self._create_pipeline, task.plans, device, with_plain=task.with_original)
+        # All pipelines are of one class, so any of them knows the arguments of a call.
         pipe = self._pipelines.plain
         if pipe is None:
             pipe = self._pipelines.runners[task.plans[0]].pipe
@@ -160,16 +163,19 @@ class _EvaluationSession:
             ModelError: if the cache could never skip anything.
         """
         call = self._base_call | {"prompt": turn.prompt, "output_type": "np"} | overrides
+        # On the CPU, so that the noise is the same on every device.
         call["generator"] = torch.Generator("cpu").manual_seed(turn.seed)
         plan = PLAIN
         if not setting.has_original_plan:
             plan = setting.plan
+            # Only rank 0 needs the image.
             call["output_on"] = "first"
         cache = setting.cache_arguments
         with self._pipelines.prepare_turn(plan, cache) as target:
             if target is None:
                 return None
             result, seconds = time_call(lambda: target(**call), self._device)
+            # Read before the cache is disabled, which happens at the end of the turn.
             saved = 0.0
             if cache["cache_config"] is not None:
                 saved = _compute_saved_share(target)
@@ -180,6 +186,7 @@ class _EvaluationSession:
     def _write_turn(self, turn: CaptionTurn, images: Mapping[EvaluationSetting, TimedImage]) -> None:
         """Writes the images of a turn, then their rows: a row says that its image is there."""
         store = EvaluationFolder(Path(self._task.session.out))
+        # Here and not earlier: an evaluation that is refused leaves no folder.
         store.create_folder(self._task.job)
         original = images.get(ORIGINAL)
         original_seconds = None
@@ -187,6 +194,7 @@ class _EvaluationSession:
         if original is not None:
             original_seconds = original.seconds
             path = store.image_path(ORIGINAL, turn.place)
+            # The image of an earlier session: it must be the same, or latencies are of another job.
             if path.is_file() and ORIGINAL not in turn.settings:
                 earlier = np.asarray(read_picture(path, "out"))[None]
                 psnr_again = float(compute_psnr(original.image, earlier)[0])

@@ -21,7 +21,7 @@ from typing import Any
 from ditile.distributed import files
 from ditile.measure.evaluate.captions import Caption
 from ditile.measure.evaluate.options import ORIGINAL, EvaluationSetting
-from ditile.measure.rows import Row, RowFile
+from ditile.measure.rows import Row, RowFile, list_values
 from ditile.plan.errors import LoadError, ModelError
 
 JOB_FILE = "job.json"
@@ -146,29 +146,25 @@ def summarize_settings(rows: Mapping[ImageKey, Row], settings: Iterable[Evaluati
             original_seconds = row["original_s"] or rows[ORIGINAL, place]["seconds"]
             ratios.append(row["seconds"] / original_seconds)
         median_ratio = statistics.median(ratios)
-        scores = [row["scores"] for row in setting_rows]
+        scores = list_values(setting_rows, "scores")
         summary: Row = {
             "setting": str(setting),
             "plan": setting.plan,
             "cache": setting.cache,
             "world": setting.world_size,
             "pictures": count,
-            "seconds": statistics.median(_list_values(setting_rows, "seconds")),
+            "seconds": statistics.median(list_values(setting_rows, "seconds")),
             "latency_ratio": median_ratio,
             "latency_lowest": min(ratios),
             "latency_highest": max(ratios),
             "speedup": 1 / median_ratio,
-            "blocks_saved": statistics.fmean(_list_values(setting_rows, "blocks_saved")),
+            "blocks_saved": statistics.fmean(list_values(setting_rows, "blocks_saved")),
         }
         for name in scores[0]:
-            summary[name] = statistics.fmean(_list_values(scores, name))
-        summary["psnr_lowest"] = min(_list_values(scores, "psnr"))
+            summary[name] = statistics.fmean(list_values(scores, name))
+        summary["psnr_lowest"] = min(list_values(scores, "psnr"))
         summaries.append(summary)
     return summaries
-
-
-def _list_values(rows: Iterable[Mapping[str, Any]], name: str) -> list[Any]:
-    return [row[name] for row in rows]
 
 
 def select_pareto_front(rows: Iterable[Row]) -> list[Row]:

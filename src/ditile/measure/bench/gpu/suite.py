@@ -57,6 +57,7 @@ def run_gpu_suite(compared: Comparison, work: Workload) -> tuple[list[Row], list
     """
     if env.read_torchrun_place() is not None:
         raise PlanError("suite gpu starts ranks of several numbers by itself; start it without torchrun")
+    # The time to import and to check counts too.
     began = time.time()
     device = pick_device(work.device, 0)
     gpus = 0
@@ -75,6 +76,7 @@ def run_gpu_suite(compared: Comparison, work: Workload) -> tuple[list[Row], list
     path.parent.mkdir(parents=True, exist_ok=True)
     file = open_suite_file(path)
     lines_before = len(file.read())
+    # The folder may have lines of earlier runs: each run begins with a line about the machine.
     file.append([{"part": "machine", **collect_gpu_facts(work, gpus, ranks)}])
     seconds = QUICK_SECONDS if compared.quick else SECONDS
     one_rank = SuiteTask(
@@ -151,6 +153,7 @@ def run_items_on_ranks(task: SuiteTask, ranks: int) -> None:
     """Answers all items on so many ranks, on new ones after each item that ends them."""
     file = open_suite_file(task.out)
 
+    # An item that hangs without being idle, such as an endless loop, would never be late by itself.
     def end_late_ranks() -> None:
         if time.time() > task.ends_at + STALL_SECONDS:
             raise StateError(LATE)
@@ -160,6 +163,7 @@ def run_items_on_ranks(task: SuiteTask, ranks: int) -> None:
         if time.time() > task.ends_at:
             file.append(describe_item(item, ranks) | {"skipped": LATE} for item in items)
             return
+        # Each answered item has a line, so the count says where the ranks were.
         lines_before = len(file.read())
         try:
             launch(
@@ -175,6 +179,7 @@ def run_items_on_ranks(task: SuiteTask, ranks: int) -> None:
             # The item after the last line is the one that ended the ranks.
             items = items[len(file.read()) - lines_before :]
             if items:
+                # On one line, and its end: that is where a traceback says what happened.
                 reason = " ".join(str(error).split())
                 file.append([describe_item(items.pop(0), ranks) | {"error": reason[-600:]}])
 
