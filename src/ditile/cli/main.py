@@ -493,7 +493,8 @@ def _run_calibrate_command(arguments: argparse.Namespace) -> int:
     _silence_libraries()
     from ditile.cli.calibrate import calibrate_machine
 
-    path = calibrate_machine(wanted)
+    with Status("starting the ranks that measure this machine; it takes minutes"):
+        path = calibrate_machine(wanted)
     _leave_torchrun()
     if path is not None:
         print(path)
