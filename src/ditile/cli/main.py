@@ -493,7 +493,7 @@ def _run_calibrate_command(arguments: argparse.Namespace) -> int:
     _silence_libraries()
     from ditile.cli.calibrate import calibrate_machine
 
-    with Status("starting the ranks that measure this machine; it takes minutes"):
+    with Status("starting the ranks that measure this machine, for a minute or two"):
         path = calibrate_machine(wanted)
     _leave_torchrun()
     if path is not None:
