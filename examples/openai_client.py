@@ -1,9 +1,9 @@
-"""A ditile server by the official client of OpenAI: pictures, edits, streams, videos and errors.
+"""A ditile server by the official client of OpenAI: images, edits, streams, videos and errors.
 
     pip install openai
-    ditile serve --model shapes-flux --pipefusion 2          # draws pictures
+    ditile serve --model shapes-flux --pipefusion 2          # generates images
     python examples/openai_client.py
-    ditile serve --model shapes-wan --ulysses 2 --port 8001  # draws videos
+    ditile serve --model shapes-wan --ulysses 2 --port 8001  # generates videos
     python examples/openai_client.py --address http://127.0.0.1:8001
 
 The key is that of DITILE_API_KEY, if the server asks for one.
@@ -24,37 +24,38 @@ PROMPT = "a large red circle on the left on a gray background"
 VIDEO_PROMPT = "a large red circle moves from left to right on a gray background"
 
 
-def draw_picture(client: openai.OpenAI, folder: Path) -> Path:
-    """A picture, with fields that OpenAI's own models do not have in `extra_body`."""
+def generate_image(client: openai.OpenAI, folder: Path) -> Path:
+    """An image, with fields that OpenAI's own models do not have in `extra_body`."""
     answer = client.images.generate(prompt=PROMPT, size="128x128", extra_body={"seed": 7, "num_inference_steps": 8})
-    path = write_picture(folder / "picture.png", answer.data[0].b64_json)
+    path = write_image(folder / "image.png", answer.data[0].b64_json)
     facts: Any = answer.model_extra
     print(f"{path}: seed {facts['seed']}, {facts['inference_time_s']:.2f} s of work")
     return path
 
 
-def edit_picture(client: openai.OpenAI, folder: Path, picture: Path) -> None:
-    """The same picture with another form in it. With `mask` only where that is transparent."""
-    with picture.open("rb") as file:
+def edit_image(client: openai.OpenAI, folder: Path, image: Path) -> None:
+    """The same image with another form in it. With `mask` only where that is transparent."""
+    with image.open("rb") as file:
         answer = client.images.edit(
             image=file,
             prompt="a large blue square on the left on a gray background",
             extra_body={"seed": 7, "strength": 0.8},
         )
-    print(f"{write_picture(folder / 'edit.png', answer.data[0].b64_json)}: edited")
+    print(f"{write_image(folder / 'edit.png', answer.data[0].b64_json)}: edited")
 
 
-def stream_picture(client: openai.OpenAI, folder: Path) -> None:
-    """Previews of the running picture, and then the picture. A client that leaves the loop ends the work."""
+def stream_image(client: openai.OpenAI, folder: Path) -> None:
+    """Previews of the running image, and then the image. A client that leaves the loop ends the work."""
     events = client.images.generate(prompt=PROMPT, stream=True, partial_images=2, extra_body={"seed": 7})
     for event in events:
-        partial = event.type == "image_generation.partial_image"
-        name = f"partial-{event.partial_image_index}.png" if partial else "streamed.png"
-        print(f"{write_picture(folder / name, event.b64_json)}: {event.type}")
+        name = "streamed.png"
+        if event.type == "image_generation.partial_image":
+            name = f"partial-{event.partial_image_index}.png"
+        print(f"{write_image(folder / name, event.b64_json)}: {event.type}")
 
 
-def draw_video(client: openai.OpenAI, folder: Path) -> None:
-    """A job that is asked for, watched, fetched, drawn anew with another prompt, and deleted."""
+def generate_video(client: openai.OpenAI, folder: Path) -> None:
+    """A job that is asked for, watched, fetched, remixed with another prompt, and deleted."""
     video = client.videos.create(prompt=VIDEO_PROMPT, seconds="1", extra_body={"seed": 7})
     print(f"{video.id}: {video.status}, {video.seconds} s of {video.size}")
     video = client.videos.poll(video.id)
@@ -76,7 +77,7 @@ def show_errors(client: openai.OpenAI) -> None:
             print(f"{error.status_code} {error.code}: {error.body['message']}")
 
 
-def write_picture(path: Path, encoded: str) -> Path:
+def write_image(path: Path, encoded: str) -> Path:
     """Writes base64 as a file."""
     path.write_bytes(base64.b64decode(encoded))
     return path
@@ -86,23 +87,26 @@ def main() -> None:
     """Does all that the served model can."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--address", default="http://127.0.0.1:8000")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for what is drawn")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for the images and videos")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     # The client wants a key also where the server asks for none.
     key = os.environ.get("DITILE_API_KEY") or "none"
     client = openai.OpenAI(base_url=f"{arguments.address}/v1", api_key=key)
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except openai.APIConnectionError:
+        sys.exit(f"openai_client.py: no server answers at {arguments.address}; start ditile serve, or give --address")
     print(f"{arguments.address} serves {model}")
     try:
-        picture = draw_picture(client, arguments.out)
+        image = generate_image(client, arguments.out)
     except openai.UnprocessableEntityError as error:
         if error.code != "wrong_kind_of_model":
             raise
-        draw_video(client, arguments.out)
+        generate_video(client, arguments.out)
         return
-    edit_picture(client, arguments.out, picture)
-    stream_picture(client, arguments.out)
+    edit_image(client, arguments.out, image)
+    stream_image(client, arguments.out)
     show_errors(client)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A ditile server by curl: a picture, an edit, a stream, a video, and what the server says of itself.
+# A ditile server by curl: an image, an edit, a stream, a video, and what the server says of itself.
 #
 #     ditile serve --model shapes-flux --pipefusion 2
 #     examples/serve_curl.sh [http://127.0.0.1:8000]
@@ -11,6 +11,11 @@ key=(-H "authorization: Bearer ${DITILE_API_KEY:-none}")
 json=(-H "content-type: application/json")
 call() { curl --silent --show-error --fail-with-body "${key[@]}" "$@"; }
 
+# An answer of any status is one; /health is 503 while the ranks load the model.
+if ! curl --silent --output /dev/null "$server/health"; then
+  echo "serve_curl.sh: no server answers at $server; start ditile serve, or give its address" >&2
+  exit 1
+fi
 call "$server/health" | jq -c .
 model=$(call "$server/v1/models" | jq -r '.data[0].id')
 call "$server/v1/plan" | jq -c '{model, plan}'
@@ -31,15 +36,15 @@ fi
 prompt="a large red circle on the left on a gray background"
 call "$server/v1/images/generations" "${json[@]}" -d "{\"prompt\": \"$prompt\", \"seed\": 7}" > curl-answer.json
 jq -c '{size, seed, inference_time_s, warnings}' curl-answer.json
-jq -r '.data[0].b64_json' curl-answer.json | base64 --decode > curl-picture.png
+jq -r '.data[0].b64_json' curl-answer.json | base64 --decode > curl-image.png
 
 # The same as an address, which needs no key.
 url=$(call "$server/v1/images/generations" "${json[@]}" \
   -d "{\"prompt\": \"$prompt\", \"seed\": 7, \"response_format\": \"url\"}" | jq -r '.data[0].url')
-curl --silent --fail "$url" | cmp - curl-picture.png
+curl --silent --fail "$url" | cmp - curl-image.png
 
 # Edits are forms. Only the types of the events of a stream are shown.
-call "$server/v1/images/edits" -F image=@curl-picture.png -F seed=7 -F strength=0.8 \
+call "$server/v1/images/edits" -F image=@curl-image.png -F seed=7 -F strength=0.8 \
   -F "prompt=a large blue square on the left on a gray background" | jq -c '{size, seed}'
 call --no-buffer "$server/v1/images/generations" "${json[@]}" \
   -d "{\"prompt\": \"$prompt\", \"seed\": 7, \"stream\": true, \"partial_images\": 2}" | grep '^event:'

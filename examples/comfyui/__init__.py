@@ -1,4 +1,4 @@
-"""Custom nodes of ComfyUI that draw on a ditile server: `ditile serve`, on this machine or on another one."""
+"""Custom nodes of ComfyUI that use a ditile server: `ditile serve`, on this machine or on another one."""
 
 from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 

@@ -21,17 +21,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 CHECK_SECONDS = 0.1
+# A busy server sends something on a stream every 15 s; one that is silent for longer has gone.
 SILENT_SECONDS = 120.0
-"""A server that is busy says so on a stream every 15 s; one that is silent for longer is gone."""
+# How often a request is sent to a server that is full or starts.
 MOST_TRIES = 20
-"""How often a request is sent again to a server that is full or starts."""
+# How long a job is polled while nobody answers: jobs of videos outlive a restart of the server.
 LOST_SECONDS = 120.0
-"""How long a job is asked for while nobody answers: jobs of videos outlive a restart of the server."""
 DEFAULT_ADDRESS = "http://127.0.0.1:8000"
 
 
 class ServerError(Exception):
-    """What a server refused, in its own words.
+    """A refusal of the server, in its own words.
 
     Attributes:
         status: of HTTP; 0 if there was no answer.
@@ -46,7 +46,7 @@ class ServerError(Exception):
 
 @dataclass
 class Answer:
-    """An answer of a server. `lines` are those of a stream, else empty."""
+    """An answer of a server. `lines` are the lines of a stream; empty otherwise."""
 
     status: int
     headers: Mapping[str, str]
@@ -62,7 +62,7 @@ class Answer:
 
 
 def find_default_address() -> str:
-    """The address of DITILE_SERVER, or that of a server on this machine."""
+    """The address in DITILE_SERVER, or a server on this machine."""
     return os.environ.get("DITILE_SERVER") or DEFAULT_ADDRESS
 
 
@@ -72,7 +72,7 @@ def find_key_file() -> Path:
 
 
 def find_key(address: str) -> str | None:
-    """The key of a server, which no workflow holds: of the file of keys, or DITILE_API_KEY.
+    """The key of a server, which no workflow holds: from the file of keys, or DITILE_API_KEY.
 
     DITILE_API_KEY is the key of the address of DITILE_SERVER (by default a server on this machine), and is sent to no
     other: an address may come from a workflow of a stranger.
@@ -80,21 +80,22 @@ def find_key(address: str) -> str | None:
     Raises:
         ServerError: if the file of keys cannot be read.
     """
-    wanted, path = normalize_address(address), find_key_file()
+    server = normalize_address(address)
+    path = find_key_file()
     if path.exists():
         try:
             keys = {normalize_address(name): str(key) for name, key in json.loads(path.read_text("utf-8")).items()}
         except (OSError, ValueError, AttributeError) as error:
             raise ServerError(f'{path} cannot be read: {error}; write {{"{address}": "KEY"}}') from None
-        if wanted in keys:
-            return keys[wanted]
-    if wanted == normalize_address(find_default_address()):
+        if server in keys:
+            return keys[server]
+    if server == normalize_address(find_default_address()):
         return os.environ.get("DITILE_API_KEY", "").strip() or None
     return None
 
 
 def normalize_address(address: str) -> str:
-    """An address without what may be left out: the last slash, /v1.
+    """An address without its optional parts: the last slash, /v1.
 
     Raises:
         ServerError: if it is no address of HTTP.
@@ -119,7 +120,8 @@ class Client:
     """
 
     def __init__(self, address: str, check: Callable[[], None] = lambda: None) -> None:
-        self.address, self._check = normalize_address(address), check
+        self.address = normalize_address(address)
+        self._check = check
 
     def read_json(self, path: str, *, may_fail: bool = False) -> Any:
         """JSON of a GET.
@@ -139,7 +141,7 @@ class Client:
 
     def delete_job(self, path: str) -> None:
         """Ends and removes a job. Raises `ServerError` as `read_json` does."""
-        # An interrupted person's wish is carried out: nothing is checked meanwhile.
+        # A user who has pressed Cancel wants exactly this: nothing interrupts it.
         Client(self.address)._exchange("DELETE", path)
 
     def post_fields(self, path: str, fields: Mapping[str, Any]) -> Answer:
@@ -170,17 +172,20 @@ class Client:
             if line.startswith(b"data:"):
                 data += line[5:].strip()
             elif not line and data:
-                event, data = json.loads(data), b""
+                event = json.loads(data)
+                data = b""
                 if "error" in event:
                     raise ServerError(str(event["error"].get("message", "the server failed")))
                 yield event
 
-    def draw_video(self, fields: Mapping[str, Any], on_progress: Callable[[int], None]) -> tuple[dict[str, Any], bytes]:
-        """Draws a video; when this is interrupted, the server ends it.
+    def generate_video(
+        self, fields: Mapping[str, Any], on_progress: Callable[[int], None]
+    ) -> tuple[dict[str, Any], bytes]:
+        """Generates a video; when this is interrupted, the server ends it.
 
         Args:
             fields: of the request.
-            on_progress: told the percent that is done.
+            on_progress: called with the percent that is done.
 
         Returns:
             What the server says of the video, and its file.
@@ -199,17 +204,14 @@ class Client:
             return job, self.read_bytes(f"{path}/content")
         except BaseException:
             if job["status"] in ("queued", "in_progress"):
-                self._forget_job(path)
+                try:
+                    self.delete_job(path)
+                except ServerError as error:
+                    print(f"ditile: {path} could not be ended: {error}")
             raise
 
-    def _forget_job(self, path: str) -> None:
-        try:
-            self.delete_job(path)
-        except ServerError as error:
-            print(f"ditile: {path} could not be ended: {error}")
-
     def _poll_job(self, path: str) -> dict[str, Any]:
-        """A job as it is after the time that the server asks to wait; a server that starts again is waited for."""
+        """A job as it is after half a second; waits for a server that starts again."""
         deadline = time.monotonic() + LOST_SECONDS
         while True:
             self._wait_seconds(0.5)
@@ -217,20 +219,23 @@ class Client:
                 job: dict[str, Any] = self.read_json(path)
                 return job
             except ServerError as error:
-                lost = error.status == 0 or error.retry_after is not None
-                if not lost or time.monotonic() > deadline:
+                is_lost = error.status == 0 or error.retry_after is not None
+                if not is_lost or time.monotonic() > deadline:
                     raise
 
     def _wait_seconds(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            self._check()
-            time.sleep(min(left, CHECK_SECONDS))
         self._check()
+        while time.monotonic() < deadline:
+            time.sleep(CHECK_SECONDS)
+            self._check()
 
     def _exchange(self, method: str, path: str, body: bytes | None = None, *, may_fail: bool = False) -> Answer:
-        headers = {"content-type": "application/json"} if body is not None else {}
-        if (key := find_key(self.address)) is not None:
+        headers = {}
+        if body is not None:
+            headers["content-type"] = "application/json"
+        key = find_key(self.address)
+        if key is not None:
             headers["authorization"] = f"Bearer {key}"
         exchange = _Exchange(self.address, method, path, body, headers)
         parts = exchange.receive_parts(self._check)
@@ -246,19 +251,22 @@ class Client:
 
 
 class _Exchange:
-    """One request and its answer, read by a thread: first an `Answer`, then its lines, then None or what went wrong."""
+    """One request, whose answer a thread reads: first an `Answer`, then its lines, then None or an error."""
 
     def __init__(self, address: str, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> None:
         parts = urlsplit(address)
-        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._address, self._connection = address, kind(parts.hostname or "", parts.port, timeout=SILENT_SECONDS)
+        connection_class = http.client.HTTPConnection
+        if parts.scheme == "https":
+            connection_class = http.client.HTTPSConnection
+        self._address = address
+        self._connection = connection_class(parts.hostname or "", parts.port, timeout=SILENT_SECONDS)
         self._request = (method, parts.path + path, body, dict(headers))
         self._parts: queue.SimpleQueue[Answer | bytes | Exception | None] = queue.SimpleQueue()
         self._socket: socket.socket | None = None
         self._is_closed = False
 
     def receive_parts(self, check: Callable[[], None]) -> Iterator[Answer | bytes]:
-        """What comes, until it ends.
+        """Yields the parts of the answer as they come.
 
         Raises:
             ServerError: if there is no answer.
@@ -282,7 +290,7 @@ class _Exchange:
     def _send_and_read(self) -> None:
         try:
             self._connection.connect()
-            # In this order: whoever closes sees the socket, or is seen.
+            # In this order: either `_close_connection` sees the socket, or this thread sees that it is closed.
             self._socket = self._connection.sock
             if self._is_closed:
                 return
@@ -305,18 +313,21 @@ class _Exchange:
         """Wakes the thread, which may wait for the server; it closes what it reads from."""
         self._is_closed = True
         if self._socket is not None:
-            with contextlib.suppress(OSError):  # it was closed already
+            # It may be closed already.
+            with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
 
 def _read_error(answer: Answer) -> ServerError:
-    """An answer of an error, with the line that says what would work."""
+    """The error of an answer, with the line that says what would work."""
     try:
         message = str(json.loads(answer.content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"HTTP {answer.status}: {answer.content[:200].decode('utf-8', 'replace')}"
-    after = answer.headers.get("retry-after", "")
-    waits = answer.status in (429, 503) and after.isdecimal()
     if answer.status == 401:
         message += f"; write the key into {find_key_file()} or DITILE_API_KEY"
-    return ServerError(message, answer.status, float(after) if waits else None)
+    seconds = answer.headers.get("retry-after", "")
+    retry_after = None
+    if answer.status in (429, 503) and seconds.isdecimal():
+        retry_after = float(seconds)
+    return ServerError(message, answer.status, retry_after)

@@ -1,6 +1,6 @@
-"""The nodes: a server, pictures, edits, videos, LoRAs, and what the server says of itself.
+"""The nodes: a server, images, edits, videos, LoRAs, and the status of the server.
 
-A node's key is never an input, as workflows are shared and are written into pictures: see `client.find_key`.
+A node's key is never an input, as workflows are shared and are written into images: see `client.find_key`.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import pictures
+from . import image_files
 from .client import Client, ServerError, find_default_address
 
 CATEGORY = "ditile"
+# The largest whole number that a browser keeps exactly.
 LARGEST_SEED = 2**53 - 1
-"""The largest whole number that a browser keeps exactly."""
 NUM_PREVIEWS = 3
 PREVIEW_PIXELS = 512
+# How long a node waits for the server to say whether it has changed, before anything is run.
 CHANGED_SECONDS = 3.0
-"""How long a server is asked whether it has changed, before anything is run."""
 OWN = "the model's own"
 
 
 @dataclass(frozen=True)
 class Server:
-    """What the wire of a server holds: its address alone."""
+    """What the wire of a server holds: only its address."""
 
     address: str
 
 
 def define_seed() -> tuple[str, dict[str, Any]]:
-    """A seed with ComfyUI's choice of what becomes of it after each run."""
+    """A seed with ComfyUI's choice of how it changes after each run."""
     return ("INT", {"default": 0, "min": 0, "max": LARGEST_SEED, "control_after_generate": True})
 
 
@@ -55,7 +55,7 @@ def define_scale(tooltip: str, most: float) -> tuple[str, dict[str, Any]]:
 
 
 def define_common_inputs() -> dict[str, Any]:
-    """What pictures and videos have in common, beside the prompt and the seed. All of it may be left as it is."""
+    """Inputs of images and videos besides the prompt and the seed. All of them may keep their defaults."""
     return {
         "negative_prompt": define_prompt("what to keep out, where the model takes it"),
         "width": define_count("pixels", 16384),
@@ -67,7 +67,7 @@ def define_common_inputs() -> dict[str, Any]:
 
 
 class DitileServer:
-    """Where pictures are drawn."""
+    """A server."""
 
     CATEGORY = CATEGORY
     FUNCTION = "connect_server"
@@ -84,7 +84,7 @@ class DitileServer:
 
     @classmethod
     def IS_CHANGED(cls, address: str) -> Any:  # noqa: N802
-        """What is served: pictures of another model or plan are drawn anew."""
+        """What is served: ComfyUI runs the workflow again when the model or the plan changes."""
         try:
             return _describe_served(Client(address, limit_seconds(CHANGED_SECONDS)))
         except ServerError:
@@ -129,7 +129,8 @@ class DitileLoRA:
         Raises:
             ValueError: if it has no name, or is among those before it.
         """
-        name, loras = name.strip(), dict(previous or {})
+        name = name.strip()
+        loras = dict(previous or {})
         if not name:
             raise ValueError("the LoRA has no name; the status node lists those of the server")
         if name in loras:
@@ -138,78 +139,78 @@ class DitileLoRA:
 
 
 class DitileGenerate:
-    """Pictures of a prompt."""
+    """Images of a prompt."""
 
     CATEGORY = CATEGORY
     FUNCTION = "generate_images"
     RETURN_TYPES = ("IMAGE", "STRING")
     RETURN_NAMES = ("images", "info")
-    DESCRIPTION = "Draws pictures on a ditile server. Those of a batch have seeds that count up."
+    DESCRIPTION = "Generates images on a ditile server. Images of a batch have seeds that count up."
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
         """Server, prompt, seed, and what may be left to the model."""
-        batch = {"default": 1, "min": 1, "max": 64, "tooltip": "pictures, with seeds that count up"}
-        required = define_required_inputs("what to draw", batch_size=("INT", batch))
+        batch = {"default": 1, "min": 1, "max": 64, "tooltip": "images, with seeds that count up"}
+        required = define_required_inputs("what to generate", batch_size=("INT", batch))
         return {"required": required, "optional": define_common_inputs()}
 
     def generate_images(
         self, server: Server, prompt: str, seed: int, batch_size: int = 1, **optional: Any
     ) -> tuple[Any, str]:
-        """Pictures [B, H, W, 3], and what the server says of them.
+        """Images [B, H, W, 3], and what the server says of them.
 
         Raises:
             ServerError: if it refuses or fails.
         """
         fields = {"prompt": prompt, "seed": seed, "n": batch_size, **collect_fields(optional)}
-        return draw_images(server, "/v1/images/generations", fields)
+        return generate_batch(server, "/v1/images/generations", fields)
 
 
 class DitileEdit:
-    """Pictures that start from pictures."""
+    """Images that start from images."""
 
     CATEGORY = CATEGORY
     FUNCTION = "edit_images"
     RETURN_TYPES = ("IMAGE", "STRING")
     RETURN_NAMES = ("images", "info")
-    DESCRIPTION = "Edits a picture on a ditile server; with a mask only where that is painted."
+    DESCRIPTION = "Edits an image on a ditile server; with a mask only where that is painted."
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        """Server, picture, prompt, seed, mask, and what may be left to the model."""
+        """Server, image, prompt, seed, mask, and what may be left to the model."""
         image = ("IMAGE", {"tooltip": "a batch of several where the model composes several"})
-        required = define_required_inputs("what to draw, or to change", image=image)
-        strength = define_scale("how far to leave the picture behind, above 0 and up to 1", 1.0)
-        mask = ("MASK", {"tooltip": "where the picture is drawn anew"})
+        required = define_required_inputs("what to generate, or to change", image=image)
+        strength = define_scale("how far the result may depart from the image, above 0 and up to 1", 1.0)
+        mask = ("MASK", {"tooltip": "where the image is generated again"})
         return {"required": required, "optional": {"strength": strength, **define_common_inputs(), "mask": mask}}
 
     def edit_images(
         self, server: Server, image: Any, prompt: str, seed: int, mask: Any = None, **optional: Any
     ) -> tuple[Any, str]:
-        """Pictures [B, H, W, 3], and what the server says of them.
+        """Images [B, H, W, 3], and what the server says of them.
 
         Raises:
             ServerError: if it refuses or fails.
             ValueError: if the mask is empty.
         """
-        fields = {"prompt": prompt, "seed": seed, "image": pictures.encode_images(image), **collect_fields(optional)}
+        fields = {"prompt": prompt, "seed": seed, "image": image_files.encode_images(image), **collect_fields(optional)}
         if mask is not None:
-            fields["mask"] = pictures.encode_mask(mask, image)
-        return draw_images(server, "/v1/images/edits", fields)
+            fields["mask"] = image_files.encode_mask(mask, image)
+        return generate_batch(server, "/v1/images/edits", fields)
 
 
 class DitileImageToVideo:
-    """A video that starts from a picture, or of a prompt alone."""
+    """A video that starts from an image, or of a prompt alone."""
 
     CATEGORY = CATEGORY
     FUNCTION = "generate_video"
     RETURN_TYPES = ("IMAGE", "FLOAT", "STRING")
     RETURN_NAMES = ("frames", "fps", "info")
-    DESCRIPTION = "Draws a video on a ditile server, from a picture if one is connected. Connect it to Create Video."
+    DESCRIPTION = "Generates a video on a ditile server, from an image if one is connected. Connect it to Create Video."
 
     @classmethod
     def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
-        """Server, prompt, seed, picture, length, and what may be left to the model."""
+        """Server, prompt, seed, image, length, and what may be left to the model."""
         required = define_required_inputs("what happens")
         fps = {"default": 0.0, "min": 0.0, "max": 240.0, "step": 0.01, "tooltip": f"frames a second; 0: {OWN}"}
         optional = {
@@ -228,19 +229,19 @@ class DitileImageToVideo:
         Raises:
             ServerError: if it refuses or fails.
         """
-        video_format = pictures.choose_video_format()
+        video_format = image_files.choose_video_format()
         fields = {"prompt": prompt, "seed": seed, "output_format": video_format, **collect_fields(optional)}
         if image is not None:
-            fields["input_reference"] = pictures.encode_images(image)
+            fields["input_reference"] = image_files.encode_images(image)
         show_progress = start_progress(100)
-        job, content = Client(server.address, check_interrupt).draw_video(fields, show_progress)
+        job, content = Client(server.address, check_interrupt).generate_video(fields, show_progress)
         show_progress(100)
-        frames = pictures.decode_video(content, video_format)
+        frames = image_files.decode_video(content, video_format)
         return frames, float(job["fps"]), describe_answer(job, {"seconds", "num_frames", "fps"})
 
 
 class DitileStatus:
-    """What a server says of itself."""
+    """The status of a server."""
 
     CATEGORY = CATEGORY
     FUNCTION = "read_status"
@@ -256,7 +257,7 @@ class DitileStatus:
 
     @classmethod
     def IS_CHANGED(cls, **_: Any) -> float:  # noqa: N802
-        """Always: a status is of now."""
+        """Always: a status is never old."""
         return float("nan")
 
     def read_status(self, server: Server) -> dict[str, Any]:
@@ -277,23 +278,24 @@ class DitileStatus:
 
 
 def define_required_inputs(prompt: str, **more: Any) -> dict[str, Any]:
-    """What a node that draws must be given: a server, a prompt, a seed, and more."""
+    """The required inputs of a node that generates: a server, a prompt, a seed, and more."""
     return {"server": ("DITILE_SERVER",), "prompt": define_prompt(prompt), "seed": define_seed(), **more}
 
 
 def collect_fields(optional: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request of a node's optional inputs, without those that are left to the model."""
     names = {"steps": "num_inference_steps", "guidance": "guidance_scale"}
-    own = {"negative_prompt": "", "guidance": -1, "strength": -1}
-    return {
-        names.get(name, name): value
-        for name, value in optional.items()
-        if value is not None and value != own.get(name, 0) and value != {}
-    }
+    # Values that leave an input to the model; of others 0, and no LoRA.
+    defaults = {"negative_prompt": "", "guidance": -1, "strength": -1}
+    fields = {}
+    for name, value in optional.items():
+        if value is not None and value != {} and value != defaults.get(name, 0):
+            fields[names.get(name, name)] = value
+    return fields
 
 
-def draw_images(server: Server, path: str, fields: Mapping[str, Any]) -> tuple[Any, str]:
-    """Pictures of a stream, with previews on the node meanwhile.
+def generate_batch(server: Server, path: str, fields: Mapping[str, Any]) -> tuple[Any, str]:
+    """Images of a stream, with previews on the node meanwhile.
 
     Raises:
         ServerError: if the server refuses or fails.
@@ -310,9 +312,9 @@ def draw_images(server: Server, path: str, fields: Mapping[str, Any]) -> tuple[A
             else:
                 completed.append((event, content))
     if not completed:
-        raise ServerError("the server ended before the picture was done; run it again")
+        raise ServerError("the server ended before the image was done; run it again")
     show_progress(NUM_PREVIEWS + 1)
-    return pictures.decode_images([content for _, content in completed]), describe_answer(completed[0][0], set())
+    return image_files.decode_images([content for _, content in completed]), describe_answer(completed[0][0], set())
 
 
 def describe_answer(answer: Mapping[str, Any], more: set[str]) -> str:
@@ -324,7 +326,7 @@ def describe_answer(answer: Mapping[str, Any], more: set[str]) -> str:
 
 
 def start_progress(total: int) -> Any:
-    """A function of what is done of `total`, and of a preview as a file; ComfyUI shows both on the node."""
+    """A function that shows what is done of `total`, and a preview as a file, on the node."""
     try:
         from comfy.utils import ProgressBar
     except ImportError:
@@ -332,7 +334,9 @@ def start_progress(total: int) -> Any:
     bar = ProgressBar(total)
 
     def show_progress(done: int, preview: bytes | None = None) -> None:
-        shown = None if preview is None else ("JPEG", pictures.open_preview(preview), PREVIEW_PIXELS)
+        shown = None
+        if preview is not None:
+            shown = ("JPEG", image_files.open_preview(preview), PREVIEW_PIXELS)
         bar.update_absolute(done, total, shown)
 
     return show_progress

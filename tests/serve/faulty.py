@@ -183,7 +183,7 @@ def write_table(recoveries: dict[FaultCell, Recovery]) -> str:
     """The table in Markdown."""
     lines = ["| to | signal | when | noticed, s | ended, s | serves again, s | running | waiting | left |"]
     lines.append("|---|---|---|--:|--:|--:|---|---|--:|")
-    names = {200: "drawn", 503: "503", 0: "cut off"}
+    names = {200: "generated", 503: "503", 0: "cut off"}
     for cell, seen in recoveries.items():
         noticed, ended = ("" if s is None else f"{s:.1f}" for s in (seen.noticed, seen.ended))
         answers = [names.get(answer, str(answer)) for answer in seen.answers]

@@ -23,19 +23,11 @@ from PIL import Image
 import ditile
 from ditile.runner.requests.facts import ModelFacts, collect_facts
 from ditile.serve.app import create_app
-from ditile.serve.group import (
-    Batch,
-    BatchBegun,
-    BatchEnded,
-    GroupEvent,
-    GroupReady,
-    JobDrawn,
-    JobFailed,
-    PreviewMade,
-    StepMade,
-)
-from ditile.serve.jobs import POSTER, SPRITESHEET, Drawn, Failure, Job
+from ditile.serve.jobs import POSTER, SPRITESHEET, Failure, JobResult
+from ditile.serve.link import Batch, BatchJob
+from ditile.serve.metrics import Metrics
 from ditile.serve.options import ServeOptions
+from ditile.serve.replica import ReplicaEvent
 from ditile.serve.service import Service
 
 EDITS = "shapes-flux"
@@ -48,7 +40,7 @@ def collect_known_facts(model: str) -> ModelFacts:
     return collect_facts(ditile.load(model), model, "pipefusion=2")
 
 
-class PaintedGroup:
+class PaintedReplica:
     """Answers batches with plain pictures, a step at a time.
 
     Args:
@@ -63,7 +55,7 @@ class PaintedGroup:
 
     name, state = "0", "starting"
 
-    def __init__(self, on_event: Callable[[GroupEvent], None], facts: ModelFacts) -> None:
+    def __init__(self, on_event: Callable[[ReplicaEvent], None], facts: ModelFacts) -> None:
         self.pace, self.failure, self.facts = 0.0, None, facts
         self.batches: list[Batch] = []
         self._tell: Any = on_event
@@ -72,12 +64,12 @@ class PaintedGroup:
 
     def start(self) -> None:
         self.state = "ready"
-        self._tell(GroupReady(self, self.facts))
+        self._report("ready")
 
-    def draw(self, batch: Batch) -> None:
+    def generate(self, batch: Batch) -> None:
         self.state = "drawing"
         self.batches.append(batch)
-        self._tell(BatchBegun(self, batch.id))
+        self._report("begun", batch)
         self._work.add(asyncio.get_running_loop().create_task(self._paint_batch(batch)))
 
     def stop(self, batch_id: str) -> None:
@@ -92,32 +84,38 @@ class PaintedGroup:
             await asyncio.sleep(self.pace)
             if batch.id in self._stopped:
                 break
-            self._tell(StepMade(self, batch.id, step, steps))
+            self._report("step", batch, step=step, num_steps=steps)
             for job in batch.jobs:
                 if step <= job.request.num_previews:
-                    self._tell(PreviewMade(self, batch.id, job.id, step - 1, paint_picture((8, 8), step, "png")))
+                    files = {"preview": paint_picture((8, 8), step, "png")}
+                    self._report("preview", batch, job_id=job.id, step=step - 1, files=files)
         for job in batch.jobs if batch.id not in self._stopped else ():
             if self.failure is not None:
-                self._tell(JobFailed(self, batch.id, job.id, self.failure))
+                self._report("failed", batch, job_id=job.id, failure=self.failure)
             else:
-                self._tell(JobDrawn(self, batch.id, job.id, *self._paint_job(job, steps)))
+                result, files = self._paint_job(job, steps)
+                self._report("done", batch, job_id=job.id, result=result, files=files)
         self.state = "ready"
-        self._tell(BatchEnded(self, batch.id, batch.id in self._stopped))
+        self._report("ended", batch)
 
-    def _paint_job(self, job: Job, steps: int) -> tuple[Drawn, dict[str, bytes]]:
+    def _report(self, kind: Any, batch: Batch | None = None, **values: Any) -> None:
+        batch_id = None if batch is None else batch.id
+        self._tell(ReplicaEvent(kind=kind, replica=self, batch_id=batch_id, **values))
+
+    def _paint_job(self, job: BatchJob, steps: int) -> tuple[JobResult, dict[str, bytes]]:
         options, kind = job.request.options, job.request.output_format
         size = (options.width or self.facts.size[0], options.height or self.facts.size[1])
         seeds = [options.seed + k for k in range(options.num_images)]
         files = {f"{k}.{kind}": paint_picture(size, seed, kind) for k, seed in enumerate(seeds)}
-        drawn = Drawn(
+        result = JobResult(
             files=list(files), seeds=seeds, size=size, num_steps=steps,
             seconds={"total": 1.0, "text": 0.1, "denoise": 0.8, "decode": 0.1},
         )  # fmt: skip
-        if job.kind == "video":
+        if self.facts.is_video:
             frames = options.frames or self.facts.find_default("num_frames")
-            drawn = dataclasses.replace(drawn, frames=frames, fps=options.fps or self.facts.fps)
+            result = dataclasses.replace(result, frames=frames, fps=options.fps or self.facts.fps)
             files |= {name: paint_picture(size, 1, "png") for name in (POSTER, SPRITESHEET)}
-        return drawn, files
+        return result, files
 
 
 class Served:
@@ -125,7 +123,7 @@ class Served:
 
     def __init__(self, service: Service, port: int) -> None:
         self.service, self.url = service, f"http://127.0.0.1:{port}"
-        self.group: PaintedGroup = service._groups[0]  # type: ignore[assignment]
+        self.group: PaintedReplica = service._replicas[0]  # type: ignore[assignment]
         self.client = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
 
     def post(self, path: str, values: Any = None, **how: Any) -> httpx.Response:
@@ -140,18 +138,18 @@ def serve_painted(folder: Path, model: str = EDITS, **flags: Any) -> Iterator[Se
     """A server on a free port of this machine, in a thread."""
     options = ServeOptions(model=model, port=0, state=str(folder), **flags)
     facts = collect_known_facts(model)
-    with serve_groups(options, lambda _, tell: PaintedGroup(tell, facts)) as served:
+    with serve_groups(options, lambda _, tell: PaintedReplica(tell, facts)) as served:
         yield served
 
 
 @contextlib.contextmanager
-def serve_groups(options: ServeOptions, make_group: Any) -> Iterator[Served]:
+def serve_groups(options: ServeOptions, make_replica: Any) -> Iterator[Served]:
     """The same with groups of any kind."""
     started: list[Any] = []
     has_started = threading.Event()
 
     async def serve() -> None:
-        service = Service(options, make_group)
+        service = Service(options, make_replica)
         await service.start()
         config = uvicorn.Config(create_app(service), host="127.0.0.1", port=0, log_level="error", ws="none")
         server = uvicorn.Server(config)
@@ -183,6 +181,11 @@ def paint_picture(size: tuple[int, int], seed: int, kind: str = "png") -> bytes:
     encoded = io.BytesIO()
     Image.new("RGB", size, (seed % 256, seed // 256 % 256, 7)).save(encoded, "gif" if kind == "mp4" else kind)
     return encoded.getvalue()
+
+
+def read_metric(metrics: Metrics, name: str, **labels: str) -> float:
+    """The value of one sample; 0 if there is none."""
+    return metrics.registry.get_sample_value(name, labels) or 0.0
 
 
 def read_error(response: httpx.Response) -> dict[str, Any]:

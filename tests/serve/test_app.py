@@ -13,9 +13,10 @@ from fastapi.testclient import TestClient
 
 from ditile.plan.errors import ModelError
 from ditile.serve.api.answers import rename_options
-from ditile.serve.app import ACCESS_LOG, create_app, read_api_keys, write_access_log
+from ditile.serve.api_keys import read_api_keys
+from ditile.serve.app import ACCESS_LOG, create_app, write_access_log
 from ditile.serve.options import ServeOptions
-from ditile.serve.page.mount import mount_page
+from ditile.serve.server import add_page
 from ditile.serve.service import Service
 from tests.serve.servers import PROMPT, paint_picture, read_error, serve_painted
 
@@ -43,7 +44,8 @@ def test_keys(tmp_path: Path) -> None:
         answer = ask.post(DRAW, json={"prompt": PROMPT, "response_format": "url"}, headers=ann)
         assert ask.get(answer.json()["data"][0]["url"]).status_code == 200
         assert ask.post(DRAW, json={"prompt": PROMPT}, headers=key_5).status_code == 200
-        owners = [batch.jobs[0].owner for batch in served.group.batches]
+        ids = [batch.jobs[0].id for batch in served.group.batches]
+        owners = [served.service.find_job(job_id, None).owner for job_id in ids]
         assert owners == ["ann", "key-5"]
         # Names of this machine are asked for only where there are no keys.
         assert ask.get("/v1/models", headers=ann | {"host": "draw.example.org"}).status_code == 200
@@ -57,7 +59,7 @@ def test_a_file_of_keys_that_others_can_read_is_told(
     path = tmp_path / "keys"
     path.write_text("ann:first-secret\n")
     path.chmod(mode)
-    assert read_api_keys(ServeOptions(api_key=str(path))) == [("ann", b"first-secret")]
+    assert read_api_keys(str(path)) == [("ann", b"first-secret")]
     lines = [f"api_key={str(path)!r} can be read by other users of this machine; try chmod 600 {path}"]
     assert caplog.messages == (lines if warns else [])
 
@@ -71,14 +73,14 @@ def test_files_that_hold_no_keys(tmp_path: Path, text: str | None, message: str)
     if text is not None:
         path.write_text(text)
     with pytest.raises(ModelError, match=message):
-        read_api_keys(ServeOptions(api_key=str(path)))
+        read_api_keys(str(path))
 
 
 def test_a_key_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DITILE_API_KEY", "ann:first-secret\nsecond-secret")
-    assert read_api_keys(ServeOptions()) == [("ann", b"first-secret"), ("key-2", b"second-secret")]
+    assert read_api_keys(None) == [("ann", b"first-secret"), ("key-2", b"second-secret")]
     monkeypatch.delenv("DITILE_API_KEY")
-    assert read_api_keys(ServeOptions()) == []
+    assert read_api_keys(None) == []
 
 
 def test_pages_of_the_web_cannot_draw_here(tmp_path: Path) -> None:
@@ -169,7 +171,7 @@ def test_without_the_page_its_address_says_how_to_get_it(
     app = create_app(service)
     if not has_gradio:
         monkeypatch.setitem(sys.modules, "gradio", None)
-    mount_page(app, service)
+    add_page(app, service)
     with TestClient(app, base_url="http://127.0.0.1") as client:
         answer = client.get("/")
     assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; charset=utf-8")

@@ -102,7 +102,7 @@ def test_pictures_really_come(pictures: openai.OpenAI) -> None:
     assert first != second and Image.open(io.BytesIO(first)).size == (128, 128)
     extra: Any = answer.model_extra
     assert extra["seed"] == 7 and extra["inference_time_s"] > 0
-    assert extra["warnings"] == ["quality='hd' was not heeded: it has no meaning for an open model"]
+    assert extra["warnings"] == ["quality='hd' was ignored: it has no meaning for an open model"]
     again = pictures.images.generate(**ask, extra_body=FAST)
     assert again.data is not None and [base64.b64decode(one.b64_json or "") for one in again.data] == [first, second]
 
@@ -180,7 +180,7 @@ def test_errors_are_those_of_the_client(flux_client: openai.OpenAI) -> None:
         flux_client.images.generate(prompt=PROMPT, extra_body={"lora": "style"})
     with pytest.raises(openai.NotFoundError):
         flux_client.videos.retrieve("video_of_nobody")
-    with pytest.raises(openai.UnprocessableEntityError, match="draws pictures; send this to /v1/images/generations"):
+    with pytest.raises(openai.UnprocessableEntityError, match="generates images; send this to /v1/images/generations"):
         flux_client.videos.create(prompt=PROMPT)
     assert [model.id for model in flux_client.models.list()] == ["shapes-flux"]
 
@@ -229,7 +229,7 @@ def test_the_example_of_the_client_runs(name: str, request: pytest.FixtureReques
     ran = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     written = {path.name for path in tmp_path.iterdir()}
-    expected = {"flux_server": {"picture.png", "edit.png", "streamed.png"}, "wan_server": {"video.mp4", "video.png"}}
+    expected = {"flux_server": {"image.png", "edit.png", "streamed.png"}, "wan_server": {"video.mp4", "video.png"}}
     assert expected[name] <= written
 
 
@@ -241,7 +241,7 @@ def test_the_example_of_curl_runs(name: str, request: pytest.FixtureRequest, tmp
     command = ["bash", str(EXAMPLES / "serve_curl.sh"), server.url]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert (tmp_path / {"flux_server": "curl-picture.png", "wan_server": "curl-video.mp4"}[name]).stat().st_size > 0
+    assert (tmp_path / {"flux_server": "curl-image.png", "wan_server": "curl-video.mp4"}[name]).stat().st_size > 0
 
 
 def find_program(name: str) -> bool:
@@ -264,7 +264,7 @@ def test_open_webui_with_additional_parameters(pixart: httpx.Client) -> None:
     more = {"num_inference_steps": 4, "seed": 7, "sampler": "euler", "moderation": "low"}
     body = {"model": "gpt-image-1", "prompt": PROMPT, "n": 1, "size": "128x128", **more}
     answer = pixart.post("/v1/images/generations", json=body, headers=OPEN_WEBUI_HEADERS).json()
-    assert answer["warnings"] == ["'sampler' is not known here, and was not heeded"] and answer["seed"] == 7
+    assert answer["warnings"] == ["'sampler' is not known here, and was ignored"] and answer["seed"] == 7
 
 
 @pytest.mark.parametrize("field", ["image", "image[]"])

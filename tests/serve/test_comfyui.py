@@ -132,9 +132,10 @@ def find_outputs(kind: str) -> list[str]:
 def test_pictures_keep_their_bytes_as_tensors() -> None:
     """[B, H, W, C] of floats from 0 to 1, there and back."""
     pixels = np.random.default_rng(0).integers(0, 256, (2, 5, 7, 3), dtype=np.uint8)
-    pictures = read_module("pictures")
-    files = [base64.b64decode(text.partition(",")[2]) for text in pictures.encode_images(torch.tensor(pixels) / 255)]
-    tensor = pictures.decode_images(files)
+    image_files = read_module("image_files")
+    encoded = image_files.encode_images(torch.tensor(pixels) / 255)
+    files = [base64.b64decode(text.partition(",")[2]) for text in encoded]
+    tensor = image_files.decode_images(files)
     assert tensor.shape == (2, 5, 7, 3) and tensor.dtype == torch.float32 and tensor.max() <= 1
     assert torch.equal(tensor, torch.tensor(pixels, dtype=torch.float32) / 255)
 
@@ -143,7 +144,7 @@ def test_a_mask_is_transparent_where_the_picture_is_drawn_anew() -> None:
     """At the picture's size: masks of ComfyUI may have another."""
     mask = torch.zeros(1, 4, 4)
     mask[:, :, 2:] = 1
-    encoded = read_module("pictures").encode_mask(mask, torch.zeros(1, 8, 16, 3))
+    encoded = read_module("image_files").encode_mask(mask, torch.zeros(1, 8, 16, 3))
     with Image.open(io.BytesIO(base64.b64decode(encoded.partition(",")[2]))) as image:
         assert image.size == (16, 8) and image.mode == "RGBA"
         alpha = np.asarray(image.getchannel("A"))
@@ -153,7 +154,7 @@ def test_a_mask_is_transparent_where_the_picture_is_drawn_anew() -> None:
 def test_an_empty_mask_is_refused() -> None:
     """LoadImage gives one for a file without transparency."""
     with pytest.raises(ValueError, match="the mask is empty; paint it"):
-        read_module("pictures").encode_mask(torch.zeros(1, 64, 64), torch.zeros(1, 8, 8, 3))
+        read_module("image_files").encode_mask(torch.zeros(1, 64, 64), torch.zeros(1, 8, 8, 3))
 
 
 def test_loras_are_chained() -> None:
@@ -248,7 +249,7 @@ def test_a_refusal_is_the_servers_own_line(pictures: Any) -> None:
     error = read_module("client").ServerError
     with pytest.raises(error, match="lora='style' is not known; this server has none"):
         NODES["DitileGenerate"]().generate_images(pictures, PROMPT, 7, lora={"style": 1.0})
-    with pytest.raises(error, match="shapes-flux draws pictures"):
+    with pytest.raises(error, match="shapes-flux generates images"):
         NODES["DitileImageToVideo"]().generate_video(pictures, PROMPT, 7)
 
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.serve.servers import PROMPT, Served, paint_picture, read_error, serve_painted
+from tests.serve.servers import PROMPT, Served, paint_picture, read_error, read_metric, serve_painted
 
 PICTURE = paint_picture((128, 128), 5)
 
@@ -52,7 +52,7 @@ def test_generate_by_the_client(served: Served, client: openai.OpenAI) -> None:
     assert (answer.size, answer.output_format) == ("64x32", "webp") and abs(answer.created - time.time()) < 60
     extra = answer.model_extra or {}
     assert extra["seed"] == 7 and extra["inference_time_s"] == 1.0
-    assert extra["warnings"] == ["quality='hd' was not heeded: it has no meaning for an open model"]
+    assert extra["warnings"] == ["quality='hd' was ignored: it has no meaning for an open model"]
     assert [(one.model_extra or {})["seed"] for one in answer.data] == [7, 8, 9]
     options = served.group.batches[-1].jobs[0].request.options
     assert (options.steps, options.guidance, options.true_cfg, options.negative_prompt) == (3, 2.5, 3.0, "blue")
@@ -66,12 +66,12 @@ def test_only_the_prompt_is_mandatory(served: Served) -> None:
     assert read_error(served.post("/v1/images/edits", {"prompt": PROMPT}))["param"] == "image"
 
 
-def test_what_is_not_heeded_is_named(served: Served) -> None:
+def test_what_is_ignored_is_named(served: Served) -> None:
     values = {"prompt": PROMPT, "model": "flux-9", "sampler": "ddim", "\u00e4": 1, "size": "auto", "seed": -1}
     answer = served.client.post("/v1/images/generations", content=json.dumps(values)).json()
     assert len(answer["warnings"]) == 3
-    assert "model 'flux-9' is not served; shapes-flux draws" in answer["warnings"]
-    assert "'sampler' is not known here, and was not heeded" in answer["warnings"]
+    assert "model 'flux-9' is not served; shapes-flux answers" in answer["warnings"]
+    assert "'sampler' is not known here, and was ignored" in answer["warnings"]
     assert served.post("/v1/images/generations", {"prompt": PROMPT, "model": "gpt-image-1"}).json()["warnings"] == []
     asks = {
         "background": "transparent",
@@ -81,7 +81,7 @@ def test_what_is_not_heeded_is_named(served: Served) -> None:
         "timeout": 1e5,
     }
     answer = served.post("/v1/images/generations?seed=3", {"prompt": PROMPT, **asks}).json()
-    assert [text.partition(" was not")[0].partition("=")[0].partition(" is")[0] for text in answer["warnings"]] == [
+    assert [text.partition(" was ignored")[0].partition("=")[0].partition(" is")[0] for text in answer["warnings"]] == [
         "partial_images", "timeout", "background", "style", "input_fidelity", "parameter 'seed' of the address",
     ]  # fmt: skip
 
@@ -152,7 +152,7 @@ def test_edits_by_the_client(served: Served, client: openai.OpenAI) -> None:
     )  # fmt: skip
     assert answer.data is not None and len(answer.data) == 2
     batch = served.group.batches[-1]
-    files = batch.inputs[batch.jobs[0].id]
+    files = batch.jobs[0].inputs
     assert set(files) == {"image", "mask"} and batch.jobs[0].request.options.strength == 0.5
     white = Image.open(io.BytesIO(files["mask"]))
     assert white.mode == "L" and white.getpixel((10, 10)) == 255 and white.getpixel((100, 10)) == 0
@@ -175,7 +175,7 @@ def test_edits_in_every_form(served: Served, how: str) -> None:
         answer = served.post("/v1/images/edits", {"prompt": PROMPT, **picture[how]})
     assert answer.status_code == 200, answer.text
     batch = served.group.batches[-1]
-    first = Image.open(io.BytesIO(batch.inputs[batch.jobs[0].id]["image"]))
+    first = Image.open(io.BytesIO(batch.jobs[0].inputs["image"]))
     assert (first.format, first.mode, first.size, first.getpixel((0, 0))) == ("PNG", "RGB", (128, 128), (5, 0, 7))
 
 
@@ -231,7 +231,7 @@ def test_a_client_that_goes_away_ends_its_job(served: Served, how: str) -> None:
         with pytest.raises(httpx.ReadTimeout):
             served.client.post("/v1/images/generations", json=values, timeout=0.3)
     deadline = time.monotonic() + 10
-    while served.service.metrics.read_value("ditile_jobs", state="running") and time.monotonic() < deadline:
+    while read_metric(served.service.metrics, "ditile_jobs", state="running") and time.monotonic() < deadline:
         time.sleep(0.02)
     job = served.service.find_job(served.group.batches[-1].jobs[0].id, "")
     assert job.state == "cancelled" and job.progress < 50
@@ -272,7 +272,7 @@ def test_a_full_queue(served: Served) -> None:
         ({"seed": 2**63}, 400, "try seed=7"),
         ({"strength": 0.5}, 422, "strength=0.5 needs a picture to start from; add image"),
         ({"negative_prompt": "blue", "true_cfg_scale": 1}, 422, "ignores a negative prompt at true_cfg_scale 1"),
-        ({"prompt": " "}, 400, "prompt is empty; say what to draw"),
+        ({"prompt": " "}, 400, "prompt is empty; say what to generate"),
         ({"prompt": "a" * 9000}, 422, "prompt has 9000 letters, and this server takes 8192; shorten it"),
         ({"prompt": "a\0b"}, 400, "holds U+0000, which is no text; leave it out"),
         ({"prompt": "a\ud800b"}, 400, "holds U+D800, which is no text; leave it out"),
@@ -291,6 +291,6 @@ def test_refusals_say_what_would_work(served: Served, values: dict[str, Any], st
 
 def test_videos_are_not_drawn_by_a_model_of_pictures(served: Served) -> None:
     assert (
-        "draws pictures; send this to /v1/images/generations"
+        "generates images; send this to /v1/images/generations"
         in read_error(served.post("/v1/videos", {"prompt": "a"}))["message"]
     )

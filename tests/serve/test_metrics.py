@@ -3,8 +3,9 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from ditile.runner.requests.options import GenerateOptions
-from ditile.serve.jobs import Drawn, Failure, Job, Request
+from ditile.serve.jobs import Failure, Job, JobResult, Request
 from ditile.serve.metrics import Metrics
+from tests.serve.servers import read_metric
 
 
 def build_job(**changes: object) -> Job:
@@ -14,7 +15,7 @@ def build_job(**changes: object) -> Job:
 
 def test_a_job_that_is_done() -> None:
     metrics = Metrics()
-    drawn = Drawn(
+    result = JobResult(
         files=["0.png", "1.png"],
         seeds=[1, 2],
         size=(32, 16),
@@ -25,7 +26,7 @@ def test_a_job_that_is_done() -> None:
             "reports": [{"peak_memory_bytes": 7}, {"peak_memory_bytes": 9}],
         },
     )
-    job = build_job(state="done", started=11.0, ended=15.0, drawn=drawn)
+    job = build_job(state="done", started=11.0, ended=15.0, result=result)
     metrics.note_accepted_job(job)
     metrics.note_started_job(job)
     for _ in range(4):
@@ -38,19 +39,22 @@ def test_a_job_that_is_done() -> None:
     assert values["ditile_peak_memory_bytes", "0", "1"] == 7 and values["ditile_peak_memory_bytes", "1", "1"] == 9
     sums = {stage: values["ditile_seconds_sum", stage] for stage in ("wait", "text", "denoise", "decode", "total")}
     assert sums == {"wait": 1.0, "text": 0.5, "denoise": 3.0, "decode": 0.5, "total": 5.0}
-    assert metrics.count_jobs("image", "done") == 1 and metrics.count_jobs("image", "failed") == 0
+    assert (
+        read_metric(metrics, "ditile_jobs_ended_total", kind="image", state="done") == 1
+        and read_metric(metrics, "ditile_jobs_ended_total", kind="image", state="failed") == 0
+    )
 
 
 def test_failures_and_groups() -> None:
     metrics = Metrics()
     metrics.note_ended_job(build_job(state="failed", ended=11.0, failure=Failure(code="rank_failed", message="m")))
     metrics.note_refused_request(429)
-    metrics.note_ready_group("0")
-    assert metrics.read_value("ditile_group_ready", group="0") == 1
-    metrics.note_lost_group("0")
+    metrics.note_ready_replica("0")
+    assert read_metric(metrics, "ditile_group_ready", group="0") == 1
+    metrics.note_lost_replica("0")
     metrics.set_job_counts(3, 2)
-    assert metrics.read_value("ditile_failures_total", code="rank_failed") == 1
-    assert metrics.read_value("ditile_requests_refused_total", status="429") == 1
-    assert metrics.read_value("ditile_group_ready", group="0") == 0
-    assert metrics.read_value("ditile_group_failures_total", group="0") == 1
-    assert [metrics.read_value("ditile_jobs", state=state) for state in ("queued", "running")] == [3, 2]
+    assert read_metric(metrics, "ditile_failures_total", code="rank_failed") == 1
+    assert read_metric(metrics, "ditile_requests_refused_total", status="429") == 1
+    assert read_metric(metrics, "ditile_group_ready", group="0") == 0
+    assert read_metric(metrics, "ditile_group_failures_total", group="0") == 1
+    assert [read_metric(metrics, "ditile_jobs", state=state) for state in ("queued", "running")] == [3, 2]

@@ -16,10 +16,11 @@ from PIL import Image
 
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
+from ditile.serve.api_keys import COOKIE, ApiKeys
 from ditile.serve.page.insight import list_key_ages, render_freshness, render_gantt
-from ditile.serve.page.login import COOKIE, PageKeys, is_page_path
+from ditile.serve.page.login import is_page_path
 from tests.serve.running import RunningServer, run_server
-from tests.serve.test_group import write_lora
+from tests.serve.test_replica import write_lora
 
 CHROMIUM = shutil.which("chromium")
 ANN, BOB, CLEO = "key-of-ann", "key-of-bob", "key-of-cleo"
@@ -32,15 +33,15 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromiu
 
 def test_a_word_of_a_cookie_stands_for_its_key_and_no_other() -> None:
     """A failure would be an open door, or a closed one."""
-    keys = PageKeys([("ann", ANN.encode()), ("bob", BOB.encode())])
-    word = keys.find_word(BOB)
+    keys = ApiKeys([("ann", ANN.encode()), ("bob", BOB.encode())])
+    word = keys.find_word(BOB.encode())
     assert word is not None and BOB not in word
-    assert keys.find_owner(f"a=b; {COOKIE}={word}") == "bob"
-    assert keys.find_word("key-of-eve") is None
-    assert [keys.find_owner(text) for text in ("", f"{COOKIE}=", f"{COOKIE}={word[:-1]}", f"{COOKIE}={BOB}")] == [
-        None
-    ] * 4
-    assert PageKeys([("bob", BOB.encode())]).find_word(BOB) != word, "the next server asks again"
+    assert keys.find_owner_of_cookie(f"a=b; {COOKIE}={word}") == "bob"
+    assert keys.find_word(b"key-of-eve") is None
+    assert [
+        keys.find_owner_of_cookie(text) for text in ("", f"{COOKIE}=", f"{COOKIE}={word[:-1]}", f"{COOKIE}={BOB}")
+    ] == [None] * 4
+    assert ApiKeys([("bob", BOB.encode())]).find_word(BOB.encode()) != word, "the next server asks again"
 
 
 def test_only_what_the_page_needs_of_gradio_is_served() -> None:
@@ -139,7 +140,7 @@ def log_in(page: Any, server: RunningServer, key: str, title: str = FLUX) -> Non
 def begin_drawing(page: Any, steps: int, prompt: str = PROMPT) -> None:
     page.get_by_label("Prompt", exact=True).fill(prompt)
     page.get_by_label("Steps", exact=True).fill(str(steps))
-    page.get_by_role("button", name="Draw", exact=True).click()
+    page.get_by_role("button", name="Generate", exact=True).click()
 
 
 @needs_browser
@@ -197,7 +198,7 @@ def test_it_draws_with_previews_says_what_was_done_and_downloads(tab: Any, serve
     """A failure would mean that a person cannot draw."""
     begin_drawing(tab, 8)
     tab.locator("#now img").wait_for()
-    tab.get_by_text("Drawn in").wait_for()
+    tab.get_by_text("Generated in").wait_for()
     tab.get_by_role("button", name="What ditile did").click()
     charts = tab.locator("#insight svg")
     charts.nth(1).wait_for()
@@ -230,9 +231,9 @@ def download(page: Any) -> tuple[str, bytes]:
 
 def draw_again(page: Any, kind: str) -> None:
     """Draws what is chosen once more; returns when there are two in the gallery."""
-    page.get_by_role("button", name="Draw again").click()
+    page.get_by_role("button", name="Generate again").click()
     page.locator(f"#gallery .grid-wrap {kind}").nth(1).wait_for()
-    page.get_by_text("Drawn in").wait_for()
+    page.get_by_text("Generated in").wait_for()
 
 
 def is_cut_off(page: Any) -> bool:
@@ -249,13 +250,13 @@ def test_a_picture_and_a_lora_go_in_and_it_is_drawn_again(server: RunningServer,
     start = tmp_path / "start.png"
     Image.new("RGB", (128, 128), (0, 0, 200)).save(start)
     with open_tab(browser, server, CLEO, FLUX) as page:
-        page.get_by_role("button", name="Start from a picture").click()
+        page.get_by_role("button", name="Start from an image").click()
         page.locator("input[type=file]").first.set_input_files(start)
         page.locator("img[src*='start.png']").wait_for()
         page.get_by_label("LoRA", exact=True).click()
         page.get_by_role("option", name="ink").click()
         begin_drawing(page, 4)
-        page.get_by_text("Drawn in").wait_for()
+        page.get_by_text("Generated in").wait_for()
         page.get_by_text("LoRA ink 1").wait_for()
         assert "strength 0.6" in page.get_by_text("LoRA ink 1").inner_text()
         assert not is_cut_off(page), "a lone picture"
@@ -271,10 +272,10 @@ def test_a_picture_and_a_lora_go_in_and_it_is_drawn_again(server: RunningServer,
 def test_videos_are_drawn_shown_and_drawn_again(video_server: RunningServer, browser: Any) -> None:
     """A failure would mean a page for pictures alone."""
     with open_tab(browser, video_server, ANN, WAN) as page:
-        assert not page.get_by_label("Pictures", exact=True).is_visible()
+        assert not page.get_by_label("Images", exact=True).is_visible()
         page.get_by_label("Frames", exact=True).fill("5")
         begin_drawing(page, 2)
-        page.get_by_text("Drawn in").wait_for()
+        page.get_by_text("Generated in").wait_for()
         page.locator("#gallery .grid-wrap video").wait_for()
         assert not is_cut_off(page), "a lone video"
         page.get_by_text("frames 5").wait_for()
@@ -311,11 +312,11 @@ def test_it_fits_a_phone_in_the_dark_and_a_keyboard(tab: Any) -> None:
     tab.set_viewport_size({"width": 390, "height": 844})
     tab.emulate_media(color_scheme="dark")
     assert tab.evaluate(SCROLL_WIDTH) <= 390
-    tab.get_by_label("Pictures").fill("3")
+    tab.get_by_label("Images").fill("3")
     begin_drawing(tab, 4, f"{PROMPT} {'of-a-word-without-end' * 6}")
-    tab.get_by_text("Drawn in").wait_for()
+    tab.get_by_text("Generated in").wait_for()
     tab.get_by_role("button", name="What ditile did").click()
-    tab.get_by_role("button", name="Start from a picture").click()
+    tab.get_by_role("button", name="Start from an image").click()
     tab.locator("#insight svg").nth(1).wait_for()
     assert tab.evaluate(SCROLL_WIDTH) <= 390
     red, green, blue = tab.evaluate(
@@ -325,6 +326,6 @@ def test_it_fits_a_phone_in_the_dark_and_a_keyboard(tab: Any) -> None:
     tab.get_by_label("Prompt", exact=True).focus()
     for _ in range(8):
         tab.keyboard.press("Tab")
-        if tab.evaluate("document.activeElement.innerText") == "Draw":
+        if tab.evaluate("document.activeElement.innerText") == "Generate":
             return
-    raise AssertionError("Tab does not lead from the prompt to Draw")
+    raise AssertionError("Tab does not lead from the prompt to Generate")

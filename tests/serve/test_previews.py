@@ -167,7 +167,7 @@ def test_each_layout_gives_the_picture_back(layout: str) -> None:
     frames = [Image.new("RGB", picture.size, (128, 128, 128)), picture]
     for _ in range(2):
         decoder.fit(LAYOUTS[layout](encode_colors(picture, 8)), frames if "frames" in layout else picture)
-    assert decoder.num_pictures == 2
+    assert decoder.num_images == 2
     preview = decoder.decode(LAYOUTS[layout](encode_colors(other, 8)), other.size)
     nearest = other.resize((4, 8), Image.Resampling.BOX).resize(other.size, Image.Resampling.BICUBIC)
     assert preview.size == other.size and measure_psnr(preview, nearest) > 30
@@ -176,7 +176,7 @@ def test_each_layout_gives_the_picture_back(layout: str) -> None:
 def test_what_cannot_be_shown_is_refused() -> None:
     """A failure means a traceback in the middle of a picture, or a preview of nonsense."""
     decoder = PreviewDecoder()
-    with pytest.raises(StateError, match="before a picture was fitted"):
+    with pytest.raises(StateError, match="before an image was fitted"):
         decoder.decode(torch.zeros(1, 4, 8, 8), (64, 64))
     decoder.fit(torch.randn(1, 4, 8, 8), paint(64, 64))
     for latents, why in (

@@ -18,11 +18,11 @@ from ditile.plan.errors import ModelError
 from ditile.plan.flags import list_flags
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.serve.group import Batch, BatchEnded, GroupDown, GroupEvent, GroupReady, JobDrawn, StepMade
-from ditile.serve.link import GroupSetup
+from ditile.serve.link import Batch, WorkerSetup
 from ditile.serve.options import ServeOptions
-from ditile.serve.ray_replicas import groups
-from tests.serve.test_group import PROMPT, make_job
+from ditile.serve.ray_replicas import application as module
+from ditile.serve.replica import ReplicaEvent
+from tests.serve.test_replica import PROMPT, make_job
 from tests.serve.test_service import FACTS
 
 pytest.importorskip("ray", reason="the extra ray")
@@ -35,14 +35,14 @@ class RayRun:
     """The groups of an application, and the events that came from them."""
 
     def __init__(self, cluster: Any, plan: Plan, state: Path, **flags: Any) -> None:
-        self._events: asyncio.Queue[GroupEvent] = asyncio.Queue()
+        self._events: asyncio.Queue[ReplicaEvent] = asyncio.Queue()
         options = ServeOptions(model="shapes-pixart", ray=cluster.address, threads=1, state=str(state), **flags)
-        setup = GroupSetup(
+        setup = WorkerSetup(
             model=options.model, engine=options, plan=plan, cache=CacheOptions(), lora_dir=None, max_loras=1
         )
-        application = groups.RayApplication(setup, options)
+        application = module.RayApplication(setup, options)
         names = map(str, range(options.num_groups))
-        self.groups = [application.make_group(name, self._events.put_nowait) for name in names]
+        self.groups = [application.make_replica(name, self._events.put_nowait) for name in names]
 
     async def __aenter__(self) -> RayRun:
         for group in self.groups:
@@ -54,30 +54,30 @@ class RayRun:
 
     async def draw(self, name: str, **options: Any) -> bytes:
         self.begin(name, **options)
-        events = await self.wait_for(BatchEnded)
-        (drawn,) = [event for event in events if isinstance(event, JobDrawn)]
+        events = await self.wait_for("ended")
+        (drawn,) = [event for event in events if event.kind == "done"]
         return drawn.files["0.png"]
 
     def begin(self, name: str, group: int = 0, **options: Any) -> None:
-        self.groups[group].draw(Batch(id=name, jobs=(make_job(name, **options),), inputs={}))
+        self.groups[group].generate(Batch(name, [make_job(name, **options)]))
 
-    async def wait_for(self, *kinds: type) -> list[GroupEvent]:
+    async def wait_for(self, *kinds: str) -> list[ReplicaEvent]:
         """All events up to the first of some kinds."""
-        seen: list[GroupEvent] = []
-        while not seen or not isinstance(seen[-1], kinds):
+        seen: list[ReplicaEvent] = []
+        while not seen or seen[-1].kind not in kinds:
             seen.append(await asyncio.wait_for(self._events.get(), 150))
         return seen
 
     async def wait_for_loss(self, batch_id: str) -> float:
         """Waits until the batch is lost and there are ranks again; returns after how many seconds it was known."""
         since = time.monotonic()
-        down = (await self.wait_for(GroupDown))[-1]
+        down = (await self.wait_for("down"))[-1]
         seconds = time.monotonic() - since
-        assert isinstance(down, GroupDown)
+        assert down.kind == "down"
         assert (down.batch_id, down.failure.code) == (batch_id, "rank_failed")
         assert "has gone" in down.failure.message
         assert "\n" not in down.failure.message
-        await self.wait_for(GroupReady)
+        await self.wait_for("ready")
         return seconds
 
 
@@ -111,33 +111,32 @@ def test_ranks_of_two_nodes_draw_stop_and_are_replaced(cluster: Any, tmp_path: P
 
     async def run() -> None:
         async with RayRun(cluster, Plan(pipefusion=2), tmp_path) as driven:
-            await driven.wait_for(GroupReady)
+            await driven.wait_for("ready")
             assert len(find_actors(cluster)) == 1
             assert await driven.draw("first") == out.read_bytes()
             driven.begin("long", steps=400)
-            await driven.wait_for(StepMade)
+            await driven.wait_for("step")
             driven.groups[0].stop("long")
-            ended = (await driven.wait_for(BatchEnded))[-1]
-            assert isinstance(ended, BatchEnded)
-            assert ended.stopped
+            ended = (await driven.wait_for("ended"))[-1]
+            assert ended.kind == "ended"
             assert await driven.draw("second") == out.read_bytes()
             driven.begin("kill of a rank", steps=400)
-            await driven.wait_for(StepMade)
+            await driven.wait_for("step")
             find_actors(cluster)[0].kill()
             assert await driven.wait_for_loss("kill of a rank") < 5
             assert await driven.draw("third") == out.read_bytes()
             other = cluster.add_node(num_cpus=1, object_store_memory=MEMORY)
             driven.begin("kill of a node", steps=400)
-            await driven.wait_for(StepMade)
+            await driven.wait_for("step")
             cluster.remove_node(cluster.second, allow_graceful=False)
             cluster.second = other
             assert await driven.wait_for_loss("kill of a node") < 15
             assert await driven.draw("fourth") == out.read_bytes()
             find_actors(cluster)[0].kill()
-            down = (await driven.wait_for(GroupDown))[-1]
-            assert isinstance(down, GroupDown)
+            down = (await driven.wait_for("down"))[-1]
+            assert down.kind == "down"
             assert (down.batch_id, driven.groups[0].state) == (None, "down")
-            await driven.wait_for(GroupReady)
+            await driven.wait_for("ready")
             assert await driven.draw("fifth") == out.read_bytes()
 
     asyncio.run(run())
@@ -149,14 +148,14 @@ def test_batches_that_wait_let_another_replica_start(cluster: Any, tmp_path: Pat
 
     async def run() -> None:
         async with RayRun(cluster, Plan(), tmp_path, ray_max_replicas=2) as driven:
-            await driven.wait_for(GroupReady)
-            await driven.wait_for(GroupReady)
+            await driven.wait_for("ready")
+            await driven.wait_for("ready")
             driven.begin("a", 0, steps=3000)
             driven.begin("b", 1, steps=3000)
             begun: set[str] = set()
             while len(begun) < 2:
-                event = (await driven.wait_for(StepMade))[-1]
-                assert isinstance(event, StepMade)
+                event = (await driven.wait_for("step"))[-1]
+                assert event.kind == "step"
                 begun.add(event.batch_id)
             for group, name in zip(driven.groups, "ab", strict=True):
                 group.stop(name)
@@ -166,19 +165,19 @@ def test_batches_that_wait_let_another_replica_start(cluster: Any, tmp_path: Pat
 
 def test_groups_without_a_replica_are_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure would mean that health says ok of a replica that has gone, or that a waiting batch starts none."""
-    monkeypatch.setattr(groups, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(module, "SETTLE_SECONDS", 0.0)
 
     def find_states(least: int, *running: int, batch: str | None = None) -> list[list[str]]:
         options = ServeOptions(model="shapes", ray="local", replicas=least, ray_max_replicas=2, state=str(tmp_path))
-        setup = GroupSetup(
+        setup = WorkerSetup(
             model="shapes", engine=options, plan=Plan(), cache=CacheOptions(), lora_dir=None, max_loras=1
         )
-        application, states = groups.RayApplication(setup, options), []
+        application, states = module.RayApplication(setup, options), []
         application._facts = FACTS
-        both = [application.make_group(name, lambda event: None) for name in "01"]
+        both = [application.make_replica(name, lambda event: None) for name in "01"]
         both[0]._batch_id = batch
         for count in running:
-            application._share_replicas(groups.ReplicaStatus(count, False, ""))
+            application._share_status(module.ReplicaStatus(count, False, ""))
             states.append([group.state for group in both])
             assert both[0]._batch_id == batch
         return states
@@ -200,18 +199,18 @@ def test_replicas_that_do_not_start_have_failed(tmp_path: Path) -> None:
 
     async def run() -> None:
         options = ServeOptions(model="shapes", ray="local", replicas=2, state=str(tmp_path))
-        setup = GroupSetup(
+        setup = WorkerSetup(
             model="shapes", engine=options, plan=Plan(), cache=CacheOptions(), lora_dir=None, max_loras=1
         )
-        application, events = groups.RayApplication(setup, options), list[GroupEvent]()
-        both = [application.make_group(name, events.append) for name in "01"]
+        application, events = module.RayApplication(setup, options), list[ReplicaEvent]()
+        both = [application.make_replica(name, events.append) for name in "01"]
         for _ in range(2):
-            application._share_replicas(groups.ReplicaStatus(0, True, "RankError: rank 0: PEFT is missing"))
+            application._share_status(module.ReplicaStatus(0, True, "RankError: rank 0: PEFT is missing"))
             assert [group.state for group in both] == ["failed", "failed"]
         # Each tells it once.
         assert len(events) == 2
         for event in events:
-            assert isinstance(event, GroupDown)
+            assert event.kind == "down"
             assert event.failure.code == "ranks_failed"
             assert "no replica starts: RankError: rank 0: PEFT is missing; 3 starts" in event.failure.message
 

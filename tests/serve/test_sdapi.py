@@ -50,9 +50,9 @@ def test_what_open_webui_asks(served: Served) -> None:
 
 def test_what_a_model_does_not_take_is_left_out_and_named(served: Served) -> None:
     info = json.loads(served.post("/sdapi/v1/txt2img", SILLY_TAVERN).json()["info"])
-    own = [f"{name} was not heeded: the model draws by its own" for name in ("sampler_name", "scheduler")]
-    size = "width is 104: this model draws multiples of 8"
-    assert info["warnings"] == [*own, size, "save_images=True was not heeded"]
+    own = [f"{name} was ignored: the model has its own" for name in ("sampler_name", "scheduler")]
+    size = "width is 104: this model takes multiples of 8"
+    assert info["warnings"] == [*own, size, "save_images=True was ignored"]
     options = served.group.batches[-1].jobs[0].request.options
     assert (options.steps, options.guidance, options.negative_prompt, options.strength) == (6, 7.0, "blurry", None)
     info = json.loads(
@@ -60,7 +60,7 @@ def test_what_a_model_does_not_take_is_left_out_and_named(served: Served) -> Non
             "/sdapi/v1/txt2img", SILLY_TAVERN | {"cfg_scale": 1, "width": 96, "save_images": False} | OWN
         ).json()["info"]
     )
-    assert info["warnings"] == ["negative_prompt was left out, which this model does not heed at this cfg_scale"]
+    assert info["warnings"] == ["negative_prompt was left out, which this model does not use at this cfg_scale"]
 
 
 ASKS: list[tuple[str, Any]] = [
@@ -94,7 +94,7 @@ def read_warnings(served: Served, path: str, **values: Any) -> list[str]:
 def test_what_is_asked_for_and_not_done_is_named(served: Served, name: str, value: Any) -> None:
     """A failure would mean a picture without a ControlNet or a second pass, and no word of it."""
     (warning,) = read_warnings(served, "txt2img", **{name: value})
-    assert name in warning and "was not heeded" in warning
+    assert name in warning and "was ignored" in warning
 
 
 def test_what_is_off_is_not_named(served: Served) -> None:
@@ -108,7 +108,7 @@ def test_what_is_off_is_not_named(served: Served) -> None:
 
 def test_options_that_change_nothing_are_named(served: Served) -> None:
     answer = served.post("/sdapi/v1/options", {"sd_model_checkpoint": "other", "CLIP_stop_at_last_layers": 1})
-    assert answer.json() == {"warnings": ["sd_model_checkpoint='other' was not heeded"]}
+    assert answer.json() == {"warnings": ["sd_model_checkpoint='other' was ignored"]}
 
 
 def test_pictures_to_start_from(served: Served) -> None:
@@ -121,8 +121,9 @@ def test_pictures_to_start_from(served: Served) -> None:
     }
     assert served.post("/sdapi/v1/img2img", values).status_code == 200
     batch = served.group.batches[-1]
-    assert set(batch.inputs[batch.jobs[0].id]) == {"image", "mask"} and batch.jobs[0].request.options.strength == 0.4
-    assert Image.open(io.BytesIO(batch.inputs[batch.jobs[0].id]["mask"])).size == (128, 128)
+    (job,) = batch.jobs
+    assert set(job.inputs) == {"image", "mask"} and job.request.options.strength == 0.4
+    assert Image.open(io.BytesIO(job.inputs["mask"])).size == (128, 128)
     assert "init_images is empty" in read_error(served.post("/sdapi/v1/img2img", {"prompt": PROMPT}))["message"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import contextlib
 import io
@@ -18,10 +17,10 @@ from PIL import Image
 from ditile.cli import main
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.serve.group import RankGroup
-from ditile.serve.link import GroupSetup
+from ditile.serve.link import WorkerSetup
 from ditile.serve.options import ServeOptions
-from tests.serve.servers import PROMPT, Served, read_error, serve_groups
+from ditile.serve.replica import LocalReplica
+from tests.serve.servers import PROMPT, Served, read_error, read_metric, serve_groups
 
 SETTINGS = {"seed": 5, "num_inference_steps": 4}
 WORDS = ["--seed", "5", "--steps", "4"]
@@ -32,13 +31,13 @@ def serve_model(folder: Path, model: str, plan: str, **cache: Any) -> Iterator[t
     """A server with ranks of its own, and the client of OpenAI."""
     options = ServeOptions(model=model, port=0, state=str(folder / "state"))
 
-    def make_group(name: str, tell: Any) -> RankGroup:
-        setup = GroupSetup(
+    def make_replica(name: str, tell: Any) -> LocalReplica:
+        setup = WorkerSetup(
             model=model, engine=options, plan=Plan.parse(plan), cache=CacheOptions(**cache), lora_dir=None, max_loras=1
         )
-        return RankGroup(name, setup, asyncio.get_running_loop(), tell)
+        return LocalReplica(name, setup, tell)
 
-    with serve_groups(options, make_group) as served, httpx.Client(trust_env=False, timeout=120) as transport:
+    with serve_groups(options, make_replica) as served, httpx.Client(trust_env=False, timeout=120) as transport:
         url = f"{served.url}/v1"
         yield served, openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=transport)
 
@@ -94,8 +93,11 @@ def test_a_picture_is_that_of_the_command(tmp_path: Path, model: str, plan: str,
         ask_as_other_clients(served, expected)
         assert again["size"] == "128x128" and 0 < again["inference_time_s"] < 60
         metrics = served.service.metrics
-        assert metrics.count_jobs("image", "cancelled") == 1 and metrics.count_jobs("image", "done") == 7
-        assert metrics.read_value("ditile_peak_memory_bytes", group="0", rank="1") > 0
+        assert (
+            read_metric(metrics, "ditile_jobs_ended_total", kind="image", state="cancelled") == 1
+            and read_metric(metrics, "ditile_jobs_ended_total", kind="image", state="done") == 7
+        )
+        assert read_metric(metrics, "ditile_peak_memory_bytes", group="0", rank="1") > 0
         answer = served.post("/v1/images/generations", {"prompt": PROMPT, "size": "100x100"})
         assert answer.status_code == 422 and "try height=" in read_error(answer)["message"]
 

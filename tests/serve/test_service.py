@@ -21,44 +21,37 @@ import pytest
 from ditile.plan.errors import DitileError, ModelError, RankError
 from ditile.runner.requests.facts import CallFacts, ModelFacts
 from ditile.runner.requests.options import GenerateOptions
-from ditile.serve.book import MAX_NEWS
-from ditile.serve.group import (
-    Batch,
-    BatchBegun,
-    GroupEvent,
-    JobDrawn,
-    JobFailed,
-    PreviewMade,
-    ReplicaGroup,
-    StepMade,
-)
+from ditile.serve.job_state import MAX_NEWS
 from ditile.serve.jobs import (
-    Drawn,
     Failure,
     Job,
     JobEvent,
     JobNotFoundError,
+    JobResult,
     Kind,
     NotReadyError,
     QueueFullError,
     RanksFailedError,
     Request,
 )
+from ditile.serve.link import Batch
 from ditile.serve.options import ServeOptions
+from ditile.serve.replica import Replica, ReplicaEvent
 from ditile.serve.service import Service
+from tests.serve.servers import read_metric
 
 PLAIN = dict.fromkeys(["prompt", "num_inference_steps", "height", "width"])
 CALL = CallFacts(pipeline="ShapesPipeline", defaults=PLAIN)
 EDIT = CallFacts(pipeline="ShapesEditPipeline", defaults=PLAIN | {"image": None, "strength": 0.6}, max_pictures=1)
 FACTS = ModelFacts(name="shapes", plan="cfg=2", is_video=False, call=CALL, edit=EDIT, size_multiple=16)
-DRAWN = Drawn(files=["0.png"], seeds=[0], size=(16, 16), seconds={"total": 1.0}, num_steps=4)
+RESULT = JobResult(files=["0.png"], seeds=[0], size=(16, 16), seconds={"total": 1.0}, num_steps=4)
 
 
-class ScriptedGroup(ReplicaGroup):
+class ScriptedReplica(Replica):
     """A group of ranks that does what its test says, and notes what it is told."""
 
-    def __init__(self, name: str, on_event: Callable[[GroupEvent], None]) -> None:
-        super().__init__(name, asyncio.get_running_loop(), on_event)
+    def __init__(self, name: str, on_event: Callable[[ReplicaEvent], None]) -> None:
+        super().__init__(name, on_event)
         self.batches: list[Batch] = []
         self.stopped: list[str] = []
         self.obeys, self.begins = False, True
@@ -69,11 +62,11 @@ class ScriptedGroup(ReplicaGroup):
     def get_ready(self, facts: ModelFacts = FACTS) -> None:
         self._note_ready(facts)
 
-    def draw(self, batch: Batch) -> None:
+    def generate(self, batch: Batch) -> None:
         self._note_batch(batch)
         self.batches.append(batch)
         if self.begins:
-            self.say(BatchBegun)
+            self.say("begun")
 
     def stop(self, batch_id: str) -> None:
         self.stopped.append(batch_id)
@@ -83,13 +76,13 @@ class ScriptedGroup(ReplicaGroup):
     async def end(self) -> None:
         self.state = "down"
 
-    def say(self, event: Any, *values: Any) -> None:
-        self._on_event(event(self, self.batches[-1].id, *values))
+    def say(self, kind: str, **values: Any) -> None:
+        self._tell(kind, self.batches[-1].id, **values)
 
     def finish(self, *, stopped: bool = False) -> None:
         for job in () if stopped else self.batches[-1].jobs:
-            self.say(JobDrawn, job.id, DRAWN, {"0.png": job.id.encode()})
-        self._note_ended(self.batches[-1].id, stopped)
+            self.say("done", job_id=job.id, result=RESULT, files={"0.png": job.id.encode()})
+        self._note_ended(self.batches[-1].id)
 
     def die(self, error: DitileError | None = None, *, has_failed: bool = False) -> None:
         self._note_down(error or RankError(1, "killed by SIGKILL", "it was killed"), has_failed)
@@ -99,15 +92,15 @@ class Served:
     """A service with one scripted group."""
 
     def __init__(self, state: Path, **options: Any) -> None:
-        self.groups: list[ScriptedGroup] = []
-        self.service = Service(ServeOptions(state=str(state), **options), self.make_group)
+        self.groups: list[ScriptedReplica] = []
+        self.service = Service(ServeOptions(state=str(state), **options), self.make_replica)
 
-    def make_group(self, name: str, on_event: Callable[[GroupEvent], None]) -> Any:
-        self.groups.append(ScriptedGroup(name, on_event))
+    def make_replica(self, name: str, on_event: Callable[[ReplicaEvent], None]) -> Any:
+        self.groups.append(ScriptedReplica(name, on_event))
         return self.groups[-1]
 
     @property
-    def group(self) -> ScriptedGroup:
+    def group(self) -> ScriptedReplica:
         return self.groups[0]
 
     async def submit(
@@ -162,9 +155,11 @@ def test_a_job_from_its_arrival_to_its_removal(tmp_path: Path) -> None:
 
             watching = asyncio.create_task(watch())
             await served.run_until(lambda: len(events) == 2)
-            assert group.batches[0].inputs == {job.id: {"image": b"pixels"}}
-            for number, event in enumerate(((StepMade, 1, 4), (PreviewMade, job.id, 0, b"png"), (StepMade, 4, 4))):
-                group.say(*event)
+            assert group.batches[0].jobs[0].inputs == {"image": b"pixels"}
+            preview = {"job_id": job.id, "step": 0, "files": {"preview": b"png"}}
+            news = [("step", {"step": 1, "num_steps": 4}), ("preview", preview), ("step", {"step": 4, "num_steps": 4})]
+            for number, (kind, values) in enumerate(news):
+                group.say(kind, **values)
                 await served.run_until(lambda seen=2 + number: len(events) > seen)
             group.finish()
             await watching
@@ -173,10 +168,10 @@ def test_a_job_from_its_arrival_to_its_removal(tmp_path: Path) -> None:
                 (1, 25, None), (1, 25, b"png"), (4, 99, None), (0, 100, None),
             ]  # fmt: skip
             done = service.find_job(job.id, "ann")
-            assert (done.drawn, done.attempts, service.list_jobs("ann", "image")) == (DRAWN, 1, [done])
+            assert (done.result, done.attempts, service.list_jobs("ann", "image")) == (RESULT, 1, [done])
             assert done.expires == (done.ended or 0) + service.options.keep_results
             assert served.read_files(done) == [job.id.encode()]
-            assert service.metrics.count_jobs("image", "done") == 1
+            assert read_metric(service.metrics, "ditile_jobs_ended_total", kind="image", state="done") == 1
             assert service.find_job(job.id, None) == done
             for other in ("", "bob"):
                 assert service.list_jobs(other, "image") == []
@@ -245,7 +240,7 @@ def test_a_running_job_is_cancelled_when_its_ranks_have_stopped(tmp_path: Path, 
                 served.group.get_ready()
             else:
                 if end == "refused":
-                    served.group.say(JobFailed, job.id, Failure(code="refused", message="no"))
+                    served.group.say("failed", job_id=job.id, failure=Failure(code="refused", message="no"))
                 served.group.finish(stopped=end == "stopped")
             assert (await cancelling).state == "cancelled"
             assert served.read_files(job) == []
@@ -360,7 +355,7 @@ def test_a_batch_that_waits_for_ranks_is_not_counted_as_drawn(tmp_path: Path) ->
             assert (health["waiting"], health["running"]) == (2, 0)
             assert (service.find_job(job.id, "").state, service.find_job(job.id, "").attempts) == ("queued", 0)
             assert (await service.cancel(dropped.id, "")).state == "cancelled"
-            group.say(BatchBegun)
+            group.say("begun")
             health = service.describe_health()
             assert (health["waiting"], health["running"]) == (0, 1)
             assert (service.find_job(job.id, "").state, service.find_job(job.id, "").attempts) == ("running", 1)
@@ -370,7 +365,7 @@ def test_a_batch_that_waits_for_ranks_is_not_counted_as_drawn(tmp_path: Path) ->
             await served.begin(2)
         async with serve(tmp_path) as later:
             await later.begin(1)
-            assert later.group.batches[0].jobs[0].attempts == 0
+            assert later.service.find_job(later.group.batches[0].jobs[0].id, "").attempts == 1
 
     run(play())
 
@@ -434,8 +429,8 @@ def test_a_slow_watcher_holds_the_newest_events_alone(tmp_path: Path) -> None:
             news = served.service.watch(job.id)
             await anext(news)
             for step in range(1, 101):
-                served.group.say(StepMade, step, 100)
-                served.group.say(PreviewMade, job.id, step, b"png")
+                served.group.say("step", step=step, num_steps=100)
+                served.group.say("preview", job_id=job.id, step=step, files={"preview": b"png"})
             served.group.finish()
             await served.run_until(lambda: served.service.find_job(job.id, "").has_ended)
             events = [event async for event in news]

@@ -17,11 +17,11 @@ import pytest
 
 from ditile.plan.errors import StateError
 from ditile.runner.requests.options import GenerateOptions
-from ditile.serve.jobs import Drawn, Failure, Job, JobNotFoundError, Kind, Request
+from ditile.serve.jobs import Failure, Job, JobNotFoundError, JobResult, Kind, Request
 from ditile.serve.store import JobStore
 
 KEEP = 60.0
-DRAWN = Drawn(files=["0.mp4"], seeds=[7], size=(64, 32), seconds={"total": 1.5}, num_steps=4, frames=5, fps=8.0)
+RESULT = JobResult(files=["0.mp4"], seeds=[7], size=(64, 32), seconds={"total": 1.5}, num_steps=4, frames=5, fps=8.0)
 
 
 def make_job(number: int, kind: Kind = "video", **changes: Any) -> Job:
@@ -32,7 +32,7 @@ def make_job(number: int, kind: Kind = "video", **changes: Any) -> Job:
 
 def end_job(job: Job) -> Job:
     now = time.time()
-    return dataclasses.replace(job, state="done", progress=100, ended=now, expires=now + KEEP, drawn=DRAWN)
+    return dataclasses.replace(job, state="done", progress=100, ended=now, expires=now + KEEP, result=RESULT)
 
 
 @pytest.fixture

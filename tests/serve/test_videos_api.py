@@ -13,7 +13,7 @@ import pytest
 from ditile.serve.options import ServeOptions
 from tests.serve.servers import (
     PROMPT,
-    PaintedGroup,
+    PaintedReplica,
     Served,
     collect_known_facts,
     paint_picture,
@@ -78,7 +78,7 @@ def test_list_remix_and_delete(served: Served, client: openai.OpenAI) -> None:
     assert second.remixed_from_video_id == first.id and second.prompt == "a blue square"
     assert client.videos.poll(second.id).status == "completed"
     third = served.post(f"/v1/videos/{first.id}/remix", {"prompt": "a ring", "seconds": "8"}).json()
-    assert third["warnings"] == ["'seconds' is not known here, and was not heeded"]
+    assert third["warnings"] == ["'seconds' is not known here, and was ignored"]
     assert served.client.delete(f"/v1/videos/{third['id']}").status_code == 200
     assert (
         "takes 8192; shorten it"
@@ -127,7 +127,7 @@ def test_refusals(served: Served) -> None:
         input_reference={"image_url": picture}
     )
     assert (
-        "draws videos; send this to /v1/videos"
+        "generates videos; send this to /v1/videos"
         in read_error(served.post("/v1/images/generations", {"prompt": "a"}))["message"]
     )
     for path in ("/v1/videos/video_x", "/v1/videos/video_x/content", "/v1/videos?after=video_x"):
@@ -147,6 +147,6 @@ def test_a_remix_of_another_models_video_is_refused(tmp_path: Path) -> None:
     ):  # fmt: skip
         facts = dataclasses.replace(collect_known_facts(model), name=name)
         options = ServeOptions(model=model, port=0, state=str(tmp_path))
-        with serve_groups(options, lambda _, tell, facts=facts: PaintedGroup(tell, facts)) as served:
+        with serve_groups(options, lambda _, tell, facts=facts: PaintedReplica(tell, facts)) as served:
             answer = served.post(f"/v1/videos/{job_id}/remix", {"prompt": "a ring"})
             assert (answer.status_code, read_error(answer)["code"]) == (422, code)

@@ -30,7 +30,7 @@ def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
         check_weight_source(cache.lora, "lora")
     if options.text_after == "free":
         raise ModelError("text_after='free': every request has a prompt to encode; use offload or keep")
-    from ditile.serve.run import run_server
+    from ditile.serve.server import run_server
 
     options = dataclasses.replace(options, attention=cache.choose_attention_backend(options.attention))
     predict = functools.partial(predict_call, options.model, plan)

@@ -1,17 +1,13 @@
-"""The app: who may ask, how much at once, and what is written of each request, around the routers."""
+"""The app: which requests are admitted, and what is logged of each, around the routers."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import logging
-import os
 import re
-import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit
 
@@ -27,8 +23,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ditile.distributed import env
-from ditile.plan.errors import DitileError, ModelError
+from ditile.plan.errors import DitileError
 from ditile.plan.version import __version__
 from ditile.serve.api import images, sdapi, videos
 from ditile.serve.api.answers import (
@@ -39,19 +34,18 @@ from ditile.serve.api.answers import (
     find_served_name,
     find_service,
 )
+from ditile.serve.api_keys import ApiKeys, read_api_keys
 from ditile.serve.metrics import Metrics
 from ditile.serve.options import ServeOptions
-from ditile.serve.page.login import LOGIN_PATH, PageKeys, is_page_path
+from ditile.serve.page.login import LOGIN_PATH, is_page_path
 
 if TYPE_CHECKING:
     from ditile.serve.service import Service
 
 LOG = logging.getLogger("ditile")
+# One line of JSON for each request, without its content.
 ACCESS_LOG = logging.getLogger("ditile.serve.access")
-"""Has one line of JSON for each request, without what was asked for."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-LEAST_KEY_LETTERS = 8
-MAX_KEY_FILE_BYTES = 2**20
 
 router = APIRouter()
 
@@ -62,10 +56,10 @@ def create_app(service: Service) -> FastAPI:
     Raises:
         ModelError: if the file of keys cannot be read, or a key in it is none.
     """
-    # On a signal to end, streams go on: their jobs get the time that a server leaves them.
+    # By default streams end on a signal; here their jobs get the time that the server leaves them.
     AppStatus.disable_automatic_graceful_drain()  # type: ignore[no-untyped-call]
-    options, keys = service.options, read_api_keys(service.options)
-    page_keys = PageKeys(keys)
+    options = service.options
+    keys = ApiKeys(read_api_keys(options.api_key))
     origins = options.list_origins()
     middleware = [Middleware(AccessLog, metrics=service.metrics)]
     if origins:
@@ -78,62 +72,28 @@ def create_app(service: Service) -> FastAPI:
                 expose_headers=["openai-poll-after-ms", "retry-after"],
             )
         )
-    middleware.append(Middleware(Gate, options=options, keys=keys, origins=origins, page_keys=page_keys))
+    # After CORS, whose headers the gate's refusals need, too.
+    middleware.append(Middleware(RequestGate, options=options, keys=keys))
     app = FastAPI(
         title="ditile",
         version=__version__,
-        docs_url=None,  # the page would be made of scripts of other servers
+        # That page would load scripts of other servers.
+        docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware,
         default_response_class=AsciiJSONResponse,
     )
-    app.state.service, app.state.page_keys = service, page_keys
+    app.state.service = service
+    app.state.keys = keys
     for part in (router, images.router, videos.router, sdapi.router):
         app.include_router(part)
     app.add_exception_handler(DitileError, _answer_exception)
     app.add_exception_handler(HTTPException, _answer_exception)
     app.add_exception_handler(RequestValidationError, _answer_bad_parameter)
-    app.add_exception_handler(ClientDisconnect, _answer_nobody)
-    app.add_exception_handler(Exception, _answer_bug)
+    app.add_exception_handler(ClientDisconnect, _handle_client_disconnect)
+    app.add_exception_handler(Exception, _answer_unexpected_error)
     return app
-
-
-def read_api_keys(options: ServeOptions) -> list[tuple[str, bytes]]:
-    """The keys that a server asks for: (owner, key); none if it asks for none.
-
-    A line of the file is a key, or its owner's name, a colon and a key; of a key without a name the owner is "key-N", N
-    the number of the line. Empty lines and those that begin with # do not count. DITILE_API_KEY has lines of the same
-    kind.
-
-    Raises:
-        ModelError: if the file cannot be read, or there is no key in it, or a short one.
-    """
-    where, text = "DITILE_API_KEY", env.read_api_key()
-    if options.api_key is not None:
-        where = f"api_key={options.api_key!r}"
-        try:
-            with Path(options.api_key).open("rb") as file:
-                text = file.read(MAX_KEY_FILE_BYTES).decode("utf-8")
-                mode = os.fstat(file.fileno()).st_mode
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{where} cannot be read: {error}; give a file with a key on each line") from None
-        if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
-            LOG.warning("%s can be read by other users of this machine; try chmod 600 %s", where, options.api_key)
-    if text is None:
-        return []
-    keys = []
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip() or line.startswith("#"):
-            continue
-        name, colon, key = (part.strip() for part in line.strip().partition(":"))
-        name, key = (name, key) if colon else (f"key-{number}", name)
-        if len(key) < LEAST_KEY_LETTERS or not name:
-            raise ModelError(f"{where}: line {number} has no key of {LEAST_KEY_LETTERS} letters or more; try name:key")
-        keys.append((name, key.encode()))
-    if not keys:
-        raise ModelError(f"{where} has no key; write one on a line, as key or name:key")
-    return keys
 
 
 @contextlib.contextmanager
@@ -151,48 +111,41 @@ def write_access_log(stream: TextIO) -> Iterator[None]:
         ACCESS_LOG.propagate = True
 
 
-class Gate:
-    """Lets in who has a key, and of a request no more bytes than allowed.
+class RequestGate:
+    """Admits requests that have a key, and of each no more bytes than allowed.
 
-    Without keys, on a loopback address, it asks that host and origin are this machine: else a page of the web in a
-    browser here could make the server draw, by a name that leads here.
+    Without keys, on a loopback address, it requires that host and origin are this machine. Otherwise a web page in a
+    browser here could use the server by a name that leads here.
 
     Args:
-        app: what is behind it.
+        app: to which it passes requests on.
         options: of the server.
-        keys: (owner, key).
-        origins: of pages that may call the server.
-        page_keys: the cookies that stand for keys on the server's own page, and nowhere else.
+        keys: of the server. Cookies stand for them on the server's own page, and nowhere else.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        options: ServeOptions,
-        keys: Sequence[tuple[str, bytes]],
-        origins: Sequence[str],
-        page_keys: PageKeys,
-    ) -> None:
-        self._app, self._options, self._keys, self._origins = app, options, keys, origins
-        self._page_keys = page_keys
+    def __init__(self, app: ASGIApp, options: ServeOptions, keys: ApiKeys) -> None:
+        self._app = app
+        self._options = options
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         try:
-            headers = Headers(scope=scope)
             self._check_host(scope, headers)
             scope.setdefault("state", {})["owner"] = self._find_owner(scope["path"], headers)
             await self._check_length(headers, receive)
         except RequestError as error:
-            if error.status == 401 and scope["path"] == "/" and "text/html" in headers.get("accept", ""):
-                await RedirectResponse(LOGIN_PATH, status_code=303)(scope, receive, send)
-                return
-            wanted = {"www-authenticate": "Bearer"} if error.status == 401 else None
-            await answer_error(error, wanted)(scope, receive, send)
+            response: Response = answer_error(error)
+            if error.status == 401:
+                response.headers["www-authenticate"] = "Bearer"
+                if scope["path"] == "/" and "text/html" in headers.get("accept", ""):
+                    response = RedirectResponse(LOGIN_PATH, status_code=303)
+            await response(scope, receive, send)
             return
-        await self._app(scope, self._count_bytes(receive), send)
+        await self._app(scope, self._limit_bytes(receive), send)
 
     def _check_host(self, scope: Scope, headers: Headers) -> None:
         if self._keys or not self._options.is_loopback:
@@ -203,48 +156,51 @@ class Gate:
                 "the host is not this machine; ask http://127.0.0.1, or serve with --api-key", code="bad_host"
             )
         origin = headers.get("origin")
-        if origin is None or origin in self._origins or origin.partition("://")[2] == host:
+        if origin is None or origin in self._options.list_origins():
             return
-        if scope["method"] not in ("GET", "HEAD", "OPTIONS"):
+        is_own_page = origin.partition("://")[2] == host
+        # Pages cannot read what they get without CORS.
+        if not is_own_page and scope["method"] not in ("GET", "HEAD", "OPTIONS"):
             raise RequestError(
-                f"pages of {origin[:60]!r} may not draw here; serve with --cors {origin[:60]}",
+                f"pages of {origin[:60]!r} may not use this server; serve with --cors {origin[:60]}",
                 status=403,
                 code="bad_origin",
             )
 
     def _find_owner(self, path: str, headers: Headers) -> str:
-        """The owner of the key of a request; empty where none is asked for."""
+        """The owner of the key of a request; empty where none is required."""
         if not self._keys or _is_open_path(path):
             return ""
-        word, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if word.lower() == "bearer" else headers.get("x-api-key", "")
-        owner = None
-        if not given and is_page_path(path):
-            owner = self._page_keys.find_owner(headers.get("cookie", ""))
-        for name, key in self._keys:
-            # Each is compared, so that the time says nothing of which one is nearly right.
-            if hmac.compare_digest(key, given.encode("latin-1", "replace")) and owner is None:
-                owner = name
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            token = headers.get("x-api-key", "")
+        token = token.strip()
+        # Headers are latin-1.
+        owner = self._keys.find_owner(token.encode("latin-1", "replace"))
+        if not token and is_page_path(path):
+            owner = self._keys.find_owner_of_cookie(headers.get("cookie", ""))
         if owner is None:
-            what = "the key is not known" if given else "there is no key"
-            raise RequestError(f"{what}; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            problem = "the key is not known" if token else "there is no key"
+            raise RequestError(f"{problem}; send Authorization: Bearer KEY", status=401, code="invalid_api_key")
         return owner
 
     async def _check_length(self, headers: Headers, receive: Receive) -> None:
-        """Raises `RequestError` for a body that is announced too large, after it was read away as far as is sensible:
-        a client that still sends sees no answer."""
+        """Raises `RequestError` for a body that is announced too large."""
         length = headers.get("content-length", "0")
-        most = self._options.max_body
-        if not length.isdecimal() or len(length) > 18 or int(length) > most:
-            left = 2 * most
-            while left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                if message["type"] != "http.request" or not message.get("more_body"):
-                    break
-            raise _build_size_error(most)
+        max_body = self._options.max_body
+        if length.isdecimal() and len(length) <= 18 and int(length) <= max_body:
+            return
+        # A client that still sends sees no answer: the body is read and dropped as far as is sensible.
+        left = 2 * max_body
+        while left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body"):
+                break
+        raise _build_size_error(max_body)
 
-    def _count_bytes(self, receive: Receive) -> Receive:
+    def _limit_bytes(self, receive: Receive) -> Receive:
+        """Counts the bytes of a body that is not announced, or announced too small."""
         num_bytes = 0
 
         async def receive_counted() -> Message:
@@ -259,21 +215,19 @@ class Gate:
 
 
 class AccessLog:
-    """Writes a line of JSON for each request, and counts those that are refused.
-
-    Args:
-        app: what is behind it.
-        metrics: of the server.
-    """
+    """Writes a line of JSON for each request to `app`, and counts those that are refused."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+        self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        state, began, status = scope.setdefault("state", {}), time.time(), 500
+        state = scope.setdefault("state", {})
+        began = time.time()
+        status = 500
 
         async def send_noted(message: Message) -> None:
             nonlocal status
@@ -284,8 +238,9 @@ class AccessLog:
         try:
             await self._app(scope, receive, send_noted)
         finally:
-            # Without those whose job was drawn, and failed or was cancelled.
-            if status == 401 or (scope["method"] == "POST" and status >= 400 and state.get("job") is None):
+            # A request that became a job was not refused, even if its job failed or was cancelled.
+            is_failed_post = scope["method"] == "POST" and status >= 400
+            if status == 401 or (is_failed_post and state.get("job") is None):
                 self._metrics.note_refused_request(status)
             line = {
                 "time": round(began, 3),
@@ -301,7 +256,7 @@ class AccessLog:
 
 @router.get("/health")
 async def report_health(http: HttpRequest) -> Response:
-    """200 if a picture would be drawn now, else 503 with the reason."""
+    """200 if an image would be generated now, otherwise 503 with the reason."""
     health = find_service(http).describe_health()
     return AsciiJSONResponse(health, status_code=200 if health["status"] == "ok" else 503)
 
@@ -314,10 +269,11 @@ async def report_metrics(http: HttpRequest) -> Response:
 
 @router.get("/v1/plan")
 async def report_plan(http: HttpRequest) -> Response:
-    """How the model is divided, what that should take, and what it took."""
+    """How the model is split, what that was predicted to take, and what it took."""
     plan = find_service(http).describe_plan()
-    name = plan.get("model")
-    return AsciiJSONResponse(plan | ({"model": find_served_name(name)} if isinstance(name, str) else {}))
+    if "model" in plan:
+        plan["model"] = find_served_name(plan["model"])
+    return AsciiJSONResponse(plan)
 
 
 @router.get("/v1/models")
@@ -345,7 +301,7 @@ def _describe_model(http: HttpRequest) -> dict[str, Any]:
 
 
 def _is_open_path(path: str) -> bool:
-    """Whether a path needs no key: health, the form for keys, and a picture by its address, which nobody guesses."""
+    """Whether a path needs no key: health, the form for keys, and an image by its address, which nobody guesses."""
     return path in ("/health", LOGIN_PATH) or re.fullmatch(r"/v1/images/[^/]+/content/\d+", path) is not None
 
 
@@ -358,7 +314,7 @@ def _read_host_name(address: str) -> str | None:
 
 def _build_size_error(most: int) -> RequestError:
     return RequestError(
-        f"the body has more than the {most} bytes that this server takes; send smaller pictures",
+        f"the body has more than the {most} bytes that this server takes; send smaller images",
         status=413,
         code="body_too_large",
     )
@@ -372,16 +328,16 @@ async def _answer_exception(_: HttpRequest, error: Exception) -> Response:
 async def _answer_bad_parameter(_: HttpRequest, error: Exception) -> Response:
     """A parameter of the address that has not its type."""
     assert isinstance(error, RequestValidationError)
-    wrong = error.errors()[0]
-    name = str(wrong["loc"][-1])
-    return answer_error(RequestError(f"{name}: {wrong['msg']}", param=name))
+    problem = error.errors()[0]
+    name = str(problem["loc"][-1])
+    return answer_error(RequestError(f"{name}: {problem['msg']}", param=name))
 
 
-async def _answer_nobody(_: HttpRequest, error: Exception) -> Response:
-    """A client that went away before it had sent its request; the log has the status that proxies write then."""
+async def _handle_client_disconnect(_: HttpRequest, error: Exception) -> Response:
+    """A client that went away before it had sent its request; the access log gets the status that proxies use."""
     return Response(status_code=499)
 
 
-async def _answer_bug(_: HttpRequest, error: Exception) -> Response:
-    """An error that nobody foresaw: the log has its traceback, the client one line."""
+async def _answer_unexpected_error(_: HttpRequest, error: Exception) -> Response:
+    """An unexpected exception: the log has its traceback, the client one line."""
     return answer_error(RequestError("the server failed; its log says why", status=500, code="internal"))

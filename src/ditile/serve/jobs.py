@@ -1,4 +1,4 @@
-"""A job: what one client wants drawn, how far it is, and what came of it.
+"""A job: what one client asked for, how far it is, and what came of it.
 
     queued -> running -> done | failed | cancelled
     queued -> cancelled | failed
@@ -19,16 +19,26 @@ from ditile.runner.requests.options import GenerateOptions
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["image", "video"]
 OutputFormat = Literal["png", "jpeg", "webp", "mp4", "gif"]
+# Content by name of a file.
+Files = dict[str, bytes]
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 
-INPUT_IMAGE, INPUT_MASK = "image", "mask"
-"""Names of input files; further pictures to start from are image-1, image-2, .."""
-POSTER, SPRITESHEET = "thumbnail.png", "spritesheet.png"
-"""Names of output files of a video beside the video itself. Pictures and videos are 0.png, 1.png, .. or 0.mp4, .."""
+# Input files. Further images to start from are image-1, image-2, ..
+INPUT_IMAGE = "image"
+INPUT_MASK = "mask"
+# Output files of a video besides the video itself. Images and videos are 0.png, 1.png, .. or 0.mp4, ..
+POSTER = "thumbnail.png"
+SPRITESHEET = "spritesheet.png"
+TRACE = "trace.json"
+
+
+def shorten_line(error: object, limit: int = 300) -> str:
+    """The text of an error as one line for a client or the log."""
+    return " ".join(str(error).split())[:limit]
 
 
 class NotReadyError(DitileError):
-    """The server draws nothing now: its ranks start, or it ends."""
+    """The server generates nothing now: its ranks are starting, or it is ending."""
 
 
 class RanksFailedError(NotReadyError):
@@ -36,15 +46,11 @@ class RanksFailedError(NotReadyError):
 
 
 class JobNotFoundError(DitileError):
-    """No such job or file, or another owner's."""
+    """No such job or file, or it has another owner."""
 
 
 class QueueFullError(DitileError):
-    """As many jobs wait as may.
-
-    Attributes:
-        retry_after: seconds after which there is likely a place.
-    """
+    """The queue holds as many jobs as it may; `retry_after` is the seconds after which a place is likely free."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -53,16 +59,16 @@ class QueueFullError(DitileError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What is to be drawn, as it was checked when it came.
+    """What to generate, after it was checked.
 
     Attributes:
         options: as of `ditile generate`; `seed` is set, and `image` and `mask` are names of input files, no paths.
         output_format: of the files.
         output_compression: of jpeg and webp, 0 to 100; 100 is the best quality.
-        num_previews: how many previews a client wants to see while the picture is drawn.
+        num_previews: how many previews the client wants while the image is generated.
         loras: name -> scale of LoRAs of the server's folder.
         timeout: seconds from its arrival after which the job is ended; None for the server's own limit.
-        client: what the API was told and has to repeat, as JSON types; it does not change what is drawn.
+        client: what the API has to repeat to the client, as JSON types; it does not change what is generated.
     """
 
     options: GenerateOptions
@@ -74,18 +80,21 @@ class Request:
     client: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """The request as JSON types."""
         values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
-        options = {name.name: getattr(self.options, name.name) for name in dataclasses.fields(self.options)}
-        return values | {"options": options}
+        return values | {"options": dataclasses.asdict(self.options)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Request:
-        """What `to_json` gave."""
-        given = values["options"]
-        image = given.get("image")
-        names = None if image is None else (image,) if isinstance(image, str) else tuple(image)
-        return cls(**values | {"options": GenerateOptions(**given | {"image": names})})
+        """A request from what `to_json` returned."""
+        options = dict(values["options"])
+        # JSON has no tuples, and one image may be stored as a plain text.
+        image = options.get("image")
+        if isinstance(image, str):
+            options["image"] = (image,)
+        elif image is not None:
+            options["image"] = tuple(image)
+        return cls(**values | {"options": GenerateOptions(**options)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,17 +112,17 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Drawn:
+class JobResult:
     """What came of a job that is done.
 
     Attributes:
         files: names of the output files, in the order of the seeds.
-        seeds: of each picture or video.
+        seeds: of each image or video.
         size: (width, height) in pixels.
         seconds: of the call: total, text, denoise, decode.
         num_steps: how many steps ran.
-        frames, fps: of a video; 0 for a picture.
-        facts: for the page and /v1/plan, as JSON types: reports of the ranks, steps left out by a cache, batch size.
+        frames, fps: of a video; 0 for an image.
+        facts: for the page and /v1/plan, as JSON types: reports of the ranks, steps a cache skipped, batch size.
     """
 
     files: list[str]
@@ -125,6 +134,11 @@ class Drawn:
     fps: float = 0.0
     facts: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> JobResult:
+        """A result from its fields as JSON types."""
+        return cls(**values | {"size": tuple(values["size"])})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
@@ -132,10 +146,10 @@ class Job:
 
     Attributes:
         id: "image_" or "video_" and 24 letters and digits.
-        owner: the name of the key that it came with; "" where keys are not asked for.
+        owner: the name of the client's key; "" where keys are not required.
         progress: percent of the steps, 0 to 100; 100 only when it is done.
         created, started, ended, expires: seconds since 1970; None for what has not happened.
-        attempts: how often ranks have begun to draw it.
+        attempts: how often ranks have begun it.
     """
 
     id: str
@@ -150,7 +164,7 @@ class Job:
     expires: float | None = None
     attempts: int = 0
     failure: Failure | None = None
-    drawn: Drawn | None = None
+    result: JobResult | None = None
 
     @property
     def has_ended(self) -> bool:
@@ -160,7 +174,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobEvent:
-    """News of a job for those who watch it.
+    """News of a job for its watchers.
 
     Attributes:
         job: as it is now.

@@ -2,11 +2,11 @@
 
     <state>/lock          held by the server that uses the folder
     <state>/jobs.db       a row for each job
-    <state>/jobs/<id>/    pictures to start from, and results
+    <state>/jobs/<id>/    images to start from, and results
 
-What is accepted and what has ended is on disk before anybody is told. Files are written before the row that speaks of
-them, and removed after it, so that a server that is killed at any moment leaves jobs that can be drawn again, or
-folders without a row, which are removed at the next start.
+What is accepted and what has ended is on disk before anybody is told. Files are written before the row that refers to
+them, and removed after it, so that a server that is killed at any moment leaves jobs that can run again, or folders
+without a row, which are removed at the next start.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ import re
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ditile.distributed.files import write_atomically
 from ditile.plan.errors import ModelError, StateError
-from ditile.serve.jobs import Drawn, Failure, Job, JobNotFoundError, Request
+from ditile.serve.jobs import Failure, Files, Job, JobNotFoundError, JobResult, Request
 
+# After how many attempts the server concludes that the video itself kills the server.
 MAX_ATTEMPTS = 3
-"""How often a video is begun before the server believes that the video ends the server."""
-APPLICATION, VERSION = 0x64697469, 1
-"""Of the database: "diti", and the version of its table."""
+# What SQLite calls the application id ("diti"), and the version of the table.
+APPLICATION = 0x64697469
+VERSION = 1
 JOB_ID = re.compile(r"(image|video)_[a-z0-9]{24}")
 FILE_NAME = re.compile(r"(image|mask)(-\d{1,4})?|(\d{1,6}|thumbnail|spritesheet)\.(png|jpeg|webp|mp4|gif)|trace\.json")
 
@@ -41,19 +42,29 @@ CREATE TABLE jobs (
     id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, kind TEXT NOT NULL, request TEXT NOT NULL, created REAL NOT NULL,
     state TEXT NOT NULL, started REAL, ended REAL, expires REAL, attempts INTEGER NOT NULL, failure TEXT, drawn TEXT
 )"""
-_CHANGING = ("state", "started", "ended", "expires", "attempts", "failure", "drawn")
-_COLUMNS = ("id", "owner", "kind", "request", "created", *_CHANGING)
+# The column `drawn` holds `Job.result`; databases of earlier servers have it.
+_SELECT = """SELECT
+    id, owner, kind, request, created, state, started, ended, expires, attempts, failure, drawn AS result
+FROM jobs ORDER BY number"""
+_INSERT = """INSERT INTO jobs
+    (id, owner, kind, request, created, state, started, ended, expires, attempts, failure, drawn)
+VALUES (:id, :owner, :kind, :request, :created, :state, :started, :ended, :expires, :attempts, :failure, :result)"""
+# A job that has ended on disk stays as it is.
+_UPDATE = """UPDATE jobs SET
+    state = :state, started = :started, ended = :ended, expires = :expires, attempts = :attempts,
+    failure = :failure, drawn = :result
+WHERE id = :id AND state IN ('queued', 'running')"""
 
 
 class JobStore:
-    """The jobs of one server. All but `read_job_file` is called in the thread that made it.
+    """The jobs of one server. All methods but `read_job_file` are called in the thread that made it.
 
     Args:
-        folder: made if it is not there; readable by its owner alone.
+        folder: made if it does not exist; readable by its owner alone.
         keep_results: seconds after its end until a job expires, for jobs that end because the server was restarted.
 
     Raises:
-        StateError: if another server uses the folder, if it cannot be written, or if its database is none of ditile.
+        StateError: if another server uses the folder, it cannot be written, or its database is not one of ditile.
     """
 
     def __init__(self, folder: Path, keep_results: float) -> None:
@@ -80,45 +91,38 @@ class JobStore:
         os.close(self._lock)
 
     def recover_jobs(self) -> list[Job]:
-        """All jobs in the order in which they came, after those that an earlier server left were put right.
+        """Returns all jobs in the order in which they came, after it settled those that an earlier server left.
 
-        Videos that had not ended wait again, unless they were begun `MAX_ATTEMPTS` times. Pictures that had not ended
-        fail: their clients have gone.
-
-        Raises:
-            StateError: if a job cannot be read.
+        Videos that had not ended wait again, unless they were begun `MAX_ATTEMPTS` times. Images that had not ended
+        fail: their clients have gone. Raises `StateError` if a job cannot be read.
         """
+        jobs = []
+        changed = []
         with self._convert_errors():
-            rows = self._database.execute(f"SELECT {', '.join(_COLUMNS)} FROM jobs ORDER BY number").fetchall()
-        left = [self._parse_row(row) for row in rows]
-        jobs = [self._settle_job(job) for job in left]
-        self.save_jobs([job for job, before in zip(jobs, left, strict=True) if job is not before])
-        self._remove_strangers({job.id for job in jobs})
+            rows = self._database.execute(_SELECT).fetchall()
+        for row in rows:
+            job = self._parse_row(row)
+            settled = self._settle_job(job)
+            jobs.append(settled)
+            if settled is not job:
+                changed.append(settled)
+        self.save_jobs(changed)
+        self._remove_unknown_folders({job.id for job in jobs})
         return jobs
 
-    def accept_job(self, job: Job, inputs: Mapping[str, bytes]) -> None:
-        """Keeps a new job; when this returns it is on disk.
-
-        Args:
-            job: which waits.
-            inputs: content by name of the pictures to start from.
-
-        Raises:
-            StateError: if it cannot be written.
-        """
-        columns = ", ".join(_COLUMNS)
+    def accept_job(self, job: Job, inputs: Files) -> None:
+        """Keeps a new job and its input files by name; raises `StateError` if they cannot be written."""
         with self._convert_errors():
             try:
                 self._write_files(job.id, inputs)
                 with self._database:
-                    marks = ", ".join(f":{name}" for name in _COLUMNS)
-                    self._database.execute(f"INSERT INTO jobs ({columns}) VALUES ({marks})", _build_row(job))
+                    self._database.execute(_INSERT, _build_row(job))
             except (OSError, sqlite3.Error):
                 shutil.rmtree(self._find_folder(job.id), ignore_errors=True)
                 raise
 
-    def save_jobs(self, jobs: Sequence[Job], files: Mapping[str, Mapping[str, bytes]] | None = None) -> None:
-        """Keeps what became of jobs, in one transaction. A job that has ended on disk stays as it is.
+    def save_jobs(self, jobs: Sequence[Job], files: Mapping[str, Files] | None = None) -> None:
+        """Keeps what became of jobs, in one transaction.
 
         Args:
             jobs: as they are now.
@@ -129,33 +133,21 @@ class JobStore:
         """
         if not jobs:
             return
-        values = ", ".join(f"{name} = :{name}" for name in _CHANGING)
         with self._convert_errors():
             for job_id, contents in (files or {}).items():
                 self._write_files(job_id, contents)
             with self._database:
-                self._database.executemany(
-                    f"UPDATE jobs SET {values} WHERE id = :id AND state IN ('queued', 'running')",
-                    [_build_row(job) for job in jobs],
-                )
+                self._database.executemany(_UPDATE, [_build_row(job) for job in jobs])
 
     def remove_jobs(self, ids: Sequence[str]) -> None:
-        """Removes rows and files.
-
-        Raises:
-            StateError: if the rows cannot be removed.
-        """
+        """Removes rows and files; raises `StateError` if the rows cannot be removed."""
         with self._convert_errors(), self._database:
             self._database.executemany("DELETE FROM jobs WHERE id = ?", [(job_id,) for job_id in ids])
         for job_id in ids:
             shutil.rmtree(self._find_folder(job_id), ignore_errors=True)
 
     def read_job_file(self, job_id: str, name: str) -> bytes:
-        """The content of an input or output file. Any thread may call this.
-
-        Raises:
-            JobNotFoundError: if there is none of this name.
-        """
+        """The content of an input or output file, from any thread; raises `JobNotFoundError` if there is none."""
         if not FILE_NAME.fullmatch(name):
             raise JobNotFoundError(f"{job_id} has no file {name!r}")
         try:
@@ -163,26 +155,30 @@ class JobStore:
         except FileNotFoundError:
             raise JobNotFoundError(f"{job_id} has no file {name!r}") from None
 
-    def read_inputs(self, job_id: str) -> dict[str, bytes]:
-        """The pictures to start from: name -> content.
-
-        Raises:
-            StateError: if they cannot be read.
-        """
+    def read_inputs(self, job_id: str) -> Files:
+        """The input files by name; raises `StateError` if they cannot be read."""
         folder = self._find_folder(job_id)
+        contents: Files = {}
+        if not folder.exists():
+            return contents
         with self._convert_errors():
-            # In the order in which they came: image, image-1, .. image-10.
-            names = sorted(os.listdir(folder), key=lambda name: (len(name), name)) if folder.exists() else []
-            return {name: (folder / name).read_bytes() for name in names if "." not in name}
+            # The order in which they came: image, image-1, .. image-10.
+            for name in sorted(os.listdir(folder), key=lambda name: (len(name), name)):
+                if "." not in name:
+                    contents[name] = (folder / name).read_bytes()
+        return contents
 
     def _settle_job(self, job: Job) -> Job:
         """What becomes of a job that an earlier server left."""
         if job.has_ended:
             return job
         if job.kind == "image":
-            failure = Failure(code="restarted", message="the server was restarted before this was drawn; send it again")
+            message = "the server was restarted before this was generated; send it again"
+            failure = Failure(code="restarted", message=message)
         elif job.attempts >= MAX_ATTEMPTS:
-            message = f"the server ended {job.attempts} times while it drew this; try fewer frames or a smaller size"
+            message = (
+                f"the server ended {job.attempts} times while it generated this; try fewer frames or a smaller size"
+            )
             failure = Failure(code="rank_failed", message=message)
         elif job.state == "queued":
             return job
@@ -191,26 +187,30 @@ class JobStore:
         now = time.time()
         return dataclasses.replace(job, state="failed", ended=now, expires=now + self._keep_results, failure=failure)
 
-    def _parse_row(self, row: Sequence[Any]) -> Job:
-        values: dict[str, Any] = dict(zip(_COLUMNS, row, strict=True))
+    def _parse_row(self, row: sqlite3.Row) -> Job:
+        values = dict(row)
         try:
-            details = {n: values[n] and json.loads(values[n]) for n in ("request", "failure", "drawn")}
-            values["request"] = Request.from_json(details["request"])
-            values["failure"] = details["failure"] and Failure(**details["failure"])
-            values["drawn"] = details["drawn"] and Drawn(**details["drawn"] | {"size": tuple(details["drawn"]["size"])})
-            return Job(**values, progress=100 if values["state"] == "done" else 0)
+            values["request"] = Request.from_json(json.loads(values["request"]))
+            if values["failure"] is not None:
+                values["failure"] = Failure(**json.loads(values["failure"]))
+            if values["result"] is not None:
+                values["result"] = JobResult.from_json(json.loads(values["result"]))
+            job = Job(**values)
         except (KeyError, TypeError, ValueError, ModelError) as error:
             raise StateError(
                 f"{self._path}: the job {values['id']} was written by another version of ditile ({error}); "
                 "give --state another folder"
             ) from None
+        if job.state == "done":
+            return dataclasses.replace(job, progress=100)
+        return job
 
     def _find_folder(self, job_id: str) -> Path:
         if not JOB_ID.fullmatch(job_id):
             raise JobNotFoundError(f"{job_id!r} is no id of a job")
         return self._folder / "jobs" / job_id
 
-    def _write_files(self, job_id: str, contents: Mapping[str, bytes]) -> None:
+    def _write_files(self, job_id: str, contents: Files) -> None:
         if not contents:
             return
         folder = self._find_folder(job_id)
@@ -224,10 +224,10 @@ class JobStore:
         _sync_file(folder)
         _sync_file(folder.parent)
 
-    def _remove_strangers(self, known: Iterable[str]) -> None:
+    def _remove_unknown_folders(self, known: Collection[str]) -> None:
         """Removes folders of jobs that have no row; nothing else that is there."""
-        for name in set(os.listdir(self._folder / "jobs")).difference(known):
-            if JOB_ID.fullmatch(name):
+        for name in os.listdir(self._folder / "jobs"):
+            if name not in known and JOB_ID.fullmatch(name):
                 shutil.rmtree(self._folder / "jobs" / name, ignore_errors=True)
 
     @contextlib.contextmanager
@@ -239,14 +239,14 @@ class JobStore:
 
 
 def _build_row(job: Job) -> dict[str, Any]:
-    """Values of the columns of a job."""
-    row = {name: getattr(job, name) for name in _COLUMNS}
-    details = {
-        "request": job.request.to_json(),
-        "failure": job.failure and dataclasses.asdict(job.failure),
-        "drawn": job.drawn and dataclasses.asdict(job.drawn),
-    }
-    return row | {name: None if value is None else json.dumps(value) for name, value in details.items()}
+    """The parameters of `_INSERT` and `_UPDATE`."""
+    row = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
+    row["request"] = json.dumps(job.request.to_json())
+    if job.failure is not None:
+        row["failure"] = json.dumps(dataclasses.asdict(job.failure))
+    if job.result is not None:
+        row["result"] = json.dumps(dataclasses.asdict(job.result))
+    return row
 
 
 def _lock_folder(folder: Path) -> int:
@@ -271,36 +271,38 @@ def _lock_folder(folder: Path) -> int:
 def _open_database(path: Path) -> sqlite3.Connection:
     """The database at a path; an empty one is made if there is none."""
     try:
-        # It holds prompts; SQLite gives the files beside it the same mode.
+        # It holds prompts; SQLite gives its journal the same mode.
         path.touch(mode=0o600)
         path.chmod(0o600)
         database = sqlite3.connect(path, isolation_level="IMMEDIATE")
     except (OSError, sqlite3.Error) as error:
         raise StateError(f"{path} cannot be opened: {error}; give --state another folder") from None
+    database.row_factory = sqlite3.Row
     try:
         _prepare_database(database, path)
-    except BaseException as error:
+    except sqlite3.Error as error:
         database.close()
-        if isinstance(error, sqlite3.Error):
-            raise StateError(
-                f"{path} is no database of jobs: {error}; remove it, or give --state another folder"
-            ) from None
+        raise StateError(f"{path} is no database of jobs: {error}; remove it, or give --state another folder") from None
+    except BaseException:
+        database.close()
         raise
     return database
 
 
 def _prepare_database(database: sqlite3.Connection, path: Path) -> None:
-    application, version = (database.execute(f"PRAGMA {n}").fetchone()[0] for n in ("application_id", "user_version"))
-    is_new = not database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-    if not is_new and application != APPLICATION:
+    (application,) = database.execute("PRAGMA application_id").fetchone()
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    (num_tables,) = database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if num_tables and application != APPLICATION:
         raise StateError(f"{path} is the database of another program; give --state another folder")
-    if not is_new and version != VERSION:
+    if num_tables and version != VERSION:
         raise StateError(
             f"{path} has version {version} and this ditile reads {VERSION}; remove it, or give --state another folder"
         )
     database.execute("PRAGMA journal_mode = WAL")
-    database.execute("PRAGMA synchronous = FULL")  # each commit is on the disk when it returns
-    if is_new:
+    # Each commit is on the disk when it returns.
+    database.execute("PRAGMA synchronous = FULL")
+    if not num_tables:
         with database:
             database.execute(f"PRAGMA application_id = {APPLICATION}")
             database.execute(f"PRAGMA user_version = {VERSION}")

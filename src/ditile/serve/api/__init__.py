@@ -1,1 +1,1 @@
-"""The server over HTTP: OpenAI's pictures and videos, AUTOMATIC1111's calls, and what watches a server."""
+"""The server over HTTP: OpenAI's images and videos, and AUTOMATIC1111's calls."""

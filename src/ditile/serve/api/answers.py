@@ -1,4 +1,4 @@
-"""What every router answers alike: errors as OpenAI's clients read them, and the end of a job for whom waits for it."""
+"""What all routers answer: errors in OpenAI's form, and the end of a job to the client that waits for it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from starlette.exceptions import HTTPException
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.pictures import hide_local_path
-from ditile.serve.jobs import Job, JobNotFoundError, Kind, NotReadyError, QueueFullError, RanksFailedError
+from ditile.serve.jobs import (
+    Failure,
+    Job,
+    JobNotFoundError,
+    JobResult,
+    Kind,
+    NotReadyError,
+    QueueFullError,
+    RanksFailedError,
+)
 
 if TYPE_CHECKING:
     from ditile.serve.service import Service
 
+# Options of the command line -> fields of a request, where they differ.
 NAMES_OF_OPTIONS = {
     "steps": "num_inference_steps",
     "guidance": "guidance_scale",
@@ -26,11 +36,10 @@ NAMES_OF_OPTIONS = {
     "frames": "num_frames",
     "num_images": "n",
 }
-"""Options of the command line -> fields of a request, where they differ."""
+# Code of a job's failure -> status; 503 for all others, which are the server's fault.
 STATUS_BY_FAILURE = {"refused": 422, "out_of_memory": 422, "timeout": 408, "cancelled": 409}
-"""Code of a job's failure -> status; 503 for all others, which are the server's fault."""
+# Seconds after which a client may try again while ranks start.
 NOT_READY_SECONDS = 5
-"""After which a client may try again while ranks start."""
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
@@ -63,7 +72,7 @@ class RequestError(DitileError):
 
 
 class AsciiJSONResponse(JSONResponse):
-    """JSON of ASCII letters alone: what came may hold half a surrogate pair, which UTF-8 cannot."""
+    """JSON of ASCII letters alone: a request may hold half a surrogate pair, which UTF-8 cannot."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
@@ -76,7 +85,7 @@ def find_service(http: HttpRequest) -> Service:
 
 
 def find_owner(http: HttpRequest) -> str:
-    """The name of the key that a request came with; empty where keys are not asked for."""
+    """The name of the key that a request came with; empty where keys are not required."""
     return str(getattr(http.state, "owner", ""))
 
 
@@ -89,42 +98,48 @@ def find_facts(http: HttpRequest, kind: Kind) -> ModelFacts:
     """The facts of the served model.
 
     Raises:
-        RequestError: if it does not draw this kind.
+        RequestError: if it does not generate this kind.
         NotReadyError: before the ranks have loaded it.
     """
     facts = find_service(http).facts
-    if facts.is_video != (kind == "video"):
-        name = find_served_name(facts.name)
-        route = "videos; send this to /v1/videos" if facts.is_video else "pictures; send this to /v1/images/generations"
-        raise RequestError(f"{name} draws {route}", status=422, param="model", code="wrong_kind_of_model")
-    return facts
+    if facts.is_video == (kind == "video"):
+        return facts
+    name = find_served_name(facts.name)
+    message = f"{name} generates images; send this to /v1/images/generations"
+    if facts.is_video:
+        message = f"{name} generates videos; send this to /v1/videos"
+    raise RequestError(message, status=422, param="model", code="wrong_kind_of_model")
 
 
 def convert_error(error: Exception) -> RequestError:
-    """An error of ditile or of the routes as what a client is told."""
+    """An error of ditile or of the routes as the client is told."""
     if isinstance(error, RequestError):
         return error
+    message = str(error)
     if isinstance(error, QueueFullError):
-        return RequestError(str(error), status=429, code="queue_full", retry_after=error.retry_after)
+        return RequestError(message, status=429, code="queue_full", retry_after=error.retry_after)
+    # Before `NotReadyError`, of which it is one.
     if isinstance(error, RanksFailedError):
-        return RequestError(str(error), status=503, code="ranks_failed")
+        return RequestError(message, status=503, code="ranks_failed")
     if isinstance(error, NotReadyError):
-        return RequestError(str(error), status=503, code="not_ready", retry_after=NOT_READY_SECONDS)
+        return RequestError(message, status=503, code="not_ready", retry_after=NOT_READY_SECONDS)
     if isinstance(error, JobNotFoundError):
-        return RequestError(str(error), status=404, code="not_found")
+        return RequestError(message, status=404, code="not_found")
     if isinstance(error, ModelError | PlanError | LoadError):
-        message = rename_options(str(error))
-        return RequestError(message, status=422, param=find_param(message), code="unsupported_value")
+        message = rename_options(message)
+        # Messages about an option begin with it.
+        param = re.match(r"(\w+)=", message)
+        return RequestError(message, status=422, param=param and param[1], code="unsupported_value")
     if isinstance(error, HTTPException):
         return RequestError(str(error.detail), status=error.status_code, code=f"http_{error.status_code}")
-    return RequestError(str(error), status=503, code="unavailable", retry_after=NOT_READY_SECONDS)
+    return RequestError(message, status=503, code="unavailable", retry_after=NOT_READY_SECONDS)
 
 
-def build_error_body(message: str, status: int, param: str | None, code: str) -> dict[str, Any]:
-    """The body of an error, as OpenAI has it."""
-    kind = _TYPES.get(status, "invalid_request_error")
-    line = " ".join(message.split())
-    return {"error": {"message": line, "type": kind, "param": param, "code": code}}
+def build_error_body(error: RequestError) -> dict[str, Any]:
+    """The body of an error, in OpenAI's form."""
+    error_type = _TYPES.get(error.status, "invalid_request_error")
+    line = " ".join(error.message.split())
+    return {"error": {"message": line, "type": error_type, "param": error.param, "code": error.code}}
 
 
 def answer_error(error: RequestError, headers: dict[str, str] | None = None) -> AsciiJSONResponse:
@@ -132,75 +147,67 @@ def answer_error(error: RequestError, headers: dict[str, str] | None = None) -> 
     headers = dict(headers or {})
     if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
+    # OpenAI's clients would otherwise ask for the same again.
     if error.status in (408, 409):
-        headers["x-should-retry"] = "false"  # OpenAI's clients would ask for the same again
-    body = build_error_body(error.message, error.status, error.param, error.code)
-    return AsciiJSONResponse(body, status_code=error.status, headers=headers)
+        headers["x-should-retry"] = "false"
+    return AsciiJSONResponse(build_error_body(error), status_code=error.status, headers=headers)
 
 
 def rename_options(message: str) -> str:
-    """A message of the command line's options with the names that a request has."""
+    """A message about the command line's options with the names that a request has."""
 
-    def rename(found: re.Match[str]) -> str:
-        name = found[1].replace("-", "_")
+    def rename(match: re.Match[str]) -> str:
+        name = match[1].replace("-", "_")
         return NAMES_OF_OPTIONS.get(name, name)
 
     message = re.sub(r"--([a-z-]+)(?: FILE)?", rename, message)
     return re.sub(rf"\b({'|'.join(NAMES_OF_OPTIONS)})(?==)", rename, message)
 
 
-def find_param(message: str) -> str | None:
-    """The field that a message is about: those of options begin with it."""
-    found = re.match(r"(\w+)=", message)
-    return None if found is None else found[1]
+def check_done(job: Job) -> JobResult:
+    """The result of a job; raises `RequestError` if it failed or was cancelled."""
+    if job.result is not None:
+        return job.result
+    failure = describe_failure(job)
+    status = STATUS_BY_FAILURE.get(failure.code, 503)
+    retry_after = NOT_READY_SECONDS if status == 503 else None
+    raise RequestError(failure.message, status=status, code=failure.code, retry_after=retry_after)
 
 
-def check_done(job: Job) -> Job:
-    """The job, if it is done.
-
-    Raises:
-        RequestError: if it failed or was cancelled.
-    """
-    if job.state == "done" and job.drawn is not None:
-        return job
-    code, message = describe_failure(job)
-    status = STATUS_BY_FAILURE.get(code, 503)
-    raise RequestError(message, status=status, code=code, retry_after=NOT_READY_SECONDS if status == 503 else None)
-
-
-def describe_failure(job: Job) -> tuple[str, str]:
-    """Code and message of a job that did not end as it should."""
+def describe_failure(job: Job) -> Failure:
+    """Why a job has no result."""
     if job.failure is not None:
-        return job.failure.code, rename_options(job.failure.message)
+        return Failure(code=job.failure.code, message=rename_options(job.failure.message))
     if not job.has_ended:
-        return "restarted", "the server ends; send it again in a minute"
-    return "cancelled", "the job was cancelled before it was done"
+        return Failure(code="restarted", message="the server ends; send it again in a minute")
+    return Failure(code="cancelled", message="the job was cancelled before it was done")
 
 
 async def await_job_end(http: HttpRequest, job: Job) -> Job:
-    """The job as it ended; a client that goes away meanwhile ends it.
+    """The job as it ended; a client that goes away meanwhile cancels it.
 
     Raises:
-        RequestError: if the client is gone; nobody reads the answer.
+        RequestError: if the client has gone; nobody reads the answer.
     """
     service = find_service(http)
-    http.state.job = job.id
-    end, gone = asyncio.ensure_future(_watch_until_end(service, job)), asyncio.ensure_future(await_disconnect(http))
+    end = asyncio.ensure_future(_watch_until_end(service, job))
+    disconnect = asyncio.ensure_future(await_disconnect(http))
     try:
-        await asyncio.wait({end, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({end, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if end.done():
             return end.result()
         raise RequestError("the client is gone", status=499, code="disconnected")
     finally:
-        finished = end.done()
+        # The request's own task may have been cancelled, too.
+        is_gone = not end.done()
         end.cancel()
-        gone.cancel()
-        if not finished:
+        disconnect.cancel()
+        if is_gone:
             await cancel_job_of_gone_client(service, job)
 
 
 async def await_disconnect(http: HttpRequest) -> None:
-    """Returns when the client is gone. The body of the request was read before."""
+    """Returns when the client has gone. The body of the request was read before."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 

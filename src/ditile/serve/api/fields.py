@@ -1,13 +1,11 @@
-"""The fields of requests: their types, what they become of a job's request, and the limits that they are held to."""
+"""The fields of requests: their types, the limits of the server, and the job's request that they become."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import secrets
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -19,36 +17,37 @@ from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import GIF_MOST_FPS, LEAST_FPS, MOST_FPS, GenerateOptions
 from ditile.serve.api.answers import RequestError, convert_error, find_owner, find_served_name, find_service
-from ditile.serve.api.uploads import Body, Picture, decode_pictures
-from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, Job, Kind, Request
+from ditile.serve.api.uploads import Body, Upload, decode_uploads
+from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, Files, Job, Kind, Request
 from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from ditile.serve.service import Service
 
+# How names of models begin that old clients send by default; they get no warning.
 VENDOR_MODELS = ("dall-e", "gpt-image", "chatgpt-image", "sora")
-"""How names of models begin that old clients send by default; what is served answers to them without a warning."""
+# No count is larger, before the limits of the server are checked.
 MOST = 2**31
-"""No count is larger, before the limits of the server are asked."""
+# Control characters, and halves of surrogate pairs, which tokenizers do not take.
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
-"""Control characters, and halves of surrogate pairs, which tokenizers do not take."""
 _SIZE = re.compile(r"(\d{1,6})\s*[xX×*]\s*(\d{1,6})", re.ASCII)
 _SHOWN_WARNINGS = 16
+# Fields of OpenAI that have no meaning for an open model -> its defaults, which ask for nothing.
 _DEFAULTS: dict[str, tuple[str, ...]] = {
     "quality": ("auto", "standard"),
     "background": ("auto", "opaque"),
     "style": ("vivid",),
     "input_fidelity": ("low",),
 }
-"""Fields of OpenAI that have no meaning for an open model -> its defaults, which ask for nothing."""
+# Parameters of an address that clients of Azure send.
 _KNOWN_PARAMETERS = ("api-version",)
-"""Parameters of an address that clients of Azure send."""
-FieldsT = TypeVar("FieldsT", bound="RequestFields")
+FieldsT = TypeVar("FieldsT", bound=BaseModel)
 
 
 def _refuse_no_text(text: str) -> str:
-    if found := _NO_TEXT.search(text):
-        raise ValueError(f"holds U+{ord(found[0]):04X}, which is no text; leave it out")
+    match = _NO_TEXT.search(text)
+    if match:
+        raise ValueError(f"holds U+{ord(match[0]):04X}, which is no text; leave it out")
     return text
 
 
@@ -65,23 +64,25 @@ class LoraField(BaseModel):
 
 
 class RequestFields(BaseModel):
-    """Fields of pictures and videos. Numbers may be texts, as forms have them; unknown fields get a warning."""
+    """Fields of images and videos. Numbers may be texts, as forms have them; unknown fields get a warning."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
-    prompt: Text = Field(description="what to draw", examples=["a large red circle on the left on a gray background"])
-    model: Text | None = Field(None, description="any name; the served model draws", examples=["dall-e-3"])
+    prompt: Text = Field(
+        description="what to generate", examples=["a large red circle on the left on a gray background"]
+    )
+    model: Text | None = Field(None, description="any name; the served model answers", examples=["dall-e-3"])
     size: Text | None = Field(None, description="WxH in pixels, or auto: the model's own", examples=["1024x1024"])
     width: Count | None = Field(None, description="pixels, instead of size", examples=[1024])
     height: Count | None = Field(None, description="pixels, instead of size", examples=[1024])
     seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = Field(
-        None, description="of the first picture; random by default, and answered", examples=[7]
+        None, description="of the first image; random by default, and answered", examples=[7]
     )
     num_inference_steps: Count | None = Field(None, description="denoising steps", examples=[28])
     guidance_scale: Scale | None = Field(None, description="how strongly the prompt guides", examples=[3.5])
     true_cfg_scale: Scale | None = Field(None, description="the same by a second branch", examples=[4.0])
     negative_prompt: Text | None = Field(None, description="what to keep out", examples=["blurry"])
-    strength: Scale | None = Field(None, description="how far to leave the picture behind", examples=[0.6])
+    strength: Scale | None = Field(None, description="how far the result may depart from the image", examples=[0.6])
     lora: Text | LoraField | dict[Text, Scale] | None = Field(
         None, description="a LoRA of the server, or name: scale of several", examples=[{"style": 0.8}]
     )
@@ -93,9 +94,9 @@ class RequestFields(BaseModel):
 
 
 class ImageFields(RequestFields):
-    """Fields of pictures: OpenAI's, and those that say more of a diffusion model."""
+    """Fields of images: OpenAI's, and more for diffusion models."""
 
-    n: Count = Field(1, description="pictures, with seeds that count up", examples=[1])
+    n: Count = Field(1, description="images, with seeds that count up", examples=[1])
     output_format: Literal["png", "jpeg", "webp"] = Field("png", examples=["png"])
     output_compression: Annotated[int, Field(ge=0, le=100)] = Field(
         100, description="quality of jpeg and webp", examples=[90]
@@ -103,7 +104,7 @@ class ImageFields(RequestFields):
     response_format: Literal["b64_json", "url"] = Field("b64_json", examples=["b64_json"])
     stream: bool = Field(False, description="answer as server-sent events", examples=[True])
     partial_images: Annotated[int, Field(ge=0, le=3)] = Field(0, description="previews of a stream", examples=[2])
-    # Taken and not heeded: they have no meaning for an open model. `list_warnings` names them.
+    # Accepted and ignored: they have no meaning for an open model. `list_warnings` names them.
     quality: Any = None
     background: Any = None
     style: Any = None
@@ -112,7 +113,7 @@ class ImageFields(RequestFields):
 
 
 class VideoFields(RequestFields):
-    """Fields of videos: OpenAI's, and those that say more of a diffusion model."""
+    """Fields of videos: OpenAI's, and more for diffusion models."""
 
     seconds: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)] | None = Field(
         None, description="length; the nearest that the model can make", examples=["4"]
@@ -130,40 +131,25 @@ class RemixFields(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    prompt: Text = Field(description="what to draw instead", examples=["the same at night"])
+    prompt: Text = Field(description="what to generate instead", examples=["the same at night"])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
-    """A request as the service takes it.
-
-    Attributes:
-        request: what to draw.
-        inputs: name of an input file -> its bytes.
-        warnings: what of it was not heeded.
-    """
-
-    request: Request
-    inputs: dict[str, bytes] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-
-
-def parse_fields(kind: type[FieldsT], values: Mapping[str, Any], facts: ModelFacts) -> FieldsT:
-    """The fields of a body. What is null or an empty text is as if it were not there.
+def parse_fields(fields_class: type[FieldsT], values: Mapping[str, Any], facts: ModelFacts) -> FieldsT:
+    """The fields of a body. What is null or an empty text counts as missing.
 
     Args:
-        kind: of the fields.
+        fields_class: what to parse.
         values: as they came.
         facts: of the served model, whose own values an error proposes.
 
     Raises:
         RequestError: if one has not its type, or is missing.
     """
-    given = {name: value for name, value in values.items() if value is not None and (value != "" or name == "prompt")}
-    return validate_fields(kind, given, list_own_values(facts))
-
-
-AnyFieldsT = TypeVar("AnyFieldsT", bound=BaseModel)
+    sent = {}
+    for name, value in values.items():
+        if value is not None and (value != "" or name == "prompt"):
+            sent[name] = value
+    return validate_fields(fields_class, sent, list_own_values(facts))
 
 
 def list_own_values(facts: ModelFacts) -> dict[str, Any]:
@@ -181,160 +167,210 @@ def list_own_values(facts: ModelFacts) -> dict[str, Any]:
 
 
 def validate_fields(
-    kind: type[AnyFieldsT], given: Mapping[str, Any], own_values: Mapping[str, Any] | None = None
-) -> AnyFieldsT:
+    fields_class: type[FieldsT], values: Mapping[str, Any], own_values: Mapping[str, Any] | None = None
+) -> FieldsT:
     """The fields of a body as they are.
 
     Args:
-        kind: of the fields.
-        given: as they came.
-        own_values: what an error proposes; of others the example of the field.
+        fields_class: what to validate.
+        values: as they came.
+        own_values: what an error proposes; for other fields it proposes their example.
 
     Raises:
         RequestError: if one has not its type, or is missing; it says what would work.
     """
     try:
-        return kind.model_validate(dict(given))
+        return fields_class.model_validate(dict(values))
     except ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False)[0]
-    if not wrong["loc"]:
+        problem = error.errors(include_url=False, include_context=False)[0]
+    if not problem["loc"]:
         raise RequestError("a field's name is no text of Unicode; leave it out", code="bad_json")
-    name = str(wrong["loc"][0])
-    known = kind.model_fields.get(name)
-    examples = [] if known is None else list(known.examples or [])
+    name = str(problem["loc"][0])
+    hint = ""
+    known = fields_class.model_fields.get(name)
     if own_values is not None and name in own_values:
-        examples = [own_values[name]]
-    example = f"; try {name}={examples[0]!r}" if examples else ""
-    what = wrong["msg"].removeprefix("Value error, ").removeprefix("Input ")
-    if wrong["type"] == "missing":
-        raise RequestError(f"{name} is missing{example}", param=name, code="missing_required_parameter")
-    raise RequestError(f"{name}={shorten_value(given.get(name))} {what}{example}", param=name)
+        hint = f"; try {name}={own_values[name]!r}"
+    elif known is not None and known.examples:
+        hint = f"; try {name}={known.examples[0]!r}"
+    if problem["type"] == "missing":
+        raise RequestError(f"{name} is missing{hint}", param=name, code="missing_required_parameter")
+    message = problem["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    value = shorten_value(values.get(name))
+    raise RequestError(f"{name}={value} {message}{hint}", param=name)
 
 
-async def submit_order(
+async def submit_request(
     http: HttpRequest, fields: ImageFields | VideoFields, body: Body, *, resize_mask: bool = False
-) -> tuple[Job, Order]:
-    """Reads what a request asks for, and has the service take it.
+) -> Job:
+    """Has the service take what a request asks for.
 
     Args:
         http: the request.
         fields: of it.
-        body: with its pictures.
-        resize_mask: whether a mask of another size is brought to that of the first picture.
+        body: with its images.
+        resize_mask: whether a mask of another size is resized to the first image.
 
     Raises:
-        DitileError: if it cannot be drawn, or not now.
+        DitileError: if it cannot be generated, or not now.
     """
     service = find_service(http)
-    order = await read_order(service, fields, body, resize_mask=resize_mask)
-    order.warnings.extend(
-        f"parameter {name[:60]!r} of the address was not heeded; send it in the body"
-        for name in sorted({*http.query_params} - {*_KNOWN_PARAMETERS})[:_SHOWN_WARNINGS]
-    )
+    request, inputs = await read_request(service, fields, body, resize_mask=resize_mask)
+    unknown = sorted(set(http.query_params).difference(_KNOWN_PARAMETERS))
+    for name in unknown[:_SHOWN_WARNINGS]:
+        request.client["warnings"].append(f"parameter {name[:60]!r} of the address was ignored; send it in the body")
     kind: Kind = "video" if isinstance(fields, VideoFields) else "image"
-    job = await service.submit(kind, find_owner(http), order.request, order.inputs)
+    job = await service.submit(kind, find_owner(http), request, inputs)
     http.state.job = job.id
-    return job, order
+    return job
 
 
-async def read_order(
+async def read_request(
     service: Service, fields: ImageFields | VideoFields, body: Body, *, resize_mask: bool = False
-) -> Order:
-    """What a service is asked to draw; the arguments and errors are those of `submit_order`."""
-    facts, options = service.facts, service.options
-    pictures, mask = await decode_pictures(body, options.max_pixels, facts.max_pictures, resize_mask=resize_mask)
+) -> tuple[Request, Files]:
+    """The job's request and its input files; arguments and errors as of `submit_request`."""
+    facts = service.facts
+    options = service.options
+    images, mask = await decode_uploads(body, options.max_pixels, facts.max_pictures, resize_mask=resize_mask)
     # It reads the folder of LoRAs.
-    return await asyncio.to_thread(build_order, fields, facts, options, pictures, mask)
+    return await asyncio.to_thread(build_request, fields, facts, options, images, mask)
 
 
-def build_order(
+def build_request(
     fields: ImageFields | VideoFields,
     facts: ModelFacts,
     options: ServeOptions,
-    pictures: list[Picture],
+    images: list[Upload],
     mask: bytes | None = None,
-) -> Order:
-    """What the service is asked to draw.
+) -> tuple[Request, Files]:
+    """The job's request, and its input files by name.
 
     Args:
         fields: of the request.
         facts: of the served model.
         options: of the server, with its limits.
-        pictures: to start from.
-        mask: as PNG, white where the first picture is drawn anew.
+        images: to start from.
+        mask: as PNG, white where the first image is generated again.
 
     Raises:
-        RequestError: if a field is beyond a limit of the server, or the model cannot draw it.
+        RequestError: if a field is beyond a limit of the server, or the model cannot generate it.
     """
     warnings = list_warnings(fields, facts, options)
-    width, height = parse_size(fields, facts, options, pictures)
-    frames, fps = _count_frames(fields, facts) if isinstance(fields, VideoFields) else (None, None)
-    num_images = fields.n if isinstance(fields, ImageFields) else 1
-    sent_names = _list_sent_names(fields)
-    _check_limits(fields, options, num_images, frames, sent_names)
-    inputs = {INPUT_IMAGE if k == 0 else f"{INPUT_IMAGE}-{k}": one.png for k, one in enumerate(pictures)}
-    wanted = GenerateOptions(
-        model=facts.name,
-        prompt=fields.prompt,
-        steps=_choose_steps(fields, facts, options),
-        height=height,
-        width=width,
-        guidance=fields.guidance_scale,
-        true_cfg=fields.true_cfg_scale,
-        negative_prompt=fields.negative_prompt,
-        seed=secrets.randbelow(2**31) if fields.seed in (None, -1) else fields.seed,
-        num_images=num_images,
-        frames=frames,
-        fps=fps,
-        image=tuple(inputs) if inputs else None,
-        mask=None if mask is None else INPUT_MASK,
-        strength=fields.strength,
-    )
-    with _name_sent_fields(sent_names):
-        facts.check_options(wanted)
-    inputs |= {} if mask is None else {INPUT_MASK: mask}
+    inputs = {}
+    for index, image in enumerate(images):
+        name = INPUT_IMAGE if index == 0 else f"{INPUT_IMAGE}-{index}"
+        inputs[name] = image.png
+    if mask is not None:
+        inputs[INPUT_MASK] = mask
+    width, height = parse_size(fields, facts, options, images)
+    generate_options = _build_options(fields, facts, options, list(inputs), width, height)
+    timeout = fields.timeout
+    if timeout is not None:
+        timeout = min(timeout, options.timeout)
+    num_previews = 0
+    if isinstance(fields, ImageFields) and fields.stream:
+        num_previews = fields.partial_images
+    client = {
+        "model": fields.model or find_served_name(facts.name),
+        "warnings": warnings,
+        "inputs": sorted(inputs),
+        **predict_shape(generate_options, facts),
+    }
     request = Request(
-        options=wanted,
+        options=generate_options,
         output_format=fields.output_format,
         output_compression=getattr(fields, "output_compression", 100),
-        num_previews=fields.partial_images if isinstance(fields, ImageFields) and fields.stream else 0,
+        num_previews=num_previews,
         loras=choose_loras(fields.lora, options),
-        timeout=None if fields.timeout is None else min(fields.timeout, options.timeout),
-        client={
-            "model": fields.model or find_served_name(facts.name),
-            "warnings": warnings,
-            "inputs": sorted(inputs),
-            **foresee_shape(wanted, facts),
-        },
+        timeout=timeout,
+        client=client,
     )
-    return Order(request=request, inputs=inputs, warnings=warnings)
+    return request, inputs
 
 
-def foresee_shape(wanted: GenerateOptions, facts: ModelFacts) -> dict[str, Any]:
-    """The size that a picture or a video will have, and a video's length, for those who ask before it is drawn."""
-    sides = [side or own for side, own in zip((wanted.width, wanted.height), facts.size or (0, 0), strict=True)]
-    shape: dict[str, Any] = {"size": "{}x{}".format(*sides) if all(sides) else "auto"}
+def _build_options(
+    fields: ImageFields | VideoFields,
+    facts: ModelFacts,
+    options: ServeOptions,
+    inputs: list[str],
+    width: int | None,
+    height: int | None,
+) -> GenerateOptions:
+    """What `ditile generate` would be asked; raises `RequestError` about the field that was sent."""
+    num_images = 1
+    frames = None
+    fps = None
+    if isinstance(fields, ImageFields):
+        num_images = fields.n
+    else:
+        fps = fields.fps
+        frames = fields.num_frames
+        if frames is None and fields.seconds is not None:
+            frames = facts.count_frames(fields.seconds, fps)
+    sent_names = _list_sent_names(fields)
+    _check_limits(fields, options, num_images, frames, sent_names)
+    seed = fields.seed
+    if seed in (None, -1):
+        seed = secrets.randbelow(2**31)
+    images = tuple(name for name in inputs if name != INPUT_MASK)
+    try:
+        generate_options = GenerateOptions(
+            model=facts.name,
+            prompt=fields.prompt,
+            steps=_choose_steps(fields, facts, options),
+            height=height,
+            width=width,
+            guidance=fields.guidance_scale,
+            true_cfg=fields.true_cfg_scale,
+            negative_prompt=fields.negative_prompt,
+            seed=seed,
+            num_images=num_images,
+            frames=frames,
+            fps=fps,
+            image=images or None,
+            mask=INPUT_MASK if INPUT_MASK in inputs else None,
+            strength=fields.strength,
+        )
+        facts.check_options(generate_options)
+    except ModelError as error:
+        refusal = convert_error(error)
+        refusal.param = sent_names.get(refusal.param or "", refusal.param)
+        raise refusal from None
+    return generate_options
+
+
+def predict_shape(options: GenerateOptions, facts: ModelFacts) -> dict[str, Any]:
+    """The size of an image or video, and a video's length, for clients that ask before it is done."""
+    own_width, own_height = facts.size or (0, 0)
+    width = options.width or own_width
+    height = options.height or own_height
+    shape: dict[str, Any] = {"size": "auto"}
+    if width and height:
+        shape["size"] = f"{width}x{height}"
     if facts.is_video:
-        fps = wanted.fps or facts.fps
-        shape |= {"frames": wanted.frames or facts.find_default(*FRAME_COUNTS) or 0, "fps": fps}
+        shape["frames"] = options.frames or facts.find_default(*FRAME_COUNTS) or 0
+        shape["fps"] = options.fps or facts.fps
     return shape
 
 
-def list_warnings(fields: RequestFields, facts: ModelFacts, options: ServeOptions) -> list[str]:
-    """What of a request is not heeded."""
+def list_warnings(fields: ImageFields | VideoFields, facts: ModelFacts, options: ServeOptions) -> list[str]:
+    """What of a request is ignored."""
     warnings = []
-    served, asked = find_served_name(facts.name), fields.model
-    if asked is not None and asked not in (served, facts.name) and not asked.lower().startswith(VENDOR_MODELS):
-        warnings.append(f"model {asked[:60]!r} is not served; {served} draws")
-    given = fields.model_fields_set
+    served = find_served_name(facts.name)
+    model = fields.model
+    is_served = model is None or model in (served, facts.name)
+    if model is not None and not is_served and not model.lower().startswith(VENDOR_MODELS):
+        warnings.append(f"model {model[:60]!r} is not served; {served} answers")
+    sent = fields.model_fields_set
     if _has_size(fields):
-        warnings += [f"{name} was not heeded, as size says it" for name in ("width", "height") if name in given]
-    if isinstance(fields, VideoFields) and fields.num_frames is not None and fields.seconds is not None:
-        warnings.append("seconds was not heeded, as num_frames says it")
-    if isinstance(fields, ImageFields) and fields.output_format == "png" and "output_compression" in given:
-        warnings.append("output_compression was not heeded: it is for jpeg and webp, and png loses nothing")
-    if isinstance(fields, ImageFields) and fields.partial_images and not fields.stream:
-        warnings.append("partial_images was not heeded: previews come with stream=true")
+        warnings += [f"{name} was ignored, as size says it" for name in ("width", "height") if name in sent]
+    if isinstance(fields, VideoFields):
+        if fields.num_frames is not None and fields.seconds is not None:
+            warnings.append("seconds was ignored, as num_frames says it")
+    else:
+        if fields.output_format == "png" and "output_compression" in sent:
+            warnings.append("output_compression was ignored: it is for jpeg and webp, and png loses nothing")
+        if fields.partial_images and not fields.stream:
+            warnings.append("partial_images was ignored: previews come with stream=true")
     if fields.timeout is not None and fields.timeout > options.timeout:
         warnings.append(f"timeout is {options.timeout:g}, the most of this server")
     steps = _choose_steps(fields, facts, options)
@@ -344,68 +380,72 @@ def list_warnings(fields: RequestFields, facts: ModelFacts, options: ServeOption
     for name, defaults in _DEFAULTS.items():
         value = getattr(fields, name, None)
         if value is not None and value not in defaults:
-            warnings.append(f"{name}={shorten_value(value)} was not heeded: it has no meaning for an open model")
+            warnings.append(f"{name}={shorten_value(value)} was ignored: it has no meaning for an open model")
     return warnings + list_unknown_fields(fields)
 
 
 def list_unknown_fields(fields: BaseModel) -> list[str]:
     """Warnings of fields that are not known."""
-    return shorten_warnings([warn_of_unknown_field(name) for name in sorted(fields.model_extra or {})])
-
-
-def warn_of_unknown_field(name: str) -> str:
-    """The warning of a field that is not known."""
-    return f"{name[:60]!r} is not known here, and was not heeded"
+    names = sorted(fields.model_extra or {})
+    return shorten_warnings([f"{name[:60]!r} is not known here, and was ignored" for name in names])
 
 
 def shorten_warnings(warnings: list[str]) -> list[str]:
     """Warnings of fields, of which the last are counted where there are many."""
-    shown = warnings[:_SHOWN_WARNINGS]
-    if len(warnings) > len(shown):
-        shown.append(f"nor were {len(warnings) - len(shown)} other fields")
-    return shown
+    num_more = len(warnings) - _SHOWN_WARNINGS
+    if num_more <= 0:
+        return warnings
+    return [*warnings[:_SHOWN_WARNINGS], f"nor were {num_more} other fields"]
 
 
 def parse_size(
-    fields: RequestFields, facts: ModelFacts, options: ServeOptions, pictures: list[Picture]
+    fields: RequestFields, facts: ModelFacts, options: ServeOptions, images: list[Upload]
 ) -> tuple[int | None, int | None]:
-    """Width and height of a request; None is the model's own. Of an edit it is the picture's form at the model's area.
+    """Width and height of a request; None is the model's own. An edit has its image's form at the model's area.
 
     Raises:
-        RequestError: if they are no size, or have more pixels than the server draws.
+        RequestError: if they are no size, or have more pixels than the server generates.
     """
-    width, height = fields.width, fields.height
+    width = fields.width
+    height = fields.height
     if fields.size is not None and _has_size(fields):
-        found = _SIZE.fullmatch(fields.size.strip())
-        if found is None:
+        match = _SIZE.fullmatch(fields.size.strip())
+        if match is None:
             example = list_own_values(facts).get("size", "1024x1024")
             raise RequestError(f"size={fields.size[:40]!r} is no size; try size={example!r} or 'auto'", param="size")
-        width, height = int(found[1]), int(found[2])
-    elif width is None and height is None and pictures and facts.size:
-        width, height = _fit_picture(pictures[0], facts)
-    sides = [side or own for side, own in zip((width, height), facts.size or (0, 0), strict=True)]
-    if sides[0] * sides[1] > options.max_pixels or max(sides) > options.max_pixels:
+        width = int(match[1])
+        height = int(match[2])
+    elif width is None and height is None and images and facts.size:
+        width, height = _fit_image(images[0], facts)
+    own_width, own_height = facts.size or (0, 0)
+    final_width = width or own_width
+    final_height = height or own_height
+    # Each side alone, too: a side of 0 would hide a long one.
+    if max(final_width * final_height, final_width, final_height) > options.max_pixels:
         most = int(options.max_pixels**0.5)
         raise RequestError(
-            f"size={sides[0]}x{sides[1]} has more than the {options.max_pixels} pixels that this server draws; "
-            f"try size={most}x{most} or less",
+            f"size={final_width}x{final_height} has more than the {options.max_pixels} pixels that this server "
+            f"generates; try size={most}x{most} or less",
             status=422,
             param="size" if _has_size(fields) else "width",
         )
     return width, height
 
 
-def choose_loras(wanted: str | LoraField | dict[str, float] | None, options: ServeOptions) -> dict[str, float]:
+def choose_loras(lora: str | LoraField | dict[str, float] | None, options: ServeOptions) -> dict[str, float]:
     """The LoRAs of a request: name -> scale.
 
     Raises:
-        RequestError: if one is none of the server's, or there are too many.
+        RequestError: if one is not on the server, or there are too many.
     """
-    if wanted is None:
+    if lora is None:
         return {}
-    if isinstance(wanted, LoraField):
-        wanted = {wanted.name: wanted.scale}
-    loras = {wanted: 1.0} if isinstance(wanted, str) else dict(wanted)
+    if isinstance(lora, LoraField):
+        loras = {lora.name: lora.scale}
+    elif isinstance(lora, str):
+        loras = {lora: 1.0}
+    else:
+        loras = dict(lora)
     known = options.find_lora_files()
     for name in loras:
         if name not in known:
@@ -416,13 +456,6 @@ def choose_loras(wanted: str | LoraField | dict[str, float] | None, options: Ser
             f"lora names {len(loras)}, and this server takes {options.max_loras} at once", status=422, param="lora"
         )
     return loras
-
-
-def _count_frames(fields: VideoFields, facts: ModelFacts) -> tuple[int | None, float | None]:
-    """Frames and rate of a video; None is the model's own."""
-    if fields.num_frames is not None:
-        return fields.num_frames, fields.fps
-    return (None if fields.seconds is None else facts.count_frames(fields.seconds, fields.fps)), fields.fps
 
 
 def _choose_steps(fields: RequestFields, facts: ModelFacts, options: ServeOptions) -> int | None:
@@ -436,7 +469,7 @@ def _choose_steps(fields: RequestFields, facts: ModelFacts, options: ServeOption
 def check_prompt(prompt: str, options: ServeOptions) -> None:
     """Raises `RequestError` for a prompt that is empty or too long."""
     if not prompt.strip():
-        raise RequestError("prompt is empty; say what to draw", param="prompt")
+        raise RequestError("prompt is empty; say what to generate", param="prompt")
     _check_length(prompt, "prompt", options)
 
 
@@ -454,20 +487,11 @@ def _has_size(fields: RequestFields) -> bool:
     return fields.size is not None and fields.size.strip().lower() != "auto"
 
 
-@contextlib.contextmanager
-def _name_sent_fields(sent_names: Mapping[str, str]) -> Iterator[None]:
-    """Turns a `ModelError` into a `RequestError` about the field that was sent."""
-    try:
-        yield
-    except ModelError as error:
-        wrong = convert_error(error)
-        wrong.param = sent_names.get(wrong.param or "", wrong.param)
-        raise wrong from None
-
-
 def _list_sent_names(fields: RequestFields) -> dict[str, str]:
     """The names of values that a client gave by another field."""
-    names = {"width": "size", "height": "size"} if _has_size(fields) else {}
+    names = {}
+    if _has_size(fields):
+        names = {"width": "size", "height": "size"}
     if isinstance(fields, VideoFields) and fields.num_frames is None and fields.seconds is not None:
         names["num_frames"] = "seconds"
     return names
@@ -489,33 +513,42 @@ def _check_limits(
             status=422,
             param="fps",
         )
-    most = {"num_inference_steps": options.max_steps, "n": options.max_images, "num_frames": options.max_frames}
-    counts = {"num_inference_steps": fields.num_inference_steps, "n": num_images, "num_frames": frames}
-    for name, value in counts.items():
-        if value is not None and value > most[name]:
+    limits = [
+        ("num_inference_steps", fields.num_inference_steps, options.max_steps),
+        ("n", num_images, options.max_images),
+        ("num_frames", frames, options.max_frames),
+    ]
+    for name, value, most in limits:
+        if value is not None and value > most:
             raise RequestError(
-                f"{name}={value} is more than this server's {most[name]}; try {name}={most[name]} or less",
+                f"{name}={value} is more than this server's {most}; try {name}={most} or less",
                 status=422,
                 param=sent_names.get(name, name),
             )
 
 
-def _fit_picture(picture: Picture, facts: ModelFacts) -> tuple[int, int]:
-    """The size of a picture's form that has about the model's own number of pixels."""
-    scale = (facts.size[0] * facts.size[1] / (picture.width * picture.height)) ** 0.5
-    sides = (
-        max(1, round(side * scale / facts.size_multiple)) * facts.size_multiple
-        for side in (picture.width, picture.height)
-    )
-    width, height = sides
+def _fit_image(image: Upload, facts: ModelFacts) -> tuple[int, int]:
+    """The size of an image's form that has about the model's own number of pixels."""
+    own_width, own_height = facts.size
+    scale = (own_width * own_height / (image.width * image.height)) ** 0.5
+    width = round_side(image.width * scale, facts)
+    height = round_side(image.height * scale, facts)
     return width, height
+
+
+def round_side(side: float, facts: ModelFacts) -> int:
+    """The nearest number of pixels that the model takes."""
+    multiple = facts.size_multiple
+    return max(1, round(side / multiple)) * multiple
 
 
 def shorten_value(value: Any) -> str:
     """A value as an error shows it: not all of a long one."""
+    # A number of many digits takes long to write.
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 10**18:
         return "a number of many digits"
-    text = (
-        ascii(value[:40]) if isinstance(value, str) else ascii(value) if not isinstance(value, list | dict) else "..."
-    )
-    return text[:60]
+    if isinstance(value, list | dict):
+        return "..."
+    if isinstance(value, str):
+        value = value[:40]
+    return ascii(value)[:60]

@@ -1,15 +1,17 @@
-"""OpenAI's pictures: generations, edits and variations, answered at once or as server-sent events."""
+"""OpenAI's images: generations, edits and variations, answered at once or as server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
+from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from ditile.plan.errors import DitileError
@@ -24,68 +26,69 @@ from ditile.serve.api.answers import (
     find_facts,
     find_service,
 )
-from ditile.serve.api.fields import ImageFields, parse_fields, submit_order
+from ditile.serve.api.fields import ImageFields, parse_fields, submit_request
 from ditile.serve.api.uploads import Body, convert_png, read_body
-from ditile.serve.jobs import Job, JobEvent, JobNotFoundError
+from ditile.serve.jobs import Job, JobEvent, JobNotFoundError, JobResult
 
 router = APIRouter()
 MEDIA_TYPES = {"png": "image/png", "jpeg": "image/jpeg", "webp": "image/webp", "mp4": "video/mp4", "gif": "image/gif"}
 VARIATION_PROMPT = "a variation of this picture"
+# Nothing is counted in tokens here; OpenAI's clients read the fields.
 NO_USAGE = {
     "input_tokens": 0,
     "output_tokens": 0,
     "total_tokens": 0,
     "input_tokens_details": {"text_tokens": 0, "image_tokens": 0},
 }
-"""Nothing is counted in tokens here; OpenAI's clients read the fields."""
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            kind: {"schema": ImageFields.model_json_schema()} for kind in ("application/json", "multipart/form-data")
-        },
-    }
-}
+
+
+def describe_body(fields: type[BaseModel]) -> dict[str, Any]:
+    """What /openapi.json says of a body, which the routes read themselves."""
+    schema = {"schema": fields.model_json_schema()}
+    content = {"application/json": schema, "multipart/form-data": schema}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+_BODY = describe_body(ImageFields)
 
 
 @router.post("/v1/images/generations", openapi_extra=_BODY)
 async def generate_images(http: HttpRequest) -> Response:
-    """Draws pictures of a prompt."""
+    """Generates images of a prompt."""
     body = await read_body(http)
-    _refuse_pictures("image", body.pictures, "/v1/images/edits")
-    _refuse_pictures("mask", body.masks, "/v1/images/edits")
-    return await _draw_and_answer(http, body, "image_generation")
+    _refuse_uploads("image", body.images)
+    _refuse_uploads("mask", body.masks)
+    return await _generate_and_answer(http, body, "image_generation")
 
 
 @router.post("/v1/images/edits", openapi_extra=_BODY)
 async def edit_images(http: HttpRequest) -> Response:
-    """Draws pictures of a prompt that start from a picture; with a mask only where that is."""
+    """Generates images of a prompt that start from an image; with a mask only where that is white."""
     body = await read_body(http)
-    _require_picture(body)
-    return await _draw_and_answer(http, body, "image_edit")
+    _require_image(body)
+    return await _generate_and_answer(http, body, "image_edit")
 
 
 @router.post("/v1/images/variations", openapi_extra=_BODY)
 async def vary_images(http: HttpRequest) -> Response:
-    """Draws pictures that start from a picture; a prompt may say more."""
+    """Generates images that start from an image; a prompt may say more."""
     body = await read_body(http)
-    _require_picture(body)
-    _refuse_pictures("mask", body.masks, "/v1/images/edits")
-    prompt = body.values.get("prompt") or VARIATION_PROMPT
-    return await _draw_and_answer(
-        http, Body(values={**body.values, "prompt": prompt}, pictures=body.pictures), "image_edit"
-    )
+    _require_image(body)
+    _refuse_uploads("mask", body.masks)
+    if not body.values.get("prompt"):
+        body = dataclasses.replace(body, values=body.values | {"prompt": VARIATION_PROMPT})
+    return await _generate_and_answer(http, body, "image_edit")
 
 
 @router.get("/v1/images/{job_id}/content/{index}")
 async def read_image(http: HttpRequest, job_id: str, index: int) -> Response:
-    """A picture that an answer gave the address of. Its 24 random letters are the key to it, as who shows a picture by
-    its address sends no other."""
+    """An image whose address an answer gave. The 24 random letters of the address are the key to it: a page that shows
+    an image by its address sends no other."""
     service = find_service(http)
     job = service.find_job(job_id, None)
-    if job.kind != "image" or job.drawn is None or not 0 <= index < len(job.drawn.files):
-        raise JobNotFoundError(f"{job_id} has no picture {index}")
-    content = await asyncio.to_thread(service.read_output, job, job.drawn.files[index])
+    if job.kind != "image" or job.result is None or not 0 <= index < len(job.result.files):
+        raise JobNotFoundError(f"{job_id} has no image {index}")
+    content = await asyncio.to_thread(service.read_output, job, job.result.files[index])
     headers = {"cache-control": "private", "x-content-type-options": "nosniff"}
     return Response(content, media_type=MEDIA_TYPES[job.request.output_format], headers=headers)
 
@@ -95,89 +98,75 @@ def encode_base64(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
 
 
-async def read_outputs(http: HttpRequest, job: Job) -> list[bytes]:
+async def read_outputs(http: HttpRequest, job: Job, result: JobResult) -> list[bytes]:
     """The files of a job that is done."""
     service = find_service(http)
-    assert job.drawn is not None
-    return [await asyncio.to_thread(service.read_output, job, name) for name in job.drawn.files]
+    return [await asyncio.to_thread(service.read_output, job, name) for name in result.files]
 
 
-async def _draw_and_answer(http: HttpRequest, body: Body, event_name: str) -> Response:
+async def _generate_and_answer(http: HttpRequest, body: Body, event_name: str) -> Response:
     fields = parse_fields(ImageFields, body.values, find_facts(http, "image"))
-    job, order = await submit_order(http, fields, body)
+    job = await submit_request(http, fields, body)
     if fields.stream:
         return EventSourceResponse(_stream_events(http, job, event_name), sep="\n")
-    job = check_done(await await_job_end(http, job))
-    return AsciiJSONResponse(await _build_answer(http, job, fields, order.warnings))
-
-
-async def _build_answer(http: HttpRequest, job: Job, fields: ImageFields, warnings: list[str]) -> dict[str, Any]:
-    assert job.drawn is not None
-    base = str(http.base_url).rstrip("/")
-    as_url = fields.response_format == "url"
-    contents = [b""] * len(job.drawn.files) if as_url else await read_outputs(http, job)
-    data = [
+    job = await await_job_end(http, job)
+    result = check_done(job)
+    data: list[dict[str, Any]] = []
+    if fields.response_format == "url":
+        base = str(http.base_url).rstrip("/")
+        for index in range(len(result.files)):
+            data.append({"b64_json": None, "url": f"{base}/v1/images/{job.id}/content/{index}"})
+    else:
+        for content in await read_outputs(http, job, result):
+            data.append({"b64_json": await asyncio.to_thread(encode_base64, content), "url": None})
+    for image, seed in zip(data, result.seeds, strict=True):
+        image |= {"revised_prompt": None, "seed": seed}
+    return AsciiJSONResponse(
         {
-            "b64_json": None if as_url else await asyncio.to_thread(encode_base64, content),
-            "url": f"{base}/v1/images/{job.id}/content/{k}" if as_url else None,
-            "revised_prompt": None,
-            "seed": seed,
+            "created": int(job.created),
+            "data": data,
+            "output_format": job.request.output_format,
+            "size": _format_size(job),
+            "seed": result.seeds[0],
+            "inference_time_s": result.seconds.get("total"),
+            "usage": NO_USAGE,
+            "warnings": job.request.client["warnings"],
         }
-        for k, (content, seed) in enumerate(zip(contents, job.drawn.seeds, strict=True))
-    ]
-    return {
-        "created": int(job.created),
-        "data": data,
-        "output_format": job.request.output_format,
-        "size": _format_size(job),
-        "seed": job.drawn.seeds[0],
-        "inference_time_s": job.drawn.seconds.get("total"),
-        "usage": NO_USAGE,
-        "warnings": warnings,
-    }
+    )
 
 
 async def _stream_events(http: HttpRequest, job: Job, event_name: str) -> AsyncIterator[ServerSentEvent]:
-    """Previews as they come, and then the pictures. A client that goes away ends the job."""
-    ended = False
+    """Previews as they come, and then the images. A client that goes away ends the job."""
     try:
         async for event in find_service(http).watch(job.id):
-            if event.preview is not None and not event.job.has_ended:
-                yield await _build_preview_event(event, f"{event_name}.partial_image")
-            ended = event.job.has_ended
             job = event.job
+            if event.preview is not None and not job.has_ended:
+                yield await _build_preview_event(event, event.preview, f"{event_name}.partial_image")
         try:
-            contents = await read_outputs(http, check_done(job))
+            result = check_done(job)
+            contents = await read_outputs(http, job, result)
         except DitileError as error:
-            failure = convert_error(error)
-            body = build_error_body(failure.message, failure.status, failure.param, failure.code)
+            body = build_error_body(convert_error(error))
             yield ServerSentEvent(json.dumps(body), event="error")
             return
-        for k, content in enumerate(contents):
-            yield _build_completed_event(job, content, k, f"{event_name}.completed")
+        for content, seed in zip(contents, result.seeds, strict=True):
+            fields = _list_event_fields(job, content, f"{event_name}.completed") | {
+                "usage": NO_USAGE,
+                "seed": seed,
+                "inference_time_s": result.seconds.get("total"),
+                "warnings": job.request.client["warnings"],
+            }
+            yield ServerSentEvent(json.dumps(fields), event=fields["type"])
     finally:
-        if not ended:
+        if not job.has_ended:
             await cancel_job_of_gone_client(find_service(http), job)
 
 
-async def _build_preview_event(event: JobEvent, name: str) -> ServerSentEvent:
+async def _build_preview_event(event: JobEvent, preview: bytes, name: str) -> ServerSentEvent:
     request = event.job.request
-    content = await asyncio.to_thread(
-        convert_png, event.preview or b"", request.output_format, request.output_compression
-    )
-    fields = _list_event_fields(event.job, content, name)
-    return ServerSentEvent(json.dumps(fields | {"partial_image_index": event.preview_index}), event=name)
-
-
-def _build_completed_event(job: Job, content: bytes, index: int, name: str) -> ServerSentEvent:
-    assert job.drawn is not None
-    more = {
-        "usage": NO_USAGE,
-        "seed": job.drawn.seeds[index],
-        "inference_time_s": job.drawn.seconds.get("total"),
-        "warnings": job.request.client.get("warnings", []),
-    }
-    return ServerSentEvent(json.dumps(_list_event_fields(job, content, name) | more), event=name)
+    content = await asyncio.to_thread(convert_png, preview, request.output_format, request.output_compression)
+    fields = _list_event_fields(event.job, content, name) | {"partial_image_index": event.preview_index}
+    return ServerSentEvent(json.dumps(fields), event=name)
 
 
 def _list_event_fields(job: Job, content: bytes, name: str) -> dict[str, Any]:
@@ -194,19 +183,19 @@ def _list_event_fields(job: Job, content: bytes, name: str) -> dict[str, Any]:
 
 def _format_size(job: Job) -> str:
     """As WxH; "auto" as long as only the ranks know."""
-    return str(job.request.client["size"]) if job.drawn is None else "{}x{}".format(*job.drawn.size)
+    if job.result is None:
+        return str(job.request.client["size"])
+    return "{}x{}".format(*job.result.size)
 
 
-def _refuse_pictures(param: str, pictures: list[bytes], path: str) -> None:
-    """Raises `RequestError` for pictures that a route does not take: another picture would be drawn without them."""
-    if pictures:
-        raise RequestError(f"{param} is not taken here; send it to {path}", param=param, code="unsupported_value")
+def _refuse_uploads(param: str, uploads: list[bytes]) -> None:
+    # Without them, the image would be another one.
+    if uploads:
+        message = f"{param} is not taken here; send it to /v1/images/edits"
+        raise RequestError(message, param=param, code="unsupported_value")
 
 
-def _require_picture(body: Body) -> None:
-    if not body.pictures:
-        raise RequestError(
-            "image is missing; send a file as image, or data:image/png;base64,...",
-            param="image",
-            code="missing_required_parameter",
-        )
+def _require_image(body: Body) -> None:
+    if not body.images:
+        message = "image is missing; send a file as image, or data:image/png;base64,..."
+        raise RequestError(message, param="image", code="missing_required_parameter")

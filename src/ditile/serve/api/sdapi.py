@@ -1,4 +1,4 @@
-"""What clients of AUTOMATIC1111's web UI call: Open WebUI, SillyTavern and those of koboldcpp.
+"""What clients of AUTOMATIC1111's web UI call: Open WebUI, SillyTavern and koboldcpp's clients.
 
 Such clients always send steps, a scale and a negative prompt, whether a model takes them or not: what the served model
 does not take is left out. So is what this server has not, such as a second pass (`enable_hr`) or a ControlNet
@@ -11,7 +11,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
@@ -35,93 +35,41 @@ from ditile.serve.api.fields import (
     Scale,
     Text,
     list_own_values,
+    round_side,
     shorten_value,
     shorten_warnings,
-    submit_order,
+    submit_request,
     validate_fields,
-    warn_of_unknown_field,
 )
 from ditile.serve.api.images import encode_base64, read_outputs
 from ditile.serve.api.uploads import Body, decode_base64, read_json_object
 from ditile.serve.jobs import Job
 
 router = APIRouter(prefix="/sdapi/v1")
+# The only sampler and scheduler of the lists: the model's own.
 OWN_VALUE = "Automatic"
-"""The only sampler and scheduler of the lists: the model's own."""
 _LORA = re.compile(r"<lora:([^:<>]{1,100})(?::([\d.]{1,10}))?(?::[^<>]{0,40})?>")
+_NUMBER = re.compile(r"\d*\.?\d+|\d+\.")
 _MOST_LISTED = 100
-_NAMES_OF_NONE = ("", "None", "none", "Automatic", "automatic")
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "mask": ("",),
-    "init_images": ([],),
-    "sampler_name": _NAMES_OF_NONE,
-    "sampler_index": _NAMES_OF_NONE,
-    "scheduler": _NAMES_OF_NONE,
-    "denoising_strength": (),
-    # Seeds and styles.
-    "styles": ([],),
-    "subseed": (-1,),
-    "subseed_strength": (0,),
-    "seed_resize_from_h": (-1, 0),
-    "seed_resize_from_w": (-1, 0),
-    # How the sampler adds noise.
-    "eta": (0,),
-    "s_min_uncond": (0,),
-    "s_churn": (0,),
-    "s_tmin": (0,),
-    "s_tmax": (0,),
+# Values that ask for nothing, in a field that this server does not have.
+_NEUTRAL: tuple[Any, ...] = (None, "", 0, -1, [], {}, "None", "none", "Automatic", "automatic")
+# Fields and settings of which other values ask for nothing.
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "s_noise": (1,),
     "initial_noise_multiplier": (1,),
-    "image_cfg_scale": (),
-    # What is done besides.
-    "restore_faces": (False,),
-    "tiling": (False,),
-    "disable_extra_networks": (False,),
-    "refiner_checkpoint": _NAMES_OF_NONE,
-    "refiner_switch_at": (),
-    "script_name": _NAMES_OF_NONE,
-    "script_args": ([],),
-    "infotext": ("",),
-    "comments": ({},),
-    # A second pass.
-    "enable_hr": (False,),
-    "firstpass_image": ("",),
-    "firstphase_width": (0,),
-    "firstphase_height": (0,),
-    "hr_scale": (),
-    "hr_upscaler": _NAMES_OF_NONE,
-    "hr_second_pass_steps": (0,),
-    "hr_resize_x": (0,),
-    "hr_resize_y": (0,),
-    "hr_checkpoint_name": _NAMES_OF_NONE,
-    "hr_sampler_name": _NAMES_OF_NONE,
-    "hr_scheduler": _NAMES_OF_NONE,
-    "hr_prompt": ("",),
-    "hr_negative_prompt": ("",),
-    "hr_additional_modules": ([],),
-    # Pictures to start from: the whole picture is brought to the size, and drawn anew where the mask is white.
-    "resize_mode": (0,),
-    "latent_mask": ("",),
-    "mask_blur": (0,),
-    "mask_blur_x": (0,),
-    "mask_blur_y": (0,),
     "mask_round": (True,),
     "inpainting_fill": (1,),
-    "inpaint_full_res": (False,),
-    "inpaint_full_res_padding": (0,),
-    "inpainting_mask_invert": (0,),
-    # What comes back, and what is kept: the answer has the pictures, and nothing else is saved.
+    # The answer has the images, and nothing else is saved.
     "send_images": (True,),
-    "save_images": (False,),
     "do_not_save_samples": (True, False),
     "do_not_save_grid": (True, False),
-    "include_init_images": (False,),
     "override_settings_restore_afterwards": (True, False),
-    "force_task_id": ("",),
+    "CLIP_stop_at_last_layers": (0, 1),
+    "samples_format": ("png",),
 }
-"""Fields that are not heeded, or on one route alone -> values that ask for nothing, which clients always send."""
-PICTURE_FIELDS = ("init_images", "mask", "inpainting_mask_invert", "denoising_strength")
-"""Fields that img2img alone heeds."""
+# Fields that img2img alone uses.
+_IMAGE_FIELDS = ("init_images", "mask", "inpainting_mask_invert", "denoising_strength")
+# Fields that mean nothing unless another field asks for something.
 _DEPENDS_ON = (
     (re.compile(r"hr_.*|firstphase_.*|firstpass_image|denoising_strength"), "enable_hr"),
     (re.compile(r"subseed"), "subseed_strength"),
@@ -130,17 +78,10 @@ _DEPENDS_ON = (
     (re.compile(r"inpaint_full_res_padding"), "inpaint_full_res"),
     (re.compile(r"mask_.*|inpaint.*"), "mask"),
 )
-"""Fields that mean nothing unless another field asks for something."""
-NEUTRAL_SETTINGS: dict[str, tuple[Any, ...]] = {
-    "CLIP_stop_at_last_layers": (0, 1),
-    "sd_vae": _NAMES_OF_NONE,
-    "samples_format": ("png",),
-}
-"""Settings of the web UI -> values that ask for nothing."""
 
 
 class StableDiffusionFields(BaseModel):
-    """Fields of txt2img and img2img that are heeded; others get a warning where they ask for something."""
+    """Fields of txt2img and img2img that are used; others get a warning where they ask for something."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -162,64 +103,65 @@ class StableDiffusionFields(BaseModel):
 
 
 @router.post("/txt2img")
-async def draw_from_text(http: HttpRequest) -> Response:
-    """Draws pictures of a prompt."""
+async def generate_from_text(http: HttpRequest) -> Response:
+    """Generates images of a prompt."""
     values = await read_json_object(http)
     fields = _validate_fields(http, values)
-    return await _draw_and_answer(http, values, fields, Body(values={}), PICTURE_FIELDS)
+    return await _generate_and_answer(http, values, fields, Body())
 
 
 @router.post("/img2img")
-async def draw_from_picture(http: HttpRequest) -> Response:
-    """Draws pictures that start from a picture; with a mask only where that is white."""
+async def generate_from_image(http: HttpRequest) -> Response:
+    """Generates images that start from an image; with a mask only where that is white."""
     values = await read_json_object(http)
     fields = _validate_fields(http, values)
     if not fields.init_images:
-        raise RequestError("init_images is empty; send a picture as base64", param="init_images")
+        raise RequestError("init_images is empty; send an image as base64", param="init_images")
     if fields.mask and fields.inpainting_mask_invert not in (0, None, False):
         raise RequestError("inpainting_mask_invert is not known here; invert the mask", param="inpainting_mask_invert")
-    pictures = [
-        await asyncio.to_thread(decode_base64, text, "init_images") for text in fields.init_images[:_MOST_LISTED]
-    ]
-    masks = [await asyncio.to_thread(decode_base64, fields.mask, "mask")] if fields.mask else []
-    body = Body(values={}, pictures=pictures, masks=masks)
-    return await _draw_and_answer(http, values, fields, body, ())
+    body = Body()
+    for text in fields.init_images[:_MOST_LISTED]:
+        body.images.append(await asyncio.to_thread(decode_base64, text, "init_images"))
+    if fields.mask:
+        body.masks.append(await asyncio.to_thread(decode_base64, fields.mask, "mask"))
+    return await _generate_and_answer(http, values, fields, body)
 
 
 @router.get("/progress")
 async def report_progress(http: HttpRequest) -> Response:
-    """How far the oldest running picture of a key is."""
-    jobs = find_service(http).list_jobs(find_owner(http), "image", limit=_MOST_LISTED)
-    running = [job for job in jobs if job.state == "running"]
-    waiting = [job for job in jobs if job.state == "queued"]
-    job = min(running, key=lambda job: job.started or job.created, default=None)
-    progress = 0.0 if job is None else job.progress / 100
-    steps = (
-        0
-        if job is None
-        else (job.request.options.steps or find_service(http).facts.find_default("num_inference_steps") or 0)
-    )
+    """How far the oldest running image of a key is."""
+    service = find_service(http)
+    jobs = service.list_jobs(find_owner(http), "image", limit=_MOST_LISTED)
     state = {
         "skipped": False,
         "interrupted": False,
         "stopping_generation": False,
-        "job": "" if job is None else job.id,
-        "job_count": len(running) + len(waiting),
+        "job": "",
+        "job_count": sum(not job.has_ended for job in jobs),
         "job_timestamp": "0",
         "job_no": 0,
-        "sampling_step": round(progress * steps),
-        "sampling_steps": steps,
+        "sampling_step": 0,
+        "sampling_steps": 0,
     }
-    eta = _estimate_seconds_left(job)
-    return AsciiJSONResponse(
-        {"progress": progress, "eta_relative": eta, "state": state, "current_image": None, "textinfo": None}
-    )
+    answer = {"progress": 0.0, "eta_relative": 0.0, "state": state, "current_image": None, "textinfo": None}
+    running = [job for job in jobs if job.state == "running"]
+    if running:
+        job = min(running, key=lambda job: job.started or job.created)
+        steps = job.request.options.steps or service.facts.find_default("num_inference_steps") or 0
+        answer["progress"] = job.progress / 100
+        state |= {"job": job.id, "sampling_step": round(steps * job.progress / 100), "sampling_steps": steps}
+        # From the part that is done and the time that it took.
+        if job.started is not None and job.progress:
+            seconds = max(0.0, time.time() - job.started)
+            answer["eta_relative"] = seconds * (100 - job.progress) / job.progress
+    return AsciiJSONResponse(answer)
 
 
 @router.post("/interrupt")
 async def interrupt_jobs(http: HttpRequest) -> Response:
-    """Cancels the running pictures of a key."""
-    service, owner = find_service(http), find_owner(http)
+    """Cancels the running images of a key."""
+    service = find_service(http)
+    owner = find_owner(http)
     for job in service.list_jobs(owner, "image", limit=_MOST_LISTED):
         if job.state == "running":
             await service.cancel(job.id, owner)
@@ -237,16 +179,15 @@ async def list_sd_models(http: HttpRequest) -> Response:
 @router.get("/options")
 async def read_options(http: HttpRequest) -> Response:
     """The options that clients ask for."""
-    return AsciiJSONResponse(
-        {"sd_model_checkpoint": find_served_name(find_service(http).facts.name), "samples_format": "png"}
-    )
+    name = find_served_name(find_service(http).facts.name)
+    return AsciiJSONResponse({"sd_model_checkpoint": name, "samples_format": "png"})
 
 
 @router.post("/options")
 async def write_options(http: HttpRequest) -> Response:
-    """Takes options, and changes none: the served model stays. Those that ask for something else are named."""
+    """Accepts options, and changes none: the served model stays. Warnings name those that ask for a change."""
     values = await read_json_object(http)
-    warnings = list_unheeded_settings(values, find_served_name(find_service(http).facts.name), "")
+    warnings = _list_ignored_settings(values, find_served_name(find_service(http).facts.name), "")
     return AsciiJSONResponse({"warnings": shorten_warnings(warnings)} if warnings else None)
 
 
@@ -275,148 +216,145 @@ async def list_loras(http: HttpRequest) -> Response:
     return AsciiJSONResponse([{"name": name, "alias": name, "path": name, "metadata": {}} for name in names])
 
 
-async def _draw_and_answer(
-    http: HttpRequest, values: dict[str, Any], fields: StableDiffusionFields, body: Body, unheeded: tuple[str, ...]
+async def _generate_and_answer(
+    http: HttpRequest, values: dict[str, Any], fields: StableDiffusionFields, body: Body
 ) -> Response:
-    """Draws what the fields say, but for those of the other route, which are named where they ask for something."""
-    facts, has_picture = find_facts(http, "image"), bool(body.pictures)
-    image_fields, warnings = convert_fields(fields, facts, has_picture=has_picture)
-    warnings += list_unheeded_fields(values, find_served_name(facts.name), unheeded)
-    image_fields = image_fields.model_copy(update={"strength": fields.denoising_strength if has_picture else None})
-    job, order = await submit_order(http, image_fields, body, resize_mask=True)
-    job = check_done(await await_job_end(http, job))
-    images = [await asyncio.to_thread(encode_base64, content) for content in await read_outputs(http, job)]
-    info = _build_info(job, facts, warnings + order.warnings)
+    facts = find_facts(http, "image")
+    has_image = bool(body.images)
+    image_fields, warnings = convert_fields(fields, facts, has_image=has_image)
+    warnings += list_ignored_fields(values, find_served_name(facts.name), has_image=has_image)
+    if has_image:
+        image_fields = image_fields.model_copy(update={"strength": fields.denoising_strength})
+    job = await submit_request(http, image_fields, body, resize_mask=True)
+    job = await await_job_end(http, job)
+    result = check_done(job)
+    images = []
+    for content in await read_outputs(http, job, result):
+        images.append(await asyncio.to_thread(encode_base64, content))
+    info = _build_info(job, facts, warnings + job.request.client["warnings"])
     parameters = {name: value for name, value in values.items() if name not in ("init_images", "mask")}
     return AsciiJSONResponse({"images": images, "parameters": parameters, "info": json.dumps(info)})
 
 
 def convert_fields(
-    fields: StableDiffusionFields, facts: ModelFacts, *, has_picture: bool
+    fields: StableDiffusionFields, facts: ModelFacts, *, has_image: bool
 ) -> tuple[ImageFields, list[str]]:
-    """The fields as OpenAI's route has them, as far as the model takes them; and what was left out.
-
-    Args:
-        fields: as they came.
-        facts: of the served model.
-        has_picture: whether it starts from a picture.
-    """
-    warnings, loras = [], {name: float(scale or 1) for name, scale in _read_lora_tags(fields.prompt)}
+    """The fields as OpenAI's route has them, as far as the model takes them; and warnings of what was left out."""
+    warnings = []
     values: dict[str, Any] = {
-        "prompt": " ".join(_LORA.sub(" ", fields.prompt).split()) if loras else fields.prompt,
+        "prompt": fields.prompt,
         "seed": fields.seed,
         "n": min(fields.batch_size * fields.n_iter, 2**31),
         "num_inference_steps": fields.steps,
-        "lora": loras or None,
     }
+    loras = _read_lora_tags(fields.prompt)
+    if loras:
+        values["lora"] = loras
+        values["prompt"] = " ".join(_LORA.sub(" ", fields.prompt).split())
     for name in ("sampler_name", "scheduler"):
-        if getattr(fields, name) not in (None, *_NAMES_OF_NONE):
-            warnings.append(f"{name} was not heeded: the model draws by its own")
-    call = (facts.edit if has_picture else facts.call) or facts.call
-    if fields.cfg_scale is not None and ("guidance_scale" in call.defaults or "true_cfg_scale" in call.defaults):
-        values["guidance_scale"] = fields.cfg_scale
-    elif fields.cfg_scale is not None:
-        warnings.append("cfg_scale was left out, which this model does not take")
+        if getattr(fields, name) not in _NEUTRAL:
+            warnings.append(f"{name} was ignored: the model has its own")
+    call = facts.call
+    if has_image and facts.edit is not None:
+        call = facts.edit
+    if fields.cfg_scale is not None:
+        if "guidance_scale" in call.defaults or "true_cfg_scale" in call.defaults:
+            values["guidance_scale"] = fields.cfg_scale
+        else:
+            warnings.append("cfg_scale was left out, which this model does not take")
     if fields.negative_prompt.strip():
         if call.heeds_negative_prompt(facts.base, fields.cfg_scale):
             values["negative_prompt"] = fields.negative_prompt
         else:
-            warnings.append("negative_prompt was left out, which this model does not heed at this cfg_scale")
+            warnings.append("negative_prompt was left out, which this model does not use at this cfg_scale")
     for name in ("width", "height"):
         side = getattr(fields, name)
         if side is not None:
-            values[name] = max(1, round(side / facts.size_multiple)) * facts.size_multiple
+            values[name] = round_side(side, facts)
             if values[name] != side:
-                warnings.append(f"{name} is {values[name]}: this model draws multiples of {facts.size_multiple}")
+                warnings.append(f"{name} is {values[name]}: this model takes multiples of {facts.size_multiple}")
     return validate_fields(ImageFields, _drop_nulls(values)), warnings
 
 
-def list_unheeded_fields(values: Mapping[str, Any], served: str, unheeded: Iterable[str]) -> list[str]:
-    """Warnings of fields that ask for something that is not done.
-
-    Args:
-        values: fields of the request.
-        served: the name of the served model.
-        unheeded: fields that are heeded on the other route alone.
-    """
+def list_ignored_fields(values: Mapping[str, Any], served: str, *, has_image: bool) -> list[str]:
+    """Warnings of fields that ask for something that is not done."""
+    used = set(StableDiffusionFields.model_fields)
+    if not has_image:
+        used.difference_update(_IMAGE_FIELDS)
     warnings: list[str] = []
     for name in sorted(values):
         value = values[name]
-        if name in StableDiffusionFields.model_fields and name not in unheeded:
+        if name in used or not _asks_for_something(values, name):
             continue
         if name == "override_settings" and isinstance(value, dict):
-            warnings += list_unheeded_settings(value, served, "override_settings.")
+            warnings += _list_ignored_settings(value, served, "override_settings.")
         elif name == "alwayson_scripts" and isinstance(value, dict):
-            warnings += [f"{name}.{script[:60]} was not heeded: this server has no scripts" for script in sorted(value)]
-        elif not _asks_for_something(values, name):
-            continue
-        elif name in (*NEUTRAL_VALUES, "override_settings", "alwayson_scripts"):
-            warnings.append(f"{name}={shorten_value(value)} was not heeded")
+            warnings += [f"{name}.{script[:60]} was ignored: this server has no scripts" for script in sorted(value)]
         else:
-            warnings.append(warn_of_unknown_field(name))
+            warnings.append(f"{name[:60]}={shorten_value(value)} was ignored")
     return shorten_warnings(warnings)
 
 
-def list_unheeded_settings(settings: Mapping[str, Any], served: str, prefix: str) -> list[str]:
-    """Warnings of settings of the web UI that ask for something else than what is served."""
-    neutral = NEUTRAL_SETTINGS | {"sd_model_checkpoint": (served, "")}
-    return [
-        f"{prefix}{name[:60]}={shorten_value(settings[name])} was not heeded"
-        for name in sorted(settings)
-        if settings[name] is not None and settings[name] not in neutral.get(name, ())
-    ]
+def _list_ignored_settings(settings: Mapping[str, Any], served: str, prefix: str) -> list[str]:
+    """Warnings of settings of the web UI that differ from what is served."""
+    warnings = []
+    for name in sorted(settings):
+        value = settings[name]
+        if name == "sd_model_checkpoint" and value == served:
+            continue
+        if _asks_for_something(settings, name):
+            warnings.append(f"{prefix}{name[:60]}={shorten_value(value)} was ignored")
+    return warnings
 
 
 def _asks_for_something(values: Mapping[str, Any], name: str) -> bool:
-    """Whether a field has a value that a picture would have to heed."""
+    """Whether a field has a value that would change the image."""
     value = values.get(name)
-    if value is None or value in NEUTRAL_VALUES.get(name, ()):
+    if value is None or value in _NEUTRAL_VALUES.get(name, _NEUTRAL):
         return False
-    switches = [switch for pattern, switch in _DEPENDS_ON if pattern.fullmatch(name)]
-    return not switches or _asks_for_something(values, switches[0])
+    for pattern, switch in _DEPENDS_ON:
+        if pattern.fullmatch(name):
+            return _asks_for_something(values, switch)
+    return True
 
 
-def _read_lora_tags(prompt: str) -> list[tuple[str, str]]:
-    found = _LORA.findall(prompt)
-    for name, scale in found:
-        if scale and not re.fullmatch(r"\d*\.?\d+|\d+\.", scale):
+def _read_lora_tags(prompt: str) -> dict[str, float]:
+    """The LoRAs that a prompt names: name -> scale."""
+    loras = {}
+    for name, scale in _LORA.findall(prompt):
+        if scale and not _NUMBER.fullmatch(scale):
             raise RequestError(f"<lora:{name}:{scale}> has no number; try <lora:{name}:0.8>", param="prompt")
-    return found
+        loras[name] = float(scale or 1)
+    return loras
 
 
 def _build_info(job: Job, facts: ModelFacts, warnings: list[str]) -> dict[str, Any]:
-    options, drawn = job.request.options, job.drawn
-    assert drawn is not None
+    options = job.request.options
+    result = check_done(job)
     return {
         "prompt": options.prompt,
         "negative_prompt": options.negative_prompt or "",
-        "seed": drawn.seeds[0],
-        "all_seeds": drawn.seeds,
-        "all_prompts": [options.prompt] * len(drawn.seeds),
-        "width": drawn.size[0],
-        "height": drawn.size[1],
-        "steps": drawn.num_steps,
+        "seed": result.seeds[0],
+        "all_seeds": result.seeds,
+        "all_prompts": [options.prompt] * len(result.seeds),
+        "width": result.size[0],
+        "height": result.size[1],
+        "steps": result.num_steps,
         "cfg_scale": options.guidance,
         "sampler_name": OWN_VALUE,
-        "batch_size": len(drawn.seeds),
+        "batch_size": len(result.seeds),
         "sd_model_name": find_served_name(facts.name),
-        "inference_time_s": drawn.seconds.get("total"),
+        "inference_time_s": result.seconds.get("total"),
         "warnings": warnings,
     }
 
 
-def _estimate_seconds_left(job: Job | None) -> float:
-    """From the part that is done and the time that it took; 0 if nothing is known."""
-    if job is None or job.started is None or not job.progress:
-        return 0.0
-    spent = max(0.0, time.time() - job.started)
-    return spent * (100 - job.progress) / job.progress
-
-
 def _validate_fields(http: HttpRequest, values: Mapping[str, Any]) -> StableDiffusionFields:
-    own = list_own_values(find_facts(http, "image"))
+    examples = list_own_values(find_facts(http, "image"))
     sent_names = {"num_inference_steps": "steps", "guidance_scale": "cfg_scale", "strength": "denoising_strength"}
-    examples = {sent_names.get(name, name): value for name, value in own.items()}
+    for name, sent_name in sent_names.items():
+        if name in examples:
+            examples[sent_name] = examples.pop(name)
     return validate_fields(StableDiffusionFields, _drop_nulls(values), examples)
 
 

@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON, forms and the pictures in them, read within limits and checked by what they hold."""
+"""Bodies of requests: JSON, forms and the images in them, read within limits and checked by their content."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from fastapi import Request as HttpRequest
 from PIL import Image, ImageOps
@@ -20,35 +20,30 @@ from starlette.datastructures import UploadFile
 
 from ditile.runner.requests.pictures import DECODE_ERRORS, convert_mask
 from ditile.serve.api.answers import RequestError
+from ditile.serve.jobs import shorten_line
 
+# Of images; of a moving one the first frame counts.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Of pictures; of a moving one the first is taken."""
 MAX_FIELDS = 256
-PICTURE_FIELDS = ("image", "images", "url", "image_url", "input_reference")
-"""Fields that hold pictures to start from; any of them may end in []."""
+# Fields that hold images to start from, and masks; any of them may end in [].
+IMAGE_FIELDS = ("image", "images", "url", "image_url", "input_reference")
 MASK_FIELDS = ("mask", "mask_image")
+# How a form names the scale of a LoRA: lora[style]=0.8.
 _LORA_FIELD = re.compile(r"lora\[([^\[\]]+)\]")
-"""How a form names the scale of a LoRA: lora[style]=0.8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Body:
-    """A request's body.
+    """A request's body: field -> value (in a form all are texts), and apart from them its images and masks as sent."""
 
-    Attributes:
-        values: field -> value; in a form all values are texts.
-        pictures: the pictures to start from, as they came.
-        masks: likewise.
-    """
-
-    values: dict[str, Any]
-    pictures: list[bytes] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    images: list[bytes] = field(default_factory=list)
     masks: list[bytes] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Picture:
-    """A picture that was decoded, in RGB (a mask in gray), as PNG."""
+class Upload:
+    """An image that was decoded, in RGB (a mask in gray), as PNG."""
 
     png: bytes
     width: int
@@ -59,21 +54,22 @@ async def read_body(http: HttpRequest) -> Body:
     """The body of a request, as JSON or as a form, whichever it is.
 
     Raises:
-        RequestError: if it is neither, or a picture is an address or no base64.
+        RequestError: if it is neither, or an image is an address or no base64.
     """
-    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind == "multipart/form-data":
+    media_type, _, _ = http.headers.get("content-type", "").partition(";")
+    media_type = media_type.strip().lower()
+    if media_type == "multipart/form-data":
         return await _read_form(http)
     content = await http.body()
     # What curl calls a form by default is often JSON.
-    if kind == "application/x-www-form-urlencoded" and not content.lstrip().startswith(b"{"):
+    if media_type == "application/x-www-form-urlencoded" and not content.lstrip().startswith(b"{"):
         return await _read_form(http)
-    return await asyncio.to_thread(lambda: take_pictures(parse_json_object(content)))
+    # Bodies have tens of MB, for which the event loop does not wait.
+    return await asyncio.to_thread(lambda: take_images(parse_json_object(content)))
 
 
 async def read_json_object(http: HttpRequest) -> dict[str, Any]:
     """The JSON object in the body of a request. Raises `RequestError` as `parse_json_object` does."""
-    # Bodies have tens of MB, which the event loop is not to wait for.
     return await asyncio.to_thread(parse_json_object, await http.body())
 
 
@@ -81,38 +77,32 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     """The JSON object in a body. Of a key that is there twice, the last one counts.
 
     Raises:
-        RequestError: if it is none, or holds NaN or infinity, or lists in lists without end.
+        RequestError: if there is none, or it holds NaN or infinity, or lists in lists without end.
     """
     try:
         values = json.loads(content, parse_constant=_refuse_constant, parse_float=_parse_finite_number)
     except RecursionError:
         raise RequestError("the JSON is nested too deep; send one object of plain fields", code="bad_json") from None
     except ValueError as error:
-        what = " ".join(str(error).split())[:200]
-        raise RequestError(f'the body is no JSON ({what}); try {{"prompt": "..."}}', code="bad_json") from None
+        reason = shorten_line(error, 200)
+        raise RequestError(f'the body is no JSON ({reason}); try {{"prompt": "..."}}', code="bad_json") from None
     if not isinstance(values, dict):
         raise RequestError('the JSON is no object; try {"prompt": "..."}', code="bad_json")
     return values
 
 
-def take_pictures(values: Mapping[str, Any], files: Mapping[str, list[bytes]] | None = None) -> Body:
-    """A body of its fields, with the pictures taken out of them.
-
-    Args:
-        values: the fields; pictures are data URLs, base64, or objects with an `image_url`, or lists of these.
-        files: field -> pictures that came as files.
-    """
-    found: dict[bool, list[bytes]] = {False: [], True: []}
-    rest = dict(values)
-    for name in [*(files or {}), *values]:
-        plain = name.removesuffix("[]")
-        if plain not in (*PICTURE_FIELDS, *MASK_FIELDS):
-            continue
-        target = found[plain in MASK_FIELDS]
-        target += (files or {}).get(name, [])
-        target += [decode_base64(text, plain) for text in _list_picture_texts(rest.pop(name, None), plain)]
-        files = {key: content for key, content in (files or {}).items() if key != name}
-    return Body(values=rest, pictures=found[False], masks=found[True])
+def take_images(values: Mapping[str, Any]) -> Body:
+    """A body of its fields, with the images taken out of them: bytes, data URLs, base64, objects, or lists of these."""
+    body = Body()
+    for name, value in values.items():
+        plain_name = name.removesuffix("[]")
+        if plain_name in IMAGE_FIELDS:
+            body.images.extend(_collect_images(value, plain_name))
+        elif plain_name in MASK_FIELDS:
+            body.masks.extend(_collect_images(value, plain_name))
+        else:
+            body.values[name] = value
+    return body
 
 
 def decode_base64(text: str, param: str) -> bytes:
@@ -137,55 +127,51 @@ def decode_base64(text: str, param: str) -> bytes:
         ) from None
 
 
-async def decode_pictures(
-    body: Body, max_pixels: int, most: int, *, resize_mask: bool = False
-) -> tuple[list[Picture], bytes | None]:
-    """The pictures of a body, and its mask as PNG, which is white where the picture is drawn anew.
+async def decode_uploads(
+    body: Body, max_pixels: int, max_images: int, *, resize_mask: bool = False
+) -> tuple[list[Upload], bytes | None]:
+    """The images of a body, and its mask as PNG, which is white where the image is generated again.
 
     Args:
         body: as it was read.
-        max_pixels: of a picture.
-        most: pictures that the model starts from at most.
-        resize_mask: whether a mask of another size is brought to that of the first picture.
+        max_pixels: of an image.
+        max_images: from which the model can start.
+        resize_mask: whether a mask of another size is resized to the first image.
 
     Raises:
-        RequestError: if one of them is no picture, or too large, or the mask's size is not the picture's.
+        RequestError: if one of them is no image, or too large, or the mask's size is not the image's.
     """
-    # Before work: each may be of as many pixels as are allowed.
-    if len(body.pictures) > max(1, most):
-        raise RequestError(f"there are {len(body.pictures)} pictures; send {max(1, most)}", status=422, param="image")
-    pictures = [await asyncio.to_thread(_decode_picture, content, "image", max_pixels) for content in body.pictures]
+    # Before any is decoded: each may have as many pixels as are allowed.
+    most = max(1, max_images)
+    if len(body.images) > most:
+        raise RequestError(f"there are {len(body.images)} images; send {most}", status=422, param="image")
+    images = [await asyncio.to_thread(decode_upload, content, "image", max_pixels) for content in body.images]
     if not body.masks:
-        return pictures, None
-    if not pictures:
-        raise RequestError("mask needs a picture; add image", param="mask")
+        return images, None
+    if not images:
+        raise RequestError("mask needs an image; add image", param="mask")
     if len(body.masks) > 1:
         raise RequestError("there are several masks; send one", param="mask")
-    mask = await asyncio.to_thread(_decode_picture, body.masks[0], "mask", max_pixels, of_mask=True)
-    first = pictures[0]
-    if (mask.width, mask.height) != (first.width, first.height):
-        if not resize_mask:
-            raise RequestError(
-                f"mask is {mask.width}x{mask.height}, the picture {first.width}x{first.height}; send both in one size",
-                status=422,
-                param="mask",
-            )
-        return pictures, await asyncio.to_thread(_resize_png, mask.png, (first.width, first.height))
-    return pictures, mask.png
+    size = (images[0].width, images[0].height)
+    target_size = size if resize_mask else None
+    mask = await asyncio.to_thread(decode_upload, body.masks[0], "mask", max_pixels, target_size)
+    if (mask.width, mask.height) != size:
+        raise RequestError(
+            f"mask is {mask.width}x{mask.height}, the image {size[0]}x{size[1]}; send both in one size",
+            status=422,
+            param="mask",
+        )
+    return images, mask.png
 
 
-def convert_png(png: bytes, output_format: str, compression: int) -> bytes:
-    """A PNG of this server in another format of pictures."""
-    if output_format not in ("jpeg", "webp"):
-        return png
-    encoded = io.BytesIO()
-    with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
-        image.convert("RGB").save(encoded, format=output_format, quality=compression)
-    return encoded.getvalue()
+def decode_upload(
+    content: bytes, param: Literal["image", "mask"], max_pixels: int, target_size: tuple[int, int] | None = None
+) -> Upload:
+    """One image or mask, decoded after a look at the size in its header; resized if `target_size` says so.
 
-
-def _decode_picture(content: bytes, param: str, max_pixels: int, *, of_mask: bool = False) -> Picture:
-    """Decodes one picture, after a look at the size that its head says."""
+    Raises:
+        RequestError: if it is no image, or has more than `max_pixels`.
+    """
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             width, height = image.size
@@ -197,67 +183,81 @@ def _decode_picture(content: bytes, param: str, max_pixels: int, *, of_mask: boo
                 )
             image.load()
             upright = ImageOps.exif_transpose(image)
-            decoded = convert_mask(upright) if of_mask else upright.convert("RGB")
+            decoded = convert_mask(upright) if param == "mask" else upright.convert("RGB")
     except RequestError:
         raise
     except DECODE_ERRORS:
         raise RequestError(
-            f"{param} cannot be read as a picture; send a whole file of {', '.join(FORMATS)}", param=param
+            f"{param} cannot be read as an image; send a whole file of {', '.join(FORMATS)}", param=param
         ) from None
-    encoded = io.BytesIO()
-    # A new picture of the pixels alone, without the texts and profiles of the file.
+    if target_size is not None and decoded.size != target_size:
+        decoded = decoded.resize(target_size)
+    # A new image of the pixels alone, without the texts and profiles of the file.
     clean = Image.frombytes(decoded.mode, decoded.size, decoded.tobytes())
+    encoded = io.BytesIO()
     clean.save(encoded, format="PNG", compress_level=1)
-    return Picture(png=encoded.getvalue(), width=clean.width, height=clean.height)
+    return Upload(png=encoded.getvalue(), width=clean.width, height=clean.height)
 
 
-def _resize_png(png: bytes, size: tuple[int, int]) -> bytes:
+def convert_png(png: bytes, output_format: str, compression: int) -> bytes:
+    """A PNG of this server in another image format; of a video's formats it stays PNG."""
+    if output_format not in ("jpeg", "webp"):
+        return png
     encoded = io.BytesIO()
     with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
-        image.resize(size).save(encoded, format="PNG")
+        image.convert("RGB").save(encoded, format=output_format, quality=compression)
     return encoded.getvalue()
 
 
 async def _read_form(http: HttpRequest) -> Body:
     """A form. Its files stay in memory or in files without a name."""
-    values: dict[str, Any] = {}
-    files: dict[str, list[bytes]] = {}
-    size = http.app.state.service.options.max_body
+    max_body = http.app.state.service.options.max_body
     try:
-        form = await http.form(max_files=MAX_FIELDS, max_fields=MAX_FIELDS, max_part_size=size)
-    except (ValueError, LookupError) as error:  # a boundary or a charset that is none
-        raise RequestError(f"the form cannot be read: {' '.join(str(error).split())[:200]}", code="bad_form") from None
+        form = await http.form(max_files=MAX_FIELDS, max_fields=MAX_FIELDS, max_part_size=max_body)
+    # A boundary or a charset that is none.
+    except (ValueError, LookupError) as error:
+        raise RequestError(f"the form cannot be read: {shorten_line(error, 200)}", code="bad_form") from None
+    values: dict[str, Any] = {}
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(form.close)
         for name, value in form.multi_items():
-            if isinstance(value, UploadFile):
-                if name.removesuffix("[]") not in (*PICTURE_FIELDS, *MASK_FIELDS):
-                    raise RequestError(f"{name[:40]!r} is a file; send pictures as image or mask", param=name[:40])
-                files.setdefault(name, []).append(await value.read())
-            elif name.removesuffix("[]") in PICTURE_FIELDS:
-                values.setdefault(name, []).append(value)
-            elif (found := _LORA_FIELD.fullmatch(name)) and isinstance(values.setdefault("lora", {}), dict):
-                values["lora"][found[1]] = value
+            lora = _LORA_FIELD.fullmatch(name)
+            if name.removesuffix("[]") in (*IMAGE_FIELDS, *MASK_FIELDS):
+                content = await value.read() if isinstance(value, UploadFile) else value
+                values.setdefault(name, []).append(content)
+            elif isinstance(value, UploadFile):
+                raise RequestError(f"{name[:40]!r} is a file; send images as image or mask", param=name[:40])
+            elif lora is not None and isinstance(values.setdefault("lora", {}), dict):
+                values["lora"][lora[1]] = value
             else:
                 values[name] = value
-    return await asyncio.to_thread(take_pictures, values, files)
+    return await asyncio.to_thread(take_images, values)
 
 
-def _list_picture_texts(value: Any, param: str) -> list[str]:
-    """The texts of a field that holds pictures."""
+def _collect_images(value: Any, param: str) -> list[bytes]:
+    """The images in the value of a field."""
     if value is None or value == "":
         return []
-    if isinstance(value, str):
+    if isinstance(value, bytes):
         return [value]
-    if isinstance(value, list) and len(value) <= MAX_FIELDS and not any(isinstance(item, list) for item in value):
-        return [text for item in value for text in _list_picture_texts(item, param)]
+    if isinstance(value, str):
+        return [decode_base64(value, param)]
+    # Lists in lists could be nested without end.
+    is_flat_list = isinstance(value, list) and not any(isinstance(item, list) for item in value)
+    if is_flat_list and len(value) <= MAX_FIELDS:
+        images = []
+        for item in value:
+            images += _collect_images(item, param)
+        return images
     if isinstance(value, dict):
+        # OpenAI has {"image_url": "..."}, and in chats {"image_url": {"url": "..."}}.
         for name in ("image_url", "url"):
-            if isinstance(text := value.get(name), str):
-                return [text]
-            if isinstance(text, dict) and isinstance(text.get("url"), str):
-                return [text["url"]]
-    raise RequestError(f"{param} is no picture; send a file, or a text data:image/png;base64,...", param=param)
+            text = value.get(name)
+            if isinstance(text, dict):
+                text = text.get("url")
+            if isinstance(text, str):
+                return [decode_base64(text, param)]
+    raise RequestError(f"{param} is no image; send a file, or a text data:image/png;base64,...", param=param)
 
 
 def _parse_finite_number(text: str) -> float:

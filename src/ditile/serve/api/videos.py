@@ -1,4 +1,4 @@
-"""OpenAI's videos: jobs that are asked for, watched, fetched, drawn anew with another prompt, and deleted."""
+"""OpenAI's videos: jobs that are requested, watched, fetched, remixed with another prompt, and deleted."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ditile.serve.api.fields import (
     check_prompt,
     list_unknown_fields,
     parse_fields,
-    submit_order,
+    submit_request,
     validate_fields,
 )
-from ditile.serve.api.images import MEDIA_TYPES
+from ditile.serve.api.images import MEDIA_TYPES, describe_body
 from ditile.serve.api.uploads import read_body
 from ditile.serve.jobs import POSTER, SPRITESHEET, Job, JobNotFoundError, State
 
 router = APIRouter()
+# After which a client may ask again for a video that is not done.
 POLL_MS = 500
-"""After which a client may ask again for a video that is drawn."""
 STATUSES: dict[State, str] = {
     "queued": "queued",
     "running": "in_progress",
@@ -41,23 +41,14 @@ STATUSES: dict[State, str] = {
     "failed": "failed",
     "cancelled": "failed",
 }
-_BODY = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            kind: {"schema": VideoFields.model_json_schema()} for kind in ("application/json", "multipart/form-data")
-        },
-    }
-}
 
 
-@router.post("/v1/videos", openapi_extra=_BODY)
+@router.post("/v1/videos", openapi_extra=describe_body(VideoFields))
 async def create_video(http: HttpRequest) -> Response:
-    """Accepts a video, which is drawn when its turn comes."""
+    """Accepts a video, which is generated when its turn comes."""
     body = await read_body(http)
     fields = parse_fields(VideoFields, body.values, find_facts(http, "video"))
-    job, _ = await submit_order(http, fields, body)
-    return _answer_video(job)
+    return _answer_video(await submit_request(http, fields, body))
 
 
 @router.get("/v1/videos")
@@ -69,24 +60,24 @@ async def list_videos(
 ) -> Response:
     """The videos of a key, the newest first."""
     service = find_service(http)
-    # One more says whether there are more.
+    # One more tells whether there are more.
     jobs = service.list_jobs(find_owner(http), "video", after=after, limit=limit + 1, newest_first=order == "desc")
     data = [describe_video(job) for job in jobs[:limit]]
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return AsciiJSONResponse(
-        {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(jobs) > limit}
-    )
+    answer = {"object": "list", "data": data, "first_id": None, "last_id": None, "has_more": len(jobs) > limit}
+    if data:
+        answer |= {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    return AsciiJSONResponse(answer)
 
 
 @router.get("/v1/videos/{job_id}")
 async def read_video(http: HttpRequest, job_id: str) -> Response:
-    """A video as it is now; of one that failed too."""
+    """A video as it is now, also one that failed."""
     return _answer_video(_find_video(http, job_id))
 
 
 @router.delete("/v1/videos/{job_id}")
 async def delete_video(http: HttpRequest, job_id: str) -> Response:
-    """Ends a video that is drawn, and removes it and its files."""
+    """Ends a video that is not done, and removes it and its files."""
     job = _find_video(http, job_id)
     await find_service(http).delete(job.id, find_owner(http))
     return AsciiJSONResponse({"id": job.id, "object": "video.deleted", "deleted": True})
@@ -96,40 +87,44 @@ async def delete_video(http: HttpRequest, job_id: str) -> Response:
 async def read_video_content(
     http: HttpRequest, job_id: str, variant: Literal["video", "thumbnail", "spritesheet"] = "video"
 ) -> Response:
-    """The file of a video, or a picture of its first frame or of many frames."""
+    """The file of a video, or an image of its first frame or of many frames."""
     job = _find_video(http, job_id)
-    if job.drawn is None:
-        status = STATUSES[job.state]
-        hint = "draw it again" if job.has_ended else "ask for its status until it is completed"
-        raise RequestError(f"{job.id} is {status}; {hint}", code="video_not_completed")
-    name = {"video": job.drawn.files[0], "thumbnail": POSTER, "spritesheet": SPRITESHEET}[variant]
+    if job.result is None:
+        hint = "generate it again" if job.has_ended else "ask for its status until it is completed"
+        raise RequestError(f"{job.id} is {STATUSES[job.state]}; {hint}", code="video_not_completed")
+    name = {"video": job.result.files[0], "thumbnail": POSTER, "spritesheet": SPRITESHEET}[variant]
     content = await asyncio.to_thread(find_service(http).read_output, job, name)
-    kind = MEDIA_TYPES[name.rpartition(".")[2]]
-    return Response(content, media_type=kind, headers={"x-content-type-options": "nosniff"})
+    media_type = MEDIA_TYPES[name.rpartition(".")[2]]
+    return Response(content, media_type=media_type, headers={"x-content-type-options": "nosniff"})
 
 
 @router.post("/v1/videos/{job_id}/remix")
 async def remix_video(http: HttpRequest, job_id: str) -> Response:
     """The same video, with its seed and settings, of another prompt."""
-    job, body = _find_video(http, job_id), await read_body(http)
-    service, facts = find_service(http), find_facts(http, "video")
-    if body.pictures or body.masks:
+    job = _find_video(http, job_id)
+    body = await read_body(http)
+    service = find_service(http)
+    facts = find_facts(http, "video")
+    if body.images or body.masks:
         raise RequestError(
-            "a remix starts from what its video started from; send pictures to /v1/videos",
+            "a remix starts from what its video started from; send images to /v1/videos",
             param="input_reference",
             code="unsupported_value",
         )
     fields = validate_fields(RemixFields, body.values)
     check_prompt(fields.prompt, service.options)
-    if (model := job.request.options.model) != facts.name:  # of a server before this one, whose jobs are in its folder
+    model = job.request.options.model
+    # An earlier server with another model may have used this state folder.
+    if model != facts.name:
         raise RequestError(
-            f"{job.id} was drawn by {find_served_name(model)}, and {find_served_name(facts.name)} is served; ask for a "
-            "new video",
+            f"{job.id} was generated by {find_served_name(model)}, and {find_served_name(facts.name)} is served; ask "
+            "for a new video",
             status=422,
             code="other_model",
         )
-    names = job.request.client["inputs"]
-    inputs = {name: await asyncio.to_thread(service.read_output, job, name) for name in names}
+    inputs = {}
+    for name in job.request.client["inputs"]:
+        inputs[name] = await asyncio.to_thread(service.read_output, job, name)
     request = dataclasses.replace(
         job.request,
         options=dataclasses.replace(job.request.options, prompt=fields.prompt),
@@ -142,33 +137,40 @@ async def remix_video(http: HttpRequest, job_id: str) -> Response:
 
 def describe_video(job: Job) -> dict[str, Any]:
     """A video as OpenAI's clients read it, with its seed, rate and seconds of work."""
-    options, drawn, client = job.request.options, job.drawn, job.request.client
-    frames, fps = (client["frames"], client["fps"]) if drawn is None else (drawn.frames, drawn.fps)
-    error = None
-    if job.state in ("failed", "cancelled"):
-        code, message = describe_failure(job)
-        error = {"code": code, "message": message}
-    return {
+    client = job.request.client
+    answer = {
         "id": job.id,
         "object": "video",
         "created_at": int(job.created),
-        "completed_at": None if job.ended is None or drawn is None else int(job.ended),
+        "completed_at": None,
         "expires_at": None if job.expires is None else int(job.expires),
         "status": STATUSES[job.state],
         "progress": job.progress,
         "model": client["model"],
-        "prompt": options.prompt,
-        "seconds": f"{frames / fps:g}",
-        "size": client["size"] if drawn is None else "{}x{}".format(*drawn.size),
-        "error": error,
+        "prompt": job.request.options.prompt,
+        "size": client["size"],
+        "error": None,
         "remixed_from_video_id": client.get("remixed_from"),
-        "seed": options.seed,
-        "num_frames": frames,
-        "fps": fps,
+        "seed": job.request.options.seed,
+        "num_frames": client["frames"],
+        "fps": client["fps"],
         "output_format": job.request.output_format,
-        "inference_time_s": None if drawn is None else drawn.seconds.get("total"),
+        "inference_time_s": None,
         "warnings": client["warnings"],
     }
+    # What was generated may differ from what was expected.
+    if job.result is not None:
+        answer |= {
+            "completed_at": None if job.ended is None else int(job.ended),
+            "size": "{}x{}".format(*job.result.size),
+            "num_frames": job.result.frames,
+            "fps": job.result.fps,
+            "inference_time_s": job.result.seconds.get("total"),
+        }
+    elif job.has_ended:
+        failure = describe_failure(job)
+        answer["error"] = {"code": failure.code, "message": failure.message}
+    return answer | {"seconds": f"{answer['num_frames'] / answer['fps']:g}"}
 
 
 def _find_video(http: HttpRequest, job_id: str) -> Job:

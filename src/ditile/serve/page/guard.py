@@ -1,4 +1,4 @@
-"""What comes to Gradio's routes, checked before Gradio reads it: it would answer 500, or write a traceback."""
+"""Checks of requests to Gradio's routes before Gradio reads them: it would answer 500, or write a traceback."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ditile.serve.api.answers import RequestError, answer_error
 from ditile.serve.api.uploads import parse_json_object
+from ditile.serve.jobs import shorten_line
 
 LOG = logging.getLogger("ditile")
-JOIN_PATH, EVENTS_PATH = "/gradio_api/queue/join", "/gradio_api/queue/data"
+JOIN_PATH = "/gradio_api/queue/join"
+EVENTS_PATH = "/gradio_api/queue/data"
+# Paths of Gradio that take an object of JSON.
 JSON_PATHS = (JOIN_PATH, "/gradio_api/reset", "/gradio_api/cancel")
-"""Paths of Gradio that take an object of JSON."""
 
 
 class PageBlocks(gr.Blocks):
@@ -26,13 +28,13 @@ class PageBlocks(gr.Blocks):
         try:
             return await super().process_api(*args, **options)
         except (ValueError, TypeError, LookupError, AttributeError) as error:
-            LOG.warning("an event of the page was refused: %s", " ".join(str(error).split())[:200])
+            LOG.warning("an event of the page was refused: %s", shorten_line(error, 200))
             LOG.debug("an event of the page was refused", exc_info=error)
-            raise gr.Error("the page sent what it cannot send; load it again", print_exception=False) from None
+            raise gr.Error("the page sent unexpected values; load it again", print_exception=False) from None
 
 
 class PageGuard:
-    """Lets through what the page sends to Gradio.
+    """Passes on to Gradio's app what the page sends.
 
     Args:
         app: of Gradio.
@@ -40,7 +42,8 @@ class PageGuard:
     """
 
     def __init__(self, app: ASGIApp, blocks: gr.Blocks) -> None:
-        self._app, self._blocks = app, blocks
+        self._app = app
+        self._blocks = blocks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = HttpRequest(scope, receive)
@@ -74,10 +77,12 @@ class PageGuard:
 
 
 def _repeat_body(body: bytes, receive: Receive) -> Receive:
-    """Gives a body that was read once more, and then what comes."""
+    """Returns a body that was read once more, and then what follows."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
-        return messages.pop() if messages else await receive()
+        if messages:
+            return messages.pop()
+        return await receive()
 
     return receive_again

@@ -1,244 +1,270 @@
-"""What ditile did for a picture, as HTML and SVG: the plan, seconds, ranks, the schedule, the freshness of keys."""
+"""What ditile did for an image, as HTML and SVG: the plan, seconds, ranks, the schedule, the freshness of keys."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, Schedule
-from ditile.serve.jobs import Drawn, Job
+from ditile.serve.jobs import Job, JobResult
 
-TRACE = "trace.json"
-"""Output file of a traced job."""
-_MOST_BARS = 4000
-_ROW = 22
-_GAP = 4
-_LEFT = 64
+# More bars make a browser slow.
+_MAX_BARS = 4000
+# Of a chart, in pixels; a narrower page scrolls it. Labels of rows take the left part.
 _WIDTH = 1000
-"""Of a chart, in pixels; a narrower page scrolls it."""
-FRESH, STALE = "#2a9d8f", "#e9c46a"
-WHOLE, WAIT, OTHER = "#6c8ebf", "#b0b0b066", "#c77dba"
+_LEFT = 64
+_ROW = 26
+_BAR_HEIGHT = 22
+# Between two numbers of steps.
+_TICK = 24
+FRESH = "#2a9d8f"
+STALE = "#e9c46a"
+WHOLE = "#6c8ebf"
+WAIT = "#b0b0b066"
+OTHER = "#c77dba"
 
 
-def render_insight(job: Job, plan: Mapping[str, Any], trace: Mapping[str, Any]) -> str:
+_CHART = """<div class="scroll" tabindex="0" role="group" aria-label="{title}">
+<svg role="img" aria-label="{title}" viewBox="0 0 {width} {height}" width="{width}" height="{height}">{marks}</svg>
+</div>"""
+_TEXT = '<text x="{:.1f}" y="{}">{}</text>'
+_BAR = '<rect x="{:.2f}" y="{}" width="{:.2f}" height="{}" fill="{}"><title>{}</title></rect>'
+_LEGEND = '<span style="display:inline-block;width:.8em;height:.8em;background:{}"></span> {}&ensp;'
+_TABLE_ROW = '<tr><th scope="row">{}</th><td>{}</td></tr>'
+
+
+class Chart:
+    """An SVG with rows of bars over steps.
+
+    Args:
+        title: for screen readers.
+        labels: of the rows.
+        length: of the horizontal axis, in any unit.
+    """
+
+    def __init__(self, title: str, labels: Sequence[str], length: float) -> None:
+        self._title = title
+        self._scale = (_WIDTH - _LEFT) / length
+        self._bottom = len(labels) * _ROW
+        self._last_tick = 0.0
+        self._marks = []
+        for row, label in enumerate(labels):
+            self._marks.append(_TEXT.format(0, row * _ROW + 15, html.escape(label)))
+
+    def add_bar(self, row: int, begin: float, length: float, color: str, note: str) -> None:
+        """Adds a bar with a note for the pointer; a short one stays visible."""
+        x = _LEFT + begin * self._scale
+        width = max(length * self._scale, 0.4)
+        self._marks.append(_BAR.format(x, row * _ROW, width, _BAR_HEIGHT, color, html.escape(note)))
+
+    def add_step(self, begin: float, step: int) -> None:
+        """Adds the number of a step below the chart, if there is room; steps come in order."""
+        x = _LEFT + begin * self._scale
+        if x - self._last_tick >= _TICK:
+            self._marks.append(_TEXT.format(x, self._bottom + 11, step + 1))
+            self._last_tick = x
+
+    def render(self) -> str:
+        """The chart as HTML."""
+        return _CHART.format(title=self._title, width=_WIDTH, height=self._bottom + 16, marks="".join(self._marks))
+
+
+def render_insight(job: Job, plan_facts: Mapping[str, Any], trace: Mapping[str, Any]) -> str:
     """All of it.
 
     Args:
         job: that is done.
-        plan: what the service says of it.
+        plan_facts: what the service says of its plan.
         trace: of the job, as Chrome reads it; empty if there is none.
     """
-    drawn = job.drawn
-    assert drawn is not None
-    parts = Plan.parse(str(plan.get("plan") or ""))
-    sections = [
-        ("The plan", _render_table(_list_plan_rows(parts, drawn))),
-        ("Predicted and measured", _render_table(_list_predictions(plan, drawn))),
-        ("Micro-steps by rank", render_gantt(trace)),
-        ("Freshness of keys by patch and step", render_freshness(build_schedule(parts, drawn))),
-        ("Steps that the cache left out", _render_left_out(drawn)),
-    ]
-    return "".join(f"<section><h3>{title}</h3>{content}</section>" for title, content in sections)
+    result = job.result
+    assert result is not None, "the job is done"
+    plan = Plan.parse(str(plan_facts.get("plan") or ""))
+    sections = {
+        "The plan": _render_table(_list_plan_rows(plan, result)),
+        "Predicted and measured": _render_table(_list_predictions(plan_facts, result)),
+        "Micro-steps by rank": render_gantt(trace),
+        "Freshness of keys by patch and step": render_freshness(build_schedule(plan, result)),
+        "Steps that the cache skipped": _render_skipped(result),
+    }
+    return "".join(f"<section><h3>{title}</h3>{content}</section>" for title, content in sections.items())
 
 
-def build_schedule(plan: Plan, drawn: Drawn) -> Schedule:
-    """The schedule by which a picture was drawn: of an adaptive plan, with the steps that it chose."""
-    schedule = Schedule.from_plan(plan, drawn.num_steps)
+def build_schedule(plan: Plan, result: JobResult) -> Schedule:
+    """The schedule of a call: of an adaptive plan, with the steps that it chose."""
+    schedule = Schedule.from_plan(plan, result.num_steps)
     if not schedule.adaptive:
         return schedule
-    chosen = frozenset(drawn.facts["reports"][0]["synchronous"])
-    return dataclasses.replace(schedule, warmup=0, again=chosen)
+    synchronous = frozenset(result.facts["reports"][0]["synchronous"])
+    return dataclasses.replace(schedule, warmup=0, again=synchronous)
 
 
 def list_key_ages(schedule: Schedule) -> list[tuple[int, list[int]]]:
-    """(step, age in steps of each patch's keys) while each micro-step attends; with DistriFusion, each rank."""
+    """(step, age in steps of each patch's keys) as each micro-step reads them; with DistriFusion, each rank."""
     columns = []
     for step in range(schedule.steps):
         if schedule.distrifusion > 1:
             stale = schedule.reads_stale_keys(step)
             for rank in range(schedule.distrifusion):
-                columns.append((step, [int(stale and patch != rank) for patch in range(schedule.distrifusion)]))
+                ages = [int(stale and patch != rank) for patch in range(schedule.distrifusion)]
+                columns.append((step, ages))
             continue
-        whole = schedule.is_synchronous(step)
+        is_whole = schedule.is_synchronous(step)
         for patch in range(schedule.patches):
-            micro = MicroStep(step, None if whole else patch)
-            columns.append((step, list(schedule.compute_key_ages(micro))))
+            micro_step = MicroStep(step, None if is_whole else patch)
+            columns.append((step, list(schedule.compute_key_ages(micro_step))))
     return columns
 
 
 def render_freshness(schedule: Schedule) -> str:
     """A map of the ages of keys: a row for each patch, a column for each micro-step."""
     columns = list_key_ages(schedule)
-    patches = len(columns[0][1]) if columns else 0
-    if patches < 2 or not any(any(ages) for _, ages in columns):
+    num_stale = sum(sum(ages) for _, ages in columns)
+    if not num_stale:
         return "<p>Every key is fresh in every step: nothing is computed from the step before.</p>"
-    cell = (_WIDTH - _LEFT) / len(columns)
-    marks = [_label_row(f"patch {patch}", patch) for patch in range(patches)]
-    per_step = len(columns) // schedule.steps
-    for index, (step, ages) in enumerate(columns):
-        x = _LEFT + index * cell
-        for patch, age in enumerate(ages):
-            note = f"step {step + 1}: keys of patch {patch} are {f'of step {step}' if age else 'fresh'}"
-            marks.append(
-                _draw_bar(x, patch, cell - (1 if (index + 1) % per_step == 0 else 0), STALE if age else FRESH, note)
-            )
-    marks += _label_steps([(_LEFT + k * per_step * cell, k + 1) for k in range(schedule.steps)], patches)
-    stale = sum(sum(ages) for _, ages in columns) / (patches * len(columns))
-    legend = _render_legend([(FRESH, "fresh"), (STALE, "of the step before")])
-    return f"<p>{100 * stale:.0f} % of the keys that are read are of the step before. {legend}</p>" + _render_svg(
-        marks, patches, "Freshness of keys by patch and step"
-    )
+    num_patches = len(columns[0][1])
+    rows = {}
+    for patch in range(num_patches):
+        rows[f"patch {patch}"] = [ages[patch] > 0 for _, ages in columns]
+    share = 100 * num_stale / (num_patches * len(columns))
+    chart = _render_grid("Freshness of keys", rows, schedule.steps, "fresh keys", "keys of the step before")
+    return f"<p>{share:.0f} % of the keys that are read are of the step before.</p>{chart}"
 
 
 def render_gantt(trace: Mapping[str, Any]) -> str:
     """When each rank did what, from a Chrome trace."""
-    events = [event for event in trace.get("traceEvents", []) if event.get("ph") == "X" and event["dur"] > 0]
+    # Complete events of Chrome have a duration, in microseconds.
+    events = []
+    for event in trace.get("traceEvents", []):
+        if event.get("ph") == "X" and event["dur"] > 0:
+            events.append(event)
     if not events:
-        return "<p>There is no trace of this picture: only what this page draws is traced.</p>"
+        return "<p>There is no trace of this image: only what this page generates is traced.</p>"
     begin = min(event["ts"] for event in events)
     end = max(event["ts"] + event["dur"] for event in events)
     num_ranks = 1 + max(event["tid"] for event in events)
-    # The longest of a trace with more than a browser likes to draw.
-    shown = sorted(sorted(events, key=lambda event: -event["dur"])[:_MOST_BARS], key=lambda event: event["ts"])
-    scale = (_WIDTH - _LEFT) / max(end - begin, 1e-9)
-    patches = 1 + max((event["args"]["patch"] or 0 for event in events), default=0)
-    marks = [_label_row(f"rank {rank}", rank) for rank in range(num_ranks)]
-    first_of_step: dict[int, float] = {}
-    for event in shown:
-        x = _LEFT + (event["ts"] - begin) * scale
+    num_patches = 1 + max(event["args"]["patch"] or 0 for event in events)
+    chart = Chart("Micro-steps of each rank over time", [f"rank {rank}" for rank in range(num_ranks)], end - begin)
+    longest = sorted(events, key=lambda event: -event["dur"])[:_MAX_BARS]
+    last_step = -1
+    for event in sorted(longest, key=lambda event: event["ts"]):
         step = event["args"]["step"]
-        note = f"rank {event['tid']}, step {step + 1}: {event['name']}, {event['dur'] / 1000:.1f} ms"
-        color = _choose_color(event["cat"], event["args"]["patch"], patches)
-        marks.append(_draw_bar(x, event["tid"], max(event["dur"] * scale, 0.4), color, note))
-        if event["cat"] == "compute":
-            first_of_step[step] = min(x, first_of_step.get(step, x))
-    marks += _label_steps([(x, step + 1) for step, x in sorted(first_of_step.items())], num_ranks)
-    colors = [(WHOLE, "a whole step")]
-    if patches > 1:
-        colors += [(_choose_color("compute", patch, patches), f"patch {patch}") for patch in range(min(patches, 8))]
-    legend = _render_legend([*colors, (OTHER, "messages and the scheduler"), (WAIT, "waits")])
-    text = f"<p>{(end - begin) / 1e6:.2f} s from left to right. {legend}</p>"
-    return text + _render_svg(marks, num_ranks, "Micro-steps of each rank over time")
+        color = _choose_color(event["cat"], event["args"]["patch"], num_patches)
+        rank = event["tid"]
+        seconds = event["dur"] / 1e6
+        since = event["ts"] - begin
+        note = f"rank {rank}, step {step + 1}: {event['name']}, {1000 * seconds:.1f} ms"
+        chart.add_bar(rank, since, event["dur"], color, note)
+        if event["cat"] == "compute" and step > last_step:
+            chart.add_step(since, step)
+            last_step = step
+    colors = {"a whole step": WHOLE}
+    # The colours of eight patches show the pattern.
+    if num_patches > 1:
+        for patch in range(min(num_patches, 8)):
+            colors[f"patch {patch}"] = _choose_color("compute", patch, num_patches)
+    legend = _render_legend(colors | {"messages and the scheduler": OTHER, "waits": WAIT})
+    return f"<p>{(end - begin) / 1e6:.2f} s from left to right. {legend}</p>{chart.render()}"
 
 
-def _choose_color(kind: str, patch: int | None, patches: int) -> str:
-    if kind.startswith("wait"):
+def _choose_color(category: str, patch: int | None, num_patches: int) -> str:
+    if category.startswith("wait"):
         return WAIT
-    if kind != "compute":
+    if category != "compute":
         return OTHER
-    return WHOLE if patch is None else f"hsl({round(360 * patch / max(patches, 1)) + 20} 65% 55%)"
+    if patch is None:
+        return WHOLE
+    return f"hsl({round(360 * patch / num_patches) + 20} 65% 55%)"
 
 
-def _list_plan_rows(plan: Plan, drawn: Drawn) -> list[tuple[str, str]]:
-    reports = drawn.facts.get("reports", [])
-    rows = [
-        ("plan", html.escape(str(plan)) or "one rank, which computes whole steps"),
-        ("ranks", str(plan.world)),
-        ("steps", str(drawn.num_steps)),
-        ("drawn together", str(drawn.facts.get("batch", 1))),
-    ]
+def _list_plan_rows(plan: Plan, result: JobResult) -> dict[str, str]:
+    reports = result.facts.get("reports", [])
+    rows = {
+        "plan": html.escape(str(plan)) or "one rank, which computes whole steps",
+        "ranks": str(plan.world),
+        "steps": str(result.num_steps),
+        "jobs in the batch": str(result.facts.get("batch", 1)),
+    }
     if reports:
-        synchronous = reports[0].get("synchronous", [])
-        rows.append(("whole steps", ", ".join(str(step + 1) for step in synchronous) or "none"))
+        synchronous = [str(step + 1) for step in reports[0].get("synchronous", [])]
+        rows["whole steps"] = ", ".join(synchronous) or "none"
     for rank, report in enumerate(reports):
-        waited = sum(sum(seconds) for seconds in report.get("waited", {}).values())
-        spent = sum(report.get("step_seconds", []))
-        idle = f", waited {100 * waited / spent:.0f} % of its steps" if spent else ""
         sent = report["bytes_sent"] / 2**20
         peak = report["peak_memory_bytes"] / 2**20
-        rows.append((f"rank {rank}", f"sent {sent:.1f} MiB, peak of {peak:.0f} MiB{idle}"))
+        text = f"sent {sent:.1f} MiB, peak of {peak:.0f} MiB"
+        seconds = sum(report.get("step_seconds", []))
+        if seconds:
+            waited = sum(sum(waits) for waits in report.get("waited", {}).values())
+            text += f", waited {100 * waited / seconds:.0f} % of its steps"
+        rows[f"rank {rank}"] = text
     return rows
 
 
-def _list_predictions(plan: Mapping[str, Any], drawn: Drawn) -> list[tuple[str, str]]:
-    names = {"text": "text", "denoise": "steps", "decode": "decode", "total": "all"}
-    rows = [
-        (f"measured, {text}", f"{drawn.seconds[name]:.3f} s") for name, text in names.items() if name in drawn.seconds
-    ]
-    predicted = plan.get("predicted") or {}
+def _list_predictions(plan_facts: Mapping[str, Any], result: JobResult) -> dict[str, str]:
+    rows = {}
+    for stage, label in {"text": "text", "denoise": "steps", "decode": "decode", "total": "all"}.items():
+        if stage in result.seconds:
+            rows[f"measured, {label}"] = f"{result.seconds[stage]:.3f} s"
+    predicted = plan_facts.get("predicted") or {}
     if not predicted.get("plans"):
-        return [*rows, ("predicted", "nothing: run <code>ditile calibrate</code> on this machine once")]
+        rows["predicted"] = "nothing: run <code>ditile calibrate</code> on this machine once"
+        return rows
     price = predicted["plans"][0]
     call = predicted["call"]
-    scope = f"{call['width']}x{call['height']}, {call['steps']} steps"
-    rows.append(("predicted, steps", f"{price['latency_s']:.3f} s ({html.escape(scope)})"))
-    parts = {"compute": "compute_s", "idle": "bubble_s", "messages": "exposed_comm_s"}
-    rows.append(("of which", ", ".join(f"{text} {price[name]:.3f} s" for text, name in parts.items())))
-    same = (call["width"], call["height"], call["steps"]) == (*drawn.size, drawn.num_steps)
-    if same and price["latency_s"] and "denoise" in drawn.seconds:
-        rows.append(("measured / predicted", f"{drawn.seconds['denoise'] / price['latency_s']:.2f}"))
+    latency = price["latency_s"]
+    rows["predicted, steps"] = f"{latency:.3f} s ({call['width']}x{call['height']}, {call['steps']} steps)"
+    rows["of which compute"] = f"{price['compute_s']:.3f} s"
+    rows["of which idle"] = f"{price['bubble_s']:.3f} s"
+    rows["of which messages"] = f"{price['exposed_comm_s']:.3f} s"
+    predicted_shape = (call["width"], call["height"], call["steps"])
+    shape = (*result.size, result.num_steps)
+    if shape == predicted_shape and latency and "denoise" in result.seconds:
+        ratio = result.seconds["denoise"] / latency
+        rows["measured / predicted"] = f"{ratio:.2f}"
     return rows
 
 
-def _render_left_out(drawn: Drawn) -> str:
-    """A line for each context of the cache, a cell for each step."""
-    contexts = drawn.facts.get("left_out") or []
+def _render_skipped(result: JobResult) -> str:
+    """A row for each context of the cache, a cell for each step."""
+    contexts = result.facts.get("left_out")
     if not contexts:
         return "<p>This server has no cache; <code>ditile serve --cache</code> has one.</p>"
-    marks = []
+    rows = {}
     notes = []
-    cell = (_WIDTH - _LEFT) / max(drawn.num_steps, 1)
-    for row, context in enumerate(contexts):
-        cached = {step for steps in context["cached_steps"] for step in steps}
-        name = f"{context['context']} of stage {context['stage']}"
-        marks.append(_label_row(f"stage {context['stage']}", row))
-        for step in range(drawn.num_steps):
-            text = f"step {step + 1}, {name}: {'left out' if step in cached else 'computed'}"
-            marks.append(_draw_bar(_LEFT + step * cell, row, cell - 1, STALE if step in cached else FRESH, text))
-        total = max(context["steps"] * context["blocks"], 1)
-        share = 100 * context["blocks_saved"] / total
-        notes.append(
-            f"{name}: {len(cached)} of {drawn.num_steps} steps, {share:.0f} % of the blocks. {context['settings']}"
-        )
-    marks += _label_steps([(_LEFT + step * cell, step + 1) for step in range(drawn.num_steps)], len(contexts))
-    legend = _render_legend([(FRESH, "computed"), (STALE, "left out")])
-    lines = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
-    return f"<p>{legend}</p>{_render_svg(marks, len(contexts), 'Steps that the cache left out')}{lines}"
+    for context in contexts:
+        cached: set[int] = set().union(*context["cached_steps"])
+        name = f"stage {context['stage']}, {context['context']}"
+        rows[name] = [step in cached for step in range(result.num_steps)]
+        num_blocks = context["steps"] * context["blocks"]
+        share = 100 * context["blocks_saved"] / max(num_blocks, 1)
+        text = f"{name}: {len(cached)} of {result.num_steps} steps, {share:.0f} % of the blocks. {context['settings']}"
+        notes.append(f"<p>{html.escape(text)}</p>")
+    return _render_grid("Skipped steps", rows, result.num_steps, "computed", "skipped") + "".join(notes)
 
 
-def _render_table(rows: Iterable[tuple[str, str]]) -> str:
+def _render_grid(title: str, rows: Mapping[str, Sequence[bool]], num_steps: int, fresh: str, stale: str) -> str:
+    """A chart with a cell for each value, False `fresh` and True `stale`, and its legend."""
+    length = len(next(iter(rows.values())))
+    chart = Chart(title, list(rows), length)
+    per_step = length // num_steps
+    for step in range(num_steps):
+        chart.add_step(step * per_step, step)
+    for row, (label, values) in enumerate(rows.items()):
+        for index, is_stale in enumerate(values):
+            meaning = stale if is_stale else fresh
+            color = STALE if is_stale else FRESH
+            chart.add_bar(row, index, 0.9, color, f"step {index // per_step + 1}, {label}: {meaning}")
+    return f"<p>{_render_legend({fresh: FRESH, stale: STALE})}</p>{chart.render()}"
+
+
+def _render_table(rows: Mapping[str, str]) -> str:
     """A table of names and HTML."""
-    cells = "".join(f'<tr><th scope="row">{name}</th><td>{value}</td></tr>' for name, value in rows)
-    return f"<table><tbody>{cells}</tbody></table>"
+    cells = [_TABLE_ROW.format(name, value) for name, value in rows.items()]
+    return f"<table><tbody>{''.join(cells)}</tbody></table>"
 
 
-def _render_legend(colors: Iterable[tuple[str, str]]) -> str:
-    return " ".join(
-        f'<span style="display:inline-block;width:.8em;height:.8em;background:{color}"></span> {text}&ensp;'
-        for color, text in colors
-    )
-
-
-def _draw_bar(x: float, row: int, width: float, color: str, note: str) -> str:
-    y = row * (_ROW + _GAP)
-    return (
-        f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.3):.2f}" height="{_ROW}" fill="{color}">'
-        f"<title>{html.escape(note)}</title></rect>"
-    )
-
-
-def _label_row(text: str, row: int) -> str:
-    return f'<text x="0" y="{row * (_ROW + _GAP) + 15}">{html.escape(text)}</text>'
-
-
-def _label_steps(places: Sequence[tuple[float, int]], num_rows: int) -> list[str]:
-    """Numbers of steps below a chart, as many as there is place for."""
-    y = num_rows * (_ROW + _GAP) + 11
-    marks = []
-    last = -1e9
-    for x, step in places:
-        if x - last >= 24:
-            marks.append(f'<text x="{x:.1f}" y="{y}">{step}</text>')
-            last = x
-    return marks
-
-
-def _render_svg(marks: Iterable[str], num_rows: int, title: str) -> str:
-    height = num_rows * (_ROW + _GAP) + 16
-    return (
-        f'<div class="scroll" tabindex="0" role="group" aria-label="{title}"><svg role="img" aria-label="{title}" '
-        f'viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">{"".join(marks)}</svg></div>'
-    )
+def _render_legend(colors: Mapping[str, str]) -> str:
+    return " ".join(_LEGEND.format(color, text) for text, color in colors.items())

@@ -1,1 +1,1 @@
-"""Replicas on a Ray cluster: groups of the server, replicas of Ray Serve, and their ranks as Ray's actors."""
+"""Replicas on a Ray cluster: an application of Ray Serve, whose ranks are Ray's actors."""

@@ -1,7 +1,7 @@
-"""A rank as an actor of a Ray cluster: the drawing of `serve.rank`, whose messages come and go by Ray's calls.
+"""A rank as an actor of a Ray cluster: `serve.worker`, whose messages come and go by Ray's calls.
 
-A replica asks each of its actors again and again what there is to tell: signs of life, as `distributed.heartbeat`
-describes them, answers of rank 0, and how the rank ended. What Ray pickles here is text of JSON and bytes.
+The deployment polls each of its actors: for signs of life, as `distributed.heartbeat` describes them, answers of rank
+0, and how the rank ended. What Ray pickles here is text of JSON and bytes.
 """
 
 from __future__ import annotations
@@ -13,29 +13,33 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ditile.distributed import env
 from ditile.distributed.env import RankPlace
 from ditile.distributed.heartbeat import describe_error, send_heartbeats
-from ditile.serve.link import GroupSetup
+from ditile.serve.jobs import Files
+from ditile.serve.link import Message, WorkerSetup
 
+# How long an actor that has no news lets the deployment wait.
 POLL_SECONDS = 0.5
-"""How long an actor that has nothing to tell lets its replica wait."""
+# SIOCGIFADDR of Linux.
+_GET_ADDRESS = 0x8915
+# A message as text of JSON, and its files by name.
+Answer = tuple[str, Files]
 
 
 class RankNews(NamedTuple):
-    """What an actor tells of its rank.
+    """What an actor reports of its rank.
 
     Attributes:
         signs: of life.
-        answers: of rank 0: text of JSON, and files by name.
+        answers: of rank 0.
         failure: the fields of a `RankFailure` if the rank has ended by an error.
     """
 
     signs: bytes
-    answers: list[tuple[str, dict[str, bytes]]]
+    answers: list[Answer]
     failure: tuple[Any, ...] | None
 
 
@@ -47,34 +51,19 @@ class ActorPlace(NamedTuple):
     port: int
 
 
-class CallLink:
-    """A rank's end of a link whose messages come and go by calls of its actor."""
-
-    def __init__(self) -> None:
-        self.inbox: queue.SimpleQueue[tuple[dict[str, Any], dict[str, bytes]]] = queue.SimpleQueue()
-        self.outbox: queue.SimpleQueue[tuple[str, dict[str, bytes]] | None] = queue.SimpleQueue()
-
-    def send_message(self, message: Mapping[str, Any], files: Mapping[str, bytes] | None = None) -> None:
-        """Keeps an answer until the replica asks."""
-        self.outbox.put((json.dumps(message), dict(files or {})))
-
-    def receive_message(self) -> tuple[dict[str, Any], dict[str, bytes]]:
-        """Waits for the next message, and its files."""
-        return self.inbox.get()
-
-
 class RankActor:
-    """A rank of a replica. Several of its methods may run at once.
+    """A rank of a replica, and the rank's end of its link to the server. Several of its methods may run at once."""
 
-    Args:
-        setup: what it loads.
-    """
-
-    def __init__(self, setup: GroupSetup) -> None:
-        self._setup, self._link = setup, CallLink()
+    def __init__(self, setup: WorkerSetup) -> None:
+        self._setup = setup
         self._signs, self._pulse = os.pipe()
         os.set_blocking(self._signs, False)
         self._failure: tuple[Any, ...] | None = None
+        self._inbox: queue.SimpleQueue[tuple[Message, Files]] = queue.SimpleQueue()
+        # None wakes a poll when the rank has ended.
+        self._outbox: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+
+    # What the deployment calls.
 
     def find_place(self) -> ActorPlace:
         """Where this actor is."""
@@ -86,61 +75,67 @@ class RankActor:
         return ActorPlace(get_runtime_context().get_node_id(), address, port)
 
     def start_rank(self, place: RankPlace, own: ActorPlace, master: ActorPlace) -> None:
-        """Starts the rank, in a thread of its own.
-
-        Args:
-            place: of the rank among those of the replica.
-            own, master: where this actor and that of rank 0 are.
-        """
+        """Starts the rank in a thread of its own; `own` and `master` are where this actor and rank 0 are."""
         env.set_actor_place(place, master.address, master.port, find_interface(own.address))
         env.set_progress_fd(self._pulse)
         threading.Thread(target=send_heartbeats, args=(self._pulse,), daemon=True).start()
         threading.Thread(target=self._run_rank, name="rank", daemon=True).start()
 
-    def send(self, message: str, files: dict[str, bytes]) -> None:
+    def send(self, message: str, files: Files) -> None:
         """Gives the rank a message, text of JSON, and its files."""
-        self._link.inbox.put((json.loads(message), files))
+        self._inbox.put((json.loads(message), files))
 
     def poll(self) -> RankNews:
-        """What is new; waits a while for something."""
-        answers: list[tuple[str, dict[str, bytes]]] = []
+        """Returns what is new; waits a while for something."""
+        answers: list[Answer] = []
+        timeout = POLL_SECONDS
         with contextlib.suppress(queue.Empty):
             while True:
-                answer = self._link.outbox.get(timeout=0.0 if answers else POLL_SECONDS)
+                answer = self._outbox.get(timeout=timeout)
                 if answer is None:
                     break
                 answers.append(answer)
+                timeout = 0.0
+        signs = b""
         with contextlib.suppress(BlockingIOError):
-            return RankNews(os.read(self._signs, 1 << 16), answers, self._failure)
-        return RankNews(b"", answers, self._failure)
+            signs = os.read(self._signs, 2**16)
+        return RankNews(signs, answers, self._failure)
+
+    # What the rank calls: a `MessageLink`.
+
+    def send_message(self, message: Message, files: Files | None = None) -> None:
+        """Keeps an answer until the next poll."""
+        self._outbox.put((json.dumps(message), dict(files or {})))
+
+    def receive_message(self) -> tuple[Message, Files]:
+        """Waits for the next message, and its files."""
+        return self._inbox.get()
 
     def _run_rank(self) -> None:
         try:
             env.drop_import_complaints()
-            # It imports torch, which takes seconds in which the replica wants to hear of this actor.
-            from ditile.serve.rank import RankServer
+            # It imports torch, which takes seconds in which the deployment expects signs of this actor.
+            from ditile.serve.worker import RankWorker
 
-            env.report_progress()  # it has started
+            # The rank has started.
+            env.report_progress()
             with contextlib.redirect_stdout(sys.stderr):
-                RankServer(self._setup, self._link).serve_batches()
-        # SystemExit too: whatever ends a rank must be told.
+                RankWorker(self._setup, self).serve_batches()
+        # SystemExit too: whatever ends a rank must be reported.
         except BaseException as error:
             self._failure = tuple(describe_error(error))
-            self._link.outbox.put(None)
+            self._outbox.put(None)
 
 
 def find_interface(address: str) -> str:
-    """The network interface of an address of this machine, by its name; the loopback device's if none has it."""
+    """The name of the network interface that has an address of this machine; the loopback device's if none has it."""
     import fcntl
 
     for _, name in socket.if_nameindex():
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            # The struct ifreq: a name of 16 bytes, and in the reply an address from byte 20 on.
             request = name.encode()[:15].ljust(256, b"\0")
             reply = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, request)
             if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     return "lo0" if sys.platform == "darwin" else "lo"
-
-
-_GET_ADDRESS = 0x8915
-"""SIOCGIFADDR of Linux."""

@@ -1,4 +1,4 @@
-"""Pictures between ComfyUI's tensors, [B, H, W, C] of floats from 0 to 1, and the files of a server."""
+"""Images as ComfyUI's tensors, [B, H, W, C] of floats from 0 to 1, and as files of a server."""
 
 from __future__ import annotations
 
@@ -15,41 +15,44 @@ from PIL import Image, ImageSequence
 def encode_images(images: Any) -> list[str]:
     """A batch [B, H, W, C] as PNGs in data URLs; of four channels the fourth is left out."""
     pixels = _convert_to_bytes(images)
-    assert pixels.ndim == 4, f"a batch of pictures has four axes, not {pixels.ndim}"
-    return [_encode_png(Image.fromarray(np.ascontiguousarray(each[..., :3]))) for each in pixels]
+    assert pixels.ndim == 4, f"a batch of images has four axes, not {pixels.ndim}"
+    return [_encode_png(Image.fromarray(np.ascontiguousarray(image[..., :3]))) for image in pixels]
 
 
 def encode_mask(mask: Any, images: Any) -> str:
-    """A mask [H, W] or [1, H, W], 1 where the first picture is drawn anew, as a PNG that is transparent there.
+    """A mask [H, W] or [1, H, W], 1 where the first image is generated again, as a PNG that is transparent there.
 
     Args:
-        mask: of any size; it is brought to that of the pictures.
+        mask: of any size; it is resized to the images.
         images: the batch that it belongs to.
 
     Raises:
-        ValueError: if it is zero everywhere, as that of a file without transparency, or there are several.
+        ValueError: if it is zero everywhere, as the mask of a file without transparency is, or there are several.
     """
     pixels = _convert_to_bytes(mask)
-    pixels = pixels[None] if pixels.ndim == 2 else pixels
+    if pixels.ndim == 2:
+        pixels = pixels[None]
     if len(pixels) > 1:
         raise ValueError(f"there are {len(pixels)} masks; connect one")
     if not pixels.any():
         raise ValueError("the mask is empty; paint it in ComfyUI's mask editor, or connect none")
     height, width = images.shape[1:3]
-    drawn_anew = Image.fromarray(pixels[0]).resize((width, height), Image.Resampling.BILINEAR)
+    regenerated = Image.fromarray(pixels[0]).resize((width, height), Image.Resampling.BILINEAR)
     transparent = Image.new("RGBA", (width, height))
-    transparent.putalpha(drawn_anew.point(lambda value: 255 - value))
+    transparent.putalpha(regenerated.point(lambda value: 255 - value))
     return _encode_png(transparent)
 
 
 def decode_images(files: Sequence[bytes]) -> Any:
-    """Files of pictures of one size as a tensor [B, H, W, 3]."""
+    """Files of images of one size as a tensor [B, H, W, 3]."""
     return _convert_to_tensor([_read_pixels(Image.open(io.BytesIO(content))) for content in files])
 
 
 def choose_video_format() -> str:
-    """mp4 if PyAV, which comes with ComfyUI, is there, else gif, which has 256 colours."""
-    return "mp4" if importlib.util.find_spec("av") is not None else "gif"
+    """mp4 if PyAV, which comes with ComfyUI, is there; otherwise gif, which has 256 colours."""
+    if importlib.util.find_spec("av") is None:
+        return "gif"
+    return "mp4"
 
 
 def decode_video(content: bytes, video_format: str) -> Any:
@@ -73,15 +76,17 @@ def _read_pixels(image: Image.Image) -> np.ndarray[Any, Any]:
 
 
 def _convert_to_bytes(tensor: Any) -> np.ndarray[Any, Any]:
-    values = np.asarray(tensor.cpu() if hasattr(tensor, "cpu") else tensor, dtype=np.float32)
-    return np.clip(np.round(255 * values), 0, 255).astype(np.uint8)
+    if hasattr(tensor, "cpu"):
+        tensor = tensor.cpu()
+    values = np.round(255 * np.asarray(tensor, dtype=np.float32))
+    return np.clip(values, 0, 255).astype(np.uint8)
 
 
-def _convert_to_tensor(pictures: Sequence[np.ndarray[Any, Any]]) -> Any:
-    # Imported here alone: ComfyUI has it, and nothing else of these nodes needs it.
+def _convert_to_tensor(images: Sequence[np.ndarray[Any, Any]]) -> Any:
+    # Only here: ComfyUI has it, and nothing else of these nodes needs it.
     import torch
 
-    return torch.from_numpy(np.stack(pictures).astype(np.float32) / 255)
+    return torch.from_numpy(np.stack(images).astype(np.float32) / 255)
 
 
 def _encode_png(image: Image.Image) -> str:

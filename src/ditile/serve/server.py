@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import shutil
 import signal
 import socket
 import sys
@@ -13,38 +14,38 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 
+from ditile.distributed import env
 from ditile.plan.errors import DitileError, ModelError
-from ditile.plan.extras import require_extra
+from ditile.plan.extras import is_installed, require_extra
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.app import create_app, write_access_log
-from ditile.serve.group import GroupEvent, RankGroup
 from ditile.serve.jobs import RanksFailedError
-from ditile.serve.link import GroupSetup
+from ditile.serve.link import WorkerSetup
 from ditile.serve.options import ServeOptions
-from ditile.serve.page.mount import mount_page
-from ditile.serve.service import GroupFactory, Service
+from ditile.serve.replica import EventHandler, LocalReplica
+from ditile.serve.service import ReplicaFactory, Service
 
+# How long answers that are being sent get after the jobs have ended.
 OPEN_REQUESTS_SECONDS = 5
-"""How long answers that are under way get, after the jobs have ended."""
+Predict = Callable[[], Awaitable[Mapping[str, Any]]]
 
 
-def run_server(
-    options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Callable[[], Awaitable[Mapping[str, Any]]]
-) -> int:
+def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Predict) -> int:
     """Serves until SIGTERM or SIGINT, or with `exit_on_failure` until the ranks have failed; returns the exit code.
 
     Args:
         options, plan, cache: what to serve, and how the ranks compute.
-        predict: gives what `/v1/plan` says of the plan besides measurements, as JSON types.
+        predict: returns what `/v1/plan` says of the plan besides measurements, as JSON types.
 
     Raises:
         DitileError: if the address is taken, the state folder cannot be used, or the model, the plan or an option does
             not fit.
     """
     with open_listener(options) as listener:
-        # The port names the state folder, and 0 is none.
+        # The port is part of the state folder's name, so that port 0 needs the one that it got.
         options = dataclasses.replace(options, port=listener.getsockname()[1])
         with write_access_log(sys.stdout):
             return asyncio.run(_serve_until_told(options, plan, cache, predict, listener))
@@ -61,16 +62,15 @@ def open_listener(options: ServeOptions) -> socket.socket:
             f"host={options.host!r}, port={options.port}: the server cannot listen there ({reason}); try another "
             "--port, or --port 0 for a free one"
         ) from error
-    # Connections inherit it. asyncio sets it for sockets that name their protocol alone, which this one does not; an
-    # answer would wait 40 ms for the client's acknowledgement of its headers.
+    # asyncio sets this only for sockets made with an explicit protocol, which this one is not. Without it an answer
+    # waits 40 ms for the client to acknowledge its headers. Connections inherit it.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
-def choose_groups(options: ServeOptions, plan: Plan, cache: CacheOptions) -> GroupFactory:
-    """What makes the groups of ranks, on this machine or on a cluster; called in the event loop of the server."""
-    loop, world = asyncio.get_running_loop(), plan.world
-    setup = GroupSetup(
+def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> ReplicaFactory:
+    """What makes the replicas, on this machine or on a cluster."""
+    setup = WorkerSetup(
         model=options.model,
         engine=options,
         plan=plan,
@@ -80,26 +80,22 @@ def choose_groups(options: ServeOptions, plan: Plan, cache: CacheOptions) -> Gro
     )
     if options.ray is not None:
         require_extra("ray", f"ray={options.ray!r}")
-        from ditile.serve.ray_replicas.groups import RayApplication
+        from ditile.serve.ray_replicas.application import RayApplication
 
-        return RayApplication(setup, options).make_group
+        return RayApplication(setup, options).make_replica
 
-    def make_group(name: str, on_event: Callable[[GroupEvent], None]) -> RankGroup:
-        own_setup = dataclasses.replace(setup, local_ranks=(int(name) * world, options.replicas * world))
-        return RankGroup(name, own_setup, loop, on_event)
+    def make_replica(name: str, on_event: EventHandler) -> LocalReplica:
+        local_ranks = (int(name) * plan.world, options.replicas * plan.world)
+        return LocalReplica(name, dataclasses.replace(setup, local_ranks=local_ranks), on_event)
 
-    return make_group
+    return make_replica
 
 
 async def _serve_until_told(
-    options: ServeOptions,
-    plan: Plan,
-    cache: CacheOptions,
-    predict: Callable[[], Awaitable[Mapping[str, Any]]],
-    listener: socket.socket,
+    options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Predict, listener: socket.socket
 ) -> int:
-    make_group = choose_groups(options, plan, cache)
-    service = Service(options, make_group, {"cache": cache.describe_settings()})
+    make_replica = choose_replicas(options, plan, cache)
+    service = Service(options, make_replica, {"cache": cache.describe_settings()})
     app = create_app(service)
     config = uvicorn.Config(
         app,
@@ -109,35 +105,35 @@ async def _serve_until_told(
         lifespan="on",
         timeout_graceful_shutdown=OPEN_REQUESTS_SECONDS,
     )
-    server = DrainingServer(config, service, options.drain)
+    server = DrainingServer(config, service)
+    # The next line comes after the seconds or minutes of loading.
+    print(f"ditile: {options.model}: the ranks load the model ..", file=sys.stderr, flush=True)
     with server.take_signals():
         has_failed = await _serve_and_drain(app, server, service, plan, predict, listener)
     return int(options.exit_on_failure and has_failed)
 
 
 async def _serve_and_drain(
-    app: FastAPI,
-    server: DrainingServer,
-    service: Service,
-    plan: Plan,
-    predict: Callable[[], Awaitable[Mapping[str, Any]]],
-    listener: socket.socket,
+    app: FastAPI, server: DrainingServer, service: Service, plan: Plan, predict: Predict, listener: socket.socket
 ) -> bool:
     """Serves until the server is told to end; returns whether its ranks have failed."""
     await service.start()
     try:
-        mount_page(app, service)  # which takes seconds, while the ranks load the model
+        # It takes seconds, while the ranks load the model.
+        add_page(app, service)
         serving = asyncio.create_task(server.serve([listener]))
         ready = asyncio.create_task(_announce(service, listener, plan))
         predicted = asyncio.create_task(_predict_when_ready(service, predict))
-        failed = asyncio.create_task(_end_when_failed(service, server, service.options.exit_on_failure))
+        failed = asyncio.create_task(_end_when_failed(service, server))
         await asyncio.wait((serving, ready), return_when=asyncio.FIRST_COMPLETED)
         if ready.done() and ready.exception() is not None:
             server.should_exit = True
         await serving
         if ready.done() and not server.is_told:
+            # Raises what does not fit.
             ready.result()
-        has_failed = failed.done()  # a task that is cancelled is done too
+        # Before the cancellation, after which the task is done too.
+        has_failed = failed.done()
         for task in (ready, predicted, failed):
             task.cancel()
         await asyncio.wait((ready, predicted, failed))
@@ -146,18 +142,30 @@ async def _serve_and_drain(
     return has_failed
 
 
+def add_page(app: FastAPI, service: Service) -> None:
+    """Adds the page to an app whose service has opened its state folder, or a line that says how to get it."""
+    if service.options.no_page or not is_installed("gradio"):
+        hint = "serve without --no-page" if service.options.no_page else "pip install 'ditile[page]'"
+        text = f"This is ditile's server, which has no page here; {hint}. Its routes: /openapi.json\n"
+        app.add_api_route("/", lambda: PlainTextResponse(text), methods=["GET"], include_in_schema=False)
+        return
+    # Uploads and images of an earlier server are not shown again.
+    folder = service.options.find_state_folder().resolve() / "page"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    # Gradio reads them when it is imported.
+    env.set_page_variables(folder)
+    from ditile.serve.page.layout import mount_page
+
+    mount_page(app, service, folder)
+
+
 class DrainingServer(uvicorn.Server):
-    """Ends on the first SIGTERM or SIGINT when its running jobs have ended, on a second one at once.
+    """Ends on the first SIGTERM or SIGINT when its running jobs have ended, on a second one at once."""
 
-    Args:
-        config: of uvicorn.
-        service: what is drained.
-        seconds: how long running jobs get.
-    """
-
-    def __init__(self, config: uvicorn.Config, service: Service, seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
-        self._service, self._seconds = service, seconds
+        self._service = service
         self._draining: asyncio.Task[None] | None = None
         self._at_once: asyncio.Task[None] | None = None
 
@@ -168,12 +176,12 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """What uvicorn does with signals: nothing, as `take_signals` takes them before the ranks start."""
+        """Replaces uvicorn's handling of signals by nothing: `take_signals` began before the ranks started."""
         yield
 
     @contextlib.contextmanager
     def take_signals(self) -> Iterator[None]:
-        """Signals end the server, also while its ranks still load the model."""
+        """Lets signals end the server, also while its ranks still load the model."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._handle_signal, number)
@@ -186,38 +194,43 @@ class DrainingServer(uvicorn.Server):
     def _handle_signal(self, number: int) -> None:
         if self._draining is None:
             name = signal.Signals(number).name
-            print(f"ditile: {name}: running jobs get {self._seconds:g} s; once more ends them", file=sys.stderr)
-            self._draining = asyncio.create_task(self._drain_and_exit())
+            seconds = self._service.options.drain
+            print(f"ditile: {name}: running jobs get {seconds:g} s; once more ends them", file=sys.stderr)
+            self._draining = asyncio.create_task(self._drain_and_exit(seconds))
         else:
             self._at_once = asyncio.create_task(self._service.drain(0))
             self.force_exit = True
 
-    async def _drain_and_exit(self) -> None:
-        await self._service.drain(self._seconds)
+    async def _drain_and_exit(self, seconds: float) -> None:
+        await self._service.drain(seconds)
         self.should_exit = True
 
 
 async def _announce(service: Service, listener: socket.socket, plan: Plan) -> None:
-    """Says where the server is, when its ranks can draw."""
+    """Says where the server is, when its ranks are ready."""
     host, port = listener.getsockname()[:2]
-    host = f"[{host}]" if ":" in host else host
+    if ":" in host:
+        host = f"[{host}]"
     try:
         await service.wait_until_ready()
     except RanksFailedError:
-        # The log has the reason, and the server goes on to tell it to those who ask.
+        # The log has the reason, and the server stays to tell it to those who ask.
         return
-    text = f" with {plan}" if plan != Plan() else ""
-    print(f"ditile: {service.options.model}{text} on http://{host}:{port}", file=sys.stderr, flush=True)
+    model = service.options.model
+    if plan != Plan():
+        model = f"{model} with {plan}"
+    print(f"ditile: {model} on http://{host}:{port}", file=sys.stderr, flush=True)
 
 
-async def _end_when_failed(service: Service, server: uvicorn.Server, exits: bool) -> None:
+async def _end_when_failed(service: Service, server: uvicorn.Server) -> None:
     await service.wait_until_failed()
-    if exits:
+    if service.options.exit_on_failure:
         server.should_exit = True
 
 
-async def _predict_when_ready(service: Service, predict: Callable[[], Awaitable[Mapping[str, Any]]]) -> None:
+async def _predict_when_ready(service: Service, predict: Predict) -> None:
     # The prediction takes a core for some seconds, which the ranks need to start.
-    with contextlib.suppress(DitileError):  # of a server that does not start `_announce` tells
+    # `_announce` reports a server that does not start.
+    with contextlib.suppress(DitileError):
         await service.wait_until_ready()
         service.note_plan_facts(await predict())

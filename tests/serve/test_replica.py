@@ -24,50 +24,40 @@ from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import encode_png
-from ditile.serve.group import (
-    Batch,
-    BatchEnded,
-    GroupDown,
-    GroupEvent,
-    GroupReady,
-    JobDrawn,
-    JobFailed,
-    PreviewMade,
-    RankGroup,
-    StepMade,
-)
-from ditile.serve.jobs import Job, Request
-from ditile.serve.link import GroupSetup
+from ditile.serve.jobs import Request
+from ditile.serve.link import Batch, BatchJob, WorkerSetup
 from ditile.serve.options import ServeOptions
+from ditile.serve.replica import LocalReplica, ReplicaEvent
 
 PROMPT = "a large red circle on the left on a gray background"
 
 
-def make_job(name: str, prompt: str = PROMPT, **options: Any) -> Job:
+def make_job(name: str, prompt: str = PROMPT, **options: Any) -> BatchJob:
     wanted = GenerateOptions(**{"prompt": prompt, "seed": 5, "steps": 4} | options)
-    return Job(id=f"image_{name}", owner="", kind="image", request=Request(options=wanted))
+    return BatchJob(f"image_{name}", Request(options=wanted))
 
 
 class Driven:
     """A group of ranks, and the events that came from it."""
 
     def __init__(self, model: str, plan: str, lora_dir: str | None = None) -> None:
-        self._events: asyncio.Queue[GroupEvent] = asyncio.Queue()
+        self._events: asyncio.Queue[ReplicaEvent] = asyncio.Queue()
         options = ServeOptions(model=model)
-        setup = GroupSetup(
+        setup = WorkerSetup(
             model=model, engine=options, plan=Plan.parse(plan), cache=CacheOptions(), lora_dir=lora_dir, max_loras=1
         )
-        self.group = RankGroup("0", setup, asyncio.get_running_loop(), self._events.put_nowait)
+        self.group = LocalReplica("0", setup, self._events.put_nowait)
 
-    async def draw(self, name: str, *jobs: Job, **inputs: bytes) -> list[GroupEvent]:
+    async def draw(self, name: str, *jobs: BatchJob, **inputs: bytes) -> list[ReplicaEvent]:
         """Draws a batch; `inputs` are the files of its first job."""
-        self.group.draw(Batch(id=name, jobs=jobs, inputs={jobs[0].id: inputs}))
-        return await self.wait_for(BatchEnded)
+        jobs[0].inputs.update(inputs)
+        self.group.generate(Batch(name, list(jobs)))
+        return await self.wait_for("ended")
 
-    async def wait_for(self, *kinds: type) -> list[GroupEvent]:
+    async def wait_for(self, *kinds: str) -> list[ReplicaEvent]:
         """All events up to the first of some kinds."""
         seen = []
-        while not seen or not isinstance(seen[-1], kinds):
+        while not seen or seen[-1].kind not in kinds:
             seen.append(await asyncio.wait_for(self._events.get(), 100))
         return seen
 
@@ -84,7 +74,7 @@ def drive(
         driven = Driven(model, plan, lora_dir)
         driven.group.start()
         try:
-            await driven.wait_for(GroupReady)
+            await driven.wait_for("ready")
             await script(driven)
         finally:
             await driven.group.end()
@@ -92,8 +82,8 @@ def drive(
     asyncio.run(run())
 
 
-def list_files(events: list[GroupEvent]) -> list[dict[str, bytes]]:
-    return [event.files for event in events if isinstance(event, JobDrawn)]
+def list_files(events: list[ReplicaEvent]) -> list[dict[str, bytes]]:
+    return [event.files for event in events if event.kind == "done"]
 
 
 def test_ranks_draw_what_the_command_draws_and_stop(tmp_path: Path) -> None:
@@ -105,19 +95,18 @@ def test_ranks_draw_what_the_command_draws_and_stop(tmp_path: Path) -> None:
     async def script(driven: Driven) -> None:
         events = await driven.draw("first", make_job("a"))
         assert list_files(events) == [{"0.png": out.read_bytes()}]
-        assert [event.step for event in events if isinstance(event, StepMade)] == [1, 2, 3, 4]
+        assert [event.step for event in events if event.kind == "step"] == [1, 2, 3, 4]
         # What the pipeline refuses ends the job alone.
         (_, failed, _) = await driven.draw("refused", make_job("b", height=33))
-        assert isinstance(failed, JobFailed)
+        assert failed.kind == "failed"
         assert failed.failure.code == "refused"
         assert "try height=32" in failed.failure.message
         # A stopped batch has no picture, and ends within two steps.
-        driven.group.draw(Batch(id="long", jobs=(make_job("c", steps=400),), inputs={}))
-        steps = await driven.wait_for(StepMade)
+        driven.group.generate(Batch("long", [make_job("c", steps=400)]))
+        steps = await driven.wait_for("step")
         driven.group.stop("long")
-        steps += await driven.wait_for(BatchEnded)
-        assert isinstance(steps[-1], BatchEnded)
-        assert steps[-1].stopped
+        steps += await driven.wait_for("ended")
+        assert steps[-1].kind == "ended"
         assert not list_files(steps)
         assert len(steps) < 200
         # Sums of a batch are rounded in another order.
@@ -128,8 +117,8 @@ def test_ranks_draw_what_the_command_draws_and_stop(tmp_path: Path) -> None:
         )
         assert np.abs(alone - batched).max() <= 1
         mixed = await driven.draw("mixed", make_job("g"), make_job("h", height=33))
-        assert [event.job_id for event in mixed if isinstance(event, JobDrawn)] == ["image_g"]
-        assert [event.job_id for event in mixed if isinstance(event, JobFailed)] == ["image_h"]
+        assert [event.job_id for event in mixed if event.kind == "done"] == ["image_g"]
+        assert [event.job_id for event in mixed if event.kind == "failed"] == ["image_h"]
         assert list_files(await driven.draw("again", make_job("f"))) == [{"0.png": out.read_bytes()}]
 
     drive("shapes-pixart", "pipefusion=2", script)
@@ -185,7 +174,7 @@ def write_lora(path: Path, seed: int) -> None:
     pipe.save_lora_weights(path.parent, transformer_lora_layers=factors, weight_name=path.name)
 
 
-def read_pixels(events: list[GroupEvent]) -> Any:
+def read_pixels(events: list[ReplicaEvent]) -> Any:
     return np.asarray(Image.open(io.BytesIO(list_files(events)[0]["0.png"])))
 
 
@@ -201,7 +190,7 @@ def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
 
     async def script(driven: Driven) -> None:
-        def make(*names: str) -> Job:
+        def make(*names: str) -> BatchJob:
             job = make_job("-".join(names) or "plain")
             return replace(job, request=replace(job.request, loras=dict.fromkeys(names, 1.0)))
 
@@ -209,7 +198,7 @@ def test_each_request_has_its_own_loras(tmp_path: Path) -> None:
         for number, name in enumerate(("ink.v1", "oil", "ink.v1")):
             assert (read_pixels(await driven.draw(f"lora-{number}", make(name))) == wanted[name]).all()
         (_, failed, _) = await driven.draw("broken", make("broken"))
-        assert isinstance(failed, JobFailed)
+        assert failed.kind == "failed"
         assert "lora='broken' cannot be loaded" in failed.failure.message
         assert str(tmp_path) not in failed.failure.message
         assert list_files(await driven.draw("again", make())) == plain
@@ -227,17 +216,17 @@ def test_a_rank_that_dies_is_noticed_and_started_again(number: int) -> None:
 
     async def script(driven: Driven) -> None:
         before = list_files(await driven.draw("before", make_job("a")))
-        driven.group.draw(Batch(id="lost", jobs=(make_job("b", steps=400),), inputs={}))
-        await driven.wait_for(StepMade)
+        driven.group.generate(Batch("lost", [make_job("b", steps=400)]))
+        await driven.wait_for("step")
         since = time.monotonic()
         driven.find_rank(1).send_signal(number)
-        down = (await driven.wait_for(GroupDown))[-1]
+        down = (await driven.wait_for("down"))[-1]
         assert time.monotonic() - since < 6
-        assert isinstance(down, GroupDown)
+        assert down.kind == "down"
         assert (down.batch_id, down.failure.code) == ("lost", "rank_failed")
         assert down.failure.message.startswith("rank 1")
         assert "\n" not in down.failure.message
-        await driven.wait_for(GroupReady)
+        await driven.wait_for("ready")
         assert list_files(await driven.draw("after", make_job("c"))) == before
 
     drive("shapes-pixart", "pipefusion=2", script)
@@ -249,8 +238,8 @@ def test_a_model_that_cannot_be_divided_so_is_told() -> None:
     async def run() -> None:
         driven = Driven("shapes-pixart", "tensor=3")
         driven.group.start()
-        (down,) = await driven.wait_for(GroupDown)
-        assert isinstance(down, GroupDown)
+        (down,) = await driven.wait_for("down")
+        assert down.kind == "down"
         assert "tensor=3" in down.failure.message
         await driven.group.end()
 
@@ -264,7 +253,7 @@ def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it(model: str,
     async def script(driven: Driven) -> None:
         small = {"frames": 5} if model == "shapes-wan" else {}
         plain, watched = (
-            Job(id=f"image_{count}", owner="", kind="image", request=Request(
+            BatchJob(f"image_{count}", Request(
                 options=GenerateOptions(prompt=PROMPT, seed=5, steps=8, **small), num_previews=count,
                 output_format="mp4" if small else "png",
             ))
@@ -272,14 +261,14 @@ def test_previews_come_while_a_picture_is_drawn_and_do_not_change_it(model: str,
         )  # fmt: skip
         alone = list_files(await driven.draw("plain", plain))
         events = await driven.draw("watched", watched)
-        previews = [event for event in events if isinstance(event, PreviewMade)]
-        assert [event.index for event in previews] == [0, 1, 2]
+        previews = [event for event in events if event.kind == "preview"]
+        assert [event.step for event in previews] == [0, 1, 2]
         assert list_files(events) == alone
         files = alone[0]
         picture = np.asarray(Image.open(io.BytesIO(files.get("thumbnail.png", files.get("0.png", b"")))), np.float32)
         errors = []
         for event in previews:
-            seen = np.asarray(Image.open(io.BytesIO(event.png)), np.float32)
+            seen = np.asarray(Image.open(io.BytesIO(event.files["preview"])), np.float32)
             assert seen.shape == picture.shape
             errors.append(float(np.abs(seen - picture).mean()))
         flat = float(np.abs(picture.mean(axis=(0, 1)) - picture).mean())

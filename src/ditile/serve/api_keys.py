@@ -1,0 +1,119 @@
+"""The keys of a server: where they are read, and whose key a request shows."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import secrets
+import stat
+from collections.abc import Iterable
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from ditile.distributed import env
+from ditile.plan.errors import ModelError
+
+LOG = logging.getLogger("ditile")
+COOKIE = "ditile_page"
+LEAST_KEY_LETTERS = 8
+MAX_KEY_FILE_BYTES = 2**20
+
+
+class _ApiKey(NamedTuple):
+    """A key with its owner, and the word that a cookie holds in its place while the server runs."""
+
+    owner: str
+    key: bytes
+    word: bytes
+
+
+class ApiKeys:
+    """The keys (owner, key) that a server requires; empty if it requires none."""
+
+    def __init__(self, keys: Iterable[tuple[str, bytes]]) -> None:
+        secret = secrets.token_bytes(32)
+        self._keys = []
+        for owner, key in keys:
+            word = hmac.digest(secret, key, "sha256").hex()
+            self._keys.append(_ApiKey(owner, key, word.encode()))
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find_owner(self, key: bytes) -> str | None:
+        """The owner of a key; None if it is not known."""
+        match = self._find_key("key", key)
+        return None if match is None else match.owner
+
+    def find_word(self, key: bytes) -> str | None:
+        """The cookie's word of a key; None if the key is not known."""
+        match = self._find_key("key", key)
+        return None if match is None else match.word.decode()
+
+    def find_owner_of_cookie(self, cookies: str) -> str | None:
+        """The owner of the key whose word is among the cookies of a request; None if there is none."""
+        try:
+            morsel = SimpleCookie(cookies).get(COOKIE)
+        except CookieError:
+            return None
+        if morsel is None:
+            return None
+        match = self._find_key("word", morsel.value.encode())
+        return None if match is None else match.owner
+
+    def _find_key(self, field: Literal["key", "word"], secret: bytes) -> _ApiKey | None:
+        match = None
+        for key in self._keys:
+            # Each is compared, so that the time does not tell which one is nearly right.
+            if hmac.compare_digest(getattr(key, field), secret) and match is None:
+                match = key
+        return match
+
+
+def read_api_keys(path: str | None) -> list[tuple[str, bytes]]:
+    """The keys (owner, key) of a file, or of DITILE_API_KEY if there is none.
+
+    A line is a key, or its owner's name, a colon and a key; the owner of a key without a name is "key-N", N the number
+    of the line. Empty lines and comments after # do not count.
+
+    Raises:
+        ModelError: if the file cannot be read, or there is no key in it, or a short one.
+    """
+    source = "DITILE_API_KEY"
+    text = env.read_api_key()
+    if path is not None:
+        source = f"api_key={path!r}"
+        text = _read_key_file(path, source)
+    if text is None:
+        return []
+    keys = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        name, colon, key = line.partition(":")
+        if not colon:
+            key = name
+            name = f"key-{number}"
+        name = name.strip()
+        key = key.strip()
+        if len(key) < LEAST_KEY_LETTERS or not name:
+            raise ModelError(f"{source}: line {number} has no key of {LEAST_KEY_LETTERS} letters or more; try name:key")
+        keys.append((name, key.encode()))
+    if not keys:
+        raise ModelError(f"{source} has no key; write one on a line, as key or name:key")
+    return keys
+
+
+def _read_key_file(path: str, source: str) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            text = file.read(MAX_KEY_FILE_BYTES).decode("utf-8")
+            mode = os.fstat(file.fileno()).st_mode
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{source} cannot be read: {error}; give a file with a key on each line") from None
+    # A pipe, such as a shell's <(..), has no permissions that matter.
+    if stat.S_ISREG(mode) and mode & (stat.S_IRGRP | stat.S_IROTH):
+        LOG.warning("%s can be read by other users of this machine; try chmod 600 %s", source, path)
+    return text

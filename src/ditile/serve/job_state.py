@@ -1,0 +1,113 @@
+"""What the service knows of one job and of one batch: where it is, who watches it, and how it is to end."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from ditile.serve.jobs import Failure, Job, JobEvent, JobResult, State
+from ditile.serve.replica import Replica
+
+# Events that are kept for a watcher who does not fetch them: the newest.
+MAX_NEWS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOutcome:
+    """How a job ends; the state `queued` leaves it to the next server.
+
+    Attributes:
+        accepts_result: whether a result that still arrives replaces this outcome.
+    """
+
+    state: State
+    failure: Failure | None = None
+    result: JobResult | None = None
+    accepts_result: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Watcher:
+    """One reader of a job's news."""
+
+    pending: deque[JobEvent] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, eq=False)
+class JobState:
+    """A job of this server.
+
+    Attributes:
+        latest: its last event, without a preview.
+        timer: of its timeout; None for a job that had ended before this server started.
+        batch: of which it is a part; None while it waits.
+        outcome: how it will end as soon as its ranks have stopped; None while nothing has ended it.
+        is_ending: whether its end is being written to disk.
+        is_settled: whether there will be no more news of it.
+    """
+
+    latest: JobEvent
+    timer: asyncio.TimerHandle | None = None
+    batch: RunningBatch | None = None
+    outcome: JobOutcome | None = None
+    is_ending: bool = False
+    is_settled: bool = False
+    watchers: set[_Watcher] = field(default_factory=set)
+
+    @property
+    def job(self) -> Job:
+        """The job as it is now."""
+        return self.latest.job
+
+    def publish(self, event: JobEvent) -> None:
+        """Replaces the job, and tells its watchers."""
+        self.latest = dataclasses.replace(event, preview=None, preview_index=0)
+        for watcher in self.watchers:
+            # Steps replace each other, so that they push no preview out.
+            if watcher.pending and watcher.pending[-1].preview is None:
+                watcher.pending.pop()
+            watcher.pending.append(event)
+            watcher.has_news.set()
+
+    def settle(self, job: Job) -> None:
+        """Publishes the last event of the job."""
+        self.publish(JobEvent(job=job))
+        self.is_settled = True
+
+    async def watch(self) -> AsyncIterator[JobEvent]:
+        """Yields the job as it is, and then its news until it is settled."""
+        # It listens before the first event is out, so that it misses none.
+        watcher = _Watcher()
+        self.watchers.add(watcher)
+        try:
+            yield self.latest
+            while watcher.pending or not self.is_settled:
+                if watcher.pending:
+                    yield watcher.pending.popleft()
+                else:
+                    watcher.has_news.clear()
+                    await watcher.has_news.wait()
+        finally:
+            self.watchers.discard(watcher)
+
+
+@dataclass(slots=True, eq=False)
+class RunningBatch:
+    """A batch that a replica has, or is about to get.
+
+    Attributes:
+        open: its jobs that have not ended and are not about to.
+        is_sent: whether the replica has it.
+        begun: when its ranks began it, by the monotonic clock; None before, while its jobs count as waiting.
+    """
+
+    id: str
+    replica: Replica
+    open: list[JobState]
+    num_jobs: int
+    is_sent: bool = False
+    begun: float | None = None

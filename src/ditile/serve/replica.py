@@ -1,0 +1,389 @@
+"""A replica of the model: ranks that stay, started by `launch` in a thread of the server, and again when one fails.
+
+A replica reports what happens by events, in the server's event loop and in order. Whatever ends the ranks (a signal, a
+rank that hangs, an error that leaves messages in flight) ends the batch that they were generating, and no other job. A
+replica whose starts fail again and again in the same way has failed: requests are answered with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import socket
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ditile.distributed import env
+from ditile.distributed.failure_rules import LaunchLimits
+from ditile.distributed.heartbeat import MEMORY_MESSAGE
+from ditile.distributed.launch import launch
+from ditile.plan.errors import DitileError, RankError, StateError
+from ditile.runner.requests.facts import ModelFacts
+from ditile.serve.jobs import Failure, Files, JobResult, shorten_line
+from ditile.serve.link import Batch, Message, SocketLink, WorkerSetup
+
+LOG = logging.getLogger("ditile")
+# As /health reports them.
+ReplicaState = Literal["starting", "ready", "drawing", "down", "failed"]
+# After how many starts that ended in the same way a replica has failed.
+FAILED_STARTS = 3
+# Seconds after which a rank that the system has stopped counts as failed.
+STOPPED_SECONDS = 2.0
+# Seconds between two starts, at most; ranks that never became ready wait 1, 2, 4 .. seconds.
+LONGEST_DELAY = 30.0
+# How often a batch is told to stop, until it has: its call may not have begun yet.
+STOP_AGAIN_SECONDS = 0.2
+# How long idle ranks get to leave before they are killed, and ranks that are busy or loading.
+LEAVE_SECONDS = 10.0
+LEAVE_BUSY_SECONDS = 0.1
+# Seconds in which a stopped batch has to end, within two steps; after that its ranks are started again.
+STOP_LIMIT = 120.0
+# The folders of a path, which health and clients are not told: they name users and projects.
+_FOLDERS = re.compile(r"(?<![\w:/])/(?:[^\s/'\"]+/)+")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplicaEvent:
+    """What a replica reports.
+
+    Attributes:
+        kind: "ready" (the ranks have loaded the model), "begun" (they generate a batch now; a replica may get one
+            before it has ranks for it), "step", "preview", "done" or "failed" (a job), "ended" (the last event of a
+            batch whose ranks live; jobs of a batch that was stopped have no other event), or "down" (the ranks have
+            ended).
+        batch_id: None for "ready", and for "down" if no batch was lost.
+        job_id: of "preview", "done" and "failed".
+        step, num_steps: of "step", from 1; of "preview" its number from 0.
+        files: of "done" by name; of "preview" a PNG named "preview".
+        result: of "done".
+        failure: of "failed" and "down".
+        error: of "down": what `launch` raised; an error other than `RankError` before the replica was ever ready says
+            that the model, the plan or an option does not fit.
+    """
+
+    kind: Literal["ready", "begun", "step", "preview", "done", "failed", "ended", "down"]
+    replica: Replica
+    batch_id: str | None = None
+    job_id: str = ""
+    step: int = 0
+    num_steps: int = 0
+    files: Files = field(default_factory=dict)
+    result: JobResult | None = None
+    failure: Failure | None = None
+    error: DitileError | None = None
+
+
+# Called in the server's event loop with each event of a replica.
+EventHandler = Callable[[ReplicaEvent], None]
+
+
+class Replica(ABC):
+    """The ranks of one replica, wherever they are. It is made and called in the event loop of the server.
+
+    Attributes:
+        state: what the ranks do.
+        facts: of the model; None before the ranks were ready for the first time.
+    """
+
+    def __init__(self, name: str, on_event: EventHandler) -> None:
+        self.name = name
+        self.state: ReplicaState = "starting"
+        self.facts: ModelFacts | None = None
+        self._loop = asyncio.get_running_loop()
+        self._on_event = on_event
+        self._batch_id: str | None = None
+        self._last_line = ""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Starts the ranks, and starts them again when they fail."""
+
+    @abstractmethod
+    def generate(self, batch: Batch) -> None:
+        """Gives a batch to the ranks, which are ready."""
+
+    @abstractmethod
+    def stop(self, batch_id: str) -> None:
+        """Ends a batch within two steps on every rank; does nothing if it has ended."""
+
+    @abstractmethod
+    async def end(self) -> None:
+        """Ends the ranks for good; returns when no process is left."""
+
+    def _tell(self, kind: Any, batch_id: str | None = None, **values: Any) -> None:
+        self._on_event(ReplicaEvent(kind=kind, replica=self, batch_id=batch_id, **values))
+
+    def _note_batch(self, batch: Batch) -> None:
+        assert self.state == "ready", "a batch for ranks that have another"
+        self.state = "drawing"
+        self._batch_id = batch.id
+
+    def _note_ready(self, facts: ModelFacts) -> None:
+        self.facts = facts
+        self.state = "ready"
+        self._last_line = ""
+        self._tell("ready")
+
+    def _note_ended(self, batch_id: str) -> None:
+        # Ranks that have gone do not become ready because their batch was stopped.
+        if self.state == "drawing":
+            self.state = "ready"
+        self._batch_id = None
+        self._tell("ended", batch_id)
+
+    def _note_down(self, error: DitileError, has_failed: bool = False) -> None:
+        """Reports that the ranks have ended, or with `has_failed` that starting them again has not helped."""
+        if has_failed:
+            failure = describe_failed_replica(error, self.facts is not None)
+            # One line, once; each start has logged its own error.
+            if self.state != "failed":
+                LOG.error("replica %s has failed: %s", self.name, failure.message)
+        else:
+            failure = describe_lost_ranks(error)
+            self._log_end(error)
+        lost = self._batch_id
+        self._batch_id = None
+        self.state = "failed" if has_failed else "down"
+        self._tell("down", lost, failure=failure, error=error)
+
+    def _log_end(self, error: DitileError) -> None:
+        # The command itself reports a model that does not fit when it ends.
+        if not isinstance(error, RankError) and self.facts is None:
+            return
+        line = str(error)
+        traceback = getattr(error, "traceback", "").rstrip()
+        if traceback and line != self._last_line:
+            LOG.error("replica %s: %s\n%s", self.name, line, traceback)
+        else:
+            LOG.error("replica %s: %s", self.name, line)
+        self._last_line = line
+
+    def _handle_message(self, message: Message, files: Files) -> None:
+        """Reports what rank 0 has sent: the fields of an event as JSON types."""
+        values = dict(message)
+        kind = values.pop("kind")
+        if kind == "ready":
+            self._note_ready(ModelFacts.from_json(values["facts"]))
+            return
+        if kind == "ended":
+            self._note_ended(values["batch_id"])
+            return
+        if kind == "done":
+            values["result"] = JobResult.from_json(values["result"])
+        elif kind == "failed":
+            values["failure"] = Failure(**values["failure"])
+        self._tell(kind, files=files, **values)
+
+
+class LocalReplica(Replica):
+    """The ranks of one replica on this machine.
+
+    Args:
+        name, on_event: as of `Replica`.
+        setup: what they load.
+    """
+
+    def __init__(self, name: str, setup: WorkerSetup, on_event: EventHandler) -> None:
+        super().__init__(name, on_event)
+        self._setup = setup
+        self._links: list[SocketLink] = []
+        # One thread, so that messages keep their order; links block while a rank computes and files are large.
+        self._sender = ThreadPoolExecutor(1, f"links-{name}")
+        self._is_ending = threading.Event()
+        self._is_killed = threading.Event()
+        self._has_ended = asyncio.Event()
+        self._stopped_id = ""
+        self._stopped_at = 0.0
+        self._next_stop: asyncio.TimerHandle | None = None
+        self._hangs = threading.Event()
+
+    def start(self) -> None:
+        """Starts the ranks, and starts them again when they fail."""
+        threading.Thread(target=self._keep_ranks_alive, name=f"ranks-{self.name}", daemon=True).start()
+
+    def generate(self, batch: Batch) -> None:
+        """Gives a batch to the ranks, which are ready."""
+        self._note_batch(batch)
+        self._send(*batch.to_message())
+        self._tell("begun", batch.id)
+
+    def stop(self, batch_id: str) -> None:
+        """Ends a batch within two steps on every rank; does nothing if it has ended."""
+        if self._batch_id != batch_id or self.state != "drawing" or self._is_ending.is_set():
+            return
+        now = time.monotonic()
+        if self._stopped_id != batch_id:
+            self._stopped_id = batch_id
+            self._stopped_at = now
+        elif now - self._stopped_at > STOP_LIMIT:
+            self._hangs.set()
+            return
+        self._send({"stop": batch_id})
+        self._next_stop = self._loop.call_later(STOP_AGAIN_SECONDS, self.stop, batch_id)
+
+    async def end(self) -> None:
+        """Ends the ranks for good; returns when no process is left."""
+        self._is_ending.set()
+        self._send({"leave": True})
+        seconds = LEAVE_SECONDS if self.state == "ready" else LEAVE_BUSY_SECONDS
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._has_ended.wait(), seconds)
+        self._is_killed.set()
+        await self._has_ended.wait()
+        self._sender.shutdown()
+
+    def _send(self, message: Message, files: Files | None = None) -> None:
+        self._sender.submit(_send_to_all, list(self._links), message, files)
+
+    def _keep_ranks_alive(self) -> None:
+        """Starts the ranks whenever they have ended, until the server ends or the replica has failed."""
+        delay = 0.0
+        failed_starts = Counter[str]()
+        has_been_ready = False
+        while not self._is_ending.is_set():
+            is_ready = threading.Event()
+            error = self._run_ranks(is_ready)
+            if is_ready.is_set():
+                delay = 0.0
+                has_been_ready = True
+                failed_starts.clear()
+            else:
+                delay = min(LONGEST_DELAY, max(1.0, 2 * delay))
+                failed_starts[name_cause(error)] += 1
+            has_failed = max(failed_starts.values(), default=0) >= FAILED_STARTS
+            if not self._is_ending.is_set():
+                self._post(self._note_down, error, has_failed)
+            # What ranks lacked three times will not come. Ranks that were ready may get it back, such as GPU memory.
+            if has_failed and not has_been_ready:
+                break
+            self._is_ending.wait(delay)
+        self._loop.call_soon_threadsafe(self._has_ended.set)
+
+    def _run_ranks(self, is_ready: threading.Event) -> DitileError:
+        """Runs the ranks until they end, and returns why they did; sets `is_ready` when they are."""
+        self._hangs.clear()
+        try:
+            pairs = [socket.socketpair() for _ in range(self._setup.plan.world)]
+        except OSError as error:
+            # Too many open files.
+            return _describe_failed_start(error)
+        links = [SocketLink(ours.detach()) for ours, _ in pairs]
+        reader = threading.Thread(target=self._receive_messages, args=(links[0], is_ready), daemon=True)
+        try:
+            self._post(self._note_links, links)
+            reader.start()
+            launch(
+                run_worker,
+                self._setup.plan.world,
+                (self._setup,),
+                threads=self._setup.engine.threads,
+                stall_timeout=self._setup.engine.stall_timeout,
+                limits=LaunchLimits(stopped=STOPPED_SECONDS),
+                links=[theirs.fileno() for _, theirs in pairs],
+                check=self._raise_if_killed,
+                local_ranks=self._setup.local_ranks,
+            )
+        except DitileError as error:
+            return error
+        except OSError as error:
+            # A full disk, or too many processes.
+            return _describe_failed_start(error)
+        finally:
+            # The reader ends when nobody holds the other end of its link.
+            for _, theirs in pairs:
+                theirs.close()
+            reader.join()
+            for link in links:
+                link.close_connection()
+        return StateError("the ranks have left")
+
+    def _raise_if_killed(self) -> None:
+        if self._is_killed.is_set():
+            raise StateError("the server ends")
+        if self._hangs.is_set():
+            raise RankError(0, "hangs", f"a stopped call did not end in {STOP_LIMIT:.0f} s")
+
+    def _receive_messages(self, link: SocketLink, is_ready: threading.Event) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                message, files = link.receive_message()
+                if message["kind"] == "ready":
+                    is_ready.set()
+                self._post(self._handle_message, message, files)
+
+    def _post(self, function: Callable[..., None], *args: Any) -> None:
+        # The loop is closed if the server ended in a hurry.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _note_links(self, links: list[SocketLink]) -> None:
+        self._links = links
+        # A replica that has failed counts as failed until its ranks are ready.
+        if self.state != "failed":
+            self.state = "starting"
+
+    def _note_ended(self, batch_id: str) -> None:
+        if self._next_stop is not None:
+            self._next_stop.cancel()
+        super()._note_ended(batch_id)
+
+
+def run_worker(setup: WorkerSetup) -> None:
+    """Generates what the server asks this rank for, until it says that the rank may leave, or has gone."""
+    # It imports torch, which the server never does.
+    from ditile.serve.worker import RankWorker
+
+    fd = env.read_link_fd()
+    assert fd is not None, "a rank of the server has a link to it"
+    # The standard output is the server's.
+    with contextlib.redirect_stdout(sys.stderr):
+        RankWorker(setup, SocketLink(fd)).serve_batches()
+
+
+def name_cause(error: DitileError) -> str:
+    """The way in which ranks have ended: the type of an error, or the signal."""
+    if isinstance(error, RankError):
+        return error.cause
+    return type(error).__name__
+
+
+def describe_lost_ranks(error: DitileError) -> Failure:
+    """What a client is told of ranks that have ended: one line, without a traceback."""
+    line = _shorten_reason(error)
+    if MEMORY_MESSAGE.search(line) or "out of memory" in line:
+        return Failure(code="out_of_memory", message=f"{line}; ask for a smaller image, or fewer at once")
+    return Failure(code="rank_failed", message=f"{line}; the ranks are started again")
+
+
+def describe_failed_replica(error: DitileError, has_been_ready: bool) -> Failure:
+    """What a client is told of ranks whose starts have failed in the same way."""
+    if has_been_ready:
+        remedy = f"they are started every {LONGEST_DELAY:.0f} s"
+    else:
+        remedy = "mend this and start the server again"
+    message = f"{_shorten_reason(error)}; {FAILED_STARTS} starts of the ranks ended so; {remedy}"
+    return Failure(code="ranks_failed", message=message)
+
+
+def _shorten_reason(error: DitileError) -> str:
+    return shorten_line(_FOLDERS.sub("", str(error)))
+
+
+def _describe_failed_start(error: OSError) -> RankError:
+    return RankError(0, type(error).__name__, f"not started: {error}")
+
+
+def _send_to_all(links: list[SocketLink], message: Message, files: Files | None) -> None:
+    for link in links:
+        # The launcher reports a rank that has gone.
+        with contextlib.suppress(OSError, EOFError):
+            link.send_message(message, files)

@@ -1,0 +1,427 @@
+"""What a rank of the server does: it loads and splits the model once, and then generates one batch after another.
+
+Every rank gets every message of the server in the same order, so that no rank waits in a collective while there is
+nothing to do. Rank 0 alone answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import logging
+import queue
+import tempfile
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from ditile.cache.report import summarize_cache_reports
+from ditile.distributed import env
+from ditile.distributed.transport import gather_json
+from ditile.model.pipeline_calls import find_call_owner
+from ditile.plan.errors import DitileError, ModelError, StoppedError
+from ditile.runner.caching import summary
+from ditile.runner.callbacks import StepWatch
+from ditile.runner.load import defaults
+from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
+from ditile.runner.requests.arguments import (
+    build_batch_call,
+    build_call_arguments,
+    build_object_arguments,
+    check_cache_steps,
+)
+from ditile.runner.requests.conditions import choose_pipeline_class
+from ditile.runner.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pictures import encode_png
+from ditile.runner.requests.pipelines import convert_value_errors
+from ditile.runner.requests.prepare import load_lora_weights, prepare_runner
+from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, encode_drawn, list_drawn
+from ditile.runner.requests.videos import check_encoder, encode_spritesheet
+from ditile.runner.runner import Runner
+from ditile.runner.warm import choose_warm_steps
+from ditile.serve.jobs import POSTER, SPRITESHEET, TRACE, Files, JobResult, Request, shorten_line
+from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
+from ditile.serve.previews import CallPreviews, PreviewDecoder
+
+LOG = logging.getLogger("ditile")
+# The id of the warm-up job.
+WARM_UP = ""
+# How often an idle rank reports that it lives, well within the time after which it would count as hanging.
+IDLE_SECONDS = 5.0
+
+
+class RankWorker:
+    """A rank with its runner.
+
+    Args:
+        setup: what to load.
+        link: to the server.
+    """
+
+    def __init__(self, setup: WorkerSetup, link: MessageLink) -> None:
+        self._setup = setup
+        self._link = link
+        self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
+        self._pipe.set_progress_bar_config(disable=True)
+        self._has_cache = setup.cache.build_cache_arguments()["cache_config"] is not None
+        # Of the pipeline that was loaded; requests with conditions switch to other classes of its family.
+        self._class = find_call_owner(self._pipe)
+        self._config = dict(getattr(self._pipe, "config", {}))
+        self._loras = LoraCache(self._runner, setup.lora_dir, setup.max_loras)
+        self._facts = collect_facts(self._pipe, setup.model, setup.plan)
+        self._decoder = PreviewDecoder(find_latent_channels(self._pipe))
+        self._is_first = self._runner.mesh.rank == 0
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._running_id: str | None = None
+
+    def serve_batches(self) -> None:
+        """Generates batches until the server says that this rank may leave.
+
+        Raises:
+            StateError: if the ranks cannot go on, as messages of a call are still in flight.
+        """
+        threading.Thread(target=self._receive_messages, daemon=True).start()
+        self._warm_up()
+        if self._is_first:
+            self._link.send_message({"kind": "ready", "facts": self._facts.to_json()})
+        while True:
+            batch = self._wait_for_batch()
+            if batch is None:
+                return
+            self._running_id = batch.id
+            with contextlib.suppress(StoppedError):
+                self._generate_batch(batch.jobs)
+            self._answer("ended")
+            self._running_id = None
+
+    def _wait_for_batch(self) -> Batch | None:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._batches.get(timeout=IDLE_SECONDS)
+            # An idle rank does not hang. Only rank 0 says so: signs of the others would hide that it hangs in a call.
+            if self._is_first:
+                env.report_progress()
+
+    def _receive_messages(self) -> None:
+        with contextlib.ExitStack() as stack:
+            # Whatever ends this thread lets the rank leave: it would hear nothing more.
+            stack.callback(self._batches.put, None)
+            stack.enter_context(contextlib.suppress(EOFError, OSError))
+            while True:
+                message, files = self._link.receive_message()
+                if "generate" in message:
+                    self._batches.put(Batch.from_message(message, files))
+                elif "stop" not in message:
+                    return
+                # The server repeats this until the batch has ended: its call may not have begun yet.
+                elif message["stop"] == self._running_id:
+                    self._runner.stop()
+
+    def _generate_batch(self, jobs: Sequence[BatchJob]) -> None:
+        """Generates the jobs of a batch; raises `StoppedError` if it was stopped."""
+        try:
+            self._generate_jobs(jobs)
+        except StoppedError:
+            raise
+        except DitileError as error:
+            if self._runner.is_broken:
+                raise
+            if len(jobs) == 1:
+                self._refuse_job(jobs[0], error)
+                return
+            # One of them is refused, and the others do not suffer for it.
+            for job in jobs:
+                self._generate_batch([job])
+
+    def _refuse_job(self, job: BatchJob, error: Exception) -> None:
+        self._answer("failed", job_id=job.id, failure={"code": "refused", "message": shorten_line(error)})
+
+    def _generate_jobs(self, jobs: Sequence[BatchJob]) -> None:
+        first = jobs[0].request
+        pipeline_class = choose_pipeline_class(self._class, [*first.options.conditions], self._config)
+        if isinstance(pipeline_class, type):
+            self._pipe = self._runner.switch_pipeline(pipeline_class)
+        self._loras.use_loras(first.loras)
+        own_values = defaults(self._setup.model)
+        calls = []
+        for job in jobs:
+            options = job.request.options
+            calls.append(build_call_arguments(self._pipe, options, own_values))
+            if self._facts.is_video:
+                check_encoder(Path(f"video.{job.request.output_format}"), options.fps)
+        check_cache_steps(self._setup.cache, calls[0])
+        is_traced = bool(first.client.get("trace"))
+        self._runner.trace = is_traced
+        previews = self._plan_previews(jobs, calls[0])
+        watch = StepWatch(on_step=self._note_step)
+        if previews is not None:
+            watch = replace(watch, on_latents=previews.take_latents, latents_at=previews.latents_at)
+        with convert_value_errors(self._pipe):
+            result = self._runner(**self._build_call(jobs, calls), output_on="first", watch=watch)
+        # All ranks send rank 0 their reports and traces.
+        facts = {"reports": self._runner.reports(), "left_out": self._summarize_cache(), "batch": len(jobs)}
+        trace = self._collect_trace() if is_traced else {}
+        if not self._is_first:
+            return
+        outputs = list_drawn(result)
+        if previews is not None:
+            self._fit_previews(previews, outputs[0])
+        remaining = iter(outputs)
+        for job, call in zip(jobs, calls, strict=True):
+            own_outputs = [next(remaining) for _ in list_seeds(job.request.options)]
+            try:
+                job_result, files = self._encode_job(job, call, own_outputs)
+            except (ValueError, OSError) as error:
+                # Such as a WebP of more pixels than the format allows.
+                self._refuse_job(job, error)
+            else:
+                job_result = replace(job_result, facts=facts)
+                self._answer("done", files | trace, job_id=job.id, result=asdict(job_result))
+
+    def _plan_previews(self, jobs: Sequence[BatchJob], call: Mapping[str, Any]) -> CallPreviews | None:
+        """The previews of a call of one job, at the same steps on every rank; None if it has none."""
+        job = jobs[0]
+        num_previews = job.request.num_previews
+        # The warm-up call has none, but its image is the first that the preview decoder is fitted to.
+        if len(jobs) > 1 or not (num_previews or job.id == WARM_UP):
+            return None
+        size = find_call_size(self._facts, call)
+        steps = count_steps(collect_call_facts(find_call_owner(self._pipe)), self._facts, call)
+        if size is None or steps == 0:
+            return None
+        # The previews divide the steps evenly, and the last one comes before the last step.
+        num_parts = num_previews + 1
+        shown = [round(number * steps / num_parts) - 1 for number in range(1, num_parts)]
+
+        def send_preview(step: int, images: Sequence[Any]) -> None:
+            if step in shown:
+                png = encode_png(images[0], {})
+                self._answer("preview", {"preview": png}, job_id=job.id, step=shown.index(step))
+
+        # The decoder is fitted to the latents of the last step and the image. Step -1 is before the first one.
+        observed = {*shown, steps - 1} - {-1}
+        return CallPreviews(self._decoder, self._pipe.scheduler, observed, size, send_preview)
+
+    def _fit_previews(self, previews: CallPreviews, output: Any) -> None:
+        report = self._runner.report
+        if previews.last_latents is None or report is None:
+            return
+        # Only the final latents belong to the image.
+        if previews.last_step != report.steps - 1:
+            return
+        if not isinstance(output, Image.Image):
+            output = [Image.fromarray(frame) for frame in output]
+        # Latents of an unknown layout have no previews.
+        with contextlib.suppress(ModelError):
+            self._decoder.fit(previews.last_latents[:1], output)
+
+    def _warm_up(self) -> None:
+        """Generates a first image, which triggers loading, allocation and compilation, and fits the preview decoder."""
+        steps = choose_warm_steps(self._setup.plan, is_cached=self._has_cache)
+        prompt = self._facts.example or "a photo of a mountain lake in the morning"
+        options = GenerateOptions(model=self._setup.model, prompt=prompt, steps=steps, seed=0)
+        try:
+            self._generate_jobs([BatchJob(WARM_UP, Request(options=options))])
+        except DitileError as error:
+            if self._runner.is_broken:
+                raise
+            LOG.info("no warm-up image: %s", error)
+
+    def _note_step(self, step: int, num_steps: int) -> None:
+        self._answer("step", step=step + 1, num_steps=num_steps)
+
+    def _build_call(self, jobs: Sequence[BatchJob], calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The arguments of one call for all jobs."""
+        options = jobs[0].request.options
+        if len(jobs) == 1:
+            conditions = _decode_conditions(jobs[0])
+            return calls[0] | build_object_arguments(self._pipe, options, list_seeds(options), conditions=conditions)
+        # A row for each image of each job.
+        rows = []
+        seeds = []
+        for job, call in zip(jobs, calls, strict=True):
+            for seed in list_seeds(job.request.options):
+                rows.append(call)
+                seeds.append(seed)
+        return build_batch_call(self._pipe, rows, options, seeds)
+
+    def _summarize_cache(self) -> list[dict[str, Any]]:
+        if not self._has_cache:
+            return []
+        return summarize_cache_reports([summary(self._runner, logging=False)])
+
+    def _collect_trace(self) -> Files:
+        """The Chrome trace of the last call, on rank 0; all ranks call it."""
+        with tempfile.TemporaryDirectory(prefix="ditile-") as folder:
+            path = Path(folder, TRACE)
+            self._runner.write_trace(path)
+            if not self._is_first:
+                return {}
+            return {TRACE: path.read_bytes()}
+
+    def _encode_job(self, job: BatchJob, call: dict[str, Any], outputs: Sequence[Any]) -> tuple[JobResult, Files]:
+        """The result of a job, and its files as `ditile generate` writes them."""
+        request = job.request
+        report = self._runner.report
+        assert report is not None, "a call has ended"
+        options = replace(request.options, model=self._setup.model)
+        texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, _decode_conditions(job))
+        if request.loras:
+            texts["loras"] = json.dumps(request.loras)
+        fps = choose_fps(self._pipe, options, call)
+        seeds = list_seeds(options)
+        names = [f"{index}.{request.output_format}" for index in range(len(outputs))]
+        files = {}
+        for name, seed, output in zip(names, seeds, outputs, strict=True):
+            own_texts = add_picture_texts(texts, self._pipe, call, options.prompt, seed, output)
+            content, poster = encode_drawn(output, request.output_format, request.output_compression, fps, own_texts)
+            files[name] = content
+            if poster is not None and POSTER not in files:
+                files[POSTER] = poster
+                files[SPRITESHEET] = encode_spritesheet(output)
+        if POSTER in files:
+            # A video is an array [frames, height, width, 3].
+            frames, height, width = outputs[0].shape[:3]
+        else:
+            width, height = outputs[0].size
+            frames = 0
+            fps = 0.0
+        result = JobResult(
+            files=names,
+            seeds=seeds,
+            size=(int(width), int(height)),
+            seconds=dict(report.seconds),
+            num_steps=report.steps,
+            frames=frames,
+            fps=fps,
+        )
+        return result, files
+
+    def _answer(self, kind: str, files: Files | None = None, **values: Any) -> None:
+        """Sends the server an event of the running batch; `values` are its fields as JSON types."""
+        # Nobody waits for the warm-up image, which belongs to no batch.
+        if self._is_first and self._running_id is not None:
+            self._link.send_message({"kind": kind, "batch_id": self._running_id, **values}, files)
+
+
+class LoraCache:
+    """The LoRAs that requests name, of which some stay loaded.
+
+    Args:
+        runner: into whose pipeline they are loaded; adapters that it has already are used in every call.
+        folder: of the files; None without.
+        max_loras: how many stay loaded.
+    """
+
+    def __init__(self, runner: Runner, folder: str | None, max_loras: int) -> None:
+        self._runner = runner
+        self._folder = folder
+        self._max_loras = max_loras
+        self._permanent = dict.fromkeys(list_loaded_loras(runner.pipe), 1.0)
+        # Names of those that are loaded, the most recently used last.
+        self._loaded: list[str] = []
+
+    def use_loras(self, scales: Mapping[str, float]) -> None:
+        """Uses these LoRAs in the next call, and no others of requests. All ranks call it.
+
+        Raises:
+            ModelError: on all ranks, if one of them cannot load one.
+        """
+        for name in scales:
+            if name not in self._loaded:
+                self._load_lora(name, keep=scales.keys())
+            self._loaded.remove(name)
+            self._loaded.append(name)
+        if self._loaded:
+            adapters = {_name_adapter(name): scale for name, scale in scales.items()}
+            select_loras(self._runner, {**self._permanent, **adapters})
+
+    def _load_lora(self, name: str, keep: Collection[str]) -> None:
+        assert self._folder is not None, "the server has refused the name"
+        removable = [loaded for loaded in self._loaded if loaded not in keep]
+        if len(self._loaded) >= self._max_loras and removable:
+            forget_loras(self._runner, [_name_adapter(removable[0])])
+            self._loaded.remove(removable[0])
+        path = str(Path(self._folder, f"{name}.safetensors"))
+        adapter = _name_adapter(name)
+        complaint = None
+        try:
+            load_lora_weights(self._runner.pipe, path, adapter)
+        except ModelError as error:
+            # Clients are told no paths.
+            complaint = str(error).replace(path, name)
+        # Each rank has a part of the model, and it alone may find that a LoRA does not fit.
+        complaints = [text for text in gather_json(complaint, self._runner.mesh.everyone) if text]
+        if complaints:
+            if adapter in list_loaded_loras(self._runner.pipe):
+                forget_loras(self._runner, [adapter])
+            raise ModelError(complaints[0])
+        self._loaded.append(name)
+
+
+def _name_adapter(name: str) -> str:
+    # peft makes names of modules of it, which may not hold points.
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    return f"lora_{digest[:16]}"
+
+
+def find_latent_channels(pipe: Any) -> int | None:
+    """The channels of the latents of a pipeline's VAE, if its config has them."""
+    config = getattr(getattr(pipe, "vae", None), "config", None)
+    for name in ("z_dim", "latent_channels"):
+        channels = getattr(config, name, None)
+        if isinstance(channels, int):
+            return channels
+    return None
+
+
+def find_call_size(facts: ModelFacts, call: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Width and height of the images of a call in pixels; None if nothing says them."""
+    own_width, own_height = facts.size or (None, None)
+    width = call.get("width") or own_width
+    height = call.get("height") or own_height
+    if width is None or height is None:
+        return None
+    return width, height
+
+
+def count_steps(class_facts: CallFacts, facts: ModelFacts, call: Mapping[str, Any]) -> int:
+    """How many steps a call of a class makes: fewer than it is told, if it starts from an image."""
+    name = "num_inference_steps"
+    steps = call.get(name) or class_facts.defaults.get(name)
+    steps = steps or facts.find_default(name) or 0
+    strength = call.get("strength", class_facts.defaults.get("strength"))
+    if strength is None:
+        return steps
+    return min(steps, int(steps * strength))
+
+
+def list_seeds(options: GenerateOptions) -> list[int]:
+    """The seeds of the images of a request: they count up."""
+    assert options.seed is not None, "the server has chosen one"
+    return list(range(options.seed, options.seed + options.num_images))
+
+
+def _decode_conditions(job: BatchJob) -> dict[str, Any]:
+    """What a job starts from: condition -> an image, of `image` a list of images."""
+    options = job.request.options
+    conditions: dict[str, Any] = {}
+    if options.image is not None:
+        conditions["image"] = [_decode_input(job.inputs[name]) for name in options.image]
+    if options.mask is not None:
+        conditions["mask"] = _decode_input(job.inputs[options.mask])
+    return conditions
+
+
+def _decode_input(content: bytes) -> Image.Image:
+    # The server has checked the upload, and encoded it again as PNG.
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+        converted: Image.Image = image.convert("RGB")
+        return converted
