@@ -198,7 +198,7 @@ def test_what_has_no_references_is_refused() -> None:
     """Before the first step: else a plan would promise what it does not do."""
     pipe = tiny.flux()
     runner = build_single_runner(pipe, Plan(references=0))
-    with pytest.raises(PlanError, match="FluxPipeline has no tokens of reference pictures"):
+    with pytest.raises(PlanError, match="FluxPipeline has no tokens of reference images"):
         runner(**tiny.arguments("flux"))
     runner.restore()
 
@@ -209,7 +209,7 @@ def test_what_fills_up_a_sequence_is_no_reference(monkeypatch: pytest.MonkeyPatc
     A failure means that a plan freezes tokens of the picture that is drawn, or promises what it does not do."""
     pipe, found = ZOO["z-image"].make(), list[frozenset[int]]()
     runner = build_single_runner(pipe, Plan(references=0))
-    with pytest.raises(PlanError, match="ZImagePipeline has no tokens of reference pictures"):
+    with pytest.raises(PlanError, match="ZImagePipeline has no tokens of reference images"):
         runner(**ZOO["z-image"].call())
     runner.restore()
     forget = Generation.forget_layouts
