@@ -7,7 +7,6 @@ rows of this replica's images and of this half's guidance branches.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, cast
@@ -404,7 +403,9 @@ class DataCfgBatch:
             ModelError: if the input is a list, and it is not known what else has rows.
         """
         # Arguments without a name, as those of *args, are named by their number.
-        names = [*self._names[: len(args)], *map(str, range(len(self._names), len(args)))]
+        names = list(self._names[: len(args)])
+        for number in range(len(names), len(args)):
+            names.append(str(number))
         inputs = dict(zip(names, args, strict=True)) | kwargs
         noisy, batch = self._find_noisy_input(args, kwargs)
         if self._inputs is not None and find_unknown_rows(inputs, self._inputs, noisy, len(batch)) is None:
@@ -467,8 +468,10 @@ class DataCfgBatch:
         if not self.has_idle_replica:
             return [], False
         # A row may be a list itself, of images and of the latents after them.
-        leaves = pytree.tree_leaves(noisy[0])
-        size = (len(noisy), *itertools.chain(*(leaf.shape for leaf in leaves if isinstance(leaf, Tensor))))
+        size: tuple[int, ...] = (len(noisy),)
+        for leaf in pytree.tree_leaves(noisy[0]):
+            if isinstance(leaf, Tensor):
+                size += tuple(leaf.shape)
         if size not in self._rows:
             rows = [[describe_dtype(x), list(x.shape[1:])] for x in predictions or ()]
             announced = [rows, isinstance(result, Tensor)]

@@ -158,12 +158,12 @@ class CfgExchange:
         fresh = [batch_slice.select_batch(take_piece(prediction, piece)) for prediction in predictions]
         # A half may have no call, where guidance ended and fewer calls than halves are left.
         own = [fresh[0][:0], *fresh[self._axis.index :: self.size]]
-        parts = self._gather(torch.cat(own), [len(calls[half :: self.size]) * size for half in range(self.size)])
+        calls_by_half = [calls[half :: self.size] for half in range(self.size)]
+        parts = self._gather(torch.cat(own), [len(half_calls) * size for half_calls in calls_by_half])
         for half, part in enumerate(parts):
-            half_calls = calls[half :: self.size]
-            if half == self._axis.index or not half_calls:
+            if half == self._axis.index or not calls_by_half[half]:
                 continue
-            for call, prediction_part in zip(half_calls, part.split(size), strict=True):
+            for call, prediction_part in zip(calls_by_half[half], part.split(size), strict=True):
                 _write_piece(predictions[call], batch_slice, prediction_part, piece)
 
     def _gather(self, own: Tensor, rows: Sequence[int]) -> list[Tensor]:

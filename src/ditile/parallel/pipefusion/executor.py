@@ -262,7 +262,8 @@ class PipeFusion:
             pieces = []
             for key in self._list_latent_keys(step, patch):
                 with self._trace.record_span("take", step, patch):
-                    pieces.append((key.branch, self._latents_in.receive_message(key, self._latents[key.branch])))
+                    piece = self._latents_in.receive_message(key, self._latents[key.branch])
+                pieces.append((key.branch, piece))
             self._taken[step, patch] = pieces
         self._num_taken = max(due, self._num_taken)
 
@@ -657,16 +658,19 @@ class PipeFusion:
         image = self._streams.locate_own_share(part.image_tokens)
         text = self._streams.locate_own_share(len(part.text))
         width, text_width = self._widths[key.branch]
-        numbers = (image.stop - image.start) * width + (text.stop - text.start) * text_width
+        image_numbers = (image.stop - image.start) * width
+        text_numbers = (text.stop - text.start) * text_width
         # A text may have other channels than the image, so a message is a list of vectors that divide a token of both:
         # transport packs and counts vectors.
         vector = math.gcd(width, text_width)
-        return (len(rows), numbers // vector, vector)
+        return (len(rows), (image_numbers + text_numbers) // vector, vector)
 
     def _compute_latent_shape(self, key: MessageKey) -> tuple[int, ...] | None:
         if not self._latents:
             return None
-        return self.generation.pieces[key.branch][key.patch].shape(self._latents[key.branch])
+        # The key has the number of the scheduler where others have the branch.
+        piece = self.generation.pieces[key.branch][key.patch]
+        return piece.shape(self._latents[key.branch])
 
 
 def _arrange_like(x: Tensor, like: Tensor) -> Tensor:

@@ -160,10 +160,9 @@ class KnownCall:
             lets_group_rest=dry.now.shares.warmup_split is None,
         )
 
-    def make_results(self) -> tuple[dict[int, Any], dict[Any, Any]]:
+    def make_results(self) -> Any:
         """The results, of zeros."""
-        made: tuple[dict[int, Any], dict[Any, Any]] = pytree.tree_map_only(_Zeros, _Zeros.make_tensor, self.results)
-        return made
+        return pytree.tree_map_only(_Zeros, _Zeros.make_tensor, self.results)
 
     def restore_findings(self, dry: DryIterations) -> None:
         """Gives a generation and its streams what the rehearsal found."""

@@ -328,7 +328,10 @@ def _is_like(value: Any, sample: Tensor) -> bool:
 
 def find_step_signature(scheduler: Any) -> inspect.Signature:
     """The parameters of `step` in a scheduler's nearest class that names them; raises `ModelError` if none does."""
-    steps = [vars(cls)["step"].__get__(scheduler) for cls in type(scheduler).__mro__ if "step" in vars(cls)]
+    steps = []
+    for cls in type(scheduler).__mro__:
+        if "step" in vars(cls):
+            steps.append(vars(cls)["step"].__get__(scheduler))
     # An object around a scheduler may forward its step without a class that defines one.
     for step in steps or [scheduler.step]:
         signature = inspect.signature(step)

@@ -216,6 +216,10 @@ class Rehearsal:
         now.forget_layouts()
 
 
+Masks = dict[tuple[int, str], list[Tensor]]
+"""Where the tensors of an argument are NaN, by branch and name."""
+
+
 class ArgumentProbe:
     """Finds which arguments of a model a pipeline makes of its latents, or of its last prediction.
 
@@ -235,8 +239,8 @@ class ArgumentProbe:
         self._now = now
         self._pipeline = pipeline
         self._always_nan: set[tuple[int, str]] = set()
-        self._masks: dict[tuple[int, str], list[Tensor]] = {}
-        self._masks_by_iteration: list[dict[tuple[int, str], list[Tensor]]] = []
+        self._masks: Masks = {}
+        self._masks_by_iteration: list[Masks] = []
         self._latents_names: set[str] = set()
         self.first_calls: set[Hashable] = set()
 
@@ -280,7 +284,7 @@ class ArgumentProbe:
                 f"stages and patches do not have; {remedy}"
             )
         live_arguments = set[str]()
-        union: dict[tuple[int, str], list[Tensor]] = {}
+        union: Masks = {}
         for masks_by_argument in of_latents:
             for key, masks in masks_by_argument.items():
                 _, name = key

@@ -184,7 +184,8 @@ def _gather_block_specs(
         for block in blocks_by_stage[stage]:
             specs = []
             for name, shape, dtype, start, stop in block:
-                specs.append(FlatTensorSpec(name, tuple(shape), getattr(torch, dtype[len("torch.") :]), start, stop))
+                own_dtype = getattr(torch, dtype.removeprefix("torch."))
+                specs.append(FlatTensorSpec(name, tuple(shape), own_dtype, start, stop))
             gathered.append(specs)
     return gathered
 
@@ -197,8 +198,9 @@ def _lay_out_tensors(block: nn.Module) -> list[FlatTensorSpec]:
     specs = []
     start = 0
     for name, x in _list_block_tensors(block).items():
-        specs.append(FlatTensorSpec(name, tuple(x.shape), x.dtype, start, start + x.nbytes))
-        start = -(-(start + x.nbytes) // ALIGNMENT) * ALIGNMENT
+        stop = start + x.nbytes
+        specs.append(FlatTensorSpec(name, tuple(x.shape), x.dtype, start, stop))
+        start = -(-stop // ALIGNMENT) * ALIGNMENT
     return specs
 
 

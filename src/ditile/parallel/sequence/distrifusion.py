@@ -85,7 +85,8 @@ class DistriFusionKeys:
         """Asserts that in a stale step all keys but this rank's are one step old."""
         schedule = self.now.schedule
         step = self.now.micro_step.step
-        ages = [int(self.now.is_stale and rank != self.axis.index) for rank in range(self.axis.num_ranks)]
+        ages = [int(self.now.is_stale)] * self.axis.num_ranks
+        ages[self.axis.index] = 0
         # The segments of the reference images come first.
         if tokens.patches > 1:
             ages = [schedule.compute_reference_age(step, age) for age in ages] + ages
@@ -112,9 +113,11 @@ class DistriFusionKeys:
         sends = []
         receives = []
         for rank, runs in enumerate(image_runs):
-            if rank != own:
-                sends.append((rank, fresh))
-                receives.append((rank, (*fresh.shape[:2], sum(map(len, runs)), *fresh.shape[3:])))
+            if rank == own:
+                continue
+            num_tokens = sum(map(len, runs))
+            sends.append((rank, fresh))
+            receives.append((rank, (*fresh.shape[:2], num_tokens, *fresh.shape[3:])))
         return start_exchange(sends, receives, fresh, self.axis.group, self.traffic, KIND)
 
     def _receive_patch_keys(self, store: KeyStore, step: int) -> None:

@@ -99,7 +99,8 @@ def _count_rank_tokens(tokens: LayerTokens, size: int) -> list[int]:
 
 def merge_attention(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Attention over two sets of keys from attention over each: outputs `[B, S, N, H]`, log-sum-exps `[B, S, N]`."""
-    (out_a, lse_a), (out_b, lse_b) = one, other
+    out_a, lse_a = one
+    out_b, lse_b = other
     precise = torch.promote_types(out_a.dtype, torch.float32)
     # NaN if all keys of both sets are masked.
     weight = torch.sigmoid(lse_b - lse_a).nan_to_num(0.0)

@@ -57,7 +57,9 @@ class HeadAndTokenShares:
         """How many heads of tokens this rank sends to each rank and receives from it; the way back swaps the two."""
         own_tokens = self.lengths[self.index] * batch
         own_heads = self.num_heads[self.index] * batch
-        return [own_tokens * heads for heads in self.num_heads], [own_heads * tokens for tokens in self.lengths]
+        sends = [own_tokens * heads for heads in self.num_heads]
+        receives = [own_heads * tokens for tokens in self.lengths]
+        return sends, receives
 
 
 @lru_cache(maxsize=4096)
@@ -105,15 +107,19 @@ class UlyssesExchange:
         v_BPNH = self._repeat_uneven_heads(v_BPNH, num_heads)
         if keys is tokens:
             return self._exchange_tensors((q_BPNH, k_BPNH, v_BPNH), tokens)
-        return (*self._exchange_tensors((q_BPNH,), tokens), *self._exchange_tensors((k_BPNH, v_BPNH), keys))
+        # Queries of other tokens than the keys travel in a message of their own.
+        queries = self._exchange_tensors((q_BPNH,), tokens)
+        return queries + self._exchange_tensors((k_BPNH, v_BPNH), keys)
 
     def _exchange_tensors(self, tensors: Sequence[Tensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
         """Tensors of the same tokens, in one message."""
         shares = self._get_shares(tokens, *(x_BPNH.shape[2] for x_BPNH in tensors))
         if tokens.are_none:
             # Every rank knows that no rank computes these tokens, so no rank waits for a message.
-            own_runs = shares.heads[self._index]
-            return tuple(x[:, :, run.start : run.stop] for x, run in zip(tensors, own_runs, strict=True))
+            own = []
+            for x_BPNH, run in zip(tensors, shares.heads[self._index], strict=True):
+                own.append(x_BPNH[:, :, run.start : run.stop])
+            return tuple(own)
         return self._receive_heads(self._send_heads(tensors, shares), shares, tensors[0])
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
@@ -179,7 +185,8 @@ class UlyssesExchange:
             _, receives = shares.size_messages(batch)
             messages = [message.view(batch, -1, count, size) for message in received.split(receives)]
             x_BSMH = torch.cat(messages, dim=1)
-        parts: tuple[Tensor, ...] = x_BSMH.split([len(run) for run in shares.heads[self._index]], dim=2)
+        own_heads = [len(run) for run in shares.heads[self._index]]
+        parts: tuple[Tensor, ...] = x_BSMH.split(own_heads, dim=2)
         return parts
 
     def _start(self, heads_of_tokens: Tensor, sends: list[int], receives: list[int]) -> PendingMessages:
