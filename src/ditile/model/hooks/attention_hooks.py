@@ -47,7 +47,7 @@ def install_attention(
         hook: the block.
         build: (layer, backend, kind, through_dispatch) -> the attention of a layer.
         choose_backend: the name of the attention backend that calls a core, given the name that a processor has.
-        is_whole: whether the call at hand is computed whole, without cores; None if none is.
+        is_whole: whether the current call is computed whole, without cores; None if none is.
     """
     for path, module in hook.list_attentions():
         layer = f"{hook.name}.{path}".rstrip(".")
@@ -55,22 +55,26 @@ def install_attention(
         stock: Any = getattr(module, "processor", None)
         through_dispatch = uses_dispatch(stock)
         backend = stock._attention_backend if through_dispatch else None
-        # What has further keys may dispatch without the processor's `_parallel_config`, and otherwise in other calls.
-        redirects = not through_dispatch or is_whole is not None or any(FURTHER in kind for _, kind in calls)
         cores: list[LayerAttention | None] = []
         for name, kind in calls:
             core = None
             if kind != LOCAL:
                 core = build(name, backend, kind=kind.removesuffix(REAL_PAIRS), through_dispatch=through_dispatch)
-            cores.append(MaskOfRealPairs(core) if core is not None and kind.endswith(REAL_PAIRS) else core)
+            if core is not None and kind.endswith(REAL_PAIRS):
+                core = MaskOfRealPairs(core)
+            cores.append(core)
         attend = cores[0]
         if len(cores) > 1:
             attend = turns = CallsInTurn(layer, cores, len(cores) - len(list_adapter_calls(stock)))
             stack.callback(hook.block.register_forward_hook(exclude_from_compile(turns.end_block)).remove)
         assert attend is not None
-        if not redirects:
-            processor = spec.overlapped(attend) if spec.overlapped is not None and attend.overlaps else copy.copy(stock)
-            if spec.overlapped is None or not attend.overlaps:
+        has_further_keys = any(FURTHER in kind for _, kind in calls)
+        # What has further keys may dispatch without the processor's `_parallel_config`, and otherwise in other calls.
+        if through_dispatch and is_whole is None and not has_further_keys:
+            if spec.overlapped is not None and attend.overlaps:
+                processor = spec.overlapped(attend)
+            else:
+                processor = copy.copy(stock)
                 processor._parallel_config = attend
                 processor._attention_backend = choose_backend(backend)
             override_attribute(stack, module, "processor", processor)
@@ -78,22 +82,20 @@ def install_attention(
             override_attribute(stack, module, "processor", spec.processor(attend))
         else:
             if backend is not None:
+                # Only the native backend calls the function that is redirected.
                 processor = copy.copy(stock)
                 processor._attention_backend = AttentionBackendName.NATIVE
                 override_attribute(stack, module, "processor", processor)
             redirect = AttentionRedirect(attend)
-            override_attribute(
-                stack,
-                module,
-                "forward",
-                functools.partial(_forward_redirected, redirect, layer if path else None, is_whole, module.forward),
-            )
+            checked_layer = layer if path else None
+            forward = functools.partial(_forward_redirected, redirect, checked_layer, is_whole, module.forward)
+            override_attribute(stack, module, "forward", forward)
 
 
 class MaskOfRealPairs:
     """Attention whose mask has a pair for each query and key that are both real: a mask of keys says the same.
 
-    What padded queries attend to is read by nobody.
+    Nobody reads what padded queries attend to.
     """
 
     overlaps = False
@@ -111,7 +113,9 @@ class MaskOfRealPairs:
         """
         if mask is not None and mask.dtype != torch.bool:
             raise make_pairs_error(mask)
-        return self._core.attend(q, k, v, mask=None if mask is None else mask.any(dim=-2, keepdim=True), scale=scale)
+        if mask is not None:
+            mask = mask.any(dim=-2, keepdim=True)
+        return self._core.attend(q, k, v, mask=mask, scale=scale)
 
 
 class CallsInTurn:
@@ -134,16 +138,19 @@ class CallsInTurn:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """`[B, S, N, H]` to the same, by the core whose turn it is, or by torch where all keys are here."""
+        """`[B, S, N, H]` to the same, by the core whose turn it is, or by torch where this rank has all keys."""
         core = self._cores[self._turn % len(self._cores)]
         self._turn += 1
         if core is not None:
             return core.attend(q, k, v, mask=mask, scale=scale)
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        # torch has heads before tokens.
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
 
     def end_block(self, *_: Any) -> None:
-        """The block of the layer returns: in its next call the first turn is next.
+        """Goes back to the first turn, as the block of the layer returns.
 
         Raises:
             StateError: if there were more turns or fewer; a pass in which the block is left out has none.
@@ -162,7 +169,7 @@ class CallsInTurn:
 def copy_multi_head_attention(attend: Callable[..., Tensor]) -> Callable[..., Any]:
     """The function of torch's `nn.MultiheadAttention`, with another function in place of scaled dot-product attention.
 
-    It returns no weights of attention: whoever asked for them and does not use them, as is the default, misses none.
+    It returns no weights of attention, which are returned by default and hardly ever used.
     """
     function = replace_globals(functional.multi_head_attention_forward, {"scaled_dot_product_attention": attend})
 
@@ -215,16 +222,20 @@ class AttentionRedirect(TorchFunctionMode):
         refuse_causal_and_dropout(dropout_p, is_causal)
         # Rows and heads are one dimension: they are passed on as the heads of one row.
         if query.ndim == 3:
-            mask = attn_mask[None] if attn_mask is not None and attn_mask.ndim == 3 else attn_mask
-            return self._attend_with_core(query[None], key[None], value[None], mask, scale=scale)[0]
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        k, v = (repeat_heads(x, q.shape[2]) for x in (k, v))
+            if attn_mask is not None and attn_mask.ndim == 3:
+                attn_mask = attn_mask[None]
+            return self._attend_with_core(query[None], key[None], value[None], attn_mask, scale=scale)[0]
+        q = query.transpose(1, 2)
+        k = repeat_heads(key.transpose(1, 2), q.shape[2])
+        v = repeat_heads(value.transpose(1, 2), q.shape[2])
         return self._core.attend(q, k, v, mask=attn_mask, scale=scale).transpose(1, 2)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """Keys or values `[B, S, N, H]` that several heads share, once for each head."""
-    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
+    if x.shape[2] == heads:
+        return x
+    return x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
 def _forward_redirected(
@@ -240,7 +251,7 @@ def _forward_redirected(
     before = redirect.calls
     with redirect:
         out = forward(*args, **kwargs)
-    # A block that attends itself may be left out by a cache, whose hook is within.
+    # A block that computes its attention itself has no name here: a cache, whose hook is inside, may skip it.
     if redirect.calls == before and layer is not None:
         raise ModelError(
             f"{layer} computes attention otherwise than it did when it was looked at; use a plan of data or cfg"
@@ -253,4 +264,4 @@ def refuse_causal_and_dropout(dropout_p: float, is_causal: bool) -> None:
     if dropout_p:
         raise ModelError(f"attention drops out with dropout_p={dropout_p}; call eval() on the transformer")
     if is_causal:
-        raise ModelError("causal attention cannot be shared out over ranks; run this model with ulysses=1 and ring=1")
+        raise ModelError("causal attention cannot be split over ranks; run this model with ulysses=1 and ring=1")

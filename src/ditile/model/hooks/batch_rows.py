@@ -4,8 +4,8 @@ A row is one branch of guidance of one image. Rows never see each other in a tra
 computed apart; only the shapes of matrices change, and with them the last bits.
 
 A table of positions may be as long as the batch, so a length alone says nothing. A family with a `ModelSpec` says which
-arguments have no rows. Any other model is asked: a copy of it that has shapes and no data is called with another number
-of rows. Such a call is possible only if all that has rows has as many, and what has none is as long as it was.
+arguments have no rows. Of any other model a copy that has shapes and no data is called with another number of rows:
+this succeeds only if exactly the batched tensors change their length.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class BatchDims:
     dims: Mapping[TensorPath, int]
 
     def slice_arguments(self, arguments: Mapping[str, Any], select: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """The arguments of a call on some rows, of which `select` takes those of a tensor `[rows, ...]`."""
+        """The arguments of a call on some rows; `select` picks them from a tensor `[rows, ...]`."""
 
         def select_dim(path: TensorPath, x: Tensor) -> Tensor:
             dim = self.dims.get(path)
-            return x if dim is None else select(x.movedim(dim, 0)).movedim(0, dim)
+            if dim is None:
+                return x
+            return select(x.movedim(dim, 0)).movedim(0, dim)
 
         return {name: _map_tensors(value, select_dim, (name,)) for name, value in arguments.items()}
 
@@ -92,8 +94,7 @@ class BatchDimFinder:
         misfit = _find_misfit(arguments, batch_size, self._table or ())
         if self._table is not None and misfit is None:
             return find_dims_by_length(arguments, batch_size, self._table)
-        shapes = [(path, tuple(x.shape)) for path, x in _list_tensors(arguments)]
-        key = tuple((path, shape[:1] == (batch_size,), len(shape)) for path, shape in shapes)
+        key = tuple((path, x.shape[:1] == (batch_size,), x.ndim) for path, x in _list_tensors(arguments))
         if key not in self._known:
             self._known[key] = derive_batch_dims(self._model, arguments, noisy, batch_size)
             if self._known[key] is None and self._table is None:
@@ -114,7 +115,7 @@ class BatchDimFinder:
 def find_dims_by_length(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str] = ()) -> BatchDims:
     """Every tensor of that length has rows, by its first dimension, but for the arguments `whole`: a family's table."""
     candidates = _list_candidates(arguments, batch_size)
-    return BatchDims({path: 0 for path in candidates if path[0] not in whole})
+    return BatchDims(_exclude_arguments(candidates, whole))
 
 
 def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str, batch_size: int) -> BatchDims | None:
@@ -131,7 +132,7 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
         probe = _ShapeProbe(model, arguments)
         for size in probe.list_other_sizes(batch_size):
             for tables in _list_subsets(candidates, noisy):
-                rows = {path for path in candidates if path[0] not in tables}
+                rows = set(_exclude_arguments(candidates, tables))
                 if not probe.is_possible(rows, size):
                     # Where the call is not possible as it is, no other one tells more.
                     if not tables and not probe.is_possible((), batch_size):
@@ -144,13 +145,31 @@ def derive_batch_dims(model: nn.Module, arguments: Mapping[str, Any], noisy: str
                 return BatchDims(dict.fromkeys(rows, 0))
         return None
     except _VALUE_NEEDED:
-        # Embeddings for another number of images: the model itself says that they do not fit.
-        embeds = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 2}
-        if _find_misfit(embeds, batch_size, _OTHER_DIMS) is not None:
-            return None
-        mixed = {path[0] for path, x in _list_tensors(arguments) if x.ndim and x.shape[0] not in (1, batch_size)}
-        dims = {path: 0 for path in candidates if path[0] not in mixed}
-        return BatchDims(dims | {(name,): dim for name, dim in _OTHER_DIMS.items() if name in arguments})
+        return _guess_batch_dims(arguments, batch_size, candidates)
+
+
+def _guess_batch_dims(
+    arguments: Mapping[str, Any], batch_size: int, candidates: Sequence[TensorPath]
+) -> BatchDims | None:
+    """The batch dimensions by lengths alone, for a model whose forward needs values."""
+    # Embeddings for another number of images: the model itself refuses them.
+    embeds = {name: x for name, x in arguments.items() if isinstance(x, Tensor) and x.ndim > 2}
+    if _find_misfit(embeds, batch_size, _OTHER_DIMS) is not None:
+        return None
+    mixed: set[object] = set()
+    for path, x in _list_tensors(arguments):
+        if x.ndim and x.shape[0] not in (1, batch_size):
+            mixed.add(path[0])
+    dims = _exclude_arguments(candidates, mixed)
+    for name, dim in _OTHER_DIMS.items():
+        if name in arguments:
+            dims[name,] = dim
+    return BatchDims(dims)
+
+
+def _exclude_arguments(candidates: Sequence[TensorPath], names: Collection[object]) -> dict[TensorPath, int]:
+    """The first dimension of each candidate that is not in one of these arguments."""
+    return {path: 0 for path in candidates if path[0] not in names}
 
 
 def slice_batch_arguments(
@@ -160,30 +179,31 @@ def slice_batch_arguments(
 
     Args:
         arguments: by name. Tensors with `batch_size` entries in the first dimension are cut, also within dicts, lists
-            and tuples; all else (scalars, one row for all, tables per token) is the same for every row.
+            and tuples; everything else (scalars, one row for all, tables per token) is the same for every row.
         batch_size: rows of the batch.
-        select: the wanted rows of a tensor.
-        whole: names of arguments that have no rows, whatever their length, as position ids.
+        select: picks some rows of a tensor.
+        whole: names of arguments that have no rows, whatever their length, such as position ids.
     """
     return find_dims_by_length(arguments, batch_size, whole).slice_arguments(arguments, select)
 
 
 def join_batch_results(results: Sequence[Any]) -> Any:
-    """The result of a call on all rows, from those of its parts: a tuple or an output object of batched tensors.
+    """The result of a call on all rows, from the results of its parts: a tuple or an output object of batched tensors.
 
     A list has an entry for each row.
     """
-    one = results[0]
-    if isinstance(one, Tensor):
+    first = results[0]
+    if isinstance(first, Tensor):
         return torch.cat(list(results))
     # Outputs of diffusers are mappings, and dataclasses.
-    if isinstance(one, Mapping):
-        return type(one)(**{name: join_batch_results([result[name] for result in results]) for name in one})
-    if isinstance(one, list):
-        return [row for result in results for row in result]
-    if isinstance(one, tuple):
+    if isinstance(first, Mapping):
+        joined = {name: join_batch_results([result[name] for result in results]) for name in first}
+        return type(first)(**joined)
+    if isinstance(first, list):
+        return list(itertools.chain(*results))
+    if isinstance(first, tuple):
         return tuple(join_batch_results(parts) for parts in zip(*results, strict=True))
-    return one
+    return first
 
 
 class _ShapeProbe:
@@ -199,23 +219,27 @@ class _ShapeProbe:
         try:
             with self._mode:
                 self._copy: nn.Module = type(model).from_config(model.config).eval()  # type: ignore[attr-defined]
-        except _MISFITS as error:  # no class of diffusers, or its config was changed since
+        except _MISFITS as error:
+            # It is no class of diffusers, or its config was changed since.
             raise fake_tensor.UnsupportedFakeTensorException(str(error)) from error
 
     def list_other_sizes(self, batch_size: int) -> Iterator[int]:
         """Numbers of rows to try, that no tensor has: first no multiple of the batch, then one."""
-        shapes = [x.shape for _, x in _list_tensors(self._arguments)] + [p.shape for p in self._copy.parameters()]
-        lengths = {length for shape in shapes for length in shape}
-        free = (size for size in itertools.count(2 * batch_size + 1) if size not in lengths)
-        yield next(size for size in free if size % batch_size)
-        yield next(size for size in free if size % batch_size == 0)
+        lengths: set[int] = set()
+        for x in [*dict(_list_tensors(self._arguments)).values(), *self._copy.parameters()]:
+            lengths.update(x.shape)
+        unused = (size for size in itertools.count(2 * batch_size + 1) if size not in lengths)
+        yield next(size for size in unused if size % batch_size)
+        yield next(size for size in unused if size % batch_size == 0)
 
     def is_possible(self, rows: Collection[TensorPath], size: int) -> bool:
         """Whether the model can be called with `size` rows in the tensors `rows`, and returns as many."""
 
         def resize(path: TensorPath, x: Tensor) -> Tensor:
+            # The copy of the model has the default type.
             dtype = torch.get_default_dtype() if x.is_floating_point() else x.dtype
-            return torch.empty((size, *x.shape[1:]) if path in rows else x.shape, dtype=dtype)
+            shape = (size, *x.shape[1:]) if path in rows else x.shape
+            return torch.empty(shape, dtype=dtype)
 
         with ExitStack() as stack:
             # It logs every failure as an error, and failures are answers here.
@@ -240,8 +264,9 @@ class _MaskCheck(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
-            query = args[0] if args else kwargs["query"]
-            mask = kwargs.get("attn_mask", (*args, *[None] * 4)[3])
+            named = {**dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)), **kwargs}
+            query = named["query"]
+            mask = named.get("attn_mask")
             if mask is not None and mask.ndim == query.ndim and mask.shape[0] not in (1, query.shape[0]):
                 raise ValueError(f"a mask of {mask.shape[0]} rows for {query.shape[0]}")
         return func(*args, **kwargs)
@@ -249,16 +274,20 @@ class _MaskCheck(TorchFunctionMode):
 
 def _list_subsets(candidates: Collection[TensorPath], noisy: str) -> Iterator[Collection[object]]:
     """Arguments that may have no rows, the smallest sets first, and those within containers before others."""
-    names = sorted({path[0] for path in candidates} - {noisy}, key=lambda name: ((name,) in candidates, str(name)))
+    names = {path[0] for path in candidates} - {noisy}
+    names_in_order = sorted(names, key=lambda name: ((name,) in candidates, str(name)))
     for count in range(_MOST_TABLES + 1):
-        yield from itertools.combinations(names, count)
+        yield from itertools.combinations(names_in_order, count)
 
 
 def _find_misfit(arguments: Mapping[str, Any], batch_size: int, whole: Collection[str]) -> str | None:
     """An argument that has neither a row for each of the batch nor one for all, though it is not named in `whole`."""
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and value.ndim}
-    misfits = (name for name, x in tensors.items() if name not in whole and x.shape[0] not in (1, batch_size))
-    return next(misfits, None)
+    for name, value in arguments.items():
+        if name in whole or not isinstance(value, Tensor) or not value.ndim:
+            continue
+        if value.shape[0] not in (1, batch_size):
+            return name
+    return None
 
 
 def _list_candidates(arguments: Mapping[str, Any], batch_size: int) -> list[TensorPath]:
@@ -286,8 +315,8 @@ def _map_tensors(value: Any, change: Callable[[TensorPath, Tensor], Tensor], pat
     if isinstance(value, dict):
         return {name: _map_tensors(part, change, (*path, name)) for name, part in value.items()}
     if isinstance(value, list):
-        return [_map_tensors(part, change, (*path, k)) for k, part in enumerate(value)]
+        return [_map_tensors(part, change, (*path, place)) for place, part in enumerate(value)]
     if isinstance(value, tuple):
-        parts = [_map_tensors(part, change, (*path, k)) for k, part in enumerate(value)]
+        parts = _map_tensors(list(value), change, path)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return value

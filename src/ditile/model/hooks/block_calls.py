@@ -1,13 +1,13 @@
-"""One call of a transformer whose blocks are divided: full-size tensors outside of blocks, inside the tokens at hand.
+"""One call of a transformer whose blocks are divided: full-size tensors outside of blocks, this rank's tokens inside.
 
-The model's own forward keeps tensors of full size. Behind a block that the next one follows directly, the tokens are
-carried from hook to hook, and what passes through the forward are the full-size tensors that came in. Where the forward
-makes tokens anew between two blocks (a concatenation, a slice, a ControlNet's residual), and behind the last block, it
-gets a full-size tensor with the tokens at hand in their places. So what it does there must be of a token alone.
+The model's own forward keeps tensors of full size. Between consecutive blocks the hooks hand the patch's tokens on
+directly, and the full-size tensors that came in pass through the forward unchanged. Where the forward makes new tokens
+between two blocks (a concatenation, a slice, a ControlNet's residual), and after the last block, it gets a full-size
+tensor with the patch's tokens in their places. So what it does there must act on each token alone.
 
-A first, cheap pass of each kind of call, in which blocks pass on what they are given, finds how many tokens there are
-and where the forward makes them anew. A rehearsal of a patch puts NaN in the places of its tokens behind the last
-block: where NaN comes out, there are the patch's latents.
+A first, cheap pass of each kind of call, in which blocks return what they are given, finds how many tokens there are
+and where the forward makes new ones. A rehearsal of a patch writes NaN to the places of its tokens after the last
+block: the places of NaN in the result are the patch's latents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -97,16 +97,22 @@ class BlockCalls:
         memo: SurveyWatch,
         read_grid: ReadGrid | None = None,
     ) -> None:
-        self._transformer, self._last, self._anatomy, self._policy = transformer, len(chain) - 1, anatomy, policy
-        self._now, self._memo, self._read_grid = now, memo, read_grid
+        self._transformer = transformer
+        self._model_name = type(transformer).__name__
+        self._last = len(chain) - 1
+        self._anatomy = anatomy
+        self._policy = policy
+        self._now = now
+        self._memo = memo
+        self._read_grid = read_grid
         self._advice = advise_whole_tokens(transformer, anatomy, policy.plan)
-        self._names, self._key = list_parameter_names(transformer), id(transformer)
+        self._parameter_names = list_parameter_names(transformer)
         self._latents = find_latents_parameter(transformer)
         self._divided = _DividedPass(policy, anatomy, self._last)
-        self._every = range(len(chain))
-        self._active: Collection[int] = self._every
+        self._all_blocks = range(len(chain))
+        self._active_blocks: Collection[int] = self._all_blocks
         self._pass: BlockPass = self._divided
-        self._visits = 0  # of blocks, in the call at hand
+        self._visits = 0  # of blocks, in the current call
 
     def wrap_transformer(self, forward: Forward) -> Forward:
         """The transformer's forward, in micro-batches, after a survey of each kind of call."""
@@ -116,22 +122,25 @@ class BlockCalls:
             now = self._now.check_under_way()
             if now.dry.blended_step is not None:
                 return now.take_rehearsed_result()
-            inputs = dict(zip(self._names, args, strict=False)) | kwargs
-            now.is_whole = self._is_computed_whole(now, mode := describe_mode(inputs))
-            given = (now.branch, self._key, mode, *inputs, *_describe_inputs(inputs.values()))
-            if now.dry.recognises_call is not None and now.dry.recognises_call(given, inputs, self._latents):
+            inputs = dict(zip(self._parameter_names, args, strict=False)) | kwargs
+            mode = describe_mode(inputs)
+            now.is_whole = self._is_computed_whole(now, mode)
+            call_key = (now.branch, id(self._transformer), mode, *inputs, *_describe_inputs(inputs.values()))
+            if now.dry.recognises_call is not None and now.dry.recognises_call(call_key, inputs, self._latents):
                 return now.take_rehearsed_result()
-            form = now.findings.forms.get(given)
+            forms = now.findings.forms
+            form = forms.get(call_key)
             if form is None or now.dry.surveys_again:
                 self._policy.begin_survey()
-                form = now.findings.forms[given] = self._survey_call(forward, inputs, form, not now.is_whole)
+                form = forms[call_key] = self._survey_call(forward, inputs, form, not now.is_whole)
             now.form = form
+            # The tokens are cut before the call, as its hooks ask for their places.
             self._policy.begin_branch(form)
             if now.dry.patch is not None:
                 return self._rehearse_call(now, forward, inputs)
             micro_batches = self._policy.begin_transformer_call(self._count_rows(inputs, form))
             self._visits = 0
-            self._active = self._policy.select_active_blocks(self._every)
+            self._active_blocks = self._policy.select_active_blocks(self._all_blocks)
             if len(micro_batches) == 1:
                 result = forward(*args, **kwargs)
             else:
@@ -144,19 +153,20 @@ class BlockCalls:
         return forward_divided
 
     def wrap_block(self, hook: BlockHook, forward: Forward) -> Forward:
-        """A block's forward, for the tokens at hand."""
-        names, index, anatomy, now = list_parameter_names(hook.block), hook.index, hook.anatomy, self._now
-        # What a block at which nothing happens returns of what it is given.
-        pass_on = _make_pass_on(anatomy)
+        """A block's forward, for this rank's tokens."""
+        names = list_parameter_names(hook.block)
+        index = hook.index
+        now = self._now
+        pass_on = _make_pass_on(hook.anatomy)
 
         def forward_at_hook(*args: Any, **kwargs: Any) -> Any:
             call = dict(zip(names, args, strict=False)) | kwargs
             self._visits += 1
-            if index not in self._active:
+            if index not in self._active_blocks:
                 return pass_on(call)
             if len(args) <= len(names):
                 return self._pass.visit_block(now, hook, call, forward)
-            # What a block takes as `*args` is passed on as it is.
+            # What a block takes as `*args` has no names, and is passed on as it is.
             rest = functools.partial(_call_with_rest, forward, names, args[len(names) :])
             return self._pass.visit_block(now, hook, call, rest)
 
@@ -165,18 +175,20 @@ class BlockCalls:
     def _check_visits(self, expected: int) -> None:
         """Raises `StateError` if the forward left out blocks, which may be those at which stages meet."""
         if self._visits != expected:
-            # A plan of tensor too looks at the blocks of a call before it makes it.
+            # A plan of tensor counts the blocks of a call too, so it would fail likewise.
             raise StateError(
-                f"{type(self._transformer).__name__} ran {self._visits} blocks at {self._now.micro_step}, and "
+                f"{self._model_name} ran {self._visits} blocks at {self._now.micro_step}, and "
                 f"{expected} when it was first called so; it must run the same blocks in every call, so use a plan of "
                 "data or cfg, in which calls are made as the pipeline makes them"
             )
 
     def _run_micro_batches(self, forward: Forward, inputs: Mapping[str, Any], micro_batches: Sequence[range]) -> Any:
-        rows, known = micro_batches[-1].stop, self._anatomy.inputs
-        if (name := find_unknown_rows(inputs, known, self._latents, rows)) is not None:
+        rows = micro_batches[-1].stop
+        known = self._anatomy.inputs
+        name = find_unknown_rows(inputs, known, self._latents, rows)
+        if name is not None:
             raise ModelError(
-                f"whether {name} of {type(self._transformer).__name__} has a row for each of {rows} pictures is not "
+                f"whether {name} of {self._model_name} has a row for each of {rows} images is not "
                 "known, so warmup_mode=pipelined cannot split it; use warmup_mode=serial"
             )
         results = []
@@ -192,7 +204,9 @@ class BlockCalls:
             value: Any = inputs.get(name)
             if kinds == (ROWS,) and isinstance(value, list):
                 return len(value)
-            word = select_word(kinds[0], value.ndim) if isinstance(value, Tensor) else None
+            if not isinstance(value, Tensor):
+                continue
+            word = select_word(kinds[0], value.ndim)
             if word is not None and "B" in word:
                 return int(value.shape[word.index("B")])
         return form.rows
@@ -202,7 +216,7 @@ class BlockCalls:
         modes = self._anatomy.modes
         if modes and mode not in modes:
             raise ModelError(
-                f"{type(self._transformer).__name__} is called with {mode or 'no mode'}, and known are "
+                f"{self._model_name} is called with {mode or 'no mode'}, and known are "
                 f"{', '.join(modes)}; let the pipeline keep keys in a cache, as it does by default, or {self._advice}"
             )
         is_whole = modes.get(mode, False)
@@ -214,27 +228,35 @@ class BlockCalls:
 
     def _survey_call(self, forward: Forward, inputs: dict[str, Any], known: CallForm | None, checks: bool) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
-        grid = self._read_grid(self._transformer, inputs) if self._read_grid is not None else None
+        grid = None
+        if self._read_grid is not None:
+            grid = self._read_grid(self._transformer, inputs)
         if grid is None and self._policy.row_parts > 1:
             grid = self._find_video_grid(forward, inputs)
-        name = type(self._transformer).__name__
-        survey = _SurveyPass(name, self._anatomy, self._last, self._advice, checks=checks)
         padding = frozenset[int]()
         if self._now.schedule.references is not None and self._anatomy.is_one_sequence:
-            with UnmixedTokens():
-                flags = self._flag_nan_tokens(forward, poison_latents(inputs, self._latents))
-            padding = frozenset() if flags is None else frozenset((~flags).nonzero().flatten().tolist())
+            padding = self._find_padding_tokens(forward, inputs)
+        survey = _SurveyPass(self._model_name, self._anatomy, self._last, self._advice, checks=checks)
         poisoned = poison_latents(inputs, self._latents, *self._now.findings.live_arguments)
         self._visits = 0
         run = functools.partial(self._run_pass, survey, forward, poisoned)
         result = self._memo.survey_call(run, self._anatomy.lists, survey)
-        # With more than the latents NaN, the result says nothing of the text.
-        returns_text = survey.poisons_text and has_nan(result) if known is None else known.returns_text
-        form = survey.describe_call(grid)
-        return form._replace(returns_text=returns_text, visits=self._visits, padding=padding)
+        form = survey.describe_call(grid)._replace(visits=self._visits, padding=padding)
+        if known is not None:
+            # In a second survey more than the latents is NaN, so the result says nothing about the text.
+            return form._replace(returns_text=known.returns_text)
+        return form._replace(returns_text=survey.poisons_text and has_nan(result))
+
+    def _find_padding_tokens(self, forward: Forward, inputs: Mapping[str, Any]) -> frozenset[int]:
+        """The tokens that are not made of the latents; attention must not mix them with others here."""
+        with UnmixedTokens():
+            flags = self._flag_nan_tokens(forward, poison_latents(inputs, self._latents))
+        if flags is None:
+            return frozenset()
+        return frozenset((~flags).nonzero().flatten().tolist())
 
     def _flag_nan_tokens(self, forward: Forward, inputs: Mapping[str, Any]) -> Tensor | None:
-        """Which tokens in front of the first block are NaN; None if no block was called."""
+        """Which tokens before the first block are NaN; None if no block was called."""
         look = _FirstBlockPass(self._anatomy)
         self._run_pass(look, forward, inputs)
         return look.flags
@@ -244,42 +266,47 @@ class BlockCalls:
 
         None where a row of the latents is not one row of tokens in each frame, or rows are too few to be cut.
         """
-        name, grids = self._latents, []
-        latents = inputs[name]
+        latents = inputs[self._latents]
         if not isinstance(latents, Tensor) or latents.ndim != 5:
             return None
+        grids: list[Grid] = []
         for dim in (2, 3):
             marked = latents.clone()
             marked.narrow(dim, 0, 1).fill_(float("nan"))
-            flags = self._flag_nan_tokens(forward, {**inputs, name: marked})
+            flags = self._flag_nan_tokens(forward, {**inputs, self._latents: marked})
             grid = None if flags is None else find_grid(flags)
             if grid is not None and grid.frames > 1:
                 grids.append(grid)
-        # Columns look like rows of one token, in more frames.
-        found = min(grids, key=operator.attrgetter("frames"), default=None)
-        return None if found is None or found.rows < self._policy.row_parts else found
+        # A dim of columns looks like rows of one token in more frames, so the fewest frames are right.
+        grid = min(grids, key=operator.attrgetter("frames"), default=None)
+        if grid is None or grid.rows < self._policy.row_parts:
+            return None
+        return grid
 
     def _rehearse_call(self, now: Generation, forward: Forward, inputs: Mapping[str, Any]) -> Any:
         """Runs the forward without its blocks, with NaN in the places of a patch's tokens."""
-        now.dry.called_models[now.branch] = RehearsedModel(self._key, now.is_whole, self._count_rows(inputs, now.form))
+        assert now.dry.patch is not None
+        rows = self._count_rows(inputs, now.form)
+        now.dry.called_models[now.branch] = RehearsedModel(id(self._transformer), now.is_whole, rows)
         self._visits = 0
-        result = self._run_pass(_RehearsalPass(self._anatomy, self._last), forward, inputs)
+        result = self._run_pass(_RehearsalPass(self._last), forward, inputs)
         self._check_visits(now.form.visits)
         pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
-        assert now.dry.patch is not None
         now.findings.prediction_pieces.setdefault(now.branch, {})[now.dry.patch] = pieces
         result = pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
         now.dry.results[now.branch] = result
         return now.take_rehearsed_result()
 
     def _run_pass(self, block_pass: BlockPass, forward: Forward, inputs: Mapping[str, Any]) -> Any:
-        now, self._pass, self._active = self._now, block_pass, self._every
-        now.is_surveyed = True
+        self._pass = block_pass
+        self._active_blocks = self._all_blocks
+        self._now.is_surveyed = True
         try:
             with torch.no_grad():
                 return forward(**inputs)
         finally:
-            now.is_surveyed, self._pass = False, self._divided
+            self._now.is_surveyed = False
+            self._pass = self._divided
 
 
 def _describe_inputs(values: Iterable[Any]) -> list[Any]:
@@ -289,7 +316,8 @@ def _describe_inputs(values: Iterable[Any]) -> list[Any]:
         if isinstance(value, Tensor):
             described.append(value.shape)
         elif isinstance(value, list | tuple | dict):
-            described.append(tuple([x.shape for x in pytree.tree_leaves(value) if isinstance(x, Tensor)]))
+            leaves = pytree.tree_leaves(value)
+            described.append(tuple([leaf.shape for leaf in leaves if isinstance(leaf, Tensor)]))
         else:
             described.append(type(value))
     return described
@@ -300,10 +328,10 @@ def _call_with_rest(forward: Forward, names: Sequence[str], rest: Sequence[Any],
 
 
 def _make_pass_on(anatomy: ListAnatomy) -> Callable[[Mapping[str, Any]], Any]:
-    """What makes of a block's arguments what it returns if nothing happens at it."""
+    """A function of a block's arguments: what the block returns if nothing happens at it."""
     streams = {"image": anatomy.image, "text": anatomy.text}
     names = [streams[name] for name in anatomy.returns]
-    # Of one name it gives a value and no tuple, and None is the name of none.
+    # `itemgetter` returns no tuple for one name, and finds no argument for None.
     if anatomy.is_tuple and (len(names) == 1 or None in names):
         return lambda call: give_streams(anatomy, *read_streams(anatomy, call))
     return operator.itemgetter(*names)
@@ -311,7 +339,8 @@ def _make_pass_on(anatomy: ListAnatomy) -> Callable[[Mapping[str, Any]], Any]:
 
 def read_streams(anatomy: ListAnatomy, call: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """The image and the text among the arguments of a block."""
-    return call[anatomy.image], call.get(anatomy.text) if anatomy.text is not None else None
+    text = None if anatomy.text is None else call.get(anatomy.text)
+    return call[anatomy.image], text
 
 
 def give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> Any:
@@ -324,50 +353,54 @@ def give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> An
 
 
 class _SurveyPass:
-    """Blocks pass on what they are given, which is looked at.
+    """Blocks return what they are given, which is looked at.
 
     Attributes:
-        poisons_text: whether the text behind the last block is a stream of its own, which is NaN then.
+        poisons_text: whether the text after the last block is a stream of its own, which is NaN then.
         has_begun: whether the first block was called.
     """
 
     def __init__(self, model: str, anatomy: Anatomy, last: int, advice: str, *, checks: bool) -> None:
-        self._model, self._anatomy, self._last, self._checks = model, anatomy, last, checks
+        self._model = model
+        self._anatomy = anatomy
+        self._last = last
+        self._checks = checks
         self._advice = advice
-        self.poisons_text = self.has_begun = False
-        self._lengths: dict[str, int] = {}
-        self._start, self._rows, self._latents = 0, 1, None if not anatomy.is_one_sequence else range(0)
+        self.poisons_text = False
+        self.has_begun = False
+        self._lengths: dict[str, int] = {}  # tokens of each kind
+        self._start = 0
+        self._rows = 1
+        self._latents = range(0) if anatomy.is_one_sequence else None
         self._before: tuple[Tensor, Tensor | None, int] | None = None
         self._glued: set[int] = set()
         self._fed: dict[str, Tensor] = {}
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Notes lengths and what is NaN as the latents are, checks arguments, and passes on the streams."""
+        """Notes lengths and what is NaN as the latents are, checks arguments, and returns the streams."""
         anatomy = hook.anatomy
         image, text = read_streams(anatomy, call)
         self._measure(hook, image, text)
         if self._checks:
             self._check_arguments(hook, call)
         if hook.index:
-            given = [x for x in pytree.tree_leaves(call) if isinstance(x, Tensor) and x.is_floating_point()]
-            # Tables of positions may be on the CPU.
-            self._fed[hook.name] = torch.stack([torch.isnan(x).any().to(image.device) for x in given]).any()
+            self._fed[hook.name] = _is_any_nan(call, image.device)
         self.has_begun = True
-        if self._before is not None:
-            last_image, last_text, version = self._before
-            is_same = image is last_image and image._version == version
-            if not is_same or (text is not None and last_text is not None and text is not last_text):
-                self._glued.add(hook.index)
+        if self._before is not None and _are_new_streams(image, text, *self._before):
+            self._glued.add(hook.index)
         if not hook.index:
+            # Only what reaches later blocks past the first one is to be NaN.
             image = torch.nan_to_num(image)
-            text = text if text is None else torch.nan_to_num(text)
+            if text is not None:
+                text = torch.nan_to_num(text)
         self._before = (image, text, image._version)
         if hook.index == self._last and text is not None and not self._anatomy.is_one_sequence:
-            self.poisons_text, text = True, torch.full_like(text, float("nan"))
+            self.poisons_text = True
+            text = torch.full_like(text, float("nan"))
         return give_streams(anatomy, image, text)
 
     def is_fed(self) -> bool:
-        """Whether a block was given something that the forward makes of the latents, beside the tokens."""
+        """Whether a block was given something that the forward makes of the latents, in addition to the tokens."""
         return bool(self._fed) and bool(torch.stack([*self._fed.values()]).any())
 
     def describe_call(self, grid: Grid | None) -> CallForm:
@@ -377,27 +410,30 @@ class _SurveyPass:
         tokens = self._lengths["N"]
         if grid is None or grid.num_tokens != tokens:
             grid = Grid(tokens, 1)
-        text, glued, fed = self._lengths.get("T", 0), frozenset(self._glued), self._fed
-        return CallForm(grid, text, self._start, glued, fed, rows=self._rows, latents=self._latents)
+        text = self._lengths.get("T", 0)
+        glued = frozenset(self._glued)
+        return CallForm(grid, text, self._start, glued, self._fed, rows=self._rows, latents=self._latents)
 
     def _measure(self, hook: BlockHook, image: Tensor, text: Tensor | None) -> None:
         anatomy = hook.anatomy
+        lengths = self._lengths
+        length = image.shape[anatomy.tokens]
         if hook.index == 0:
-            self._lengths["N"], self._rows = image.shape[anatomy.tokens], put_tokens_second(image, anatomy).shape[0]
+            lengths["N"] = length
+            self._rows = put_tokens_second(image, anatomy).shape[0]
             if self._anatomy.is_one_sequence:
-                run = find_nan_tokens(image, anatomy.tokens)
-                self._latents = run or range(0)
+                self._latents = find_nan_tokens(image, anatomy.tokens) or range(0)
                 self._start = self._latents.start
         if text is not None:
-            self._lengths["T"] = text.shape[anatomy.tokens]
+            lengths["T"] = text.shape[anatomy.tokens]
         elif anatomy.joint != "none":
-            self._lengths.setdefault("T", image.shape[anatomy.tokens] - self._lengths["N"])
-        self._lengths["J"] = self._lengths["N"] + self._lengths.get("T", 0)
-        kind = "N" if anatomy.joint == "none" else "J"
-        if image.shape[anatomy.tokens] != self._lengths[kind]:
+            lengths.setdefault("T", length - lengths["N"])
+        lengths["J"] = lengths["N"] + lengths.get("T", 0)
+        expected = lengths["N" if anatomy.joint == "none" else "J"]
+        if length != expected:
             raise ModelError(
-                f"{self._model}: {hook.name} is given {image.shape[anatomy.tokens]} tokens and the blocks before it "
-                f"had {self._lengths[kind]}, so patches cannot be told apart in them; {self._advice}"
+                f"{self._model}: {hook.name} is given {length} tokens and the blocks before it "
+                f"had {expected}, so patches cannot be told apart in them; {self._advice}"
             )
 
     def _check_arguments(self, hook: BlockHook, call: Mapping[str, Any]) -> None:
@@ -405,8 +441,9 @@ class _SurveyPass:
         for name, value in call.items():
             if name in (anatomy.image, anatomy.text) or value is None or name.endswith(FOR_ATTENTION):
                 continue
-            leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-            misfit = find_misfit(value, anatomy.arguments.get(name, ()), self._lengths) if leaves else None
+            if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value)):
+                continue
+            misfit = find_misfit(value, anatomy.arguments.get(name, ()), self._lengths)
             if misfit is not None:
                 raise ModelError(
                     f"{self._model}: {hook.name} is given {name} with {misfit}; which of it belongs to a patch is not "
@@ -414,11 +451,30 @@ class _SurveyPass:
                 )
 
 
+def _is_any_nan(call: Mapping[str, Any], device: torch.device) -> Tensor:
+    """Whether any number among the arguments of a block is NaN, as a boolean on a device, without waiting for it."""
+    flags = []
+    for leaf in pytree.tree_leaves(call):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            # Tables of positions may be on the CPU.
+            flags.append(torch.isnan(leaf).any().to(device))
+    return torch.stack(flags).any()
+
+
+def _are_new_streams(
+    image: Tensor, text: Tensor | None, last_image: Tensor, last_text: Tensor | None, version: int
+) -> bool:
+    """Whether the forward replaced or changed the streams since the block before."""
+    if image is not last_image or image._version != version:
+        return True
+    return text is not None and last_text is not None and text is not last_text
+
+
 class _FirstBlockPass:
-    """Blocks pass on what they are given.
+    """Blocks return what they are given.
 
     Attributes:
-        flags: which tokens in front of the first block are NaN.
+        flags: which tokens before the first block are NaN.
     """
 
     flags: Tensor | None = None
@@ -427,7 +483,7 @@ class _FirstBlockPass:
         self._anatomy = anatomy
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Passes on the streams."""
+        """Returns the streams."""
         image, text = read_streams(hook.anatomy, call)
         if not hook.index:
             self.flags = torch.isnan(image).movedim(hook.anatomy.tokens, 0).flatten(1).any(1)
@@ -436,24 +492,25 @@ class _FirstBlockPass:
 
 
 class _RehearsalPass:
-    """Blocks pass on what they are given; behind the last one there is NaN in the places of rehearsed tokens."""
+    """Blocks return what they are given; after the last one there is NaN in the places of rehearsed tokens."""
 
-    def __init__(self, anatomy: Anatomy, last: int) -> None:
-        self._anatomy, self._last = anatomy, last
+    def __init__(self, last: int) -> None:
+        self._last = last
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
-        """Passes on the streams."""
+        """Returns the streams."""
         anatomy = hook.anatomy
         image, text = read_streams(anatomy, call)
-        if hook.index == self._last:
-            assert now.dry.patch is not None
-            layout = now.tokens.layout
-            start = layout.text if anatomy.joint == "text_first" else 0
-            image = torch.nan_to_num(image)
-            for run in _locate_rehearsed_tokens(now, layout):
-                image.narrow(anatomy.tokens, start + run.start, len(run)).fill_(float("nan"))
-            if text is not None and now.form.returns_text and layout.carries_text(now.dry.patch):
-                text = torch.full_like(text, float("nan"))
+        if hook.index != self._last:
+            return give_streams(anatomy, image, text)
+        assert now.dry.patch is not None
+        layout = now.tokens.layout
+        start = layout.text if anatomy.joint == "text_first" else 0
+        image = torch.nan_to_num(image)
+        for run in _locate_rehearsed_tokens(now, layout):
+            image.narrow(anatomy.tokens, start + run.start, len(run)).fill_(float("nan"))
+        if text is not None and now.form.returns_text and layout.carries_text(now.dry.patch):
+            text = torch.full_like(text, float("nan"))
         return give_streams(anatomy, image, text)
 
 
@@ -470,34 +527,55 @@ def _locate_rehearsed_tokens(now: Generation, layout: Layout) -> tuple[range, ..
     return merge_ranges(runs)
 
 
+class _PassedStreams(NamedTuple):
+    """The full-size streams that a block returned while its tokens went on from hook to hook.
+
+    Attributes:
+        image, text: the streams.
+        version: of the image, as PyTorch counts writes in place.
+        index: of the block.
+    """
+
+    image: Tensor
+    text: Tensor | None
+    version: int
+    index: int
+
+
 class _DividedPass:
-    """Blocks compute the tokens at hand."""
+    """Blocks compute this rank's tokens."""
 
     def __init__(self, policy: BlockPolicy, anatomy: Anatomy, last: int) -> None:
-        self._policy, self._last = policy, last
-        # Lists whose streams are `[B, tokens, C]`, each by itself.
-        self._apart = {name for name, each in anatomy.lists.items() if each.tokens == 1 and each.joint == "none"}
-        self._cut = {
-            name: [(argument, kinds) for argument, kinds in each.arguments.items() if is_cut(kinds)]
-            for name, each in anatomy.lists.items()
-        }
-        self._passed: tuple[Tensor, Tensor | None, int, int] | None = None
-        self._state = self._no_tokens = TokenState(torch.empty(0), None)
+        self._policy = policy
+        self._last = last
+        self._apart: set[str] = set()  # lists whose streams are `[B, tokens, C]`, each by itself
+        self._cut_arguments: dict[str, list[tuple[str, Kinds]]] = {}
+        for name, blocks in anatomy.lists.items():
+            if blocks.tokens == 1 and blocks.joint == "none":
+                self._apart.add(name)
+            self._cut_arguments[name] = [item for item in blocks.arguments.items() if is_cut(item[1])]
+        self._passed: _PassedStreams | None = None
+        self._no_tokens = TokenState(torch.empty(0), None)
+        self._state = self._no_tokens
         self._joined: tuple[TokenState, Tensor] | None = None
-        self._has_all_tokens = False  # in the call at hand
+        self._has_all_tokens = False  # in the current call
 
     def visit_block(self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward) -> Any:
         """Runs a block under the policy on its tokens; returns full-size streams."""
-        anatomy, index, passed, state = hook.anatomy, hook.index, self._passed, self._state
-        image, text = call[anatomy.image], call.get(anatomy.text or "")
-        if not (
-            index
+        anatomy = hook.anatomy
+        index = hook.index
+        image = call[anatomy.image]
+        text = call.get(anatomy.text or "")
+        passed = self._passed
+        # Written out here, as each function call would be made once more for every block of every micro-step.
+        is_passed_on = (
+            index > 0
             and passed is not None
-            and image is passed[0]
-            and image._version == passed[2]
-            and (text is None or text is passed[1] or passed[1] is None)
-        ):
-            state = self._find_state(now, hook, image, text)
+            and image is passed.image
+            and image._version == passed.version
+            and (text is None or text is passed.text or passed.text is None)
+        )
+        state = self._state if is_passed_on else self._find_state(now, hook, image, text)
         compute = functools.partial(self._compute_block, now, hook, call, forward)
         state = self._state = self._policy.run_block(index, compute, state)
         if index == self._last:
@@ -507,16 +585,20 @@ class _DividedPass:
         if self._has_all_tokens and state.image.shape[1] == now.tokens.layout.image_tokens:
             image, text = self._join_streams(anatomy, state)
         elif index + 1 in now.form.glued:
-            image, text = self._place_tokens(now, hook, state, image, text)
-        self._passed = (image, text, image._version, index)
-        return image if not anatomy.is_tuple else give_streams(anatomy, image, text)
+            image, text = self._place_tokens(now, hook, state)
+        self._passed = _PassedStreams(image, text, image._version, index)
+        if not anatomy.is_tuple:
+            return image
+        return give_streams(anatomy, image, text)
 
     def forget_tokens(self) -> None:
-        """What is no longer read must not lie in memory behind the last block."""
-        self._state, self._passed, self._joined = self._no_tokens, None, None
+        """Frees what is no longer read after the last block."""
+        self._state = self._no_tokens
+        self._passed = None
+        self._joined = None
 
     def _find_state(self, now: Generation, hook: BlockHook, image: Tensor, text: Tensor | None) -> TokenState:
-        """The tokens at hand in front of a block, cut out of what the forward made."""
+        """This rank's tokens before a block, cut out of what the forward made."""
         full = self._split_streams(now.form.text, hook.anatomy, image, text)
         if hook.index == 0:
             self._has_all_tokens = now.has_all_image_tokens
@@ -524,9 +606,9 @@ class _DividedPass:
         if self._has_all_tokens:
             return full
         assert self._passed is not None
-        if now.form.glued.isdisjoint(range(self._passed[3] + 1, hook.index + 1)):
+        if now.form.glued.isdisjoint(range(self._passed.index + 1, hook.index + 1)):
             raise StateError(
-                f"the forward changed the tokens in front of {hook.name} and did not when it was first called so; use "
+                f"the forward changed the tokens before {hook.name} and did not when it was first called so; use "
                 "a plan of data or cfg"
             )
         return self._policy.cut_tokens(full)
@@ -534,88 +616,98 @@ class _DividedPass:
     def _compute_block(
         self, now: Generation, hook: BlockHook, call: dict[str, Any], forward: Forward, state: TokenState
     ) -> TokenState:
-        anatomy, is_apart = hook.anatomy, hook.list_name in self._apart
+        anatomy = hook.anatomy
+        is_apart = hook.list_name in self._apart
         call[anatomy.image], text = state if is_apart else self._join_streams(anatomy, state)
         if anatomy.text is not None:
             call[anatomy.text] = text
         if not self._has_all_tokens:
             patch = now.token_patch
-            for name, kinds in self._cut[hook.list_name]:
-                if (value := call.get(name)) is not None:
+            for name, kinds in self._cut_arguments[hook.list_name]:
+                value = call.get(name)
+                if value is not None:
                     make = functools.partial(_cut_for_patch, value, kinds, now)
                     call[name] = now.memory.get_cached_slice((hook.list_name, name, now.branch, patch), value, make)
         out = forward(**call)
-        image, text = out, state.text
+        image = out
+        text = state.text
         if anatomy.is_tuple:
-            named = dict(zip(anatomy.returns, out, strict=True))
-            image, text = named["image"], named.get("text")
+            streams = dict(zip(anatomy.returns, out, strict=True))
+            image = streams["image"]
+            text = streams.get("text")
         if is_apart:
             return TokenState(image, text)
-        return self._split_streams(0 if state.text is None else state.text.shape[1], anatomy, image, text)
+        text_tokens = 0 if state.text is None else state.text.shape[1]
+        return self._split_streams(text_tokens, anatomy, image, text)
 
     # Between the streams of the model and `[B, tokens, C]`
 
-    def _split_streams(self, length: int, anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> TokenState:
-        """The tokens of streams as the model has them; `length` is that of the text within the image's stream."""
+    def _split_streams(self, text_tokens: int, anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> TokenState:
+        """The tokens of streams as the model has them; `text_tokens` of the image's stream are text."""
         image = put_tokens_second(image, anatomy)
         if anatomy.joint == "none":
             return TokenState(image, None if text is None else put_tokens_second(text, anatomy))
-        own = image.shape[1] - length
         if anatomy.joint == "image_first":
-            state = TokenState(image[:, :own], image[:, own:])
+            length = image.shape[1] - text_tokens
+            state = TokenState(image[:, :length], image[:, length:])
         else:
-            state = TokenState(image[:, length:], image[:, :length])
+            state = TokenState(image[:, text_tokens:], image[:, :text_tokens])
+        # Where the next block takes the same tokens, they need not be joined again.
         self._joined = (state, image)
         return state
 
     def _join_streams(self, anatomy: ListAnatomy, state: TokenState) -> tuple[Tensor, Tensor | None]:
         """The streams as the model has them."""
+        text = state.text
         if anatomy.joint == "none":
-            text = None if state.text is None or anatomy.text is None else state.text
-            return _put_tokens_back(state.image, anatomy), None if text is None else _put_tokens_back(text, anatomy)
+            image = _put_tokens_back(state.image, anatomy)
+            if text is None or anatomy.text is None:
+                return image, None
+            return image, _put_tokens_back(text, anatomy)
         if self._joined is not None and self._joined[0] is state:
             joined = self._joined[1]
         else:
-            assert state.text is not None
-            parts = (state.image, state.text) if anatomy.joint == "image_first" else (state.text, state.image)
+            assert text is not None
+            parts = (state.image, text) if anatomy.joint == "image_first" else (text, state.image)
             joined = torch.cat(parts, dim=1)
         return _put_tokens_back(joined, anatomy), None
 
     def _leave_blocks(
         self, now: Generation, anatomy: ListAnatomy, state: TokenState, image: Tensor, text: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """The full-size streams behind the last block; what nobody reads is what came in."""
+        """The full-size streams after the last block; where nobody reads them, the streams that came in."""
         fresh = self._policy.leave_blocks(state)
         if fresh is None:
             return image, text
         if self._has_all_tokens:
-            return self._join_streams(
-                anatomy, state if fresh.image is state.image else TokenState(fresh.image, state.text)
-            )
+            if fresh.image is not state.image:
+                state = TokenState(fresh.image, state.text)
+            return self._join_streams(anatomy, state)
         if anatomy.joint == "none":
-            fresh_text = text if fresh.text is None else _put_tokens_back(fresh.text, anatomy)
-            return _put_tokens_back(fresh.image, anatomy), fresh_text
-        full = self._split_streams(now.form.text, anatomy, image, text)
-        return self._join_streams(anatomy, TokenState(fresh.image, full.text if fresh.text is None else fresh.text))
+            if fresh.text is not None:
+                text = _put_tokens_back(fresh.text, anatomy)
+            return _put_tokens_back(fresh.image, anatomy), text
+        fresh_text = fresh.text
+        if fresh_text is None:
+            fresh_text = self._split_streams(now.form.text, anatomy, image, text).text
+        return self._join_streams(anatomy, TokenState(fresh.image, fresh_text))
 
-    def _place_tokens(
-        self, now: Generation, hook: BlockHook, state: TokenState, image: Tensor, text: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Full-size streams with the tokens at hand in their places; what is elsewhere is read by nobody."""
-        anatomy, part = hook.anatomy, now.tokens.get_own_part(now.token_patch)
+    def _place_tokens(self, now: Generation, hook: BlockHook, state: TokenState) -> tuple[Tensor, Tensor | None]:
+        """Full-size streams with this rank's tokens in their places; nobody reads the other places."""
+        part = now.tokens.get_own_part(now.token_patch)
+        layout = now.tokens.layout
         key = (hook.index, now.branch, now.micro_batch)
-        layout, like = now.tokens.layout, state.image
-        whole = now.memory.get_persistent_buffer(
-            (*key, "image"), (like.shape[0], layout.image_tokens, like.shape[2]), like
-        )
-        write_tokens(whole, state.image, part.image)
-        words = None
+        rows, _, channels = state.image.shape
+        image_shape = (rows, layout.image_tokens, channels)
+        image = now.memory.get_persistent_buffer((*key, "image"), image_shape, state.image)
+        write_tokens(image, state.image, part.image)
+        text = None
         if state.text is not None:
-            shape = (like.shape[0], layout.text, state.text.shape[2])
-            words = now.memory.get_persistent_buffer((*key, "text"), shape, state.text)
+            text_shape = (rows, layout.text, state.text.shape[2])
+            text = now.memory.get_persistent_buffer((*key, "text"), text_shape, state.text)
             if part.text:
-                write_tokens(words, state.text, (part.text,))
-        return self._join_streams(anatomy, TokenState(whole, words))
+                write_tokens(text, state.text, (part.text,))
+        return self._join_streams(hook.anatomy, TokenState(image, text))
 
 
 def write_tokens(whole: Tensor, values: Tensor, runs: Sequence[range]) -> None:

@@ -1,7 +1,7 @@
 """Block hooks: where strategies meet the blocks of a model, on the instance that the user gave, during one call.
 
 A hook overrides `forward` on one block instance while the pipeline runs. Between calls the model is what it was, so
-LoRAs are loaded, switched, fused and unloaded as ever. A block of another stage is a placeholder: the module stays in
+LoRAs are loaded, switched, fused and unloaded as before. A block of another stage is a placeholder: the module stays in
 its list without weights and children, and its hook passes the tokens through.
 """
 
@@ -108,15 +108,18 @@ class TransformerHooks:
         other: TransformerHooks | None = None,
         label: str = "",
     ) -> None:
-        self.transformer, self.spec, self.anatomy, self.other = transformer, spec, anatomy, other
+        self.transformer = transformer
+        self.spec = spec
+        self.anatomy = anatomy
+        self.other = other
         self._label = label
-        self.batch_dims = BatchDimFinder(transformer, spec.batch if spec.example is not None else None)
-        blocks = [
-            (list_name, f"{label}{list_name}.{i}", block, of_list)
-            for list_name, of_list in anatomy.lists.items()
-            for i, block in enumerate(transformer.get_submodule(list_name).children())
-        ]
-        self.chain = [BlockHook(index, *location) for index, location in enumerate(blocks)]
+        declared_batch = spec.batch if spec.example is not None else None
+        self.batch_dims = BatchDimFinder(transformer, declared_batch)
+        self.chain: list[BlockHook] = []
+        for list_name, list_anatomy in anatomy.lists.items():
+            for place, block in enumerate(transformer.get_submodule(list_name).children()):
+                name = f"{label}{list_name}.{place}"
+                self.chain.append(BlockHook(len(self.chain), list_name, name, block, list_anatomy))
         self.replacement_blocks: Mapping[int, ReplacementBlock] = {}
         self._stored_contents: dict[int, ModuleContents] = {}
         self.guards = ExitStack()
@@ -130,26 +133,34 @@ class TransformerHooks:
 
     def describe_weights(self) -> Weights:
         """What the transformer is made of; blocks that are placeholders count as empty."""
-        blocks = tuple(sum(p.numel() for p in hook.block.parameters()) for hook in self.chain)
-        shared = sum(p.numel() for p in self.transformer.parameters()) - sum(blocks)
-        layers = tuple(tuple(hook.sees_text(path) for path, _ in hook.list_attentions()) for hook in self.chain)
-        out = int(getattr(dict(self.transformer.named_modules()).get(self.spec.out), "out_features", 0))
-        path_exchanges = list(self._find_tensor_exchanges())
-        exchanges = tuple(
-            tuple(exchange for path, exchange in path_exchanges if path.startswith(f"{hook.name}."))
-            for hook in self.chain
+        blocks: list[int] = []
+        layers: list[tuple[bool, ...]] = []
+        exchanges: list[tuple[tuple[str, str], ...]] = []
+        tensors: list[tuple[int, ...]] = []
+        exchanges_by_path = list(self._find_tensor_exchanges())
+        for hook in self.chain:
+            prefix = f"{hook.name}."
+            blocks.append(_count_parameters(hook.block))
+            layers.append(tuple(hook.sees_text(path) for path, _ in hook.list_attentions()))
+            exchanges.append(tuple(exchange for path, exchange in exchanges_by_path if path.startswith(prefix)))
+            tensors.append(tuple(x.numel() for x in (*hook.block.parameters(), *hook.block.buffers())))
+        last_linear = dict(self.transformer.named_modules()).get(self.spec.out)
+        return Weights(
+            blocks=tuple(blocks),
+            shared=_count_parameters(self.transformer) - sum(blocks),
+            layers=tuple(layers),
+            out=int(getattr(last_linear, "out_features", 0)),
+            exchanges=tuple(exchanges),
+            tensors=tuple(tensors),
         )
-        tensors = tuple(
-            tuple(x.numel() for x in (*hook.block.parameters(), *hook.block.buffers())) for hook in self.chain
-        )
-        return Weights(blocks=blocks, shared=shared, layers=layers, out=out, exchanges=exchanges, tensors=tensors)
 
     def _find_tensor_exchanges(self) -> Iterator[tuple[str, tuple[str, str]]]:
         """Where tensor parallelism exchanges what, by the family's table of token streams."""
         for pattern, streams in self.spec.tensor_tokens.items():
             for path, module in match_modules(self.transformer, pattern):
-                kind = "sum" if hasattr(module, "out_features") else "gather"
-                yield from ((path, (kind, stream)) for stream in streams.values())
+                collective = "sum" if hasattr(module, "out_features") else "gather"
+                for stream in streams.values():
+                    yield path, (collective, stream)
 
     def copy_to_meta(self) -> TransformerHooks:
         """The same of the whole model by its config, without weights."""
@@ -177,7 +188,8 @@ class TransformerHooks:
         Raises:
             StateError: if a runner has it, other blocks were read, or others are to be kept and were not read.
         """
-        loaded, name = self.loaded_blocks, type(self.transformer).__name__
+        loaded = self.loaded_blocks
+        name = type(self.transformer).__name__
         if loaded is None and self.has_placeholders():
             raise StateError(f"this {name} is cut into stages already; restore() its runner, or reload it")
         if self.other is not None:
@@ -186,7 +198,7 @@ class TransformerHooks:
             weights = self.describe_weights()
             self.empty_other_blocks(owned, keep=keep)
             return weights
-        here, wanted = (f"{blocks.start} to {blocks.stop - 1}" for blocks in (loaded.owned, owned))
+        here = f"{loaded.owned.start} to {loaded.owned.stop - 1}"
         if keep:
             raise StateError(
                 f"keep_weights=True, and of this {name} only blocks {here} were loaded; load it without a plan, or "
@@ -195,7 +207,8 @@ class TransformerHooks:
         if (loaded.owned, loaded.shard) != (owned, shard):
             raise StateError(
                 f"of this {name} blocks {here}, shard {loaded.shard[0]} of {loaded.shard[1]}, were loaded, and here "
-                f"the plan needs {wanted}, shard {shard[0]} of {shard[1]}; load it for this plan"
+                f"the plan needs {owned.start} to {owned.stop - 1}, shard {shard[0]} of {shard[1]}; load it for this "
+                "plan"
             )
         del vars(self.transformer)[LOADED_ATTRIBUTE]
         loaded.guards.close()
@@ -203,38 +216,49 @@ class TransformerHooks:
 
     def explain_refusal(self, blocks: range) -> str | None:
         """Why the attention of some of these blocks cannot be divided, or None: it has an unknown processor."""
-        for hook in (hook for model in self.models for hook in model.chain[blocks.start : blocks.stop]):
-            if hook.name in self._adapters and hook.list_adapter_kinds() != self._adapters[hook.name]:
-                return (
-                    f"the IP-adapters of {hook.name} are others than when the pipeline was divided; restore() the "
-                    "runner, and call parallelize with them"
-                )
-            for path, attention in hook.list_attentions():
-                processor = getattr(attention, "processor", None)
-                if isinstance(processor, ADAPTER_PROCESSORS):
-                    continue
-                if self.spec.stock and type(processor) not in self.spec.stock:
-                    known = ", ".join(cls.__name__ for cls in self.spec.stock)
-                elif isinstance(processor, nn.Module):
-                    known = "those without weights of their own"
-                else:
-                    continue
-                remedy = "set it back, or unload the IP-adapter that brought it"
-                return (
-                    f"{hook.name}.{path} has the attention processor {type(processor).__name__}, and known to work "
-                    f"in a divided model: {known}; {UNFUSE if has_fused_projections(attention) else remedy}"
-                )
+        for model in self.models:
+            for hook in model.chain[blocks.start : blocks.stop]:
+                if hook.name in self._adapters and hook.list_adapter_kinds() != self._adapters[hook.name]:
+                    return (
+                        f"the IP-adapters of {hook.name} differ from those when the pipeline was divided; restore() "
+                        "the runner, and call parallelize with them"
+                    )
+                for path, attention in hook.list_attentions():
+                    refusal = self._explain_processor(f"{hook.name}.{path}", attention)
+                    if refusal is not None:
+                        return refusal
         return None
 
+    def _explain_processor(self, layer: str, attention: Any) -> str | None:
+        """Why a layer's attention processor cannot work in a divided model, or None."""
+        processor = getattr(attention, "processor", None)
+        if isinstance(processor, ADAPTER_PROCESSORS):
+            return None
+        if self.spec.stock and type(processor) not in self.spec.stock:
+            known = ", ".join(processor_class.__name__ for processor_class in self.spec.stock)
+        elif isinstance(processor, nn.Module):
+            known = "those without weights of their own"
+        else:
+            return None
+        remedy = "set it back, or unload the IP-adapter that brought it"
+        if has_fused_projections(attention):
+            remedy = UNFUSE
+        return (
+            f"{layer} has the attention processor {type(processor).__name__}, and known to work in a divided model: "
+            f"{known}; {remedy}"
+        )
+
     def empty_other_blocks(self, owned: range, *, keep: bool) -> None:
-        """Takes the weights out of all blocks but the owned ones; keeps them aside only if `keep`."""
+        """Takes the weights out of all blocks but the owned ones; stores them only if `keep`."""
         for hook in self.chain:
-            if hook.index not in owned:
-                prefix = f"{hook.name.removeprefix(self._label)}."
-                kept = [path.removeprefix(prefix) for path in self.anatomy.outside if path.startswith(prefix)]
-                parts = turn_into_placeholder(hook.block, kept)
-                if keep:
-                    self._stored_contents[hook.index] = parts
+            if hook.index in owned:
+                continue
+            prefix = f"{hook.name.removeprefix(self._label)}."
+            # The forward reads these parts of the block without calling it.
+            read_outside = [path.removeprefix(prefix) for path in self.anatomy.outside if path.startswith(prefix)]
+            parts = turn_into_placeholder(hook.block, read_outside)
+            if keep:
+                self._stored_contents[hook.index] = parts
 
     def restore_blocks(self) -> None:
         """Puts the weights back that `empty_other_blocks` kept."""
@@ -256,8 +280,8 @@ class TransformerHooks:
         def refuse_partial_call(transformer: nn.Module, *_: Any) -> None:
             if IN_CALL not in vars(transformer):
                 raise StateError(
-                    f"this {type(transformer).__name__} has a part of its weights, so it works in calls of its runner "
-                    "alone; call the runner that ditile.parallelize returned in place of the pipeline"
+                    f"this {type(transformer).__name__} has a part of its weights, so only its runner can call it; "
+                    "call the runner that ditile.parallelize returned in place of the pipeline"
                 )
 
         guard = self.transformer.register_forward_pre_hook(exclude_from_compile(refuse_partial_call))
@@ -292,7 +316,6 @@ class TransformerHooks:
         """
         first = 0 in owned or bool(self.replacement_blocks)
         memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first, found=self._found_constants)
-        is_whole = (lambda: now.is_whole) if self.anatomy.modes else None
         calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
@@ -305,28 +328,44 @@ class TransformerHooks:
                 stack.enter_context(others)
             bypass_compiled_model(stack, pipe, self.transformer)
             override_attribute(stack, self.transformer, "forward", calls.wrap_transformer(self.transformer.forward))
-            compiled = []
+            own_blocks: dict[type, nn.Module] = {}
+            for hook in self.chain[owned.start : owned.stop]:
+                own_blocks.setdefault(type(hook.block), hook.block)
+            compiled: list[str] = []
             for hook in self.chain:
-                varying = functools.partial(_list_varying_arguments, hook.anatomy, now)
                 is_own = hook.index in owned
-                own_around = functools.partial(around, now, hook) if around and is_own else None
-                wrap = functools.partial(self._wrap_block, calls, hook, owned, own_around)
-                alike = (other.block for other in self.chain if other.index in owned)
-                whole = next((block for block in alike if type(block) is type(hook.block)), None)
-                if not is_own and whole is not None and is_placeholder(hook.block):
-                    lend_parts(stack, hook.block, whole)
+                if not is_own and type(hook.block) in own_blocks and is_placeholder(hook.block):
+                    lend_parts(stack, hook.block, own_blocks[type(hook.block)])
                 # Before the hook of the block, which may compute attention itself, and is not called in every pass.
                 if is_own or hook.index in self.replacement_blocks:
-                    active_hook = hook if is_own else replace(hook, block=self.replacement_blocks[hook.index].block)
-                    install_attention(stack, self.spec, active_hook, core, dispatch, is_whole)
-                    replace_cross_processors(stack, self.spec, active_hook.block, now)
+                    self._replace_attention(stack, hook, now, core, dispatch, is_own=is_own)
+                own_around = functools.partial(around, now, hook) if around and is_own else None
+                wrap = functools.partial(self._wrap_block, calls, hook, owned, own_around)
+                varying = functools.partial(_list_varying_arguments, hook.anatomy, now)
                 if wrap_block_call(stack, hook.block, compile_ if is_own else None, wrap, varying):
                     compiled.append(hook.name)
-                if is_own and hook.name not in compiled:
+                elif is_own:
                     cache_signatures(stack, hook.block)
                     fuse(stack, hook)
             memo.install_hooks(stack, compiled)
             yield
+
+    def _replace_attention(
+        self,
+        stack: ExitStack,
+        hook: BlockHook,
+        now: Generation,
+        core: Callable[..., LayerAttention],
+        dispatch: Callable[[Any], Any],
+        *,
+        is_own: bool,
+    ) -> None:
+        """Replaces the attention of a block, or of what is computed in place of it."""
+        if not is_own:
+            hook = replace(hook, block=self.replacement_blocks[hook.index].block)
+        is_whole = (lambda: now.is_whole) if self.anatomy.modes else None
+        install_attention(stack, self.spec, hook, core, dispatch, is_whole)
+        replace_cross_processors(stack, self.spec, hook.block, now)
 
     def _wrap_block(
         self,
@@ -337,7 +376,9 @@ class TransformerHooks:
         forward: ForwardCall,
     ) -> ForwardCall:
         forward = self.replacement_blocks.get(hook.index) or forward
-        return calls.wrap_block(hook, forward if around is None else around(hook.index + 1 not in owned, forward))
+        if around is not None:
+            forward = around(hook.index + 1 not in owned, forward)
+        return calls.wrap_block(hook, forward)
 
 
 class CallCountHooks(TransformerHooks):
@@ -368,12 +409,12 @@ class CallCountHooks(TransformerHooks):
             yield
 
     def _install_counter(self, stack: ExitStack, now: Generation, pipe: Any, compile_: CompileFunction | None) -> None:
-        compiled, whole = [], find_compiler(pipe, self.transformer) is not None
-        if compile_ is not None and not whole:
-            for hook in self.chain:
+        # In a model that is compiled as a whole, what is replaced would break its graph.
+        if find_compiler(pipe, self.transformer) is None:
+            compiled: list[str] = []
+            for hook in self.chain if compile_ is not None else ():
                 if wrap_block_call(stack, hook.block, compile_, lambda forward: forward):
                     compiled.append(hook.name)
-        if not whole:
             for hook in self.chain:
                 replace_cross_processors(stack, self.spec, hook.block, now)
             OutputMemoizer(self.transformer, self.spec, now, self._label).install_hooks(stack, compiled)
@@ -384,9 +425,9 @@ class OutputMemoizer:
     """Remembers what modules return that do not see the latents, so that it is computed once and not for each patch.
 
     A family declares some. Others are found when a call is surveyed, with NaN for latents: modules that the model's own
-    forward calls, once, in front of the blocks, and gives the same with the latents as they are. What they return
-    counts for a step, in all of whose patches a pipeline gives the same conditions, and for as long as they are given
-    the same memory, unchanged. What is made of the latents there is read on the first stage alone: others keep it.
+    forward calls once, before the blocks, and gives the same with the latents as they are. What they return is kept for
+    a step, as a pipeline gives all its patches the same conditions, and for as long as they are given the same memory,
+    unchanged. What is made of the latents there is read on the first stage alone, so other stages keep it.
 
     Args:
         transformer, spec: the model, and what is known of it.
@@ -407,7 +448,11 @@ class OutputMemoizer:
         first: bool = True,
         found: dict[str, bool | None] | None = None,
     ) -> None:
-        self._transformer, self._spec, self._now, self._label, self._first = transformer, spec, now, label, first
+        self._transformer = transformer
+        self._spec = spec
+        self._now = now
+        self._label = label
+        self._first = first
         self._found = {} if found is None else found
         self._remembered: dict[str, bool] = {}  # by name, whether for the whole generation
         self._excluded = {name for name, lasts in self._found.items() if lasts is None}
@@ -422,19 +467,21 @@ class OutputMemoizer:
             compiled: blocks within which nothing is remembered: what they call is part of their graph.
         """
         self._stack = stack
-        for patterns, lasts in ((self._spec.constant, True), (self._spec.per_step, False)):
-            for pattern in patterns:
-                for name, module in match_modules(self._transformer, pattern):
-                    if not any(f"{self._label}{name}".startswith(f"{block}.") for block in compiled):
-                        self._remember_output(name, module, lasts=lasts)
-        # A LoRA that has come or gone since may have changed the names.
+        compiled_prefixes = tuple(f"{block}." for block in compiled)
+        declared = [(pattern, True) for pattern in self._spec.constant]
+        declared += [(pattern, False) for pattern in self._spec.per_step]
+        for pattern, lasts in declared:
+            for name, module in match_modules(self._transformer, pattern):
+                if not f"{self._label}{name}".startswith(compiled_prefixes):
+                    self._remember_output(name, module, lasts=lasts)
+        # A LoRA that was loaded or unloaded since may have changed the names.
         modules = dict(self._transformer.named_modules())
         for name, counts in self._found.items():
             if counts is not None and name in modules and name not in self._remembered:
                 self._remember_output(name, modules[name], lasts=counts, is_found=True)
 
     def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any:
-        """Surveys a call, and remembers from now on what modules in front of the blocks return.
+        """Surveys a call, and remembers from now on what modules before the blocks return.
 
         Args:
             run: makes the call.
@@ -444,44 +491,48 @@ class OutputMemoizer:
         Returns:
             What `run` does.
         """
-        given, of_latents = dict[str, Any](), dict[str, bool]()
-        called, active = set[str](), list[str]()
+        inputs: dict[str, Any] = {}
+        is_of_latents: dict[str, bool] = {}
+        called: set[str] = set()
+        active: list[str] = []
 
         def note_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             if name in called:
                 self._excluded.add(name)
             elif not active:
-                given[name] = args, kwargs
+                # Modules within a module are its own matter.
+                inputs[name] = args, kwargs
             called.add(name)
             active.append(name)
 
         def note_output(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             active.pop()
             parts = output if isinstance(output, tuple) else (output,)
-            # The forward may write into what is not a tensor unseen.
+            # The forward may write into what is not a tensor, which no version counts.
             if survey.has_begun or any(isinstance(part, list | dict) for part in parts):
                 self._excluded.add(name)
-            of_latents[name] = bool(parts) and all(map(has_nan, parts))
+            is_of_latents[name] = bool(parts) and all(map(has_nan, parts))
 
+        block_prefixes = tuple(f"{block_list}." for block_list in blocks)
         with ExitStack() as watched:
             for name, module in self._transformer.named_modules():
-                if name and not any(f"{name}.".startswith(f"{each}.") for each in blocks):
-                    for register, note in (
-                        (module.register_forward_pre_hook, note_call),
-                        (module.register_forward_hook, note_output),
-                    ):
-                        watched.callback(register(functools.partial(note, name), with_kwargs=True).remove)
+                if not name or f"{name}.".startswith(block_prefixes):
+                    continue
+                before = module.register_forward_pre_hook(functools.partial(note_call, name), with_kwargs=True)
+                after = module.register_forward_hook(functools.partial(note_output, name), with_kwargs=True)
+                watched.callback(before.remove)
+                watched.callback(after.remove)
             watched.callback(setattr, self, "_is_watching", False)
             self._is_watching = True
             result = run()
-        # What is made of the latents is read behind the blocks, or by them.
+        # Something made of the latents is read after the blocks, or by them.
         reads_latents = has_nan(result) or survey.is_fed()
-        for name in given:
-            lasts = of_latents[name]
+        for name in inputs:
+            lasts = is_of_latents[name]
             if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:
                 self._excluded.add(name)
             elif not lasts and name not in self._excluded:
-                self._unproven[name] = given[name]
+                self._unproven[name] = inputs[name]
             if name not in self._remembered and name not in self._excluded:
                 self._remember_output(name, self._transformer.get_submodule(name), lasts=lasts, is_found=True)
                 if lasts:
@@ -490,9 +541,13 @@ class OutputMemoizer:
         return result
 
     def _remember_output(self, name: str, module: nn.Module, *, lasts: bool, is_found: bool = False) -> None:
-        """What a module returns counts for a step, or `lasts`; if `is_found`, also as long as it is given the same."""
-        now, forward, path = self._now, module.forward, f"{self._label}{name}"
-        excluded, compares = self._excluded if is_found else set(), is_found and not lasts
+        """Keeps what a module returns for a step, or `lasts`; if `is_found`, also as long as it is given the same."""
+        now = self._now
+        forward = module.forward
+        path = f"{self._label}{name}"
+        # What a family declares is remembered whatever a survey says.
+        excluded = self._excluded if is_found else set()
+        compares = is_found and not lasts
 
         def forward_once(*args: Any, **kwargs: Any) -> Any:
             is_unproven = name in self._unproven and not self._is_watching
@@ -506,13 +561,14 @@ class OutputMemoizer:
             step, patch = now.micro_step
             key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, filter(torch.is_tensor, args)))
             known = now.memory.outputs.get(key)
-            if (
-                known is None
-                or not (lasts or (known.step == step and patch is not None) or known.is_given_same(args, kwargs))
-                or known.versions != tuple(map(READ_VERSION, known.tensors))  # the forward wrote into it
-            ):
+            is_fresh = known is not None and (
+                lasts or (known.step == step and patch is not None) or known.is_given_same(args, kwargs)
+            )
+            # The forward may have written into what it was given.
+            if known is None or not is_fresh or known.versions != tuple(map(READ_VERSION, known.tensors)):
                 output = forward(*args, **kwargs)
-                known = now.memory.outputs[key] = RememberedOutput(output, (args, kwargs) if compares else None)
+                inputs = (args, kwargs) if compares else None
+                known = now.memory.outputs[key] = RememberedOutput(output, inputs)
             known.step = step
             return known.output
 
@@ -522,17 +578,27 @@ class OutputMemoizer:
 
 def _are_equal(values: Any, others: Any) -> bool:
     """Whether two calls were given the same numbers. Waits for the device."""
-    some, more = pytree.tree_leaves(values), pytree.tree_leaves(others)
-    return len(some) == len(more) and all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x is y or x == y
-        for x, y in zip(some, more, strict=True)
-    )
+    leaves = pytree.tree_leaves(values)
+    other_leaves = pytree.tree_leaves(others)
+    if len(leaves) != len(other_leaves):
+        return False
+    for leaf, other in zip(leaves, other_leaves, strict=True):
+        if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+            if not torch.equal(leaf, other):
+                return False
+        elif leaf is not other and leaf != other:
+            return False
+    return True
+
+
+def _count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def count_model_calls(now: Generation, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward after which the next branch of guidance is at hand.
+    """A model's forward that counts a branch of guidance when it returns.
 
-    Outside of the loop, as where keys of a reference are made, it is a call of the whole model and nothing else.
+    Calls outside of the loop, such as one that makes the keys of a reference, are not counted.
     """
 
     def forward_and_count(*args: Any, **kwargs: Any) -> Any:
@@ -548,5 +614,6 @@ def _list_varying_arguments(anatomy: ListAnatomy, now: Generation) -> Sequence[s
     """The arguments of a block that have another number of tokens from patch to patch."""
     if now.tokens.layout.num_patches == 1:
         return ()
-    cut = (name for name, kinds in anatomy.arguments.items() if is_cut(kinds))
-    return tuple(filter(None, (anatomy.image, anatomy.text, *cut)))
+    cut_arguments = [name for name, kinds in anatomy.arguments.items() if is_cut(kinds)]
+    streams = [name for name in (anatomy.image, anatomy.text) if name]
+    return (*streams, *cut_arguments)

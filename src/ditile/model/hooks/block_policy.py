@@ -17,7 +17,7 @@ from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 
 ADAPTER_PROCESSORS = (FluxIPAdapterAttnProcessor, SD3IPAdapterJointAttnProcessor2_0)
-"""Processors that do what their class's own does, and attend to the pictures of IP-adapters besides."""
+"""Processors that do what their class's own does, and also attend to the images of IP-adapters."""
 
 
 class LayerAttention(Protocol):
@@ -65,30 +65,36 @@ class BlockHook:
     def list_attentions(self) -> list[tuple[str, Any]]:
         """The modules of the block that attend to tokens of other ranks, by path within it."""
         modules = dict(self.block.named_modules())
-        return [(path, modules[path]) for path in self.anatomy.attention if path in modules and self.is_shared(path)]
+        paths = [path for path in self.anatomy.attention if path in modules and self.is_shared(path)]
+        return [(path, modules[path]) for path in paths]
 
     def list_calls(self, path: str) -> list[tuple[str, str]]:
         """The attention calls of a module, in order: the name of each in the model, and its kind.
 
-        Those of IP-adapters, which there are only where a call has pictures for them, are behind the others.
+        The calls for IP-adapters, which are made only where a call has images for them, come last.
         """
         processor = getattr(self.block.get_submodule(path), "processor", None)
         layer = f"{self.name}.{path}".rstrip(".")
         kinds = (*self.anatomy.attention[path], *list_adapter_calls(processor))
-        return [(layer if len(kinds) == 1 else f"{layer}.{turn}", kind) for turn, kind in enumerate(kinds)]
+        if len(kinds) == 1:
+            return [(layer, kinds[0])]
+        return [(f"{layer}.{turn}", kind) for turn, kind in enumerate(kinds)]
 
     def list_adapter_kinds(self) -> tuple[str, ...]:
         """The kinds of the attention calls for IP-adapters in the block."""
-        processors = (getattr(module, "processor", None) for _, module in self.list_attentions())
-        return tuple(kind for processor in processors for kind in list_adapter_calls(processor))
+        kinds: list[str] = []
+        for _, module in self.list_attentions():
+            kinds += list_adapter_calls(getattr(module, "processor", None))
+        return tuple(kinds)
 
     def is_shared(self, path: str) -> bool:
-        """Whether a module attends to tokens that ranks share out."""
+        """Whether a module attends to tokens that ranks split."""
         return any(kind != LOCAL for kind in self.anatomy.attention[path])
 
     def sees_other_keys(self, path: str) -> bool:
         """Whether the queries of a module are tokens of one stream and its keys those of another."""
-        return any(len(drop_further_keys(kind.removesuffix(REAL_PAIRS))) > 1 for kind in self.anatomy.attention[path])
+        kinds = [drop_further_keys(kind.removesuffix(REAL_PAIRS)) for kind in self.anatomy.attention[path]]
+        return any(len(kind) > 1 for kind in kinds)
 
     def sees_text(self, path: str) -> bool:
         """Whether a module attends to image and text in one sequence."""
@@ -98,16 +104,14 @@ class BlockHook:
 def list_adapter_calls(processor: Any) -> tuple[str, ...]:
     """The kinds of the attention calls that an attention processor makes for its IP-adapters, in order.
 
-    Each adapter attends once more: FLUX.1's to its picture, which every rank has; Stable Diffusion 3's to the tokens of
-    the image and to its picture's behind them.
+    Each adapter attends once more: FLUX.1's to the tokens of its own image, which every rank has; Stable Diffusion 3's
+    to the tokens of the generated image, and to those of its own image after them.
     """
-    if not isinstance(processor, ADAPTER_PROCESSORS):
-        return ()
-    return (
-        ("N" + FURTHER,)
-        if isinstance(processor, SD3IPAdapterJointAttnProcessor2_0)
-        else (LOCAL,) * len(processor.to_k_ip)
-    )
+    if isinstance(processor, SD3IPAdapterJointAttnProcessor2_0):
+        return ("N" + FURTHER,)
+    if isinstance(processor, ADAPTER_PROCESSORS):
+        return (LOCAL,) * len(processor.to_k_ip)
+    return ()
 
 
 class BlockPolicy(Protocol):
@@ -130,7 +134,7 @@ class BlockPolicy(Protocol):
         """One of several micro-batches is next."""
 
     def begin_survey(self) -> None:
-        """A call of a form that was not seen before is looked at, before it is made."""
+        """A call of a form that was not seen before is surveyed, before it is made."""
 
     def begin_branch(self, form: CallForm) -> None:
         """A call of this form is about to be made: cuts its tokens into patches, if that was not done yet."""
@@ -139,7 +143,7 @@ class BlockPolicy(Protocol):
         """The forward has reached the first block with all tokens; returns those that are computed here."""
 
     def cut_tokens(self, state: TokenState) -> TokenState:
-        """Of all tokens those that are computed here, where the forward has made them anew between two blocks."""
+        """Of all tokens those that are computed here, where the forward has made new ones between two blocks."""
 
     def select_active_blocks(self, blocks: range) -> Collection[int]:
         """Those blocks of a model that `run_block` does something at, in the call that has begun.
@@ -151,7 +155,7 @@ class BlockPolicy(Protocol):
         """The forward has reached a block."""
 
     def leave_blocks(self, state: TokenState) -> TokenState | None:
-        """All tokens behind the last block, fresh where they were computed now; None if unread.
+        """All tokens after the last block, fresh where they were computed now; None if unread.
 
         The text is None where the model makes nothing of it.
         """
@@ -170,7 +174,7 @@ class SurveyedBlocks(Protocol):
     has_begun: bool
 
     def is_fed(self) -> bool:
-        """Whether a block was given something that the forward makes of the latents, beside the tokens."""
+        """Whether a block was given something that the forward makes of the latents, in addition to the tokens."""
 
 
 class CallForm(NamedTuple):
@@ -180,15 +184,15 @@ class CallForm(NamedTuple):
         grid: the rows of image tokens, which patches do not cut.
         text: text tokens that go through blocks.
         start: where the image begins in a sequence that counts as the image as a whole.
-        glued: the blocks before which the forward makes the tokens anew.
-        fed: name of each block behind the first -> whether anything that it is given is made of the latents, as a
+        glued: the blocks before which the forward makes new tokens.
+        fed: name of each block after the first -> whether anything that it is given is made of the latents, as a
             tensor of one boolean.
-        returns_text: whether the model makes a result of the text tokens too, as of those of a sound.
+        returns_text: whether the model makes a result of the text tokens too, as where they are of a sound.
         rows: of the batch.
         visits: how often the forward calls a block.
         latents: where in such a sequence what is made of the latents is, if that is known; None is all of the image.
-        padding: tokens of such a sequence that are not made of the latents, as those that fill it up; known where
-            reference pictures are looked for.
+        padding: tokens of such a sequence that are not made of the latents, such as padding; known where reference
+            images are looked for.
     """
 
     grid: Grid
@@ -204,7 +208,9 @@ class CallForm(NamedTuple):
 
     def list_fed_blocks(self) -> list[str]:
         """The blocks that are given what is made of the latents. Waits for the device once."""
-        flags = torch.stack([*self.fed.values()]).tolist() if self.fed else []
+        if not self.fed:
+            return []
+        flags = torch.stack([*self.fed.values()]).tolist()
         return [name for name, flag in zip(self.fed, flags, strict=True) if flag]
 
 
@@ -214,5 +220,6 @@ def advise_whole_tokens(transformer: Any, anatomy: Anatomy, plan: Plan) -> str:
     Without cuts that were derived or are its class's there is no tensor.
     """
     has_cuts = bool(anatomy.tensor or getattr(transformer, "_tp_plan", None))
-    has_tensor = has_cuts and plan.tensor == 1
-    return f"use a plan of {'data, cfg or tensor' if has_tensor else 'data or cfg'}"
+    if has_cuts and plan.tensor == 1:
+        return "use a plan of data, cfg or tensor"
+    return "use a plan of data or cfg"

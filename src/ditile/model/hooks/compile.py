@@ -4,13 +4,14 @@ Under a plan a model is not one graph: tokens are cut, sent and kept between its
 the module itself, and the compiler of the whole compiles the forward of each block. `torch.compile` must not trace or
 guard where the pipeline is and what is sent. There are two ways to hide that:
 
-- `exclude_from_compile(fn)`: dynamo runs the function as it is and breaks the graph around it. For what lies between
-  blocks.
+- `exclude_from_compile(fn)`: dynamo runs the function as it is and breaks the graph around it. This is for code
+  between blocks.
 - `CustomOp(fn)`: tensors in, one tensor out, within a compiled block. It is an operator, so the graph stays whole: a
   break inside attention makes four graphs of a block, each with guards to check at every call.
 
-An operator takes tensors and numbers. That of `CustomOp` finds its function by a number that is itself a tensor: its
-value is data, so one graph serves all layers. The table of functions and the settings belong to the process.
+An operator takes tensors and numbers. The operator of `CustomOp` finds its function by a number that is itself a
+tensor: its value is data, so one graph serves all layers. The table of functions and the settings belong to the
+process.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ COMPILED_CALL_ATTRIBUTE = "_compiled_call_impl"
 
 
 def decide_compile(
-    wanted: bool | Literal["auto"],
+    setting: bool | Literal["auto"],
     model: nn.Module,
     blocks: Sequence[object],
     plan: Plan,
@@ -56,23 +57,23 @@ def decide_compile(
     """Whether the blocks of a model are compiled.
 
     Args:
-        wanted: yes, no, or "auto": where that is known to make few graphs for a device that they are meant for.
+        setting: yes, no, or "auto": where that is known to make few graphs, for a device that is worth it.
         model, blocks: what is divided, and those of its blocks that are known.
         plan, device, rank: how, and where it runs. Rank 0 logs why "auto" compiles nothing.
 
     Raises:
         ModelError: if it is none of them, or the blocks are not known.
     """
-    if wanted not in (True, False, COMPILE_AUTO):
-        raise ModelError(f"compile={wanted!r} is not known; try True, False or 'auto'")
+    if setting not in (True, False, COMPILE_AUTO):
+        raise ModelError(f"compile={setting!r} is not known; try True, False or 'auto'")
     unknown = f"nothing is known of the blocks of {type(model).__name__}"
-    if wanted != COMPILE_AUTO:
-        if wanted and not blocks:
+    if setting != COMPILE_AUTO:
+        if setting and not blocks:
             raise ModelError(
                 f"compile=True: {unknown}; leave it out, and compile the whole: "
                 "pipe.transformer = torch.compile(pipe.transformer)"
             )
-        return bool(wanted)
+        return bool(setting)
     reason = "" if blocks else unknown
     if plan.tensor > 1:
         reason = f"each sum of tensor={plan.tensor} would break a graph; compile=True makes many"
@@ -85,15 +86,18 @@ def decide_compile(
 
 def find_compiler(pipe: Any, model: nn.Module) -> CompileFunction | None:
     """What the user compiled a pipeline's whole model with, or None."""
-    outers = [outer for _, outer in _find_compiled_wrappers(pipe, model)]
-    # A cache may lie on a transformer without a pipeline.
+    wrappers = [wrapper for _, wrapper in _find_compiled_wrappers(pipe, model)]
+    # A cache may be on a transformer without a pipeline.
     if isinstance(pipe, nn.Module) and pipe is not model and unwrap_compiled(pipe) is model:
-        outers.append(pipe)
-    for outer in outers:
-        compiler: CompileFunction = outer.dynamo_ctx
+        wrappers.append(pipe)
+    if wrappers:
+        compiler: CompileFunction = wrappers[0].dynamo_ctx
         return compiler
     call = get_compiled_call(model)
-    return None if call is None else inspect.getclosurevars(call).nonlocals.get("self")
+    if call is None:
+        return None
+    # `nn.Module.compile` keeps the compiler only in the closure of the call.
+    return inspect.getclosurevars(call).nonlocals.get("self")
 
 
 def get_compiled_call(module: nn.Module) -> ForwardCall | None:
@@ -154,7 +158,8 @@ def normalize_call_strides(call: ForwardCall, varying: Callable[[], Collection[s
 
     def call_with_plain_strides(*args: Any, **kwargs: Any) -> Any:
         for name in ("hidden_states", "encoder_hidden_states"):
-            if isinstance(x := kwargs.get(name), Tensor):
+            x = kwargs.get(name)
+            if isinstance(x, Tensor):
                 kwargs[name] = normalize_strides(x)
         for name in varying():
             _mark_tokens_dynamic(kwargs.get(name))
@@ -191,8 +196,11 @@ def _compute_plain_strides(shape: torch.Size) -> tuple[int, ...]:
 
 def _find_compiled_wrappers(pipe: Any, model: nn.Module) -> list[tuple[str, Any]]:
     """What `torch.compile` made around a model, by the name that the pipeline has for it."""
-    modules = [(name, part) for name, part in vars(pipe).items() if isinstance(part, nn.Module)]
-    return [(name, part) for name, part in modules if part is not model and unwrap_compiled(part) is model]
+    wrappers: list[tuple[str, Any]] = []
+    for name, part in vars(pipe).items():
+        if isinstance(part, nn.Module) and part is not model and unwrap_compiled(part) is model:
+            wrappers.append((name, part))
+    return wrappers
 
 
 _COUNT = itertools.count()
@@ -245,8 +253,11 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
 def _run_custom_op(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
     out = _CUSTOM_OPS[int(number)].fn(*tensors, scale=scale).contiguous()
     turn.add_(1)
+    # An operator may not return memory of its inputs.
     input_addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
-    return out.clone() if out.untyped_storage().data_ptr() in input_addresses else out
+    if out.untyped_storage().data_ptr() in input_addresses:
+        return out.clone()
+    return out
 
 
 def _make_fake_output(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
@@ -290,7 +301,7 @@ def set_compile_configs(
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
-    owners = {name: owner for owner in (dynamo, inductor) for name in owner.get_config_copy()}
+    owners = dict.fromkeys(dynamo.get_config_copy(), dynamo) | dict.fromkeys(inductor.get_config_copy(), inductor)
     more = {name: value for name, value in torch_flags.items() if value is not None}
     for name, value in more.items():
         if name not in owners:

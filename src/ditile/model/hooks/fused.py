@@ -1,14 +1,14 @@
 """Fewer and larger kernels for the small products of a patch: one for q, k and v, one for a linear layer and its GELU.
 
-q, k and v: their weights are laid side by side in memory and stay three parameters with their names and values. What is
-done to one in place, as when a LoRA is fused, is done to its part of the whole, and no weight is in memory twice, as it
-is with diffusers' `fuse_qkv_projections`.
+q, k and v: their weights are adjacent in memory and stay three parameters with their names and values. What is done to
+one in place, as when a LoRA is fused, is done to its part of the whole, and no weight is in memory twice, as it is with
+diffusers' `fuse_qkv_projections`.
 
-Linear and GELU, on CPUs: apart, the GELU takes half as long as the product. oneDNN's kernel rounds otherwise than
-torch's two, by units of the last place. So it runs only where the picture is not the plain pipeline's to the bit in any
-case: in steps with stale keys, and where ranks share out tokens, whose products have other shapes.
+Linear and GELU, on CPUs: as a kernel of its own, the GELU takes half as long as the product. oneDNN's kernel rounds
+otherwise than torch's two, by units of the last place. So it runs only where the image is not the plain pipeline's to
+the bit in any case: in steps with stale keys, and where ranks split the tokens, whose products have other shapes.
 
-A layer with LoRAs that add nothing now counts as the plain layer below them, so that a picture without LoRAs is the
+A layer with LoRAs that add nothing now counts as the plain layer below them, so that an image without LoRAs is the
 same whether some are loaded or not.
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -37,17 +36,18 @@ def fuse_projections(stack: ExitStack, attentions: Iterable[tuple[str, Any]], de
     """Makes one product of the projections of each stream, where they are plain layers on the device.
 
     Args:
-        stack: undoes it when it is closed; the weights stay side by side.
+        stack: undoes it when it is closed; the weights stay adjacent.
         attentions: layers with their names, in which all projections of a stream see the same tokens.
         device: where they run. Weights that are brought there for a time are left alone.
     """
     for _, attention in attentions:
         for names in STREAMS:
             layers: list[Any] = [getattr(attention, name, None) for name in names]
-            if _are_linears_alike(layers, device):
-                fused = FusedProjections(layers)
-                for index, layer in enumerate(layers):
-                    override_attribute(stack, layer, "forward", partial(fused, index))
+            if not _are_linears_alike(layers, device):
+                continue
+            fused = FusedProjections(layers)
+            for index, layer in enumerate(layers):
+                override_attribute(stack, layer, "forward", partial(fused, index))
 
 
 class FusedProjections:
@@ -59,12 +59,19 @@ class FusedProjections:
     def __init__(self, layers: Sequence[Any]) -> None:
         self._forwards: list[Callable[[Tensor], Tensor]] = [layer.forward for layer in layers]
         linears = [_unwrap_loras(layer) for layer in layers]
-        self._with_loras = [layer for layer, linear in zip(layers, linears, strict=True) if layer is not linear]
+        self._with_loras = [layer for layer in layers if layer not in linears]
         self._widths = [linear.out_features for linear in linears]
         self._weight = pack_parameters([linear.weight for linear in linears])
-        self._bias = None if linears[0].bias is None else pack_parameters([linear.bias for linear in linears])
-        names = ("weight",) if linears[0].bias is None else ("weight", "bias")
-        self._addresses = {(linear, name): getattr(linear, name).data_ptr() for linear in linears for name in names}
+        self._bias: Tensor | None = None
+        names = ["weight"]
+        if linears[0].bias is not None:
+            self._bias = pack_parameters([linear.bias for linear in linears])
+            names.append("bias")
+        # A hook of accelerate, or a move to another device, gives a parameter other memory.
+        self._addresses: dict[tuple[Any, str], int] = {}
+        for linear in linears:
+            for name in names:
+                self._addresses[linear, name] = getattr(linear, name).data_ptr()
         self._tokens: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
 
@@ -81,25 +88,33 @@ class FusedProjections:
             if getattr(linear, name).data_ptr() != address:
                 return self._forwards[index](x)
         outputs: tuple[Tensor, ...] = functional.linear(x, self._weight, self._bias).split(self._widths, dim=-1)
-        self._tokens, self._outputs = x, dict(enumerate(outputs[1:], start=1))
+        self._tokens = x
+        self._outputs = dict(enumerate(outputs[1:], start=1))
         return outputs[0]
 
 
 def pack_parameters(parameters: Sequence[Tensor]) -> Tensor:
     """Parameters as one tensor, in whose memory each has its part; they are moved there if they are not yet."""
     first = parameters[0]
-    lengths = [len(p) for p in parameters]
-    places = accumulate((p.numel() for p in parameters), initial=first.storage_offset())
-    memory = first.untyped_storage().data_ptr()
-    if all(
-        p.untyped_storage().data_ptr() == memory and p.storage_offset() == place and p.is_contiguous()
-        for p, place in zip(parameters, places, strict=False)
-    ):
+    lengths = [len(parameter) for parameter in parameters]
+    if _are_adjacent(parameters):
         return first.data.as_strided((sum(lengths), *first.shape[1:]), first.stride())
-    whole = torch.cat([p.data for p in parameters])
-    for p, part in zip(parameters, whole.split(lengths), strict=True):
-        p.data = part
+    whole = torch.cat([parameter.data for parameter in parameters])
+    for parameter, part in zip(parameters, whole.split(lengths), strict=True):
+        parameter.data = part
     return whole
+
+
+def _are_adjacent(parameters: Sequence[Tensor]) -> bool:
+    memory = parameters[0].untyped_storage().data_ptr()
+    place = parameters[0].storage_offset()
+    for parameter in parameters:
+        if parameter.untyped_storage().data_ptr() != memory:
+            return False
+        if parameter.storage_offset() != place or not parameter.is_contiguous():
+            return False
+        place += parameter.numel()
+    return True
 
 
 def is_plain_linear(linear: Any, device: torch.device) -> bool:
@@ -109,14 +124,23 @@ def is_plain_linear(linear: Any, device: torch.device) -> bool:
     """
     base = _unwrap_loras(linear)
     if base is not linear:
-        is_hooked = "forward" in vars(linear) or linear._forward_hooks or linear._forward_pre_hooks
-        return not is_hooked and is_plain_linear(base, device)
-    if type(linear) is not nn.Linear or "forward" in vars(linear):
+        return not _is_hooked(linear) and is_plain_linear(base, device)
+    if type(linear) is not nn.Linear or _is_hooked(linear):
         return False
-    parameters = [p for p in (linear.weight, linear.bias) if p is not None]
-    is_plain = all(is_plain_parameter(p) and not p.is_inference() for p in parameters)
-    is_on_device = {(p.device, p.dtype) for p in parameters} == {(device, linear.weight.dtype)}
-    return is_plain and is_on_device and not linear._forward_hooks and not linear._forward_pre_hooks
+    for parameter in (linear.weight, linear.bias):
+        if parameter is None:
+            continue
+        # A tensor of inference mode may not be written, so it cannot be moved into a larger one.
+        if not is_plain_parameter(parameter) or parameter.is_inference():
+            return False
+        if (parameter.device, parameter.dtype) != (device, linear.weight.dtype):
+            return False
+    return True
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    """Whether something is around the forward of a layer."""
+    return "forward" in vars(layer) or bool(layer._forward_hooks or layer._forward_pre_hooks)
 
 
 def _unwrap_loras(layer: Any) -> Any:
@@ -126,17 +150,20 @@ def _unwrap_loras(layer: Any) -> Any:
 
 
 def _adds_loras(layer: Any) -> bool:
-    """Whether LoRAs around a layer add something now, or are or were added to its weight."""
+    """Whether LoRAs around a layer add something now, or are fused into its weight."""
     is_idle = layer.disable_adapters or layer.lora_A.keys().isdisjoint(layer.active_adapters)
     return not is_idle or layer.merged
 
 
 def _are_linears_alike(layers: Sequence[Any], device: torch.device) -> bool:
-    """Whether all are such layers, of one width and type."""
-    if not all(is_plain_linear(layer, device) for layer in layers):
-        return False
-    linears = map(_unwrap_loras, layers)
-    return len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
+    """Whether all are plain linear layers, of one width and type."""
+    forms: set[tuple[Any, ...]] = set()
+    for layer in layers:
+        if not is_plain_linear(layer, device):
+            return False
+        linear = _unwrap_loras(layer)
+        forms.add((linear.in_features, linear.bias is None, linear.weight.dtype))
+    return len(forms) == 1
 
 
 def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
@@ -147,7 +174,7 @@ def can_fuse_gelu(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, now: Generation) -> None:
-    """Makes one kernel of each linear layer of a block and the GELU behind it; on CPUs alone.
+    """Makes one kernel of each linear layer of a block and the GELU after it; on CPUs alone.
 
     Args:
         stack: undoes it when it is closed.
@@ -168,7 +195,7 @@ class FusedGELU:
     Args:
         owner, name: the layer's module and attribute; a LoRA may put another layer there in mid-run.
         linear: the layer, perhaps with LoRAs.
-        activation: the GELU behind it.
+        activation: the GELU after it.
         approximate: "none" or "tanh", as in `torch.nn.GELU`.
         now: the generation under way, which says where it may round otherwise.
     """
@@ -218,11 +245,11 @@ class FusedGELU:
 
 
 def _find_gelu_pairs(block: nn.Module) -> Iterator[tuple[nn.Module, str, Any, Any, str]]:
-    """Each linear layer with the GELU behind it: (owner, name, layer, activation, the method that applies it)."""
+    """Each linear layer with the GELU after it: (owner, name, layer, activation, the method that applies it)."""
     for module in block.modules():
         if type(module) is GELU:
             yield module, "proj", module.proj, module, "gelu"
-        # Of single blocks: FLUX's, HunyuanVideo's.
+        # Single blocks, as of FLUX and HunyuanVideo, have the pair themselves.
         activation = getattr(module, "act_mlp", None)
         if type(activation) is nn.GELU:
             yield module, "proj_mlp", getattr(module, "proj_mlp", None), activation, "forward"

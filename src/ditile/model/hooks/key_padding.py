@@ -11,12 +11,12 @@ from ditile.plan.errors import ModelError
 
 
 class KeyPaddingMask(NamedTuple):
-    """Which keys of all ranks that share out the tokens are attended to, boolean or additive.
+    """Which keys of all ranks that split the tokens are attended to, boolean or additive.
 
     Attributes:
         ring_masks: for each rank along ring, of the keys of its whole ulysses line:
             `[B or 1, own heads or 1, queries or 1, keys]`.
-        covers_sequence: whether the keys are those of the whole sequence, and not of the patch at hand alone.
+        covers_sequence: whether the keys are those of the whole sequence, and not of the current patch alone.
     """
 
     ring_masks: tuple[Tensor, ...]
@@ -24,16 +24,18 @@ class KeyPaddingMask(NamedTuple):
 
     def join_ring_masks(self) -> Tensor:
         """The mask of all keys, in the order of the ranks."""
-        return self.ring_masks[0] if len(self.ring_masks) == 1 else torch.cat(self.ring_masks, dim=-1)
+        if len(self.ring_masks) == 1:
+            return self.ring_masks[0]
+        return torch.cat(self.ring_masks, dim=-1)
 
 
 class FurtherKeys(NamedTuple):
-    """Keys and values that no token at hand is the source of, such as those of a prompt: every rank has them whole.
+    """Keys and values that are made of no token in the blocks, such as those of a prompt: every rank has them whole.
 
     Attributes:
         keys, values: `[B, n, own heads, H]`.
         mask: which of them are attended to, `[B or 1, own heads or 1, 1, n]`; None is all.
-        at: how many keys of this rank's tokens are in front of them.
+        at: how many keys of this rank's tokens precede them.
     """
 
     keys: Tensor
@@ -44,14 +46,14 @@ class FurtherKeys(NamedTuple):
     def join_keys(self, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """These among others `[B, S, N, H]`; `mask` is of the others, and is given where these have one."""
         at = self.at
-        joined = list[Tensor]()
-        for others, own in ((k, self.keys), (v, self.values)):
-            joined.append(torch.cat([others[:, :at], own, others[:, at:]], dim=1))
+        joined_k = torch.cat([k[:, :at], self.keys, k[:, at:]], dim=1)
+        joined_v = torch.cat([v[:, :at], self.values, v[:, at:]], dim=1)
         if mask is not None and self.mask is not None:
             shape = torch.broadcast_shapes(mask.shape[:3], self.mask.shape[:3])
-            whole, own = (x.expand(*shape, x.shape[3]) for x in (mask, self.mask))
+            whole = mask.expand(*shape, -1)
+            own = self.mask.expand(*shape, -1)
             mask = torch.cat([whole[..., :at], own, whole[..., at:]], dim=3)
-        return joined[0], joined[1], mask
+        return joined_k, joined_v, mask
 
 
 class AttentionOptions(NamedTuple):
@@ -60,7 +62,7 @@ class AttentionOptions(NamedTuple):
     Attributes:
         mask: which keys are attended to; None is all.
         scale: of the scores; None is 1 / sqrt(head size).
-        further: keys that are attended to beside those of tokens.
+        further: keys that are attended to in addition to those of tokens.
     """
 
     mask: KeyPaddingMask | None = None
@@ -78,6 +80,7 @@ def expand_mask(mask: Tensor, batch: int) -> Tensor:
     if mask.ndim == 2 and mask.shape[0] in (1, batch):
         return mask[:, None, None]
     mask = mask[:, None] if mask.ndim == 3 else mask.view((1,) * (4 - mask.ndim) + mask.shape)
+    # A stride of 0 repeats one row for all queries.
     return mask[:, :, :1] if mask.stride(2) == 0 else mask
 
 

@@ -1,11 +1,11 @@
 """The memory that survives a step: stale keys and values, constants, and how much they change. One per generation.
 
 Keys and values of the whole image are kept in one buffer `[B, S, N, H]` each, in the order of the sequence, so that a
-patch attends to them without a copy; those of a head lie together, which attention reads faster. Every segment (a
+patch attends to them without a copy; the memory of a head is contiguous, which attention reads faster. Every segment (a
 patch; the text goes with patch 0) knows the step that wrote it.
 
 The relative change of latents, keys and values from one step to the next decides on synchronous steps (warmup=auto). It
-is the norm of the difference over the norm, of each row of the batch by itself, so that no picture hides the jump of
+is the norm of the difference over the norm, of each row of the batch by itself, so that no image hides the jump of
 another. It is computed where the tensors are, and leaves a GPU by one asynchronous copy per step.
 """
 
@@ -28,9 +28,11 @@ from ditile.model.hooks.token_arguments import group_runs, view_frames, write_ru
 from ditile.plan.errors import StateError
 
 NEVER = -1
+"""The step of a segment that was not written yet."""
 
-READ_SHAPE, READ_VERSION = operator.attrgetter("shape"), operator.attrgetter("_version")
-"""Of a tensor: the version counts what is written into its memory."""
+READ_SHAPE = operator.attrgetter("shape")
+READ_VERSION = operator.attrgetter("_version")
+"""Of a tensor: PyTorch counts what is written into its memory."""
 
 
 MakeZeros = Callable[[str, tuple[int, ...], Tensor], Tensor]
@@ -40,9 +42,9 @@ class _KeyPlace(NamedTuple):
     """Where some fresh keys and values belong.
 
     Attributes:
-        part: of the fresh ones; None is all.
+        part: the tokens of the fresh keys that belong there; None is all.
         shape: runs and their length, where there are several at equal distances.
-        k, v: the stale ones, as views.
+        k, v: views of the stale keys and values.
     """
 
     part: slice | None
@@ -65,7 +67,7 @@ class KeyStore:
         buffers: keys and values of the whole sequence; None before the first are written.
         buffer_bytes: bytes of both.
         incoming: keys of other ranks that are under way.
-        incoming_runs: where in the sequence those of each rank belong.
+        incoming_runs: where in the sequence the keys of each rank belong.
     """
 
     def __init__(
@@ -76,7 +78,9 @@ class KeyStore:
         relative_change: RelativeChange | None = None,
         make_zeros: MakeZeros = lambda _, shape, like: like.new_zeros(shape),
     ) -> None:
-        self._length, self._branch, self._relative_change = length, branch, relative_change
+        self._length = length
+        self._branch = branch
+        self._relative_change = relative_change
         self._make_zeros = make_zeros
         self.buffers: tuple[Tensor, Tensor] | None = None
         self.buffer_bytes = 0
@@ -97,27 +101,33 @@ class KeyStore:
             batch_range: their rows among the `batch_size` rows of the batch; None if they are all.
             batch_size: rows in all.
         """
-        first, buffers, runs = self.buffers is None, self.buffers, tuple(runs)
+        runs = tuple(runs)
         rows = k.shape[0] if batch_range is None else batch_size
+        buffers = self.buffers
+        is_first = buffers is None
         if buffers is None or buffers[0].shape[0] != rows:
             buffers = self._make_buffers(k, rows)
         places = self._places.get((runs, batch_range))
         if places is None:
             places = self._places[runs, batch_range] = self._find_places(buffers, runs, batch_range)
-        for part, shape, *olds in places:
-            for fresh, old in zip((k, v), olds, strict=True):
-                new = fresh if part is None else fresh[:, part]
+        # Zeros are no keys to compare the first ones with.
+        relative_change = None if is_first else self._relative_change
+        for part, shape, *stale in places:
+            for new, old in zip((k, v), stale, strict=True):
+                if part is not None:
+                    new = new[:, part]
                 if shape is not None:
                     new = new.unflatten(1, shape)
-                if self._relative_change is not None and not first:
+                if relative_change is not None:
                     row = batch_range.start if batch_range else 0
-                    self._relative_change.record_change(("keys", self._branch, row), new, old)
+                    relative_change.record_change(("keys", self._branch, row), new, old)
                 old.copy_(new)
         return buffers
 
     def drop_keys(self) -> None:
-        """Drops all keys: those of a batch of another size are about to be written."""
-        self.buffers = self.mask = None
+        """Drops all keys, before those of a batch of another size are written."""
+        self.buffers = None
+        self.mask = None
         self._places.clear()
 
     @staticmethod
@@ -125,54 +135,69 @@ class KeyStore:
         buffers: tuple[Tensor, Tensor], runs: tuple[range, ...], batch_range: range | None
     ) -> list[_KeyPlace]:
         """Where tokens of these runs belong: views of the buffers, found once."""
-        at, places = 0, []
+        k, v = buffers
         if batch_range is not None:
-            k, v = buffers
-            buffers = k[batch_range.start : batch_range.stop], v[batch_range.start : batch_range.stop]
-        for frames in (groups := group_runs(runs)):
-            length = len(frames.first)
-            part = None if len(groups) == 1 else slice(at, at + frames.number * length)
-            shape = None if frames.number == 1 else (frames.number, length)
-            k, v = buffers
-            if shape is None:
-                k, v = k[:, frames.first.start : frames.first.stop], v[:, frames.first.start : frames.first.stop]
+            k = k[batch_range.start : batch_range.stop]
+            v = v[batch_range.start : batch_range.stop]
+        groups = group_runs(runs)
+        places: list[_KeyPlace] = []
+        start = 0
+        for frames in groups:
+            first = frames.first
+            stop = start + frames.number * len(first)
+            part = None if len(groups) == 1 else slice(start, stop)
+            if frames.number == 1:
+                k_place = k[:, first.start : first.stop]
+                v_place = v[:, first.start : first.stop]
+                places.append(_KeyPlace(part, None, k_place, v_place))
             else:
-                k, v = view_frames(k, frames, 1), view_frames(v, frames, 1)
-            places.append(_KeyPlace(part, shape, k, v))
-            at += frames.number * length
+                shape = (frames.number, len(first))
+                places.append(_KeyPlace(part, shape, view_frames(k, frames, 1), view_frames(v, frames, 1)))
+            start = stop
         return places
 
     def write_mask(
         self, mask: Tensor, runs: Iterable[range], batch_range: range | None = None, batch_size: int = 0
     ) -> Tensor:
-        """Writes which of these keys are attended to, `[B or 1, N or 1, 1, n]`; returns that of all keys.
+        """Writes which of these keys are attended to, `[B or 1, N or 1, 1, n]`; returns the mask of all keys.
 
         Args:
             mask: of the keys that were just written.
-            runs, batch_range, batch_size: as of `write_keys`. A mask for every row has one, and in a micro-batch,
-                where it may as well be of the only row, it is written to all of its rows.
+            runs, batch_range, batch_size: as of `write_keys`. A mask of one row counts for all rows; in a
+                micro-batch it is written to all of its rows.
         """
         rows = mask.shape[0] if batch_range is None else batch_size
         if self.mask is None:
             self.mask = self._make_zeros("mask", (rows, *mask.shape[1:3], self._length), mask)
-        elif self.mask.shape[0] < rows:  # so far one was for every row
+        elif self.mask.shape[0] < rows:
+            # So far one row counted for all rows.
             self.mask = self.mask.repeat(rows, 1, 1, 1)
-        into = self.mask if batch_range is None else self.mask[batch_range.start : batch_range.stop]
-        write_runs(into, mask, tuple(runs), into.ndim - 1)
-        return into
+        own_rows = self.mask
+        if batch_range is not None:
+            own_rows = own_rows[batch_range.start : batch_range.stop]
+        write_runs(own_rows, mask, tuple(runs), own_rows.ndim - 1)
+        return own_rows
 
     def list_tensors(self) -> list[Tensor]:
         """Keys, values, and their mask if there is one."""
-        return [x for x in (*(self.buffers or ()), self.mask) if x is not None]
+        tensors = list(self.buffers or ())
+        if self.mask is not None:
+            tensors.append(self.mask)
+        return tensors
 
     def mark_written(self, step: int, segment: int | None = None) -> None:
         """Notes the step that wrote a segment, or all of them."""
-        for k in range(len(self.written)) if segment is None else (segment,):
-            self.written[k] = step
+        if segment is None:
+            self.written = [step] * len(self.written)
+        else:
+            self.written[segment] = step
 
     def segment_ages(self, step: int) -> tuple[int | None, ...]:
         """How many steps old each segment is; None if it was never written."""
-        return tuple(None if at == NEVER else step - at for at in self.written)
+        ages: list[int | None] = []
+        for written_step in self.written:
+            ages.append(None if written_step == NEVER else step - written_step)
+        return tuple(ages)
 
     def _make_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
         """The buffers, zeros at first: with warmup 0 the first step attends to zeros, as in the paper."""
@@ -183,8 +208,10 @@ class KeyStore:
                 "and distrifusion, such as ulysses"
             )
         shape = (batch_size, like.shape[2], self._length, like.shape[3])
-        k, v = (self._make_zeros(name, shape, like).transpose(1, 2) for name in ("k", "v"))
-        self.buffers, self.buffer_bytes = (k, v), k.nbytes + v.nbytes
+        k = self._make_zeros("k", shape, like).transpose(1, 2)
+        v = self._make_zeros("v", shape, like).transpose(1, 2)
+        self.buffers = (k, v)
+        self.buffer_bytes = k.nbytes + v.nbytes
         return self.buffers
 
 
@@ -200,6 +227,7 @@ class AgeChecks:
 
     def expect_ages(self, store: KeyStore, step: int, ages: Iterable[int], where: str) -> None:
         """Raises `StateError` unless the segments of a store have these ages; before the first step they are None."""
+        # A key that is older than the generation was never written.
         scheduled_ages = tuple(None if age > step else age for age in ages)
         if store.segment_ages(step) != scheduled_ages:
             raise StateError(
@@ -209,11 +237,11 @@ class AgeChecks:
 
 
 class SliceEntry(NamedTuple):
-    """A part of a value, the value that it was cut from, and what that held, if it is a dictionary."""
+    """A part of a value, the value that it was cut from, and the values in that, if it is a dictionary."""
 
     value: Any
     source: Any
-    held: tuple[Any, ...]
+    source_values: tuple[Any, ...]
 
 
 class RememberedOutput:
@@ -221,31 +249,38 @@ class RememberedOutput:
 
     Args:
         output: its output.
-        given: what it was given, if that is to be compared.
+        inputs: what it was given, if that is to be compared.
 
     Attributes:
         step: in which it was last used.
         tensors, versions: of the output, as it was.
     """
 
-    def __init__(self, output: Any, given: Any) -> None:
-        self.output, self._given, self.step = output, given, NEVER
-        self._memory = None if given is None else _describe_memory(given)
+    def __init__(self, output: Any, inputs: Any) -> None:
+        self.output = output
+        # While the inputs are referenced, no other tensor can get their memory.
+        self._inputs = inputs
+        self._memory = None if inputs is None else _describe_memory(inputs)
+        self.step = NEVER
+        # Tensors of inference mode have no version.
         self.tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and not x.is_inference()]
         self.versions = tuple(map(READ_VERSION, self.tensors))
 
     def is_given_same(self, args: Any, kwargs: Any) -> bool:
         """Whether a module is given the same memory now, in which nothing was changed."""
-        return self._given is not None and _describe_memory((args, kwargs)) == self._memory
+        return self._inputs is not None and _describe_memory((args, kwargs)) == self._memory
 
 
 def _describe_memory(values: Any) -> list[Any]:
-    """Equal for the same values in the same memory, as long as one of them is held."""
+    """Equal for the same values in the same memory, as long as one of them is referenced."""
     described: list[Any] = []
     for leaf in pytree.tree_leaves(values):
-        if not isinstance(leaf, Tensor):
-            described.append(leaf if isinstance(leaf, int | float | str | None) else id(leaf))
-        elif leaf.is_inference() or leaf.is_meta:  # whether it was changed is not known
+        if isinstance(leaf, int | float | str | None):
+            described.append(leaf)
+        elif not isinstance(leaf, Tensor):
+            described.append(id(leaf))
+        elif leaf.is_inference() or leaf.is_meta:
+            # Whether it was changed is not known, so it equals nothing.
             described.append(object())
         else:
             described.append((leaf.data_ptr(), leaf._version, leaf.shape, leaf.stride(), leaf.dtype))
@@ -261,13 +296,14 @@ class GenerationMemory:
 
     Attributes:
         outputs: of modules that need not compute them again.
-        epoch: another object after whatever may have changed the model.
+        epoch: replaced by another object after whatever may have changed the model.
     """
 
     def __init__(
         self, relative_change: RelativeChange | None = None, kept_buffers: dict[Hashable, Tensor] | None = None
     ) -> None:
-        self._relative_change, self._kept_buffers = relative_change, kept_buffers
+        self._relative_change = relative_change
+        self._kept_buffers = kept_buffers
         self._stores: dict[tuple[int, str], KeyStore] = {}
         self._stores_of_blocks: dict[tuple[int, str], list[KeyStore]] = {}
         self._buffers: dict[Hashable, Tensor] = {}
@@ -280,7 +316,7 @@ class GenerationMemory:
         """The keys and values of a layer."""
         key = (branch, layer)
         if key not in self._stores:
-            # Not a method: stores must go as soon as this memory does.
+            # Not a method, which would keep this memory alive in a cycle: stores must be freed with it at once.
             make_zeros = functools.partial(_make_zeros, self._kept_buffers, key)
             self._stores[key] = KeyStore(length, segments, branch, self._relative_change, make_zeros)
             self._stores_of_blocks.clear()
@@ -288,23 +324,26 @@ class GenerationMemory:
 
     def list_key_stores(self, branch: int, block: str) -> list[KeyStore]:
         """The keys and values of the layers of a block."""
-        found = self._stores_of_blocks.get((branch, block))
-        if found is None:
-            found = [store for (of, layer), store in self._stores.items() if of == branch and _is_within(layer, block)]
-            self._stores_of_blocks[branch, block] = found
-        return found
+        stores = self._stores_of_blocks.get((branch, block))
+        if stores is None:
+            stores = self._stores_of_blocks[branch, block] = []
+            for (store_branch, layer), store in self._stores.items():
+                if store_branch == branch and (layer == block or layer.startswith(f"{block}.")):
+                    stores.append(store)
+        return stores
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
         """Counts old keys of these patches (None: all) as those of a step that left out layers with these prefixes."""
+        prefixes = tuple(layers)
         for (store_branch, layer), store in self._stores.items():
-            if store_branch == branch and layer.startswith(tuple(layers)):
+            if store_branch == branch and layer.startswith(prefixes):
                 for patch in patches:
                     store.mark_written(step, patch)
 
     @property
     def key_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(map(operator.attrgetter("buffer_bytes"), self._stores.values()))
+        return sum(store.buffer_bytes for store in self._stores.values())
 
     def forget_branch_keys(self, branch: int) -> None:
         """Drops the keys and values of a guidance branch that this rank will not compute again."""
@@ -312,6 +351,7 @@ class GenerationMemory:
         for key in [key for key in self._stores if key[0] == branch]:
             incoming = self._stores.pop(key).incoming
             if incoming is not None:
+                # A receive that is under way writes into its tensors.
                 incoming.wait_for_tensors()
 
     def get_persistent_buffer(self, key: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -328,23 +368,29 @@ class GenerationMemory:
         return self._constants[key]
 
     def get_cached_slice(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
-        """The part of `source` that a patch needs, cut anew only when `source` is another object."""
+        """The part of `source` that a patch needs, cut again only when `source` is another object."""
         entry = self._slices.get(key)
-        # A model may fill one dictionary anew for each of its blocks.
-        held = tuple(source.values()) if isinstance(source, dict) else ()
-        if entry is None or entry.source is not source or any(map(operator.is_not, held, entry.held)):
-            entry = self._slices[key] = SliceEntry(make(), source, held)
+        # A model may fill one dictionary again for each of its blocks.
+        source_values = tuple(source.values()) if isinstance(source, dict) else ()
+        if entry is None or entry.source is not source or any(map(operator.is_not, source_values, entry.source_values)):
+            entry = self._slices[key] = SliceEntry(make(), source, source_values)
         return entry.value
 
     @contextmanager
     def hide_remembered(self) -> Iterator[None]:
-        """All that is remembered, but keys and values, is computed anew meanwhile, and not remembered."""
-        hidden = self._constants, self.outputs, self._slices
-        self._constants, self.outputs, self._slices = {}, {}, {}
+        """All that is remembered, but keys and values, is computed again meanwhile, and not remembered."""
+        constants = self._constants
+        outputs = self.outputs
+        slices = self._slices
+        self._constants = {}
+        self.outputs = {}
+        self._slices = {}
         try:
             yield
         finally:
-            self._constants, self.outputs, self._slices = hidden
+            self._constants = constants
+            self.outputs = outputs
+            self._slices = slices
 
     def forget_constants(self) -> None:
         """Forgets what was constant in the generation: a callback may have changed what it was made of."""
@@ -357,7 +403,7 @@ class GenerationMemory:
 def _make_zeros(
     kept_buffers: dict[Hashable, Tensor] | None, store: Hashable, name: str, shape: tuple[int, ...], like: Tensor
 ) -> Tensor:
-    """Zeros for a key store; where buffers are kept, where those of the last generation were."""
+    """Zeros for a key store; where buffers are kept, at the addresses of the last generation's."""
     if kept_buffers is None:
         return like.new_zeros(shape)
     kept = kept_buffers.get((store, name))
@@ -365,10 +411,6 @@ def _make_zeros(
         kept = kept_buffers[store, name] = like.new_zeros(shape)
         return kept
     return kept.zero_()
-
-
-def _is_within(layer: str, block: str) -> bool:
-    return layer == block or layer.startswith(f"{block}.")
 
 
 MILLIONTHS = 1_000_000
@@ -396,7 +438,8 @@ class ChangeCopy:
     """
 
     def __init__(self, means: HostCopy | HostNumbers, counts: Sequence[int]) -> None:
-        self._means, self._counts = means, counts
+        self._means = means
+        self._counts = counts
 
     @property
     def has_arrived(self) -> bool:
@@ -405,8 +448,13 @@ class ChangeCopy:
 
     def wait_for_changes(self) -> list[int]:
         """Sum and number of the changes of each row; waits for the copy."""
-        pairs = zip(self._means.wait_for_numbers().tolist(), self._counts, strict=True)
-        return [number for mean, count in pairs for number in (_round_to_millionths(mean) * count, count)]
+        numbers: list[int] = []
+        for mean, count in zip(self._means.wait_for_numbers().tolist(), self._counts, strict=True):
+            millionths = NOT_FINITE
+            if math.isfinite(mean):
+                millionths = min(round(mean * MILLIONTHS), NOT_FINITE)
+            numbers += [millionths * count, count]
+        return numbers
 
 
 class RelativeChange:
@@ -417,7 +465,8 @@ class RelativeChange:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._half, self._rows = mesh["cfg"].index, mesh.host_rows
+        self._half = mesh["cfg"].index
+        self._rows = mesh.host_rows
         self._changes: dict[ChangeKey, list[tuple[Tensor, Tensor]]] = {}
 
     def record_change(self, what: tuple[str, int, int], fresh: Tensor, stale: Tensor) -> None:
@@ -435,26 +484,32 @@ class RelativeChange:
         means: dict[ChangeKey, Tensor] = {}
         counts: dict[ChangeKey, int] = {}
         for first_key, pairs in self._changes.items():
-            distances, lengths = (torch.stack(part) for part in zip(*pairs, strict=True))
-            mean = (distances / lengths.clamp_min(torch.finfo(torch.float32).tiny)).mean(dim=0)
+            distances = torch.stack([distance for distance, _ in pairs])
+            # Tensors of zeros change by nothing, and not by NaN.
+            lengths = torch.stack([length for _, length in pairs]).clamp_min(torch.finfo(torch.float32).tiny)
+            mean = (distances / lengths).mean(dim=0)
             for row, value in enumerate(mean.unbind(), start=first_key.row):
-                means[first_key._replace(row=row)], counts[first_key._replace(row=row)] = value, len(pairs)
+                key = first_key._replace(row=row)
+                means[key] = value
+                counts[key] = len(pairs)
         self._changes = {}
-        zero = torch.zeros(()) if not means else torch.zeros_like(next(iter(means.values())))
+        # On the device of the others, so that the rows can be stacked.
+        zero = torch.zeros(())
+        if means:
+            zero = torch.zeros_like(next(iter(means.values())))
         copy = self._rows.start_copy(torch.stack([means.get(row, zero) for row in keys]))
         return ChangeCopy(copy, [counts.get(row, 0) for row in keys])
 
 
 def find_largest_change(numbers: Sequence[int]) -> float:
     """The largest mean change of any row, from sums and numbers over all ranks; 0 if nothing changed."""
-    pairs = zip(numbers[::2], numbers[1::2], strict=True)
-    return max((total / count / MILLIONTHS for total, count in pairs if count), default=0.0)
+    largest = 0.0
+    for total, count in zip(numbers[::2], numbers[1::2], strict=True):
+        if count:
+            largest = max(largest, total / count / MILLIONTHS)
+    return largest
 
 
 def _compute_row_norms(x: Tensor) -> Tensor:
     length: Tensor = torch.linalg.vector_norm(x, dim=tuple(range(1, x.ndim)), dtype=torch.float32)
     return length
-
-
-def _round_to_millionths(change: float) -> int:
-    return min(round(change * MILLIONTHS), NOT_FINITE) if math.isfinite(change) else NOT_FINITE

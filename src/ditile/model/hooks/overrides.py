@@ -43,7 +43,9 @@ class WatchedMethod:
         on_copy: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda stock: stock,
     ) -> None:
         functools.update_wrapper(self, stock)
-        self._watch, self.stock, self._on_copy = watch, stock, on_copy
+        self._watch = watch
+        self.stock = stock
+        self._on_copy = on_copy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._watch(self.stock, *args, **kwargs)
@@ -80,7 +82,7 @@ def hide_attribute(stack: ExitStack, owner: Any, name: str) -> None:
 
 
 def list_replaced_methods(owner: Any) -> list[str]:
-    """The methods that the user replaced on an instance, such as `scheduler.step`; what ditile has there is none."""
+    """The methods that the user replaced on an instance, such as `scheduler.step`; ditile's own do not count."""
     replaced = []
     for name, value in vars(owner).items():
         method = getattr(type(owner), name, None)
@@ -99,7 +101,8 @@ def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> 
     """
     if not isinstance(function, types.FunctionType):
         return function
-    inner, closure = getattr(function, "__wrapped__", None), function.__closure__
+    inner = getattr(function, "__wrapped__", None)
+    closure = function.__closure__
     if inner is not None and closure is not None:
         copied = types.CellType(replace_globals(inner, values))
         closure = tuple(copied if cell.cell_contents is inner else cell for cell in closure)
@@ -124,8 +127,9 @@ def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
     references = _list_hook_references(module)
     if ACCELERATE_FORWARD in vars(module) or not references:
         return module, find_forward_attribute(module)
-    # A hook that replaces the forward keeps the one that it replaces, and else calls it.
-    return references[0], "forward" if references[0].original_forward is None else "original_forward"
+    # A hook that replaces the forward keeps the one that it replaces; any other hook calls it.
+    innermost = references[0]
+    return innermost, "forward" if innermost.original_forward is None else "original_forward"
 
 
 def list_parameter_names(module: nn.Module) -> list[str]:
@@ -146,14 +150,21 @@ def find_latents_parameter(transformer: nn.Module) -> str:
 
 def find_first_input(names: Sequence[str]) -> str:
     """The first of some parameters that is no time and no text by its name; the first if all are."""
-    return next((name for name in names if not _TIME_OR_TEXT.fullmatch(name)), names[0])
+    for name in names:
+        if not _TIME_OR_TEXT.fullmatch(name):
+            return name
+    return names[0]
 
 
 def locate_override(module: nn.Module, mine: object) -> tuple[Any, str] | None:
     """The owner and the attribute of our override of the forward, which hooks may have moved; None if it is gone."""
     places: list[tuple[Any, str]] = [(module, "forward"), (module, ACCELERATE_FORWARD)]
-    places += [(each, name) for each in _list_hook_references(module) for name in ("forward", "original_forward")]
-    return next(((owner, name) for owner, name in places if vars(owner).get(name) is mine), None)
+    for reference in _list_hook_references(module):
+        places += [(reference, "forward"), (reference, "original_forward")]
+    for owner, name in places:
+        if vars(owner).get(name) is mine:
+            return owner, name
+    return None
 
 
 def is_override_lost(module: nn.Module, mine: object) -> bool:
@@ -175,12 +186,12 @@ def _list_hook_references(module: nn.Module) -> list[Any]:
 
 def match_modules(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
     """Sub-modules whose path matches a pattern in which `*` stands for one name."""
-    matches = [("", root)]
-    for part in pattern.split("."):
-        matches = [
-            (f"{path}.{name}".lstrip("."), child)
-            for path, module in matches
-            for name, child in module.named_children()
-            if part in ("*", name)
-        ]
-    yield from matches
+    first, _, rest = pattern.partition(".")
+    for name, child in root.named_children():
+        if first not in ("*", name):
+            continue
+        if not rest:
+            yield name, child
+        else:
+            for path, module in match_modules(child, rest):
+                yield f"{name}.{path}", module

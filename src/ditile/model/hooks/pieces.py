@@ -25,15 +25,21 @@ def list_predictions(result: Any) -> list[Tensor]:
     its attributes, or its items.
     """
     _open_result_class(result)
-    leaves = pytree.tree_leaves(result, is_leaf=lambda value: isinstance(value, list))
-    return [torch.stack(x) if isinstance(x, list) else x for x in leaves if isinstance(x, Tensor | list)]
+    predictions: list[Tensor] = []
+    for leaf in pytree.tree_leaves(result, is_leaf=lambda value: isinstance(value, list)):
+        if isinstance(leaf, list):
+            predictions.append(torch.stack(leaf))
+        elif isinstance(leaf, Tensor):
+            predictions.append(leaf)
+    return predictions
 
 
 def _open_result_class(result: Any) -> None:
-    """Lets torch look into what a model returns, as into the outputs of diffusers: diffusers says the same of those."""
+    """Registers the class of what a model returns with pytree, as diffusers registers its own outputs."""
     cls = type(result)
-    is_open = cls in pytree.SUPPORTED_NODES or isinstance(result, Tensor | tuple | list)
-    if is_open or result is None or not (hasattr(result, "__dict__") or dataclasses.is_dataclass(cls)):
+    if result is None or cls in pytree.SUPPORTED_NODES or isinstance(result, Tensor | tuple | list):
+        return
+    if not hasattr(result, "__dict__") and not dataclasses.is_dataclass(cls):
         return
     if isinstance(result, dict):
         pytree.register_pytree_node(cls, _list_items, functools.partial(_rebuild_dict, cls))
@@ -66,26 +72,31 @@ def _rebuild_result(cls: type, values: Iterable[Any], names: Iterable[str]) -> A
 def has_nan(values: Any) -> bool:
     """Whether some tensor in values has a NaN. Waits for the device."""
     _open_result_class(values)
-    flags = [torch.isnan(x).any() for x in pytree.tree_leaves(values) if isinstance(x, Tensor)]
-    return bool(flags) and bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
+    flags: list[Tensor] = []
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            flag = torch.isnan(leaf).any()
+            # One wait for all, on the device of the first.
+            flags.append(flag.to(flags[0].device) if flags else flag)
+    return bool(flags) and bool(torch.stack(flags).any())
 
 
 def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """The same call with NaN for some arguments, such as the latents."""
-    given = {name: inputs[name] for name in names if name in inputs}
-    return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), given)}
+    named = {name: inputs[name] for name in names if name in inputs}
+    return {**inputs, **pytree.tree_map_only(Tensor, lambda x: torch.full_like(x, float("nan")), named)}
 
 
 class UnmixedTokens(TorchFunctionMode):
-    """Self-attention returns each token's own value, so that NaN of a token does not come to others."""
+    """Self-attention returns each token's own value, so that NaN of a token does not reach other tokens."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is functional.scaled_dot_product_attention:
-            given = {**dict(zip(("query", "key", "value"), args, strict=False)), **(kwargs or {})}
-            query, value = given["query"], given["value"]
-            if query.shape == value.shape:
-                return value
-        return func(*args, **(kwargs or {}))
+            named = {**dict(zip(("query", "key", "value"), args, strict=False)), **kwargs}
+            if named["query"].shape == named["value"].shape:
+                return named["value"]
+        return func(*args, **kwargs)
 
 
 def find_nan_tokens(x: Tensor, dim: int) -> range | None:
@@ -108,34 +119,42 @@ def find_grid(flags: Tensor) -> Grid | None:
     runs = merge_ranges(range(place, place + 1) for place in places)
     if not runs or len(flags) % len(runs):
         return None
-    frame, width = len(flags) // len(runs), len(runs[0])
-    grid = Grid(frame // width, width, len(runs))
-    return grid if grid.num_tokens == len(flags) and grid.locate_rows(0, 1) == runs else None
+    width = len(runs[0])
+    tokens_per_frame = len(flags) // len(runs)
+    grid = Grid(tokens_per_frame // width, width, len(runs))
+    if grid.num_tokens != len(flags) or grid.locate_rows(0, 1) != runs:
+        return None
+    return grid
 
 
 class RehearsedPrediction(Tensor):
     """A prediction that is NaN in the places of a patch, on its way through the pipeline to the scheduler.
 
-    What the pipeline adds up over many places, as rescaled guidance does, is a statistic of the whole: NaN in a part of
-    these places says nothing of the sum. So a reduction is NaN only where all that it reduces is.
+    What the pipeline sums over many places, as rescaled guidance does, is a statistic of the whole: NaN in some of
+    these places says nothing about the sum. So a reduction is NaN only where everything that it reduces is NaN.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "normalize":  # torch would compute the norm of NaN within
-            x = args[0].as_subclass(Tensor)
-            result = func(torch.nan_to_num(x), *args[1:], **(kwargs or {}))
-            return result.masked_fill(torch.isnan(x), float("nan")).as_subclass(cls)
-        at = _DIM_OF_REDUCTIONS.get(name)
-        if at is None or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        # `normalize` is no reduction, but torch computes the norm inside of it, where no override is called.
+        if name != "normalize" and (
+            name not in _DIM_OF_REDUCTIONS or not isinstance(args[0], Tensor) or not args[0].is_floating_point()
+        ):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         named = kwargs or {}
         x = args[0].as_subclass(Tensor)
-        bad = torch.isnan(x)
+        is_nan = torch.isnan(x)
         result = func(torch.nan_to_num(x), *args[1:], **named)
-        dim = named.get("dim", named.get("axis", args[at] if len(args) > at else None))
-        share = bad.float().mean() if dim is None else bad.float().mean(dim=dim, keepdim=result.ndim == x.ndim)
+        if name == "normalize":
+            return result.masked_fill(is_nan, float("nan")).as_subclass(cls)
+        dim = named.get("dim", named.get("axis"))
+        place = _DIM_OF_REDUCTIONS[name]
+        if dim is None and len(args) > place:
+            dim = args[place]
+        # `mean` without a dim takes no `keepdim`.
+        options = {} if dim is None else {"dim": dim, "keepdim": result.ndim == x.ndim}
+        share = is_nan.float().mean(**options)
         return result.masked_fill(share == 1, float("nan")).as_subclass(cls)
 
 
@@ -149,8 +168,8 @@ class Piece:
 
     Attributes:
         dim, run: a run along a dimension; the run is None where the elements are no run.
-        index: places in a row `[B, ...]` flattened, or where rows are not alike in the flattened tensor.
-        has_rows: whether the first dimension is the batch, in every row of which the same elements belong to the patch.
+        index: places in a row `[B, ...]` flattened; where rows differ, places in the whole tensor flattened.
+        has_rows: whether the first dimension is the batch, and the same elements of each row belong to the patch.
     """
 
     dim: int = 1
@@ -161,16 +180,20 @@ class Piece:
     @classmethod
     def from_mask(cls, mask: Tensor) -> Piece:
         """The elements where a boolean mask is set. Waits for the device of the mask, where an index stays."""
-        device, mask = mask.device, mask.cpu()
+        device = mask.device
+        mask = mask.cpu()
         has_rows = mask.ndim > 1 and bool((mask[:1] == mask).all())
         for dim in range(int(has_rows), mask.ndim):
-            along = mask.movedim(dim, 0).flatten(1).any(dim=1) if mask.ndim > 1 else mask
-            places = along.nonzero().flatten()
-            if len(places) and int(places[-1] - places[0]) + 1 == len(places):
-                run = range(int(places[0]), int(places[-1]) + 1)
-                shape = [-1 if d == dim else 1 for d in range(mask.ndim)]
-                if torch.equal(along.view(shape).expand_as(mask), mask) and len(run) < mask.shape[dim]:
-                    return cls(dim, run, has_rows=has_rows)
+            along_dim = mask
+            if mask.ndim > 1:
+                along_dim = mask.movedim(dim, 0).flatten(1).any(dim=1)
+            run = find_run(along_dim)
+            if not run or len(run) == mask.shape[dim]:
+                continue
+            shape = [1] * mask.ndim
+            shape[dim] = -1
+            if torch.equal(along_dim.view(shape).expand_as(mask), mask):
+                return cls(dim, run, has_rows=has_rows)
         if bool(mask.all()) and mask.ndim > 1:
             return cls(1, range(mask.shape[1]), has_rows=True)
         flat = mask[0] if has_rows else mask
@@ -178,17 +201,17 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing belongs to the patch: its tokens come out nowhere, as those of a reference picture."""
+        """Whether nothing belongs to the patch: its tokens reach no result, as those of a reference image."""
         return self.run is None and len(self._get_index()) == 0
 
     def take(self, x: Tensor) -> Tensor:
-        """The elements: a view of their run, or a copy `[B, n]`, or `[n]` where rows are not alike."""
+        """The elements: a view of their run, or a copy `[B, n]`, or `[n]` where rows differ."""
         if self.run is not None:
             return x.narrow(self.dim, self.run.start, len(self.run))
         return x.flatten(int(self.has_rows))[..., self._get_index().to(x.device)]
 
     def take_prefix(self, x: Tensor) -> Tensor:
-        """The same of a tensor that lacks the last dimensions: what is alike for all of these.
+        """The same of a tensor that lacks the last dimensions, as it is equal along these.
 
         Raises:
             ModelError: if the piece is no run along a dimension that the tensor has.
@@ -200,13 +223,14 @@ class Piece:
         return self.take(x) if self.dim < x.ndim else x
 
     def put(self, x: Tensor, values: Tensor) -> None:
-        """Writes what `take` gave."""
+        """Writes what `take` returned."""
         if self.run is not None:
             self.take(x).copy_(values)
             return
         flat = x.flatten(int(self.has_rows))
         flat[..., self._get_index().to(x.device)] = values.to(x.dtype)
-        if flat.data_ptr() != x.data_ptr():  # x is not contiguous
+        if flat.data_ptr() != x.data_ptr():
+            # Flattening a tensor that is not contiguous made a copy.
             x.copy_(flat.view(x.shape))
 
     def shape(self, like: Tensor) -> tuple[int, ...]:

@@ -38,24 +38,22 @@ class ReplacementBlock(Protocol):
 def turn_into_placeholder(module: nn.Module, kept: Iterable[str] = ()) -> ModuleContents:
     """Takes everything out of a module but the parts at the paths `kept`, and returns all of it."""
     parts = {path: module.get_submodule(path) for path in kept}
-    contents = _empty_module(module)
-    for path, part in parts.items():
-        owner, source = module, contents[0]
-        *parents, name = path.split(".")
-        for parent in parents:
-            if parent not in owner._modules:
-                owner._modules[parent] = _copy_without_contents(source[parent])
-            owner, source = owner.get_submodule(parent), source[parent]._modules
-        owner._modules[name] = part
-    vars(module)[_MARK] = True
-    return contents
-
-
-def _empty_module(module: nn.Module) -> ModuleContents:
     containers = _list_contents(module)
     contents = tuple(dict(container) for container in containers)
     for container in containers:
         container.clear()
+    for path, part in parts.items():
+        owner = module
+        children = contents[0]
+        *parents, name = path.split(".")
+        for parent in parents:
+            # A part that is kept needs a path to it.
+            if parent not in owner._modules:
+                owner._modules[parent] = _copy_without_contents(children[parent])
+            owner = owner.get_submodule(parent)
+            children = children[parent]._modules
+        owner._modules[name] = part
+    vars(module)[_MARK] = True
     return contents
 
 
@@ -84,7 +82,8 @@ class PartView:
     """
 
     def __init__(self, part: nn.Module, kept: nn.Module | None) -> None:
-        self._part, self._kept = part, kept
+        self._part = part
+        self._kept = kept
 
     def __getattr__(self, name: str) -> Any:
         if self._kept is not None and name in self._kept._modules:
@@ -99,7 +98,7 @@ class PartView:
 
 
 def lend_parts(stack: contextlib.ExitStack, placeholder: nn.Module, block: nn.Module) -> None:
-    """Lets a model's forward read of a placeholder, until the stack is closed, what is alike in all its blocks.
+    """Lets a model's forward read from a placeholder, until the stack is closed, what all its blocks have in common.
 
     Args:
         stack: undoes it.
@@ -191,7 +190,7 @@ def is_placeholder(module: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def init_on_meta_device() -> Iterator[None]:
-    """Builds models on the meta device: they have structure and shapes alone, and no values are drawn."""
+    """Builds models on the meta device: they have only structure and shapes, and no values are initialized."""
     with no_init_weights(), torch.device("meta"):
         yield
 
@@ -208,7 +207,7 @@ def _list_contents(module: nn.Module) -> ModuleContents:
 
 
 def list_quantized_parameters(module: nn.Module) -> list[str]:
-    """The names of the parameters that are quantized: those of a tensor class other than torch's own."""
+    """The names of the parameters that are quantized, which have a tensor class other than torch's own."""
     return [name for name, parameter in module.named_parameters() if not is_plain_parameter(parameter)]
 
 
@@ -224,9 +223,10 @@ def count_parameter_bytes(module: nn.Module) -> int:
 
 
 def _count_tensor_bytes(tensor: Any) -> int:
-    """The bytes of a tensor and of its parts: those of torchao are a subclass's, those of bitsandbytes in a state."""
+    """The bytes of a tensor and of its parts: torchao has them in a subclass, bitsandbytes in a state."""
     if hasattr(tensor, "__tensor_flatten__"):
-        return sum(_count_tensor_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_count_tensor_bytes(getattr(tensor, name)) for name in names)
     num_bytes = int(tensor.numel() * tensor.element_size())
     state = getattr(tensor, "quant_state", None)
     while state is not None:

@@ -1,4 +1,4 @@
-"""Cuts arguments by the kinds of their dimensions: those of a block to the tokens at hand, those of a call to rows."""
+"""Cuts arguments by the kinds of their dimensions: a block's arguments to a rank's tokens, a call's to rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Runs = Mapping[str, Sequence[range]]
 
 def is_cut(kinds: Kinds) -> bool:
     """Whether something of an argument is cut with the tokens."""
-    return any(letter in TOKENS for word in kinds for letter in word)
+    return not set(TOKENS).isdisjoint("".join(kinds))
 
 
 def cut_argument(value: Any, kinds: Kinds, runs: Runs) -> Any:
@@ -32,7 +32,15 @@ def cut_argument(value: Any, kinds: Kinds, runs: Runs) -> Any:
     if isinstance(value, Tensor):
         return cut_tensor(value, kinds[0], runs)
     leaves, structure = pytree.tree_flatten(value)
-    return pytree.tree_unflatten([_cut_leaf(*pair, runs) for pair in zip(leaves, kinds, strict=True)], structure)
+    parts: list[Any] = []
+    for leaf, kind in zip(leaves, kinds, strict=True):
+        if kind.startswith("#"):
+            # A number of tokens, which is another one for a patch.
+            leaf = sum(map(len, runs[kind[1]]))
+        elif isinstance(leaf, Tensor):
+            leaf = cut_tensor(leaf, kind, runs)
+        parts.append(leaf)
+    return pytree.tree_unflatten(parts, structure)
 
 
 def cut_tensor(x: Tensor, kinds: str, runs: Runs) -> Tensor:
@@ -45,29 +53,32 @@ def cut_tensor(x: Tensor, kinds: str, runs: Runs) -> Tensor:
 
 def take_runs(x: Tensor, runs: Sequence[range], dim: int) -> Tensor:
     """Runs along a dimension: a view where there is one."""
-    parts = [
-        x.narrow(dim, frames.first.start, len(frames.first))
-        if frames.number == 1
-        else view_frames(x, frames, dim).flatten(dim, dim + 1)
-        for frames in group_runs(tuple(runs))
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    parts: list[Tensor] = []
+    for frames in group_runs(tuple(runs)):
+        if frames.number == 1:
+            parts.append(x.narrow(dim, frames.first.start, len(frames.first)))
+        else:
+            parts.append(view_frames(x, frames, dim).flatten(dim, dim + 1))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts, dim)
 
 
 def write_runs(whole: Tensor, values: Tensor, runs: Sequence[range], dim: int) -> None:
     """Writes values, which are runs along a dimension of the whole, one after the other, to their places."""
-    at = 0
+    start = 0
     for frames in group_runs(tuple(runs)):
-        part = values.narrow(dim, at, frames.number * len(frames.first))
-        view_frames(whole, frames, dim).copy_(part.unflatten(dim, (frames.number, len(frames.first))))
-        at += part.shape[dim]
+        length = len(frames.first)
+        part = values.narrow(dim, start, frames.number * length)
+        view_frames(whole, frames, dim).copy_(part.unflatten(dim, (frames.number, length)))
+        start += part.shape[dim]
 
 
 class Frames(NamedTuple):
     """The same run in each of some frames.
 
     Attributes:
-        first: that of the first frame.
+        first: the run of the first frame.
         number: of frames.
         step: from a frame to the next.
     """
@@ -79,12 +90,13 @@ class Frames(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def group_runs(runs: tuple[range, ...]) -> tuple[Frames, ...]:
-    """Runs of one length at equal distances belong together, so that they are one copy."""
+    """Groups runs of one length at equal distances, so that they are one copy."""
     groups: list[Frames] = []
     for run in runs:
         if run and groups and len(groups[-1].first) == len(run):
             first, number, step = groups[-1]
             distance = run.start - first.start - (number - 1) * step
+            # The second run of a group says how far its runs are apart.
             if distance == step or (number == 1 and distance >= len(first)):
                 groups[-1] = Frames(first, number + 1, distance)
                 continue
@@ -96,7 +108,9 @@ def view_frames(x: Tensor, frames: Frames, dim: int) -> Tensor:
     """The runs `[.., count, length, ..]`: a view."""
     length = len(frames.first)
     span = x.narrow(dim, frames.first.start, (frames.number - 1) * frames.step + length)
-    return span.unsqueeze(dim) if frames.number == 1 else span.unfold(dim, length, frames.step).movedim(-1, dim + 1)
+    if frames.number == 1:
+        return span.unsqueeze(dim)
+    return span.unfold(dim, length, frames.step).movedim(-1, dim + 1)
 
 
 def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | None:
@@ -113,13 +127,17 @@ def find_misfit(value: Any, kinds: Kinds, lengths: Mapping[str, int]) -> str | N
     if len(leaves) != len(kinds):
         return f"{len(leaves)} values where {len(kinds)} were seen"
     for leaf, word in zip(leaves, kinds, strict=True):
-        if isinstance(leaf, Tensor):
-            selected = select_word(word, leaf.ndim)
-            if selected is None:
-                return f"the shape {tuple(leaf.shape)}, and its dimensions are known as {word or 'no tensor'}"
-            for size, kind in zip(leaf.shape, selected, strict=True):
-                if (kind in TOKENS and size not in (1, lengths.get(kind))) or (kind == "1" and size != 1):
-                    return f"the shape {tuple(leaf.shape)}, and its dimensions are known as {word}"
+        if not isinstance(leaf, Tensor):
+            continue
+        shape = tuple(leaf.shape)
+        dims = select_word(word, leaf.ndim)
+        if dims is None:
+            return f"the shape {shape}, and its dimensions are known as {word or 'no tensor'}"
+        for size, kind in zip(shape, dims, strict=True):
+            # One row serves all tokens.
+            allowed = (1, lengths.get(kind)) if kind in TOKENS else (1,)
+            if (kind in TOKENS or kind == "1") and size not in allowed:
+                return f"the shape {shape}, and its dimensions are known as {word}"
     return None
 
 
@@ -139,10 +157,14 @@ def find_unknown_rows(arguments: Mapping[str, Any], kinds: Mapping[str, Kinds], 
         leaves = pytree.tree_leaves(value)
         if known and len(known) != len(leaves) and value is not None:
             return name
-        for k, leaf in enumerate(leaves):
-            word = select_word(known[k], leaf.ndim) if known and isinstance(leaf, Tensor) else None
+        for place, leaf in enumerate(leaves):
+            word = None
+            if known and isinstance(leaf, Tensor):
+                word = select_word(known[place], leaf.ndim)
+            if name == noisy and (not word or "B" not in word):
+                return name
             is_long = isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == rows
-            if (is_long and (not word or word[0] in ".1")) or (name == noisy and (not word or "B" not in word)):
+            if is_long and (not word or word[0] in ".1"):
                 return name
     return None
 
@@ -155,22 +177,18 @@ def slice_rows(
 
 
 def _slice_argument(value: Any, kinds: Kinds, select: Callable[[Any], Any]) -> Any:
-    if value is None or not any("B" in word or word == ROWS for word in kinds):
-        return value
-    if kinds == (ROWS,):
+    if kinds == (ROWS,) and value is not None:
         return select(value)
+    if value is None or "B" not in "".join(kinds):
+        return value
     leaves, structure = pytree.tree_flatten(value)
-    parts = [_slice_leaf(leaf, word, select) for leaf, word in zip(leaves, kinds, strict=True)]
+    parts: list[Any] = []
+    for leaf, kind in zip(leaves, kinds, strict=True):
+        word = None
+        if isinstance(leaf, Tensor):
+            word = select_word(kind, leaf.ndim)
+        dim = -1 if word is None else word.find("B")
+        if dim >= 0 and leaf.shape[dim] > 1:
+            leaf = select(leaf.movedim(dim, 0)).movedim(0, dim)
+        parts.append(leaf)
     return pytree.tree_unflatten(parts, structure)
-
-
-def _slice_leaf(leaf: Any, kinds: str, select: Callable[[Any], Any]) -> Any:
-    word = select_word(kinds, leaf.ndim) if isinstance(leaf, Tensor) else None
-    dim = -1 if word is None else word.find("B")
-    return leaf if dim < 0 or leaf.shape[dim] == 1 else select(leaf.movedim(dim, 0)).movedim(0, dim)
-
-
-def _cut_leaf(leaf: Any, kinds: str, runs: Runs) -> Any:
-    if kinds.startswith("#"):
-        return sum(map(len, runs[kinds[1]]))
-    return cut_tensor(leaf, kinds, runs) if isinstance(leaf, Tensor) else leaf
