@@ -18,16 +18,16 @@ from torch import Tensor
 
 from ditile.cache.cached import SingleRankAgreement
 from ditile.cache.config import DBCacheConfig
-from ditile.cache.judge import (
+from ditile.cache.skip_decision import (
     WHOLE_BATCH,
     CacheCall,
     Difference,
-    SkipJudge,
+    SkipDecider,
     Unit,
     compute_relative_difference,
     split_into_units,
 )
-from ditile.cache.rules import DecisionRecord, RuleVerdict, SkipRules, relax_threshold
+from ditile.cache.skip_rules import DecisionRecord, RuleVerdict, SkipRules, relax_threshold
 from ditile.model.hooks.protocols import CallPosition
 
 STEPS = 19
@@ -296,7 +296,7 @@ def test_a_ratio_to_nothing() -> None:
 def test_a_probe_of_zeros_says_nothing() -> None:
     """Such as of blocks whose gates are 0. A failure means that all is left out while the rest of the model changes."""
     for difference in (Difference(), Difference(important=0.5)):
-        one = SkipJudge(SkipRules(limits(threshold=0.5)), difference)
+        one = SkipDecider(SkipRules(limits(threshold=0.5)), difference)
         zeros, ones = torch.zeros(1, 4, 4), torch.ones(1, 4, 4)
         for step, (probe, wanted) in enumerate(((zeros, False), (zeros, False), (ones, False), (ones, True))):
             assert decide(one, probe, step) == [wanted], (difference, step)
@@ -305,19 +305,19 @@ def test_a_probe_of_zeros_says_nothing() -> None:
 def test_what_enters_behind_the_probe_counts() -> None:
     """The size of each argument, by image. A failure means that control that begins, ends or jumps is not noticed, or
     that a small one is not beside a large one."""
-    one, probe = judge(), torch.ones(2, 4, 4)
+    one, probe = decider(), torch.ones(2, 4, 4)
     sizes = [(4.0, 900.0)] * 2, [(5.0, 900.0), (5.0, 950.0)], [(0.0, 900.0), (5.0, 900.0)], [(4.0, 900.0)] * 2
     wanted = [False, False], [True, True], [False, True], [False, True]
     for step, (control, skips) in enumerate(zip(sizes, wanted, strict=True)):
         assert decide(one, probe, step, images=2, control=torch.tensor(control)) == skips, step
 
 
-def judge(threshold: float = 0.5, **how: Any) -> SkipJudge:
-    return SkipJudge(SkipRules(limits(threshold=threshold)), Difference(), **how)
+def decider(threshold: float = 0.5, **how: Any) -> SkipDecider:
+    return SkipDecider(SkipRules(limits(threshold=threshold)), Difference(), **how)
 
 
 def decide(
-    one: SkipJudge,
+    one: SkipDecider,
     probe: Tensor,
     step: int,
     *,
@@ -335,7 +335,7 @@ def decide(
 
 def test_images_are_decided_on_apart() -> None:
     """Of two images with two rows each (guidance, in front), the one that changed is computed, with both its rows."""
-    one, probe = judge(), torch.ones(4, 3, 2)
+    one, probe = decider(), torch.ones(4, 3, 2)
     assert decide(one, probe, 0) == [False], "how many images there are is known after the first step"
     now = probe.clone()
     now[1] = 5.0  # the first branch of the second image
@@ -347,13 +347,13 @@ def test_images_are_decided_on_apart() -> None:
 
 def test_a_step_that_was_left_out_is_not_compared_with() -> None:
     """A slow drift adds up until the step is computed. Else a picture could drift away step by step."""
-    one = judge(0.35)
+    one = decider(0.35)
     skips = [decide(one, torch.ones(1, 3, 2) * 1.1**step, step)[0] for step in range(9)]
     assert skips == [False, True, True, True, False, True, True, True, False]
 
 
 def test_branches_have_histories_of_their_own() -> None:
-    one, probe = judge(), torch.ones(1, 3, 2)
+    one, probe = decider(), torch.ones(1, 3, 2)
     decide(one, probe, 0), decide(one, probe * 9, 0, branch=1)
     assert decide(one, probe * 1.1, 1) == [True] and decide(one, probe, 1, branch=1) == [False]
     assert decide(one, probe * 1.1, 2, branch=1) == [True]
@@ -361,7 +361,7 @@ def test_branches_have_histories_of_their_own() -> None:
 
 def test_branches_may_share_the_difference_of_the_first() -> None:
     """`cfg_diff_compute_separate=False`: both are left out or none."""
-    one, probe = judge(shares=True), torch.ones(1, 3, 2)
+    one, probe = decider(shares=True), torch.ones(1, 3, 2)
     decide(one, probe, 0), decide(one, probe, 0, branch=1)
     assert decide(one, probe, 1) == [True] and decide(one, probe * 9, 1, branch=1) == [True]
     assert decide(one, probe * 9, 2) == [False] and decide(one, probe, 2, branch=1) == [False]
@@ -369,7 +369,7 @@ def test_branches_may_share_the_difference_of_the_first() -> None:
 
 def test_a_patch_without_budget_holds_up_those_beside_it() -> None:
     """A failure would mean that a patch which has spent its budget is left out because another one has not."""
-    one = SkipJudge(SkipRules(limits(threshold=0.8, budget=0.5)), Difference())
+    one = SkipDecider(SkipRules(limits(threshold=0.8, budget=0.5)), Difference())
     probe, both = torch.ones(1, 4, 2), {"patches": (0, 1), "sizes": lambda: [2, 2]}
     assert decide(one, probe, 0, **both) == [False]
     assert decide(one, probe[:, :2] * 1.4, 1, patches=(0,)) == [True], "0.4 of 0.5 are spent"
@@ -380,7 +380,7 @@ def test_a_patch_without_budget_holds_up_those_beside_it() -> None:
 
 def test_patches_at_hand_are_decided_on_together() -> None:
     """In a synchronous step; later each by itself."""
-    one, probe = judge(0.8), torch.ones(1, 4, 2)
+    one, probe = decider(0.8), torch.ones(1, 4, 2)
     both: dict[str, Any] = {"patches": (0, 1), "sizes": lambda: [3, 1]}
     assert decide(one, probe, 0, **both) == [False]
     rough = probe.clone()
@@ -393,14 +393,14 @@ def test_patches_at_hand_are_decided_on_together() -> None:
 
 def test_what_is_kept() -> None:
     """Bytes are those of the probes, in the type that was asked for."""
-    whole, half, probe = judge(), judge(dtype=torch.bfloat16), noise(4, 3, 2)
+    whole, half, probe = decider(), decider(dtype=torch.bfloat16), noise(4, 3, 2)
     for one in (whole, half):
         decide(one, probe, 0), decide(one, probe, 1, images=2)
     assert whole.memory_bytes == 4 * probe.numel() and half.memory_bytes == 2 * probe.numel()
 
 
 def test_units_of_single_rows() -> None:
-    one = judge()
+    one = decider()
     call = CacheCall(CallPosition(0), 0, split_into_units(3, None, "row"), 3)
     assert call.units[2] == Unit(2, 3, slice(2, 3))
     probe = torch.ones(3, 2, 2)

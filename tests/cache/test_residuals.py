@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from ditile.cache.forecast import Reuse
-from ditile.cache.judge import WHOLE_BATCH, CacheCall
 from ditile.cache.segment import Residuals
+from ditile.cache.skip_decision import WHOLE_BATCH, CacheCall
 from ditile.model.hooks.protocols import CallPosition
 
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ditile.cache.cached import SingleRankAgreement
 from ditile.cache.forecast import Reuse
 from ditile.cache.hooks import CacheHook
-from ditile.cache.judge import CacheCall, split_into_units
 from ditile.cache.segment import Residuals, Segment
+from ditile.cache.skip_decision import CacheCall, split_into_units
 from ditile.model.hooks.protocols import CallPosition
 from ditile.plan.spec import Flow
 

@@ -16,9 +16,9 @@ from ditile.cache.dbcache import DBCache
 from ditile.cache.dbprune import DBPrune, DynamicThreshold
 from ditile.cache.forecast import build_forecaster
 from ditile.cache.hooks import CacheHook
-from ditile.cache.judge import Difference, SkipJudge
-from ditile.cache.rules import SkipRules
 from ditile.cache.segment import Residuals
+from ditile.cache.skip_decision import Difference, SkipDecider
+from ditile.cache.skip_rules import SkipRules
 from ditile.cache.step_mask import resolve_step_mask
 from ditile.model.hooks.protocols import SkipAgreement
 
@@ -65,7 +65,7 @@ class CacheContext:
         rules = build_skip_rules(config, steps)
         difference = Difference(config.important_condition_threshold, config.downsample_factor)
         dtype = None if config.store_dtype is None else getattr(torch, config.store_dtype)
-        judge = partial(SkipJudge, rules, difference, dtype, shares=not config.cfg_diff_compute_separate)
+        decider = partial(SkipDecider, rules, difference, dtype, shares=not config.cfg_diff_compute_separate)
         make = partial(build_forecaster, calibrator, store_dtype=config.store_dtype, total=agreement.sum_over_ranks)
         residuals = partial(Residuals, make, hidden=choose_stored_value(config, calibrator) == "hidden")
         first = config.Fn_compute_blocks
@@ -75,10 +75,10 @@ class CacheContext:
             ratio = config.dynamic_prune_threshold_relax_ratio
             most = config.highest_threshold
             dynamic = DynamicThreshold(ratio, most) if config.enable_dynamic_prune_threshold else None
-            chain = DBPrune(hooks, judge, residuals, first, last, never=config.non_prune_block_ids, dynamic=dynamic)
+            chain = DBPrune(hooks, decider, residuals, first, last, never=config.non_prune_block_ids, dynamic=dynamic)
         else:
             chain = DBCache(
-                hooks, judge(), residuals, first, last, hidden=config.l1_hidden_states_diff_threshold is not None
+                hooks, decider(), residuals, first, last, hidden=config.l1_hidden_states_diff_threshold is not None
             )
         return None if rules.never_skips or not chain.middle else chain
 

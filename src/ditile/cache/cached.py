@@ -1,6 +1,6 @@
 """A transformer whose blocks may be left out: hooks around its blocks, chains of them, and where the pipeline is.
 
-The cache stays in place between calls of the pipeline, and under a runner. The runner's hooks lie around those of the
+The cache stays in place between calls of the pipeline, and under a runner. The runner's hooks wrap the hooks of the
 cache. For the length of a call the runner gives the cache its clock and its agreement with other ranks.
 """
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ditile.cache.build import CacheContext, Chain, explain_idle_steps
 from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier, merge_configs
 from ditile.cache.hooks import CacheHook
-from ditile.cache.judge import CacheCall, split_into_units
 from ditile.cache.report import ContextReport, build_context_report
+from ditile.cache.skip_decision import CacheCall, split_into_units
 from ditile.model.hooks.compile import CompileFunction, exclude_from_compile
 from ditile.model.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
 from ditile.model.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
@@ -65,7 +65,7 @@ class SingleRankAgreement:
         """Does nothing: there is no other rank."""
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
-        """Raises `StateError`: there is no stage in front."""
+        """Raises `StateError`: there is no stage before this one."""
         raise StateError("a cache waits for a decision that nobody takes")
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
@@ -103,15 +103,19 @@ class TransformerCache:
         config: DBCacheConfig,
         calibrator: Calibration | None,
     ) -> None:
-        self.transformer, self._hooks, self._make = transformer, hooks, contexts
-        self._config, self._calibrator = config, calibrator
+        self.transformer = transformer
+        self._hooks = hooks
+        self._make_contexts = contexts
+        self._config = config
+        self._calibrator = calibrator
         self.contexts = contexts(config, calibrator)
         self.reports: list[ContextReport] = []
         self.kept_bytes = 0
         self._clock: PipelineClock | None = None
         self._agreement: SkipAgreement = SingleRankAgreement()
         self._chains: list[tuple[CacheContext, Chain]] = []
-        self._loop_step, self._step = -1, -1
+        self._loop_step = -1
+        self._step = -1  # counted from the first step in which the transformer was called
         self.label: str | None = None
         self._labels = ExitStack()
 
@@ -129,7 +133,8 @@ class TransformerCache:
         # Innermost, where it is never lost: it sees when a generation begins, and then renews the hooks of blocks.
         owner, name = find_innermost_forward(self.transformer)
         forward = getattr(owner, name)
-        self._had_own, self._stock = vars(owner).get(name) is not None, forward
+        self._had_own = vars(owner).get(name) is not None
+        self._stock = forward
 
         @exclude_from_compile
         def call_with_cache(*args: Any, **kwargs: Any) -> Any:
@@ -139,13 +144,12 @@ class TransformerCache:
         setattr(owner, name, self._mine)
         stock: Any = getattr(self.transformer, "cache_context", None)
         if stock is not None:
-            override_attribute(
-                self._labels, self.transformer, "cache_context", functools.partial(self._track_label, stock)
-            )
+            track_label = functools.partial(self._track_label, stock)
+            override_attribute(self._labels, self.transformer, "cache_context", track_label)
         vars(self.transformer)[_CACHE_ATTRIBUTE] = self
 
     def remove_hooks(self) -> None:
-        """Removes the hooks. A hook that something else lies around by now stays, and does nothing."""
+        """Removes the hooks. A hook that something else wraps by now stays, and does nothing."""
         self._own_clock.stop_watching()
         self._labels.close()
         self.end_generation()
@@ -162,14 +166,16 @@ class TransformerCache:
     @property
     def is_in_call(self) -> bool:
         """Whether the call of a pipeline is under way, a runner's or the pipeline's own."""
-        return self._clock is not None and (self._clock is not self._own_clock or self._own_clock.is_in_call)
+        if self._clock is None:
+            return False
+        return self._clock is not self._own_clock or self._own_clock.is_in_call
 
     @contextmanager
     def lift_hooks(self) -> Iterator[None]:
         """The transformer as it is without the cache, to be copied.
 
         Raises:
-            StateError: if something unknown lies around a hook.
+            StateError: if something unknown wraps a hook.
         """
         with ExitStack() as stack:
             for hook in self._hooks:
@@ -190,10 +196,10 @@ class TransformerCache:
     def refresh_settings(
         self, steps: int | None, config: DBCacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
     ) -> None:
-        """Prepares for a new picture, of so many steps if they are given, and with other settings if some are given.
+        """Prepares for a new image, of so many steps if they are given, and with other settings if some are given.
 
         Args:
-            steps: of the picture.
+            steps: of the image.
             config: the fields that were given to it change; one of another class replaces the settings.
             calibrator: the same.
             changes: fields of the settings that change too.
@@ -205,8 +211,9 @@ class TransformerCache:
             config = merge_configs(self._config, config)
         config = (config or self._config).reset(**changes)
         calibrator = merge_configs(self._calibrator, calibrator)
-        self.contexts = self._make(config, calibrator)
-        self._config, self._calibrator = config, calibrator
+        self.contexts = self._make_contexts(config, calibrator)
+        self._config = config
+        self._calibrator = calibrator
         self._own_clock.restart_clock(steps, separate_cfg=config.enable_separate_cfg)
 
     def renew_hooks(self) -> None:
@@ -220,15 +227,17 @@ class TransformerCache:
         """Takes the clock and the agreement of a runner, for the length of a call."""
         own_agreement = self._agreement
         self._own_clock.stop_watching()
-        # A replica without an image begins no generation, and must not report that of an earlier call.
-        self.reports, self.kept_bytes = [], 0
-        self._clock, self._agreement = clock, agreement
+        # A replica without an image begins no generation, and must not report one of an earlier call.
+        self._forget_reports()
+        self._clock = clock
+        self._agreement = agreement
         try:
             yield
         finally:
             # After an error the chains of this call are still there, and the own clock must not find them.
             self.end_generation()
-            self._clock, self._agreement = self._own_clock, own_agreement
+            self._clock = self._own_clock
+            self._agreement = own_agreement
             self._own_clock.start_watching()
 
     def begin_generation(self, steps: int) -> None:
@@ -236,31 +245,40 @@ class TransformerCache:
         self.end_generation()
         if self._clock is self._own_clock:
             self.renew_hooks()
-        self.reports, self.kept_bytes = [], 0
-        self._loop_step, self._step = -1, -1
+        self._forget_reports()
+        self._loop_step = -1
+        self._step = -1
         # `enable_cache` has warned of the other contexts.
-        could = [context for context in self.contexts if context.idle is None]
-        for reason in filter(None, dict.fromkeys(explain_idle_steps(context.config, steps) for context in could)):
-            warnings.warn(reason, IdleCacheWarning, stacklevel=2)
-        pairs = ((context, context.build_chain(steps, self._agreement)) for context in self.contexts)
-        self._chains = [(context, chain) for context, chain in pairs if chain is not None]
-        for _, chain in self._chains:
-            chain.restrict_to_blocks(self._agreement.owned)
+        active = [context for context in self.contexts if context.idle is None]
+        # Contexts with the same reason warn once.
+        for reason in dict.fromkeys(explain_idle_steps(context.config, steps) for context in active):
+            if reason is not None:
+                warnings.warn(reason, IdleCacheWarning, stacklevel=2)
+        for context in self.contexts:
+            chain = context.build_chain(steps, self._agreement)
+            if chain is not None:
+                chain.restrict_to_blocks(self._agreement.owned)
+                self._chains.append((context, chain))
 
     def end_generation(self) -> None:
         """Ends the generation, and drops all that was remembered except the numbers that `summary` shows."""
         self.update_reports()
-        for _, chain in self._chains:
-            chain.bypass_cache()
+        self._bypass_chains()
         self._chains = []
 
     def update_reports(self) -> None:
         """Makes the reports those of the generation under way, if there is one."""
-        if self._chains:
-            self.kept_bytes = self.memory_bytes
-            self.reports = [
-                build_context_report(context, chain, self._step + 1, self.kept_bytes) for context, chain in self._chains
-            ]
+        if not self._chains:
+            return
+        self._forget_reports()
+        self.kept_bytes = self.memory_bytes
+        for context, chain in self._chains:
+            self.reports.append(build_context_report(context, chain, self._step + 1, self.kept_bytes))
+
+    def _forget_reports(self) -> None:
+        # A new list: `summary` has returned the last one.
+        self.reports = []
+        self.kept_bytes = 0
 
     @property
     def memory_bytes(self) -> int:
@@ -272,7 +290,8 @@ class TransformerCache:
         self, stock: Callable[..., AbstractContextManager[None]], name: str, **where: Any
     ) -> Iterator[None]:
         """diffusers' `cache_context`, whose label is kept for the clock."""
-        before, self.label = self.label, name
+        before = self.label
+        self.label = name
         try:
             with stock(name, **where):
                 yield
@@ -303,8 +322,11 @@ class TransformerCache:
             self._loop_step = moment.step
             self._step += 1
         # The noisy input is the first argument; of some models it is a list.
-        sample: Any = args[0] if args else kwargs.get("hidden_states", next(iter(kwargs.values()), ()))
-        batch_size, kind = len(sample), _describe_input((*args, *kwargs.values()))
+        sample: Any = next(iter((*args, *kwargs.values())), ())
+        if not args:
+            sample = kwargs.get("hidden_states", sample)
+        batch_size = len(sample)
+        kind = _describe_input((*args, *kwargs.values()))
         control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
         for context, chain in self._chains:
             units = split_into_units(batch_size, moment.images, context.config.couple)
@@ -379,28 +401,36 @@ def find_transformer_cache(transformer: nn.Module) -> TransformerCache | None:
 def _describe_input(value: Any) -> Any:
     """The shapes of all tensors in an argument, its strings, which name modes, and the types of the rest; calls that
     differ share no memory."""
-    if isinstance(value, dict | list | tuple):
-        return tuple(map(_describe_input, value.values() if isinstance(value, dict) else value))
-    return value.shape if isinstance(value, Tensor) else value if isinstance(value, str) else type(value)
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        return tuple(map(_describe_input, value))
+    if isinstance(value, Tensor):
+        return value.shape
+    return value if isinstance(value, str) else type(value)
 
 
 def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample: Any) -> Tensor | None:
     """Sizes `[rows, arguments]` of what may enter between blocks: lists of tensors, and what is called control.
 
-    Other arguments enter in front of the first block, or are the same in all steps.
+    Other arguments enter before the first block, or are the same in all steps.
     """
-    sizes = [
-        torch.stack([_measure_rows(each, batch_size).to(tensors[0].device) for each in tensors]).sum(dim=0)
-        for name, value in inputs
-        if value is not sample and (not isinstance(value, Tensor) or "control" in str(name))
-        for tensors in [list(_iterate_float_tensors(value))]
-        if tensors
-    ]
-    return torch.stack([each.to(sizes[0].device) for each in sizes], dim=1) if sizes else None
+    sizes: list[Tensor] = []
+    for name, value in inputs:
+        if value is sample or (isinstance(value, Tensor) and "control" not in str(name)):
+            continue
+        tensors = [leaf for leaf in _iterate_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        if not tensors:
+            continue
+        # A ControlNet may be on another device than the model.
+        norms = [_measure_rows(tensor, batch_size).to(tensors[0].device) for tensor in tensors]
+        size = torch.stack(norms).sum(dim=0)
+        sizes.append(size.to(sizes[0].device) if sizes else size)
+    return torch.stack(sizes, dim=1) if sizes else None
 
 
 def _measure_rows(tensor: Tensor, rows: int) -> Tensor:
-    """The L1 norm of each row; where there are no such rows, that of the whole for each."""
+    """The L1 norm of each row; where there are no such rows, the norm of the whole for each."""
     own_rows = rows if tensor.ndim and len(tensor) == rows else 1
     flat = tensor.detach().reshape(own_rows, -1)
     dtype = torch.float64 if flat.dtype == torch.float64 else torch.float32
@@ -408,11 +438,12 @@ def _measure_rows(tensor: Tensor, rows: int) -> Tensor:
     return norms.expand(rows)
 
 
-def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in an argument, which may be nested."""
-    if isinstance(value, Tensor):
-        if value.is_floating_point():
-            yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _iterate_float_tensors(each)
+def _iterate_leaves(value: Any) -> Iterator[Any]:
+    """What is in an argument, which may be nested."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if not isinstance(value, list | tuple):
+        yield value
+        return
+    for part in value:
+        yield from _iterate_leaves(part)

@@ -16,9 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ditile.cache.hooks import CacheHook
-from ditile.cache.judge import CacheCall, SkipJudge
-from ditile.cache.rules import DecisionRecord
 from ditile.cache.segment import Residuals, Segment
+from ditile.cache.skip_decision import CacheCall, SkipDecider
+from ditile.cache.skip_rules import DecisionRecord
 from ditile.model.hooks.protocols import SkipAgreement
 
 
@@ -27,7 +27,7 @@ class DBCache:
 
     Args:
         hooks: around the blocks, in order.
-        judge: decides.
+        decider: decides.
         residuals: makes a memory for a segment.
         first, last: F and B.
         hidden: whether the probe is the tokens themselves, and not what is added to them.
@@ -39,7 +39,7 @@ class DBCache:
     def __init__(
         self,
         hooks: Sequence[CacheHook],
-        judge: SkipJudge,
+        decider: SkipDecider,
         residuals: Callable[[], Residuals],
         first: int,
         last: int,
@@ -47,11 +47,12 @@ class DBCache:
         hidden: bool = False,
     ) -> None:
         self._hooks = hooks
-        self.judge = judge
+        self.decider = decider
         self._make = residuals
         self._hidden = hidden
         self.middle = range(first, max(first, len(hooks) - last))
-        self._looks = first == 0
+        # With F = 0 the input of the first block is the probe, and no block runs to decide.
+        self._decides_at_input = first == 0
         self._probe_end = hooks[max(first, 1) - 1] if self.middle else None
         self._segments: list[Segment] = []
         self._before: Tensor | None = None
@@ -59,27 +60,34 @@ class DBCache:
 
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
         """Keeps memory only for those of the chain's blocks that this rank runs; None is all of them."""
-        mine = [self._hooks[k] for k in self.middle if owned is None or self._hooks[k].block in owned]
-        self._segments = [Segment(run, self._make()) for run in _group_neighbours(mine)]
-        places = [hook.index for hook in self._hooks if owned is not None and hook.block in owned]
-        self._hears = self._probe_end is not None and bool(places) and min(places) > self._probe_end.index
-        self._judges = self._probe_end is not None and (owned is None or self._probe_end.block in owned)
-        self._starts = self._probe_end is not None and (owned is None or self._hooks[0].block in owned)
+        own_hooks = [hook for hook in self._hooks if owned is None or hook.block in owned]
+        middle = {self._hooks[place] for place in self.middle}
+        runs = _group_neighbours([hook for hook in own_hooks if hook in middle])
+        self._segments = [Segment(run, self._make()) for run in runs]
+        self._starts = False
+        self._decides = False
+        self._waits_for_decision = False
+        if self._probe_end is not None and own_hooks:
+            self._starts = own_hooks[0] is self._hooks[0]
+            self._decides = self._probe_end in own_hooks
+            self._waits_for_decision = own_hooks[0].index > self._probe_end.index
 
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
-        """Prepares the hooks for a call of the model; a stage behind the probe waits here for the decision."""
+        """Prepares the hooks for a call of the model; a stage after the probe waits here for the decision."""
         self._call = call
         self._agreement = agreement
         self._before = None
-        if self._starts:
-            self._hooks[0].handle = self._decide_at_first_block if self._looks else self._run_probe_start
-        if self._looks and self._starts:
+        if self._starts and self._decides_at_input:
+            self._hooks[0].handle = self._decide_at_first_block
             return
-        if self._judges and self._probe_end is not None:
+        if self._starts:
+            self._hooks[0].handle = self._run_probe_start
+        if self._decides and self._probe_end is not None:
+            # The same block as above, where the probe is one block.
             self._probe_end.handle = self._run_probe_end
-        elif self._hears:
+        elif self._waits_for_decision:
             skips = agreement.receive_skip_decision(len(call.units))
-            self.judge.record_skips(call, skips)
+            self.decider.record_skips(call, skips)
             self._apply_skips(skips)
 
     def bypass_cache(self) -> None:
@@ -92,19 +100,20 @@ class DBCache:
 
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
         """(branch, patch, unit, record) of all that was decided on."""
-        return self.judge.iterate_records()
+        return self.decider.iterate_records()
 
     @property
     def memory_bytes(self) -> int:
         """Bytes that are kept."""
-        return self.judge.memory_bytes + sum(segment.residuals.memory_bytes for segment in self._segments)
+        return self.decider.memory_bytes + sum(segment.residuals.memory_bytes for segment in self._segments)
 
     def _decide_at_first_block(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Decides at the first block from its input, and then runs it or leaves it out (F = 0)."""
         probe = hook.read_tokens(args, kwargs).image
-        skips = self.judge.decide_skips(probe, self._call, self._agreement)
+        skips = self.decider.decide_skips(probe, self._call, self._agreement)
         if not all(skips):
-            self.judge.store_probes(probe.clone(), self._call, skips)
+            # A block may write into its input.
+            self.decider.store_probes(probe.clone(), self._call, skips)
         self._apply_skips(skips)
         assert hook.handle is not None
         return hook.handle(hook, args, kwargs)
@@ -112,7 +121,7 @@ class DBCache:
     def _run_probe_start(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the first block of a probe, and keeps its input or sends it to the stage that decides."""
         before = hook.read_tokens(args, kwargs).image.clone()
-        if self._judges:
+        if self._decides:
             self._before = before
         elif not self._hidden and self._probe_end is not None:
             self._agreement.send_probe_input(before, self._probe_end.block)
@@ -120,16 +129,18 @@ class DBCache:
 
     def _run_probe_end(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the last block of a probe, which may be its first, and decides."""
-        first = hook.read_tokens(args, kwargs).image.clone() if self._before is None else self._before
+        first = self._before
+        if first is None:
+            first = hook.read_tokens(args, kwargs).image.clone()
         self._before = None
         out = hook.forward(*args, **kwargs)
         after = hook.unpack_tokens(out).image
         if not self._starts and not self._hidden:
             first = self._agreement.receive_probe_input(after, self._hooks[0].block)
         probe = after.clone() if self._hidden else after - first
-        skips = self.judge.decide_skips(probe, self._call, self._agreement)
+        skips = self.decider.decide_skips(probe, self._call, self._agreement)
         if not all(skips):
-            self.judge.store_probes(probe, self._call, skips)
+            self.decider.store_probes(probe, self._call, skips)
         self._apply_skips(skips)
         return out
 
@@ -144,7 +155,8 @@ def _group_neighbours(hooks: Sequence[CacheHook]) -> list[list[CacheHook]]:
     """Groups of neighbouring blocks that pass on the same streams; each group has a residual of its own."""
     runs: list[list[CacheHook]] = []
     for hook in hooks:
-        if runs and runs[-1][-1].has_text == hook.has_text and runs[-1][-1].index + 1 == hook.index:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.has_text == hook.has_text and last.index + 1 == hook.index:
             runs[-1].append(hook)
         else:
             runs.append([hook])

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ditile.cache.hooks import CacheHook
-from ditile.cache.judge import CacheCall, SkipJudge
-from ditile.cache.rules import DecisionRecord, relax_threshold
 from ditile.cache.segment import Residuals, Segment
+from ditile.cache.skip_decision import CacheCall, SkipDecider
+from ditile.cache.skip_rules import DecisionRecord, relax_threshold
 from ditile.model.hooks.protocols import SkipAgreement
 
 
@@ -28,7 +28,7 @@ class DynamicThreshold(NamedTuple):
 class PrunableBlock(NamedTuple):
     """A block that may be left out."""
 
-    judge: SkipJudge
+    decider: SkipDecider
     segment: Segment
 
 
@@ -37,7 +37,7 @@ class DBPrune:
 
     Args:
         hooks: around the blocks, in order.
-        judge: makes the judge of a block.
+        decider: makes the decider of a block.
         residuals: makes a memory for a block.
         first, last: F and B.
         never: places of other blocks that always run.
@@ -50,7 +50,7 @@ class DBPrune:
     def __init__(
         self,
         hooks: Sequence[CacheHook],
-        judge: Callable[[], SkipJudge],
+        decider: Callable[[], SkipDecider],
         residuals: Callable[[], Residuals],
         first: int,
         last: int,
@@ -60,21 +60,20 @@ class DBPrune:
     ) -> None:
         self._dynamic = dynamic
         self.middle = [k for k in range(first, max(first, len(hooks) - last)) if k not in never]
-        self._all = {hooks[k].index: PrunableBlock(judge(), Segment([hooks[k]], residuals())) for k in self.middle}
+        self._all = {hooks[k].index: PrunableBlock(decider(), Segment([hooks[k]], residuals())) for k in self.middle}
         self._mine = self._all
         self._seen: list[list[float]] = []
 
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
         """Keeps only those of the chain's blocks that this rank runs; None is all of them."""
-        self._mine = {
-            k: prunable
-            for k, prunable in self._all.items()
-            if owned is None or prunable.segment.hooks[0].block in owned
-        }
+        self._mine = {}
+        for index, prunable in self._all.items():
+            if owned is None or prunable.segment.hooks[0].block in owned:
+                self._mine[index] = prunable
 
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
         """Prepares the hooks for a call of the model."""
-        # What enters in front of a block is in its probe, and not in what the block adds.
+        # What enters before a block is in its probe, and not in what the block adds.
         self._call = call._replace(control=None)
         self._agreement = agreement
         self._seen = [[] for _ in call.units]
@@ -89,30 +88,32 @@ class DBPrune:
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
         """(branch, patch, unit, record) of all that was decided on, block after block."""
         for prunable in self._all.values():
-            yield from prunable.judge.iterate_records()
+            yield from prunable.decider.iterate_records()
 
     @property
     def memory_bytes(self) -> int:
         """Bytes that are kept."""
-        return sum(
-            prunable.judge.memory_bytes + prunable.segment.residuals.memory_bytes for prunable in self._all.values()
-        )
+        kept_bytes = 0
+        for prunable in self._all.values():
+            kept_bytes += prunable.decider.memory_bytes + prunable.segment.residuals.memory_bytes
+        return kept_bytes
 
     def _run_or_skip_block(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        judge, segment = self._mine[hook.index]
+        decider, segment = self._mine[hook.index]
         probe = hook.read_tokens(args, kwargs).image
-        skips = judge.decide_skips(probe, self._call, self._agreement, self._compute_thresholds(judge))
+        skips = decider.decide_skips(probe, self._call, self._agreement, self._compute_thresholds(decider))
         if not all(skips):
-            judge.store_probes(probe.clone(), self._call, skips)
-        for seen, difference in zip(self._seen, judge.get_last_differences(self._call), strict=True):
+            # A block may write into its input.
+            decider.store_probes(probe.clone(), self._call, skips)
+        for seen, difference in zip(self._seen, decider.get_last_differences(self._call), strict=True):
             if difference is not None:
                 seen.append(difference)
         segment.apply_decision(self._call, skips, self._agreement)
         assert hook.handle is not None
         return hook.handle(hook, args, kwargs)
 
-    def _compute_thresholds(self, judge: SkipJudge) -> list[float] | None:
+    def _compute_thresholds(self, decider: SkipDecider) -> list[float] | None:
         if self._dynamic is None:
             return None
-        base = judge.rules.threshold
+        base = decider.rules.threshold
         return [relax_threshold(base, seen, self._dynamic.ratio, self._dynamic.most) for seen in self._seen]

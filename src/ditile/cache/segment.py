@@ -4,7 +4,7 @@ While a segment is left out, its blocks pass their inputs on, and its last block
 the residual. The residual includes what the model's forward does between blocks (a ControlNet adds to the tokens).
 
 The residual is a forecast from the computed steps, for each stream, unit and patch. It is what the blocks add to the
-tokens, or with `store="hidden"` the tokens behind the blocks.
+tokens, or with `store="hidden"` the tokens after the blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ditile.cache.forecast import Forecaster
 from ditile.cache.hooks import BlockHandler, CacheHook
-from ditile.cache.judge import WHOLE_BATCH, CacheCall, Unit
+from ditile.cache.skip_decision import WHOLE_BATCH, CacheCall, Unit
 from ditile.model.hooks.batch_rows import slice_batch_arguments
 from ditile.model.hooks.block_policy import TokenState
 from ditile.model.hooks.protocols import SkipAgreement
@@ -44,7 +44,7 @@ class Segment:
         self._inside: BlockHandler | None = None
         self._start: TokenState | None = None
         self._index: Tensor | None = None
-        self._is_known = False
+        self._has_run = False
 
     def apply_decision(self, call: CacheCall, skips: Sequence[bool], agreement: SkipAgreement) -> None:
         """Installs the handlers of this call: run all rows, run some of them, or leave the blocks out."""
@@ -55,7 +55,7 @@ class Segment:
         inside: BlockHandler | None
         if not any(skips):
             ends = self._run_whole_batch
-            inside = None if self._is_known else self._run_whole_batch
+            inside = None if self._has_run else self._run_whole_batch
         elif all(skips):
             ends = self._skip_whole_batch
             inside = CacheHook.pass_tokens_through
@@ -63,7 +63,8 @@ class Segment:
         else:
             ends = inside = self._run_part_of_batch
             self._index = None
-        self._first.handle = self._last.handle = ends
+        self._first.handle = ends
+        self._last.handle = ends
         if inside != self._inside:
             self._inside = inside
             for hook in self._inner:
@@ -71,7 +72,8 @@ class Segment:
 
     def bypass_cache(self) -> None:
         """All blocks run, and nothing is remembered."""
-        self._start = self._inside = None
+        self._start = None
+        self._inside = None
         for hook in self.hooks:
             hook.handle = None
 
@@ -79,8 +81,11 @@ class Segment:
         """The rows that run, as indices. They are made on the device, because a copy from the CPU would wait for it."""
         if self._index is None or self._index.device != device:
             batch_index = torch.arange(self._call.batch_size, device=device)
-            units = zip(self._call.units, self._skips, strict=True)
-            self._index = torch.cat([batch_index[unit.batch_slice] for unit, skipped in units if not skipped])
+            parts: list[Tensor] = []
+            for unit, skipped in zip(self._call.units, self._skips, strict=True):
+                if not skipped:
+                    parts.append(batch_index[unit.batch_slice])
+            self._index = torch.cat(parts)
         return self._index
 
     def _run_whole_batch(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -89,9 +94,10 @@ class Segment:
             self._start = hook.copy_tokens(args, kwargs)
         out = hook.forward(*args, **kwargs)
         if hook is self._last:
-            self._is_known = True
+            self._has_run = True
             self._store_residuals(hook.unpack_tokens(out))
-        elif not self._is_known:
+        elif not self._has_run:
+            # The hook learns in which form its block returns tokens.
             hook.unpack_tokens(out)
         return out
 
@@ -119,59 +125,60 @@ class Segment:
         index = self._get_computed_index(state.image.device)
         tables = [name for name in ROTARY_ARGUMENTS if name in named and _is_flat_table(named[name])]
         cut = slice_batch_arguments(named, self._call.batch_size, lambda x: x.index_select(0, index), tables)
-        ran = hook.unpack_tokens(hook.forward(**cut))
-        out = TokenState(
-            _scatter_batch(state.image, ran.image, index),
-            None if ran.text is None else _scatter_batch(state.text, ran.text, index),
-        )
-        if hook is self._last:
-            start = self._start
-            assert start is not None
-            self._store_residuals(out)
-            for unit, skipped in zip(self._call.units, self._skips, strict=True):
-                if skipped:
-                    for stream, x, before in (("image", out.image, start.image), ("text", out.text, start.text)):
-                        if x is not None:
-                            x[unit.batch_slice] = self.residuals.forecast_tokens(stream, self._call, before, unit)
+        computed = hook.unpack_tokens(hook.forward(**cut))
+        image = _scatter_batch(state.image, computed.image, index)
+        text = computed.text
+        if text is not None:
+            text = _scatter_batch(state.text, text, index)
+        out = TokenState(image, text)
+        if hook is not self._last:
+            return hook.pack_tokens(out)
+        start = self._start
+        assert start is not None
+        self._store_residuals(out)
+        for unit, skipped in zip(self._call.units, self._skips, strict=True):
+            if not skipped:
+                continue
+            image[unit.batch_slice] = self.residuals.forecast_tokens("image", self._call, start.image, unit)
+            if text is not None:
+                text[unit.batch_slice] = self.residuals.forecast_tokens("text", self._call, start.text, unit)
         return hook.pack_tokens(out)
 
     def _store_residuals(self, out: TokenState) -> None:
         start = self._start
         self._start = None
         assert start is not None
-        for stream, x, before in (("image", out.image, start.image), ("text", out.text, start.text)):
-            if x is not None and self._is_real_stream(stream):
-                self.residuals.store_residuals(stream, self._call, before, x, self._skips)
+        self.residuals.store_residuals("image", self._call, start.image, out.image, self._skips)
+        if out.text is not None and self._call.moment.has_text():
+            self.residuals.store_residuals("text", self._call, start.text, out.text, self._skips)
 
     def _forecast_state(self, hook: CacheHook, start: TokenState) -> TokenState:
         image = self.residuals.forecast_tokens("image", self._call, start.image)
-        text = start.text
-        if hook.has_text and self._is_real_stream("text") and self.residuals.has_stream("text", self._call):
-            text = self.residuals.forecast_tokens("text", self._call, start.text)
-        elif hook.has_text and self._is_real_stream("text"):
+        # A dummy text is never computed.
+        if not hook.has_text or not self._call.moment.has_text():
+            return TokenState(image, start.text)
+        if not self.residuals.has_stream("text", self._call):
             # The last block of some families returns no text.
-            text = None
-        return TokenState(image, text)
-
-    def _is_real_stream(self, stream: str) -> bool:
-        """Whether a stream is computed: the image always is, and text is unless it is a dummy."""
-        return stream == "image" or self._call.moment.has_text()
+            return TokenState(image, None)
+        return TokenState(image, self.residuals.forecast_tokens("text", self._call, start.text))
 
 
 def _is_flat_table(table: Any) -> bool:
-    """Whether a table, or each of those within dicts, lists and tuples, is `[tokens, channels]`."""
+    """Whether a table, or each table within dicts, lists and tuples, is `[tokens, channels]`."""
     if isinstance(table, Tensor):
         return table.ndim < 3
-    parts = table.values() if isinstance(table, dict) else table if isinstance(table, tuple | list) else ()
-    return all(map(_is_flat_table, parts))
+    if isinstance(table, dict):
+        table = tuple(table.values())
+    return not isinstance(table, tuple | list) or all(map(_is_flat_table, table))
 
 
 def _scatter_batch(whole: Tensor | None, new_entries: Tensor, index: Tensor) -> Tensor:
     """`whole` with some of its rows replaced."""
-    if whole is None or whole.shape[1:] != new_entries.shape[1:]:
-        output = new_entries.new_zeros((len(index) if whole is None else whole.shape[0], *new_entries.shape[1:]))
-    else:
+    if whole is not None and whole.shape[1:] == new_entries.shape[1:]:
         output = whole.clone()
+    else:
+        rows = len(index) if whole is None else whole.shape[0]
+        output = new_entries.new_zeros((rows, *new_entries.shape[1:]))
     output[index] = new_entries
     return output
 
@@ -181,7 +188,7 @@ class Residuals:
 
     Args:
         make: a new forecast for a stream.
-        hidden: keep the tokens behind the blocks, and not what the blocks add.
+        hidden: keep the tokens after the blocks, and not what the blocks add.
     """
 
     def __init__(self, make: Callable[[str], Forecaster], *, hidden: bool = False) -> None:
@@ -197,43 +204,49 @@ class Residuals:
         Args:
             stream: "image" or "text".
             call: the call.
-            start: the tokens in front of the blocks `[rows, tokens, channels]`; None where the blocks take none.
-            out: those behind them.
+            start: the tokens before the blocks `[rows, tokens, channels]`; None where the blocks take none.
+            out: the tokens after them.
             skips: the units that are left out.
         """
         added = out.clone() if self._hidden or start is None else out - start
         for patch, tokens in self._split_by_patch(stream, call, added):
             for unit, skipped in zip(call.units, skips, strict=True):
-                if not skipped:
-                    value = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
-                    self._get_forecaster(stream, call, patch, unit).add_computed_step(call.step, value)
+                if skipped:
+                    continue
+                # A slice would keep the tokens of the whole batch in memory.
+                value = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
+                self._get_forecaster(stream, call, patch, unit).add_computed_step(call.step, value)
 
     def forecast_tokens(self, stream: str, call: CacheCall, start: Tensor | None, unit: Unit | None = None) -> Tensor:
-        """The tokens behind the blocks, of one unit or of all of them.
+        """The tokens after the blocks, of one unit or of all of them.
 
         Args:
             stream: "image" or "text".
             call: the call.
-            start: the tokens in front of the blocks, of all rows `[rows, tokens, channels]`.
-            unit: the unit whose rows are wanted; None is all of them.
+            start: the tokens before the blocks, of all rows `[rows, tokens, channels]`.
+            unit: whose rows are returned; None is all of them.
         """
         if unit is None and call.units[0].among > 1:
-            unit_tokens = [self.forecast_tokens(stream, call, start, each) for each in call.units]
+            unit_tokens = [self.forecast_tokens(stream, call, start, unit) for unit in call.units]
             whole = unit_tokens[0].new_empty((call.batch_size, *unit_tokens[0].shape[1:]))
-            for each, part in zip(call.units, unit_tokens, strict=True):
-                whole[each.batch_slice] = part
+            for unit, tokens in zip(call.units, unit_tokens, strict=True):
+                whole[unit.batch_slice] = tokens
             return whole
-        one = unit or call.units[0]
+        unit = unit or call.units[0]
         patches = call.moment.patches if stream == "image" else call.moment.patches[:1]
-        added = [self._get_forecaster(stream, call, patch, one).forecast_value(call.step) for patch in patches]
-        whole = added[0] if len(added) == 1 else torch.cat(added, dim=1)
-        if self._hidden or start is None:
-            return whole.clone() if start is None else whole.to(start.dtype, copy=True)
-        return one.slice_batch(start) + whole
+        parts = [self._get_forecaster(stream, call, patch, unit).forecast_value(call.step) for patch in patches]
+        forecast = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        # A forecast may be a snapshot that is kept, so it is copied and never written to.
+        if start is None:
+            return forecast.clone()
+        if self._hidden:
+            return forecast.to(start.dtype, copy=True)
+        return unit.slice_batch(start) + forecast
 
     def has_stream(self, stream: str, call: CacheCall) -> bool:
         """Whether the blocks return a stream."""
-        return self._make_forecaster_key(stream, call, call.moment.patches[0], call.units[0]) in self._forecasters
+        key = self._make_forecaster_key(stream, call, call.moment.patches[0], call.units[0])
+        return key in self._forecasters
 
     @property
     def memory_bytes(self) -> int:
@@ -242,19 +255,23 @@ class Residuals:
 
     def _split_by_patch(self, stream: str, call: CacheCall, tokens: Tensor) -> list[tuple[int, Tensor]]:
         """By patch; text belongs to the first one."""
-        return call.split_by_patch(tokens) if stream == "image" else [(call.moment.patches[0], tokens)]
+        if stream == "image":
+            return call.split_by_patch(tokens)
+        return [(call.moment.patches[0], tokens)]
 
     def _get_forecaster(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> Forecaster:
         key = self._make_forecaster_key(stream, call, patch, unit)
-        if key not in self._forecasters:
-            whole_key = self._make_forecaster_key(stream, call, patch, WHOLE_BATCH)
-            whole = self._forecasters.pop(whole_key, None) if unit.among > 1 else None
-            for each in call.units:
-                made = self._make_forecaster(stream)
-                # The number of images is known after the first step, which was computed as one unit.
-                if whole is not None:
-                    made.add_computed_step(0, whole.forecast_value(0)[each.batch_slice].clone())
-                self._forecasters[self._make_forecaster_key(stream, call, patch, each)] = made
+        if key in self._forecasters:
+            return self._forecasters[key]
+        whole = None
+        if unit.among > 1:
+            # The number of images is known after the first step, which was computed as one unit.
+            whole = self._forecasters.pop(self._make_forecaster_key(stream, call, patch, WHOLE_BATCH), None)
+        for new_unit in call.units:
+            forecaster = self._make_forecaster(stream)
+            if whole is not None:
+                forecaster.add_computed_step(0, whole.forecast_value(0)[new_unit.batch_slice].clone())
+            self._forecasters[self._make_forecaster_key(stream, call, patch, new_unit)] = forecaster
         return self._forecasters[key]
 
     def _make_forecaster_key(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> tuple[object, ...]:

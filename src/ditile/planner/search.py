@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from ditile.cache.build import build_skip_rules
 from ditile.cache.config import DBCacheConfig
-from ditile.cache.rules import DecisionRecord, RuleVerdict
+from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Plan

@@ -1,12 +1,12 @@
 """The decision whether blocks are left out: for each image with all its rows of a call, and each patch of it.
 
 A probe, such as what the first blocks add to the tokens (first-block caching, as of arXiv 2411.19108), is compared with
-that of the last computed step, never with that of a step that was left out. The difference is the mean absolute
-difference over the mean absolute value. It is measured as two sums: ranks that share out tokens, heads or guidance add
-their sums up before they divide.
+the probe of the last computed step, never with one of a step that was left out. The difference is the mean absolute
+difference over the mean absolute value. It is measured as two sums: ranks that split tokens, heads or guidance add
+their sums before they divide.
 
-What a ControlNet adds between the blocks enters behind the probe. The relative change of its size, which is never more
-than that of its values, counts as a difference too: where control begins or ends it is a whole one.
+What a ControlNet adds between the blocks enters after the probe. The relative change of its size, which is never more
+than the change of its values, counts as a difference too: where control begins or ends it is 1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ditile.cache.rules import DecisionRecord, RuleVerdict, SkipRules
+from ditile.cache.skip_rules import DecisionRecord, RuleVerdict, SkipRules
 from ditile.model.hooks.protocols import CallPosition, SkipAgreement
 
 
@@ -31,18 +31,20 @@ class Unit(NamedTuple):
 
     def slice_batch(self, tokens: Tensor) -> Tensor:
         """Its rows."""
-        return tokens if self.among == 1 else tokens[self.batch_slice]
+        if self.among == 1:
+            return tokens
+        return tokens[self.batch_slice]
 
 
 WHOLE_BATCH = Unit(0, 1, slice(None))
 
 
 def split_into_units(batch_size: int, images: int | None, couple: str) -> list[Unit]:
-    """The units of a call: an image's rows, one in each branch of guidance; or single rows; or the batch.
+    """The units of a call: each image's rows, one in each branch of guidance; or single rows; or the batch.
 
     Args:
         batch_size: rows of the call. Branches of guidance come one after the other, as diffusers has them.
-        images: in the batch; where they are not known, or rows do not belong to them evenly, the batch is one unit.
+        images: in the batch; where they are not known, or do not divide the rows, the batch is one unit.
         couple: "row", "image" or "batch".
     """
     if couple == "row":
@@ -71,7 +73,7 @@ class CacheCall(NamedTuple):
         units: groups of rows, each of which is decided on by itself.
         batch_size: rows of the batch.
         kind: shapes and modes of all arguments of the model.
-        control: sizes `[rows, arguments]` of what enters behind the probe, as from a ControlNet; None if nothing does.
+        control: sizes `[rows, arguments]` of what enters after the probe, as from a ControlNet; None if nothing does.
     """
 
     moment: CallPosition
@@ -110,7 +112,7 @@ class UnitState:
     control: Tensor | None = None
 
 
-class SkipJudge:
+class SkipDecider:
     """Decides on one set of blocks.
 
     Args:
@@ -137,21 +139,23 @@ class SkipJudge:
         Args:
             probe: `[rows, tokens, channels]`, of this rank's tokens.
             call: the call.
-            agreement: adds up differences over ranks.
-            thresholds: one for each unit, in place of that of the rules.
+            agreement: sums differences over ranks.
+            thresholds: one for each unit, in place of the threshold of the rules.
         """
         states_by_unit = self._collect_states(call)
         verdicts = [self._find_unit_verdict(call, states) for states in states_by_unit]
         differences: Sequence[float | None] = [None] * len(verdicts)
         if RuleVerdict.MEASURE in verdicts:
-            differences = self._measure_differences(probe, call, agreement, states_by_unit, verdicts)
-        skips = []
-        for k, (verdict, states) in enumerate(zip(verdicts, states_by_unit, strict=True)):
-            skipped = verdict is RuleVerdict.SKIP
-            difference = differences[k]
+            differences = self._find_differences(probe, call, agreement, states_by_unit, verdicts)
+        skips: list[bool] = []
+        for place, states in enumerate(states_by_unit):
+            difference = differences[place]
+            skipped = verdicts[place] is RuleVerdict.SKIP
             if difference is not None:
-                limit = None if thresholds is None else thresholds[k]
-                skipped = all([self.rules.should_skip_step(difference, state.record, limit) for state in states])
+                threshold = None if thresholds is None else thresholds[place]
+                # A budget is spent patch by patch, so each patch of the unit must allow it.
+                allowed = [self.rules.should_skip_step(difference, state.record, threshold) for state in states]
+                skipped = all(allowed)
             for state in states:
                 self.rules.record_decision(call.step, state.record, skipped=skipped, difference=difference)
             skips.append(skipped)
@@ -167,12 +171,16 @@ class SkipJudge:
         """Keeps the probe `[rows, tokens, channels]` of the units that are computed."""
         for patch, tokens in call.split_by_patch(probe):
             for unit, skipped in zip(call.units, skips, strict=True):
-                if not skipped:
-                    kept = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
-                    state = self._get_unit_state(call, patch, unit)
-                    state.probe = kept if self._dtype is None else kept.to(self._dtype)
-                    state.size = None
-                    state.control = None if call.control is None else call.control[unit.batch_slice]
+                if skipped:
+                    continue
+                # A slice would keep the probe of the whole batch in memory.
+                unit_probe = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
+                if self._dtype is not None:
+                    unit_probe = unit_probe.to(self._dtype)
+                state = self._get_unit_state(call, patch, unit)
+                state.probe = unit_probe
+                state.size = None
+                state.control = None if call.control is None else call.control[unit.batch_slice]
 
     def get_last_differences(self, call: CacheCall) -> list[float | None]:
         """The difference of each unit that was measured in this step; None where none was."""
@@ -192,20 +200,17 @@ class SkipJudge:
     def _find_unit_verdict(self, call: CacheCall, states: list[UnitState]) -> RuleVerdict:
         if call.moment.must_compute:
             return RuleVerdict.COMPUTE
-        worst = RuleVerdict.SKIP
+        verdicts: list[RuleVerdict] = []
         for state in states:
-            verdict = (
-                RuleVerdict.COMPUTE
-                if state.probe is None
-                else self.rules.decide_without_difference(call.step, state.record, call.moment.step)
-            )
-            if verdict is RuleVerdict.COMPUTE:
+            if state.probe is None:
+                return RuleVerdict.COMPUTE
+            verdicts.append(self.rules.decide_without_difference(call.step, state.record, call.moment.step))
+        for verdict in (RuleVerdict.COMPUTE, RuleVerdict.MEASURE):
+            if verdict in verdicts:
                 return verdict
-            if verdict is RuleVerdict.MEASURE:
-                worst = verdict
-        return worst
+        return RuleVerdict.SKIP
 
-    def _measure_differences(
+    def _find_differences(
         self,
         probe: Tensor,
         call: CacheCall,
@@ -214,64 +219,78 @@ class SkipJudge:
         verdicts: list[RuleVerdict],
     ) -> list[float | None]:
         """The difference of each unit that is to be measured; None for the others."""
+        first_branch: list[float | None] = [None]
         if self._shares and call.moment.branch:
-            first = self.get_last_differences(call._replace(moment=call.moment._replace(branch=0)))
-            if None not in first:
-                return [
-                    measured if v is RuleVerdict.MEASURE else None for v, measured in zip(verdicts, first, strict=True)
-                ]
-        kind = self._difference.choose_sum_dtype(probe)
+            first_branch = self.get_last_differences(call._replace(moment=call.moment._replace(branch=0)))
+        if None not in first_branch:
+            differences = first_branch
+        else:
+            sums = self._sum_changes(probe, call, states_by_unit, verdicts)
+            if call.control is not None:
+                control_sums = self._sum_control(call, call.control, states_by_unit)
+                sums = torch.cat([sums, control_sums.to(sums)], dim=1)
+            # All ranks call this, also for units that need no difference: the sums of all units are one message.
+            numbers = agreement.sum_over_ranks(sums).tolist()
+            differences = [_find_largest_difference(*unit_numbers) for unit_numbers in numbers]
+        for place, verdict in enumerate(verdicts):
+            if verdict is not RuleVerdict.MEASURE:
+                differences[place] = None
+        return differences
+
+    def _sum_changes(
+        self, probe: Tensor, call: CacheCall, states_by_unit: list[list[UnitState]], verdicts: list[RuleVerdict]
+    ) -> Tensor:
+        """`[units, 2]`: the sums of the change and of the size of each unit's probe; 0 where none is to be measured."""
+        dtype = self._difference.choose_sum_dtype(probe)
         measured: list[Tensor] = []
         for unit, states, verdict in zip(call.units, states_by_unit, verdicts, strict=True):
             for (_, tokens), state in zip(call.split_by_patch(probe), states, strict=True):
-                if verdict is RuleVerdict.MEASURE and state.probe is not None:
-                    change, size = self._difference.sum_change_and_size(
-                        state.probe, unit.slice_batch(tokens), state.size
-                    )
-                    state.size = size if self._difference.important <= 0 else None
-                    measured += change, size
-                else:
-                    measured += probe.new_zeros(2, dtype=kind)
+                if verdict is not RuleVerdict.MEASURE or state.probe is None:
+                    measured += probe.new_zeros(2, dtype=dtype)
+                    continue
+                unit_tokens = unit.slice_batch(tokens)
+                change, size = self._difference.sum_change_and_size(state.probe, unit_tokens, state.size)
+                if self._difference.important <= 0:
+                    # The size of the last computed probe stays the same until the next computed step.
+                    state.size = size
+                measured += (change, size)
         sums = torch.stack(measured).view(len(verdicts), -1)
         if sums.shape[1] > 2:
             sums = sums.double().view(len(verdicts), -1, 2).sum(dim=1)
-        if call.control is not None:
-            sums = torch.cat([sums, self._sum_control(call, call.control, states_by_unit).to(sums)], dim=1)
-        numbers = agreement.sum_over_ranks(sums).tolist()
-        return [
-            _find_largest_difference(*n) if verdict is RuleVerdict.MEASURE else None
-            for verdict, n in zip(verdicts, numbers, strict=True)
-        ]
+        return sums
 
     @staticmethod
     def _sum_control(call: CacheCall, control: Tensor, states_by_unit: list[list[UnitState]]) -> Tensor:
-        """`[units, 2 * arguments]`: how far each size is from that of the last computed step, and that."""
-        sums = []
+        """`[units, 2 * arguments]`: how far each size is from its size in the last computed step, and the latter."""
+        sums: list[Tensor] = []
         for unit, states in zip(call.units, states_by_unit, strict=True):
             now = control[unit.batch_slice].sum(dim=0)
-            before = now if states[0].control is None else states[0].control.sum(dim=0)
+            last_control = states[0].control
+            before = now if last_control is None else last_control.sum(dim=0)
             sums.append(torch.stack([(now - before).abs(), before], dim=1).flatten())
         return torch.stack(sums)
 
     def _collect_states(self, call: CacheCall) -> list[list[UnitState]]:
-        return [[self._get_unit_state(call, patch, unit) for patch in call.moment.patches] for unit in call.units]
+        states_by_unit: list[list[UnitState]] = []
+        for unit in call.units:
+            states_by_unit.append([self._get_unit_state(call, patch, unit) for patch in call.moment.patches])
+        return states_by_unit
 
     def _get_unit_state(self, call: CacheCall, patch: int, unit: Unit) -> UnitState:
         key = call.make_unit_key(patch, unit)
-        state = self._states.get(key)
-        if state is None:
-            whole = self._states.pop(call.make_unit_key(patch, WHOLE_BATCH), None) if unit.among > 1 else None
-            for each in call.units:
-                new_state = self._states[call.make_unit_key(patch, each)] = UnitState()
-                # The number of images is known after the first step, so that step was computed as one unit.
-                if whole is not None and whole.probe is not None:
-                    new_state.record.computed, new_state.probe = (
-                        whole.record.computed,
-                        whole.probe[each.batch_slice].clone(),
-                    )
-                    new_state.control = None if whole.control is None else whole.control[each.batch_slice]
-            state = self._states[key]
-        return state
+        if key in self._states:
+            return self._states[key]
+        whole = None
+        if unit.among > 1:
+            # The number of images is known after the first step, so that step was computed as one unit.
+            whole = self._states.pop(call.make_unit_key(patch, WHOLE_BATCH), None)
+        for new_unit in call.units:
+            state = self._states[call.make_unit_key(patch, new_unit)] = UnitState()
+            if whole is not None and whole.probe is not None:
+                state.record.computed = whole.record.computed
+                state.probe = whole.probe[new_unit.batch_slice].clone()
+                state.control = None if whole.control is None else whole.control[new_unit.batch_slice]
+        return self._states[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,18 +315,20 @@ class Difference:
         if self.every > 1:
             before = before[..., :: self.every]
             now = now[..., :: self.every]
-        if before.dtype != now.dtype:
-            before = before.to(now.dtype)
-        kind = self.choose_sum_dtype(now)
+        before = before.to(now.dtype)
+        dtype = self.choose_sum_dtype(now)
         norm = torch.linalg.vector_norm
         if self.important <= 0:
-            change = norm(now - before, ord=1, dtype=kind)
-            return change, norm(before, ord=1, dtype=kind) if size is None else size
-        changes = norm(now - before, ord=1, dim=-1, dtype=kind)
-        sizes = norm(before, ord=1, dim=-1, dtype=kind)
+            change = norm(now - before, ord=1, dtype=dtype)
+            if size is None:
+                size = norm(before, ord=1, dtype=dtype)
+            return change, size
+        changes = norm(now - before, ord=1, dim=-1, dtype=dtype)
+        sizes = norm(before, ord=1, dim=-1, dtype=dtype)
         counted = changes > self.important * sizes
-        # Where no token counts the difference is 0 over something; only that of a probe of zeros is 0 over 0.
-        return (changes * counted).sum(), (sizes * counted).sum() + torch.finfo(kind).tiny * sizes.any()
+        # Where no token counts the difference is 0 over something; only a probe of zeros has 0 over 0.
+        least = torch.finfo(dtype).tiny * sizes.any()
+        return (changes * counted).sum(), (sizes * counted).sum() + least
 
     @staticmethod
     def choose_sum_dtype(probe: Tensor) -> torch.dtype:
@@ -323,7 +344,10 @@ def compute_relative_difference(change: float, size: float) -> float | None:
 
 
 def _find_largest_difference(change: float, size: float, *control: float) -> float | None:
-    """The relative difference of a probe, or of the size of what enters behind it where that is larger."""
+    """The relative difference of a probe, or of the size of what enters after it where that is larger."""
     difference = compute_relative_difference(change, size)
-    jumps = [compute_relative_difference(*pair) or 0.0 for pair in zip(control[::2], control[1::2], strict=True)]
-    return None if difference is None else max(difference, *jumps, 0.0)
+    if difference is None:
+        return None
+    for control_change, control_size in zip(control[::2], control[1::2], strict=True):
+        difference = max(difference, compute_relative_difference(control_change, control_size) or 0.0)
+    return difference

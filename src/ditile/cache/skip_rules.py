@@ -2,7 +2,7 @@
 
 The rules apply in this order, and the first one that has an answer decides:
 
-    nothing remembered yet, warmup, mask, number of steps left out, run of steps left out, budget, threshold
+    nothing remembered yet, warmup, mask, number of skipped steps, skipped steps in a row, budget, threshold
 
 Steps are counted from the first one in which the cached blocks were called, so that a second transformer (as of Wan
 2.2) has a warmup of its own. A mask counts from the first step of the generation, whichever transformer a step calls.
@@ -19,7 +19,8 @@ from ditile.cache.config import DBCacheConfig
 ALWAYS = 1.0
 """With a threshold of this or more, steps are left out and their difference is not measured."""
 
-DYNAMIC_DIFFERENCES = 5  # differences of a step that a dynamic threshold follows
+DYNAMIC_DIFFERENCES = 5
+"""Differences of a step that a dynamic threshold follows, as cache-dit counts them."""
 
 
 class RuleVerdict(Enum):
@@ -66,28 +67,30 @@ class SkipRules:
         """The verdict before anything is measured; `at` is the step's place in the generation if that differs."""
         config = self.config
         at = step if at is None else at
-        if record.computed is None or (
-            step < self._count_warmup_steps(at - step) and step % config.warmup_interval == 0
-        ):
+        is_warmup = step < self._count_warmup_steps(at - step) and step % config.warmup_interval == 0
+        if record.computed is None or is_warmup:
             return RuleVerdict.COMPUTE
-        if self.mask is not None:
-            if self.mask[at]:
-                return RuleVerdict.COMPUTE
-            if self.is_static:
-                return RuleVerdict.SKIP
+        if self.mask is not None and self.mask[at]:
+            return RuleVerdict.COMPUTE
+        if self.mask is not None and self.is_static:
+            return RuleVerdict.SKIP
         if 0 <= config.max_cached_steps <= len(record.skipped):
             return RuleVerdict.COMPUTE
         if 0 <= config.max_continuous_cached_steps <= record.streak:
             return RuleVerdict.COMPUTE
         if self.threshold <= 0:
             return RuleVerdict.COMPUTE
-        return RuleVerdict.SKIP if self.threshold >= ALWAYS and self._active_budget is None else RuleVerdict.MEASURE
+        # A budget counts differences, so they must be known.
+        if self.threshold >= ALWAYS and self._active_budget is None:
+            return RuleVerdict.SKIP
+        return RuleVerdict.MEASURE
 
     def should_skip_step(self, difference: float, record: DecisionRecord, threshold: float | None = None) -> bool:
         """Whether a step of this difference is left out, by the threshold of the rules or by another one."""
         limit = self.threshold if threshold is None else threshold
-        within = self._active_budget is None or record.spent + difference < self._active_budget
-        return within and (difference < limit or limit >= ALWAYS)
+        if self._active_budget is not None and record.spent + difference >= self._active_budget:
+            return False
+        return difference < limit or limit >= ALWAYS
 
     def record_decision(self, step: int, record: DecisionRecord, *, skipped: bool, difference: float | None) -> None:
         """Records a decision; `difference` is None where nothing was measured."""
@@ -130,8 +133,8 @@ class SkipRules:
 
     @property
     def _active_budget(self) -> float | None:
-        budget = self.config.max_accumulated_residual_diff_threshold
-        return budget if budget is not None and budget > 0 else None
+        # A budget of 0 is none, as in cache-dit.
+        return self.config.max_accumulated_residual_diff_threshold or None
 
     def _count_warmup_steps(self, start: int) -> int:
         """The number of warmup steps from `start` on; the first step that a mask lets go ends the warmup."""
@@ -149,5 +152,7 @@ def relax_threshold(threshold: float, differences: list[float], ratio: float, mo
     first = [difference for difference in differences[:DYNAMIC_DIFFERENCES] if difference > 0]
     if len(differences) < DYNAMIC_DIFFERENCES or not first:
         return threshold
-    wanted = ratio * sum(first) / len(first)
-    return max(threshold, wanted) if wanted < most else threshold
+    relaxed = ratio * sum(first) / len(first)
+    if relaxed >= most:
+        return threshold
+    return max(threshold, relaxed)
