@@ -1,6 +1,6 @@
 """How caches run under a runner: they read the steps from its generation, and all ranks of an image decide alike.
 
-Ranks of a stage add up what they measured. Under PipeFusion the stage that has the last block of the probe decides for
+Ranks of a stage sum what they measured. Under PipeFusion the stage that has the last block of the probe decides for
 each patch by itself. Each stage sends the decision to the next one on a CPU group, a few bytes ahead of the
 activations. Blocks that are left out still pass tokens on, so the messages between stages do not depend on decisions.
 """
@@ -23,7 +23,7 @@ from ditile.plan.plan import Plan
 
 TRAFFIC_KIND = "decisions"
 PROBE_KIND = "probe"
-"""Of the input of a probe. It is not packed: two stages would measure the change of tokens by different numbers."""
+"""The input of a probe is not packed: two stages would measure the change of tokens by different numbers."""
 
 
 class LoopClock:
@@ -47,18 +47,24 @@ class LoopClock:
         begin: Callable[[int], None],
         end: Callable[[], None],
     ) -> None:
-        self._now, self._steps, self._images, self._begin, self._end = now, steps, images, begin, end
+        self._now = now
+        self._steps = steps
+        self._images = images
+        self._begin = begin
+        self._end = end
+        # DistriFusion's patches are computed at the same time, each by a rank.
         self._patches = plan.num_patches if plan.distrifusion == 1 else 1
         self._shares_streams = plan.tensor > 1 and plan.split_scheme == "sequence"
         self._seen: GenerationMemory | None = None
 
     def begin_model_call(self, model: object) -> CallPosition | None:
         """The place of this call. None, and no block is left out, in four cases: the stages share a synchronous step,
-        a batch comes in micro-batches, tokens of several patches lie interleaved, or the call does not count."""
+        a batch comes in micro-batches, tokens of several patches are interleaved, or the call does not count."""
         now = self._now
         if now.is_surveyed or now.is_dry:
             return None
         if now.memory is not self._seen:
+            # Each generation has a memory of its own.
             self._seen = now.memory
             self._begin(self._steps())
         step, patch = now.micro_step
@@ -68,13 +74,14 @@ class LoopClock:
             return None
         patches = range(self._patches) if patch is None else (patch,)
         return CallPosition(
-            step,
-            now.branch,
-            patches,
-            lambda: [now.tokens.get_own_part(k).image_tokens for k in patches],
-            lambda: _has_real_text(now),
-            self._images(),
-            whole and now.keeps_keys and not now.is_stale,
+            step=step,
+            branch=now.branch,
+            patches=patches,
+            sizes=lambda: [now.tokens.get_own_part(patch).image_tokens for patch in patches],
+            has_text=lambda: _has_real_text(now),
+            images=self._images(),
+            # The next step reads all keys of a synchronous step.
+            must_compute=whole and now.keeps_keys and not now.is_stale,
         )
 
     def end_model_call(self, model: object) -> None:
@@ -87,7 +94,7 @@ class LoopClock:
 
 
 def _has_real_text(now: Generation) -> bool:
-    """Whether this rank has text tokens of its own. There is a layout only where ranks share out tokens."""
+    """Whether this rank has text tokens of its own. There is a layout only where ranks split the tokens."""
     tokens = now.layouts.get((now.branch, now.is_whole))
     return tokens is None or bool(tokens.get_own_part(now.token_patch).text)
 
@@ -98,7 +105,7 @@ class AgreementGroups:
 
     Attributes:
         by_batch: ranks of a stage, where branches of guidance share a batch.
-        by_calls: those of them that compute the same calls.
+        by_calls: the ranks among them that compute the same calls.
         stages: ranks along pipefusion, for decisions.
         starts: the same ranks, for the input of a probe that is longer than a stage.
     """
@@ -112,10 +119,10 @@ class AgreementGroups:
     def create_groups(cls, plan: Plan, mesh: Mesh, device: torch.device) -> AgreementGroups:
         """Makes the groups. It is collective: all ranks must call it, each with the device of its activations."""
         within = ("ring", "distrifusion", "ulysses", "tensor")
-        axes_by_group = {"rows": ("cfg", *within), "calls": within, "decisions": ("pipefusion",)}
-        batch, calls, stages = (
-            make_subgroup(name, axes, plan, mesh, backend="gloo") for name, axes in axes_by_group.items()
-        )
+        # All ranks make the groups in this order.
+        batch = make_subgroup("rows", ("cfg", *within), plan, mesh, backend="gloo")
+        calls = make_subgroup("calls", within, plan, mesh, backend="gloo")
+        stages = make_subgroup("decisions", ("pipefusion",), plan, mesh, backend="gloo")
         starts = make_subgroup("starts", ("pipefusion",), plan, mesh)
         if starts is not None:
             connect_group(starts, device, pairs=True)
@@ -143,19 +150,23 @@ class StageAgreement:
         names: Mapping[nn.Module, str],
         stages: Mapping[nn.Module, int],
     ) -> None:
-        self._groups, self._mesh, self._now, self._by_calls = groups, mesh, now, by_calls
-        self._names, self._stages = names, stages
+        self._groups = groups
+        self._mesh = mesh
+        self._now = now
+        self._by_calls = by_calls
+        self._names = names
+        self._stages = stages
         self.owned: Collection[nn.Module] | None = None
         if mesh.num_stages > 1:
             self.owned = {block for block, stage in stages.items() if stage == mesh.stage_index}
         self._start_channels: dict[int, PeerChannel] = {}
         self._step = -1
-        self._front = self._behind = None
-        if groups.stages is not None:
-            if mesh.stage_index > 0:
-                self._front = PeerChannel(groups.stages, mesh.stage_index - 1, TRAFFIC_KIND, mesh.traffic)
-            if mesh.stage_index + 1 < mesh.num_stages:
-                self._behind = PeerChannel(groups.stages, mesh.stage_index + 1, TRAFFIC_KIND, mesh.traffic)
+        self._previous_stage: PeerChannel | None = None
+        self._next_stage: PeerChannel | None = None
+        if groups.stages is not None and mesh.stage_index > 0:
+            self._previous_stage = PeerChannel(groups.stages, mesh.stage_index - 1, TRAFFIC_KIND, mesh.traffic)
+        if groups.stages is not None and mesh.stage_index + 1 < mesh.num_stages:
+            self._next_stage = PeerChannel(groups.stages, mesh.stage_index + 1, TRAFFIC_KIND, mesh.traffic)
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """The sums of all ranks that decide together. Every rank adds the same numbers in the same order."""
@@ -165,19 +176,21 @@ class StageAgreement:
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """Sends a decision to the next stage."""
-        if self._behind is not None:
-            self._behind.send_tensor(torch.tensor(list(skips), dtype=torch.uint8))
+        if self._next_stage is not None:
+            self._next_stage.send_tensor(torch.tensor(list(skips), dtype=torch.uint8))
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
         """Waits for a decision of the stage before."""
-        assert self._front is not None
-        self._front.post_receive(None, (count,), torch.empty(0, dtype=torch.uint8))
-        return [bool(skip) for skip in self._front.receive_message(None)]
+        channel = self._previous_stage
+        assert channel is not None
+        channel.post_receive(None, (count,), torch.empty(0, dtype=torch.uint8))
+        return [bool(skip) for skip in channel.receive_message(None)]
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """Sends the tokens that come into the first block to the stage that decides."""
         step = self._now.micro_step.step
         if step != self._step:
+            # What was sent in the last step has arrived, or this step would not have begun.
             self._step = step
             for channel in self._start_channels.values():
                 channel.release_old_sends()
@@ -192,9 +205,8 @@ class StageAgreement:
     def _get_start_channel(self, peer: int) -> PeerChannel:
         if peer not in self._start_channels:
             assert self._groups.starts is not None
-            self._start_channels[peer] = PeerChannel(
-                self._groups.starts, peer, PROBE_KIND, self._mesh.traffic, shared=True
-            )
+            channel = PeerChannel(self._groups.starts, peer, PROBE_KIND, self._mesh.traffic, shared=True)
+            self._start_channels[peer] = channel
         return self._start_channels[peer]
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
@@ -206,8 +218,6 @@ class StageAgreement:
 
     def close_channels(self) -> None:
         """Ends a call that went well: sends what is left."""
-        channels = [
-            channel for channel in (self._behind, self._front, *self._start_channels.values()) if channel is not None
-        ]
-        for channel in channels:
-            channel.flush_sends()
+        for channel in (self._next_stage, self._previous_stage, *self._start_channels.values()):
+            if channel is not None:
+                channel.flush_sends()

@@ -59,27 +59,27 @@ class CacheContext:
 
     def build_chain(self, steps: int, agreement: SkipAgreement) -> Chain | None:
         """The chain of a generation; None if no block is ever left out. Raises `ModelError` if a mask is too short."""
-        hooks = self.hooks
         config = self.config
-        calibrator = self.calibrator
         rules = build_skip_rules(config, steps)
         difference = Difference(config.important_condition_threshold, config.downsample_factor)
         dtype = None if config.store_dtype is None else getattr(torch, config.store_dtype)
         decider = partial(SkipDecider, rules, difference, dtype, shares=not config.cfg_diff_compute_separate)
-        make = partial(build_forecaster, calibrator, store_dtype=config.store_dtype, total=agreement.sum_over_ranks)
-        residuals = partial(Residuals, make, hidden=choose_stored_value(config, calibrator) == "hidden")
+        total = agreement.sum_over_ranks
+        forecaster = partial(build_forecaster, self.calibrator, store_dtype=config.store_dtype, total=total)
+        stored = choose_stored_value(config, self.calibrator)
+        residuals = partial(Residuals, forecaster, hidden=stored == "hidden")
         first = config.Fn_compute_blocks
         last = config.Bn_compute_blocks
         chain: Chain
         if isinstance(config, DBPruneConfig):
-            ratio = config.dynamic_prune_threshold_relax_ratio
-            most = config.highest_threshold
-            dynamic = DynamicThreshold(ratio, most) if config.enable_dynamic_prune_threshold else None
-            chain = DBPrune(hooks, decider, residuals, first, last, never=config.non_prune_block_ids, dynamic=dynamic)
+            dynamic = None
+            if config.enable_dynamic_prune_threshold:
+                dynamic = DynamicThreshold(config.dynamic_prune_threshold_relax_ratio, config.highest_threshold)
+            never = config.non_prune_block_ids
+            chain = DBPrune(self.hooks, decider, residuals, first, last, never=never, dynamic=dynamic)
         else:
-            chain = DBCache(
-                hooks, decider(), residuals, first, last, hidden=config.l1_hidden_states_diff_threshold is not None
-            )
+            hidden = config.l1_hidden_states_diff_threshold is not None
+            chain = DBCache(self.hooks, decider(), residuals, first, last, hidden=hidden)
         return None if rules.never_skips or not chain.middle else chain
 
 
@@ -92,8 +92,9 @@ def explain_idle_steps(config: DBCacheConfig, steps: int) -> str | None:
     rules = build_skip_rules(config, steps)
     if rules.never_skips or steps < 2 or rules.can_skip_any(steps):
         return None
-    warmup = config.max_warmup_steps
-    hint = f"try max_warmup_steps={max(1, steps // 4)}" if warmup >= steps else "let mask and limits leave some out"
+    hint = "let mask and limits leave some out"
+    if config.max_warmup_steps >= steps:
+        hint = f"try max_warmup_steps={max(1, steps // 4)}"
     return f"{format_cache_config(config)}: all {steps} steps compute then, so nothing can be left out; {hint}"
 
 
@@ -104,14 +105,16 @@ def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str |
     never = config.non_prune_block_ids if isinstance(config, DBPruneConfig) else ()
     if any(k not in never for k in range(first, blocks - last)):
         return None
-    settings = f"Fn_compute_blocks={first}" + (f" and Bn_compute_blocks={last}" if last else "")
-    settings += f" and non_prune_block_ids={list(never)}" if first + last < blocks else ""
+    settings = f"Fn_compute_blocks={first}"
+    hint = f"try Fn_compute_blocks={max(1, round(blocks / 8))}"
+    if last:
+        settings += f" and Bn_compute_blocks={last}"
+        hint += " and Bn_compute_blocks=0"
+    if first + last < blocks:
+        settings += f" and non_prune_block_ids={list(never)}"
+        hint = "name fewer of them"
     if blocks < 2:
         hint = "there is nothing that a cache could do here"
-    elif first + last < blocks:
-        hint = "name fewer of them"
-    else:
-        hint = f"try Fn_compute_blocks={max(1, round(blocks / 8))}" + (" and Bn_compute_blocks=0" if last else "")
     return f"{settings}: all {blocks} blocks of {name} always compute then, so nothing can be left out; {hint}"
 
 

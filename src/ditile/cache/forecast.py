@@ -14,6 +14,7 @@ from __future__ import annotations
 import abc
 import itertools
 import math
+import operator
 from collections.abc import Callable
 
 import torch
@@ -66,7 +67,9 @@ class Forecaster(abc.ABC):
             )
         self._value_dtype = value.dtype
         self._steps = [step, *self._steps][: self._count]
-        self._store_snapshot(value if self._dtype is None else value.to(self._dtype))
+        if self._dtype is not None:
+            value = value.to(self._dtype)
+        self._store_snapshot(value)
 
     def forecast_value(self, step: int) -> Tensor:
         """The forecast at a later step, in the dtype of the values. It may be a snapshot: do not write to it.
@@ -107,7 +110,9 @@ def build_forecaster(
         ModelError: if the config is of no known kind.
     """
     dtype = None if store_dtype is None else getattr(torch, store_dtype)
-    if config is None or not (config.enable_calibrator if stream == "image" else config.enable_encoder_calibrator):
+    if config is None:
+        return Reuse(dtype)
+    if not (config.enable_calibrator if stream == "image" else config.enable_encoder_calibrator):
         return Reuse(dtype)
     if isinstance(config, TaylorSeerCalibratorConfig):
         return TaylorSeer(config.taylorseer_order, dtype, config.taylorseer_reach)
@@ -138,16 +143,21 @@ class _Newton(Forecaster):
 
     def _store_snapshot(self, snapshot: Tensor) -> None:
         differences = [snapshot]
-        for k, step in enumerate(self._steps[1:]):
-            change = torch.sub(differences[k], self._tensors[k])
+        for step, before in zip(self._steps[1:], self._tensors, strict=False):
+            change = torch.sub(differences[-1], before)
             differences.append(change.mul_(1 / (self._steps[0] - step)))
         self._tensors = differences
 
     def _continue_sequence(self, step: int) -> Tensor:
-        out, *differences = self._tensors
-        for k, (weight, difference) in enumerate(zip(self.compute_weights(step), differences, strict=False)):
-            out = torch.add(out, difference, alpha=weight) if k == 0 else out.add_(difference, alpha=weight)
-        return out
+        last, *differences = self._tensors
+        weights = self.compute_weights(step)
+        if not weights:
+            return last
+        # A new tensor, as the last value is kept.
+        forecast = torch.add(last, differences[0], alpha=weights[0])
+        for weight, difference in zip(weights[1:], differences[1:], strict=False):
+            forecast.add_(difference, alpha=weight)
+        return forecast
 
 
 class Reuse(_Newton):
@@ -169,7 +179,7 @@ class TaylorSeer(_Newton):
     """The polynomial through the last computed steps, expanded at the last of them (arXiv 2503.06923).
 
     With k + 1 steps computed so far the degree is min(k, order), so two steps give a line. It is exact on polynomials
-    of that degree, whatever the gaps. A forecast passes over memory once for each degree.
+    of that degree, whatever the gaps. A forecast reads memory once for each degree.
 
     Args:
         order: the degree; 0 is reuse.
@@ -188,8 +198,8 @@ class TaylorSeer(_Newton):
         end = float(step)
         if self._reach is not None and len(steps) > 1:
             end = min(end, steps[0] + self._reach * (steps[0] - steps[1]))
-        gaps = [end - computed for computed in steps]
-        return [math.prod(gaps[: k + 1]) for k in range(len(gaps) - 1)]
+        gaps = [end - computed_step for computed_step in steps[:-1]]
+        return list(itertools.accumulate(gaps, operator.mul))
 
 
 class FoCa(_Newton):
@@ -216,18 +226,20 @@ class FoCa(_Newton):
         is d1 + p d2. With w = g / p the slope at the forecast is d1 + p d2 (1 + w / (1 + w)).
         """
         steps = self._steps
-        if len(steps) < 3:
-            return [step - steps[0]] if len(steps) == 2 else []
         gap = step - steps[0]
+        if len(steps) < 3:
+            return [gap] * (len(steps) - 1)
         before = steps[0] - steps[1]
         ratio = gap / before
         return [gap, gap * before * (1 + ratio / (2 * (1 + ratio)))]
 
 
-MIN_SNAPSHOTS = 4  # one oscillation takes two eigenvalues, and to find two takes three pairs of snapshots
-NOISE = 1e-4  # singular values below this share of the first one are noise
-
-CHUNK_ELEMENTS = 2**20  # elements of each snapshot that are widened to float64 at a time
+MIN_SNAPSHOTS = 4
+"""One oscillation takes two eigenvalues, and to find two takes three pairs of snapshots."""
+NOISE = 1e-4
+"""Singular values below this share of the first one are noise."""
+CHUNK_ELEMENTS = 2**20
+"""Elements of each snapshot that are widened to float64 at a time."""
 
 
 class DMD(Forecaster):
@@ -280,7 +292,9 @@ class DMD(Forecaster):
         if self._modes is None:
             self._modes = Modes(self._total(compute_gram_matrix(snapshots)), self._rank, self._ridge)
         weights = self._modes.compute_weights((step - last) / (last - before))
-        return latest if weights is None else _compute_weighted_sum(snapshots, weights)
+        if weights is None:
+            return latest
+        return _compute_weighted_sum(snapshots, weights)
 
 
 class Modes:
@@ -308,7 +322,8 @@ class Modes:
         values, within = torch.linalg.eig(inverse.T @ gram[:-1, 1:] @ inverse)
         of_snapshots = inverse.to(within.dtype) @ within
         later, basis = torch.linalg.eigh(gram[1:, 1:])
-        root = (later.clamp(min=0).sqrt()[:, None] * basis.T).to(within.dtype)  # its square is the matrix
+        # The square of this matrix is the matrix of inner products.
+        root = (later.clamp(min=0).sqrt()[:, None] * basis.T).to(within.dtype)
         amplitudes = torch.linalg.lstsq(root @ of_snapshots, root[:, -1:], driver="gelsd").solution[:, 0]
         self._fit = (values, of_snapshots, amplitudes)
 
@@ -318,13 +333,17 @@ class Modes:
             return None
         values, of_snapshots, amplitudes = self._fit
         weights: list[float] = (of_snapshots @ (values**ahead * amplitudes)).real.tolist()
-        return weights if all(map(math.isfinite, weights)) else None
+        if not all(map(math.isfinite, weights)):
+            return None
+        return weights
 
 
 def count_even_steps(steps: list[int]) -> int:
     """How many of the last steps are evenly spaced."""
-    gaps = [later - earlier for earlier, later in itertools.pairwise(steps)][::-1]
-    return 1 + sum(1 for _ in itertools.takewhile(lambda gap: gap == gaps[0], gaps))
+    count = min(len(steps), 2)
+    while count < len(steps) and steps[-count] - steps[-count - 1] == steps[-1] - steps[-2]:
+        count += 1
+    return count
 
 
 def compute_gram_matrix(tensors: list[Tensor]) -> Tensor:
@@ -332,8 +351,8 @@ def compute_gram_matrix(tensors: list[Tensor]) -> Tensor:
     flat = [tensor.reshape(-1) for tensor in tensors]
     gram = torch.zeros(len(flat), len(flat), dtype=torch.float64, device=flat[0].device)
     for start in range(0, flat[0].numel(), CHUNK_ELEMENTS):
-        some = torch.stack([tensor[start : start + CHUNK_ELEMENTS] for tensor in flat]).double()
-        gram.addmm_(some, some.T)
+        chunk = torch.stack([tensor[start : start + CHUNK_ELEMENTS] for tensor in flat]).double()
+        gram.addmm_(chunk, chunk.T)
     return gram.cpu()
 
 

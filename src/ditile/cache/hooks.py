@@ -1,7 +1,7 @@
 """Hooks of a cache around the blocks of a transformer, on the instances, until they are removed.
 
 A hook overrides `forward` of one block. At most blocks it has nothing to do, and then costs one attribute and one call.
-Hooks that are installed later (for offloading, or those of a runner) lie around it and stay when it is removed.
+Hooks that are installed later (for offloading, or by a runner) wrap it and stay when it is removed.
 """
 
 from __future__ import annotations
@@ -48,20 +48,27 @@ class CacheHook:
     """
 
     def __init__(self, index: int, block: nn.Module, flow: Flow) -> None:
-        self.index, self.block, self.flow = index, block, flow
+        self.index = index
+        self.block = block
+        self.flow = flow
         self.handle: BlockHandler | None = None
-        self._at = {name: k for k, name in enumerate(list_parameter_names(block))}
+        self._parameters = list_parameter_names(block)
+        places = {name: place for place, name in enumerate(self._parameters)}
         self.has_text = "text" in flow.returns
         self._is_tuple = len(flow.returns) > 1
-        self._image, self._image_at = flow.image, self._at.get(flow.image, -1)
+        self._image = flow.image
+        self._image_at = places.get(flow.image, -1)
         self._text = flow.text if self.has_text else None
-        self._text_at = self._at.get(flow.text or "", -1)
+        self._text_at = places.get(flow.text or "", -1)
         self._text_first = flow.returns[0] == "text"
         self._image_out = flow.returns.index("image")
         self._text_out = flow.returns.index("text") if self.has_text else -1
-        self._name, self._before, self._is_compiled = "", None, False
+        # Where the hook is, and what was there before it.
+        self._name = ""
+        self._before: Any = None
         self._mine: Any = None
         self._stock: Any = None
+        self._is_compiled = False
 
     def install_hook(self, compile_: CompileFunction | None = None) -> None:
         """Installs the hook around the block, where its compiled call is if it has one.
@@ -70,18 +77,21 @@ class CacheHook:
             compile_: compiles the block's forward, where the block was not compiled by itself.
         """
         self.remove_hook()
-        name = find_forward_attribute(self.block) if get_compiled_call(self.block) is None else COMPILED_CALL_ATTRIBUTE
-        self._name, self._before = name, vars(self.block).get(name)
+        name = find_forward_attribute(self.block)
+        if get_compiled_call(self.block) is not None:
+            name = COMPILED_CALL_ATTRIBUTE
+        self._name = name
+        self._before = vars(self.block).get(name)
         inner = self._stock = getattr(self.block, name)
-        if name == COMPILED_CALL_ATTRIBUTE or compile_ is not None:
-            inner = normalize_call_strides(
-                inner if compile_ is None or name == COMPILED_CALL_ATTRIBUTE else compile_(inner)
-            )
+        if name == COMPILED_CALL_ATTRIBUTE:
+            inner = normalize_call_strides(inner)
+        elif compile_ is not None:
+            inner = normalize_call_strides(compile_(inner))
         self.forward: Callable[..., Any] = inner
 
         def call_with_hook(*args: Any, **kwargs: Any) -> Any:
             handle = self.handle
-            # One that was installed again must do nothing where something still calls the first.
+            # After a second installation something may still call the first hook, which must do nothing.
             if handle is None or self._mine is not call_with_hook:
                 return inner(*args, **kwargs)
             return handle(self, args, kwargs)
@@ -90,17 +100,20 @@ class CacheHook:
         self._mine = vars(self.block)[name] = call_with_hook
 
     def renew_hook(self, compile_: CompileFunction | None) -> None:
-        """Installs the hook again if it was lost with a hook below it that something else took off, or if the block or
-        the whole model was compiled since, or is compiled no more."""
-        around = self._mine if self._name == COMPILED_CALL_ATTRIBUTE else None
-        is_known = get_compiled_call(self.block) is around and compile_ is None and not self._is_compiled
-        place = self._locate_hook()
-        if (place is not None and not is_known) or (place is None and is_override_lost(self.block, self._mine)):
+        """Installs the hook again if it was lost with a hook that was removed below it, or if the block or the whole
+        model was compiled since, or is no longer compiled."""
+        if self._locate_hook() is None:
+            is_due = is_override_lost(self.block, self._mine)
+        else:
+            compiled_call = self._mine if self._name == COMPILED_CALL_ATTRIBUTE else None
+            is_same_call = get_compiled_call(self.block) is compiled_call
+            is_due = not is_same_call or compile_ is not None or self._is_compiled
+        if is_due:
             self.install_hook(compile_)
             self._is_compiled = compile_ is not None
 
     def remove_hook(self) -> None:
-        """Removes the hook; a hook that something else lies around by now stays and does nothing."""
+        """Removes the hook; a hook that something else wraps by now stays and does nothing."""
         self.handle = None
         place = self._locate_hook() if self._name else None
         if place is None:
@@ -115,19 +128,19 @@ class CacheHook:
         """Takes the hook off until a stack is closed.
 
         Raises:
-            StateError: if something unknown lies around it.
+            StateError: if something unknown wraps it.
         """
         place = self._locate_hook()
         if place is None and not is_override_lost(self.block, self._mine):
             name = type(self.block).__name__
-            raise StateError(f"a {name} that is cached cannot be copied: something lies around; call disable_cache")
+            raise StateError(f"a {name} that is cached cannot be copied: something wraps its hook; call disable_cache")
         if place == (self.block, self._name) and self._before is None:
             hide_attribute(stack, *place)
         elif place is not None:
             override_attribute(stack, *place, self._stock)
 
     def _locate_hook(self) -> tuple[Any, str] | None:
-        """The owner and the attribute that hold the hook; None if something unknown lies around it, or it is lost."""
+        """The owner and the attribute that hold the hook; None if something unknown wraps it, or it is lost."""
         if vars(self.block).get(COMPILED_CALL_ATTRIBUTE) is self._mine:
             return self.block, COMPILED_CALL_ATTRIBUTE
         return locate_override(self.block, self._mine)
@@ -143,12 +156,15 @@ class CacheHook:
         image = kwargs[self._image] if self._image in kwargs else args[self._image_at]
         if self._text is None:
             return TokenState(image, None)
-        return TokenState(image, kwargs[self._text] if self._text in kwargs else args[self._text_at])
+        text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
+        return TokenState(image, text)
 
     def copy_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenState:
         """A copy of the tokens of a call, to be used after it has run: some blocks write into their inputs."""
         image, text = self.read_tokens(args, kwargs)
-        return TokenState(image.clone(), None if text is None else text.clone())
+        if text is not None:
+            text = text.clone()
+        return TokenState(image.clone(), text)
 
     def pass_tokens_through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the block returns where it does nothing: `pack_tokens(read_tokens(..))`, in less time."""
@@ -164,7 +180,7 @@ class CacheHook:
 
     def bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
-        return dict(zip(self._at, args, strict=False)) | kwargs
+        return dict(zip(self._parameters, args, strict=False)) | kwargs
 
     def unpack_tokens(self, out: Any) -> TokenState:
         """The tokens that a block returned. Raises `ModelError` if it returned another number of streams."""
@@ -173,7 +189,8 @@ class CacheHook:
             return TokenState(out, None)
         if len(out) != len(self.flow.returns):
             raise ModelError(f"{type(self.block).__name__} returned {len(out)} streams and not {self.flow.returns}")
-        return TokenState(out[self._image_out], out[self._text_out] if self.has_text else None)
+        text = out[self._text_out] if self.has_text else None
+        return TokenState(out[self._image_out], text)
 
     def pack_tokens(self, state: TokenState) -> Any:
         """Tokens in the form in which the block returns them."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+from ditile.plan.layout import merge_ranges
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,10 +62,11 @@ class ContextReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ContextReport:
         """The inverse of `to_dict`."""
-        decisions = [
-            Decisions(**{**each, "differences": [(int(step), float(d)) for step, d in each["differences"]]})
-            for each in values["decisions"]
-        ]
+        decisions: list[Decisions] = []
+        for decision in values["decisions"]:
+            # JSON has no tuples.
+            differences = [(int(step), float(difference)) for step, difference in decision["differences"]]
+            decisions.append(Decisions(**{**decision, "differences": differences}))
         return cls(**{**values, "decisions": decisions})
 
     def to_dict(self) -> dict[str, Any]:
@@ -72,29 +76,33 @@ class ContextReport:
     @property
     def cached_steps(self) -> list[int]:
         """The steps in which something was left out for every image, branch and patch."""
-        skipped_sets = [set(each.skipped) for each in self.decisions]
-        return sorted(set.intersection(*skipped_sets)) if skipped_sets else []
+        if not self.decisions:
+            return []
+        return sorted(set.intersection(*[set(decision.skipped) for decision in self.decisions]))
 
     @property
     def differences(self) -> list[float]:
         """All that were measured, in ascending order."""
-        return sorted(difference for each in self.decisions for _, difference in each.differences)
+        differences: list[float] = []
+        for decision in self.decisions:
+            differences += [difference for _, difference in decision.differences]
+        return sorted(differences)
 
     @property
     def saved(self) -> float:
         """The share of all runs of blocks that was saved, 0 to 1."""
         if not self.decisions or not self.steps:
             return 0.0
-        skipped = sum(len(each.skipped) for each in self.decisions)
+        skipped = sum(len(decision.skipped) for decision in self.decisions)
         return skipped / (len(self.decisions) * self.steps) * self.middle / self.blocks
 
 
 def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_bytes: int) -> ContextReport:
     """The report of a context and its chain after a generation of so many steps."""
-    decisions = [
-        Decisions(branch, patch, unit, list(record.skipped), sorted(record.differences.items()))
-        for branch, patch, unit, record in chain.iterate_records()
-    ]
+    decisions: list[Decisions] = []
+    for branch, patch, unit, record in chain.iterate_records():
+        differences = sorted(record.differences.items())
+        decisions.append(Decisions(branch, patch, unit, list(record.skipped), differences))
     middle = len(chain.middle)
     return ContextReport(context.name, context.text, len(context.hooks), middle, steps, kept_bytes, decisions)
 
@@ -106,34 +114,51 @@ def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[C
         reports_by_rank: ((replica, half of guidance, stage), reports) of each rank. Ranks of one place have the same
             decisions. Halves of guidance have the same, or each has those of its branch. Replicas have other images.
     """
-    context_reports = []
-    for stage in sorted({place[2] for place, _ in reports_by_rank}):
-        reports_by_half = {
-            (place[0], place[1]): reports for place, reports in reversed(reports_by_rank) if place[2] == stage
-        }
+    reports_by_stage: dict[int, dict[tuple[int, int], Sequence[ContextReport]]] = {}
+    # The first rank of a place is the last to be written.
+    for (replica, half, stage), reports in reversed(reports_by_rank):
+        reports_by_stage.setdefault(stage, {})[replica, half] = reports
+    context_reports: list[ContextReport] = []
+    for stage, reports_by_half in sorted(reports_by_stage.items()):
         count = max(map(len, reports_by_half.values()))
-        whole = {half: reports for half, reports in sorted(reports_by_half.items()) if len(reports) == count}
-        context_reports += [
-            _merge_context_reports(stage, {half: reports[k] for half, reports in whole.items()}) for k in range(count)
-        ]
+        # A replica without images has no reports.
+        complete = {place: reports for place, reports in sorted(reports_by_half.items()) if len(reports) == count}
+        for number in range(count):
+            context = {place: reports[number] for place, reports in complete.items()}
+            context_reports.append(_merge_context_reports(stage, context))
     return context_reports
 
 
 def _merge_context_reports(stage: int, reports_by_half: dict[tuple[int, int], ContextReport]) -> ContextReport:
     """One context of one stage, by replica and half of guidance."""
-    decisions: list[Decisions] = []
+    merged: list[Decisions] = []
     units = 0
     for replica in sorted({replica for replica, _ in reports_by_half}):
-        halves = [report.decisions for (of, _), report in reports_by_half.items() if of == replica]
-        for branch in sorted({each.branch for half in halves for each in half}):
-            branch_decisions = [[each for each in half if each.branch == branch] for half in halves]
-            best = max(
-                branch_decisions, key=lambda each: (sum(len(d.skipped) + len(d.differences) for d in each), len(each))
-            )
-            decisions += [replace(each, unit=units + each.unit) for each in best]
-        units = 1 + max((each.unit for each in decisions), default=units - 1)
+        best_by_branch: dict[int, list[Decisions]] = {}
+        for (half_replica, _), report in reports_by_half.items():
+            if half_replica == replica:
+                _keep_best_decisions(best_by_branch, report.decisions)
+        for _, decisions in sorted(best_by_branch.items()):
+            merged += [replace(decision, unit=units + decision.unit) for decision in decisions]
+        units = 1 + max((decision.unit for decision in merged), default=units - 1)
     kept_bytes = max(report.kept_bytes for report in reports_by_half.values())
-    return replace(next(iter(reports_by_half.values())), stage=stage, kept_bytes=kept_bytes, decisions=decisions)
+    first = next(iter(reports_by_half.values()))
+    return replace(first, stage=stage, kept_bytes=kept_bytes, decisions=merged)
+
+
+def _keep_best_decisions(best_by_branch: dict[int, list[Decisions]], decisions: Sequence[Decisions]) -> None:
+    """Keeps for each branch the decisions of the half that computed it, which knows most of them."""
+    by_branch: dict[int, list[Decisions]] = {}
+    for decision in decisions:
+        by_branch.setdefault(decision.branch, []).append(decision)
+    for branch, branch_decisions in by_branch.items():
+        if _count_known(branch_decisions) > _count_known(best_by_branch.get(branch, [])):
+            best_by_branch[branch] = branch_decisions
+
+
+def _count_known(decisions: Sequence[Decisions]) -> tuple[int, int]:
+    known = sum(len(decision.skipped) + len(decision.differences) for decision in decisions)
+    return known, len(decisions)
 
 
 def interpolate_percentile(numbers: Sequence[float], percent: float) -> float:
@@ -149,38 +174,42 @@ def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Ta
     from rich.table import Table
 
     columns = ["context", "settings", "steps", "left out", "blocks saved"]
-    columns += ["branch", "patch", "image"] if details else []
-    columns += [f"p{percent}" for percent in PERCENTILES] if details else ["median difference"]
+    if details:
+        columns += ["branch", "patch", "image", *(f"p{percent}" for percent in PERCENTILES)]
+    else:
+        columns.append("median difference")
     report_table = Table(*columns, title="what the cache left out")
     for report in reports:
-        head = [report.name + (f" @{report.stage}" if report.stage else ""), report.settings, str(report.steps)]
+        name = f"{report.name} @{report.stage}" if report.stage else report.name
+        head = [name, report.settings, str(report.steps)]
         if not details:
-            differences = report.differences
-            median = f"{interpolate_percentile(differences, 50):.3f}" if differences else "-"
+            median = _format_percentile(report.differences, 50)
             report_table.add_row(*head, format_steps(report.cached_steps), f"{report.saved:.0%}", median)
             continue
-        for each in report.decisions:
-            differences = sorted(difference for _, difference in each.differences)
-            saved = len(each.skipped) / max(report.steps, 1) * report.middle / report.blocks
-            place = [str(each.branch), str(each.patch), str(each.unit)]
-            numbers = [
-                f"{interpolate_percentile(differences, percent):.3f}" if differences else "-" for percent in PERCENTILES
-            ]
-            report_table.add_row(*head, format_steps(each.skipped), f"{saved:.0%}", *place, *numbers)
+        for decision in report.decisions:
+            differences = sorted(difference for _, difference in decision.differences)
+            saved = len(decision.skipped) / max(report.steps, 1) * report.middle / report.blocks
+            place = [str(decision.branch), str(decision.patch), str(decision.unit)]
+            numbers = [_format_percentile(differences, percent) for percent in PERCENTILES]
+            report_table.add_row(*head, format_steps(decision.skipped), f"{saved:.0%}", *place, *numbers)
             head = ["", "", ""]
     return report_table
 
 
+def _format_percentile(differences: Sequence[float], percent: float) -> str:
+    if not differences:
+        return "-"
+    return f"{interpolate_percentile(differences, percent):.3f}"
+
+
 def format_steps(steps: Sequence[int]) -> str:
     """How many steps, and which, with runs written as `4-6`."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and runs[-1][-1] == step - 1:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{len(steps)}: {text}" if steps else "0"
+    if not steps:
+        return "0"
+    words: list[str] = []
+    for run in merge_ranges(range(step, step + 1) for step in steps):
+        words.append(str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}")
+    return f"{len(steps)}: {','.join(words)}"
 
 
 def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[dict[str, Any]]:
@@ -191,20 +220,23 @@ def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[di
     """
     reports_by_context: dict[tuple[int, str, int], list[ContextReport]] = {}
     for reports in calls:
-        places = [(report.stage, report.name) for report in reports]
-        for k, report in enumerate(reports):
-            reports_by_context.setdefault((*places[k], places[:k].count(places[k])), []).append(report)
-    return [
-        _summarize_context(stage, name, reports) for (stage, name, _), reports in sorted(reports_by_context.items())
-    ]
+        # Two models of a pipeline may have lists of the same names.
+        counts: Counter[tuple[int, str]] = Counter()
+        for report in reports:
+            place = (report.stage, report.name)
+            reports_by_context.setdefault((*place, counts[place]), []).append(report)
+            counts[place] += 1
+    return [_summarize_context(reports) for _, reports in sorted(reports_by_context.items())]
 
 
-def _summarize_context(stage: int, name: str, reports: Sequence[ContextReport]) -> dict[str, Any]:
+def _summarize_context(reports: Sequence[ContextReport]) -> dict[str, Any]:
     steps = sum(report.steps for report in reports)
-    differences = [difference for report in reports for difference in report.differences]
+    differences: list[float] = []
+    for report in reports:
+        differences += report.differences
     return {
-        "stage": stage,
-        "context": name,
+        "stage": reports[0].stage,
+        "context": reports[0].name,
         "settings": reports[0].settings,
         "blocks": reports[0].blocks,
         "middle": reports[0].middle,
