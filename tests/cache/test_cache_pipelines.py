@@ -66,7 +66,7 @@ def test_a_transformer_that_is_replaced_is_freed(again: bool) -> None:
     cached = draw(pipe, "flux")
     old = weakref.ref(pipe.transformer)
     pipe.transformer = other.transformer
-    with pytest.warns(IdleCacheWarning, match="is no longer that of the FluxPipeline.*call ditile.enable_cache again"):
+    with pytest.warns(IdleCacheWarning, match="is no longer in the FluxPipeline.*call ditile.enable_cache again"):
         same(draw(pipe, "flux"), plain)
     if again:
         ditile.enable_cache(pipe, CACHE)

@@ -390,7 +390,7 @@ def test_kernel_and_splits_of_a_parallelism() -> None:
         ({"backend": "mpi"}, "backend='mpi'"),
         ({"parallel_kwargs": ["attention_backend"]}, "are no names and values"),
         ({"parallel_kwargs": {"experimental_ulysses_anythin": True}}, "did you mean experimental_ulysses_anything?"),
-        ({"parallel_kwargs": {"experimental_ulysses_anything": 1}}, "ulysses_anything=1 is not known"),
+        ({"parallel_kwargs": {"experimental_ulysses_anything": 1}}, "ulysses_anything=1 is not offered"),
         ({"parallel_kwargs": {"experimental_ulysses_float8": True}}, "leave it out"),
         ({"parallel_kwargs": {"ring_rotate_method": "allgather"}}, "try 'p2p'"),
         ({"parallel_kwargs": {"attention_backend": 3}}, "is no name"),

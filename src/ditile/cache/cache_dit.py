@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 from ditile.cache.config import Fields, check_known
 from ditile.distributed import env
@@ -17,27 +17,36 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 
 AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
-"""The fields that are degrees of a plan."""
-
-Size = int | Literal["auto"] | None
-
-_FIELDS_BY_KWARG = {
-    "experimental_ulysses_anything": "ulysses_anything",
-    "experimental_async_qkv_proj": "ulysses_async",
-    "experimental_ulysses_async": "ulysses_async",
-    "experimental_ulysses_float8": "ulysses_float8",
-} | {
-    name: name
-    for name in ("attention_backend", "cp_plan", "extra_parallel_modules", "ring_rotate_method", "ring_convert_to_fp32")
-}
-"""Entry of parallel_kwargs -> the field that it stands for."""
-_SWITCHES = ("ulysses_anything", "ulysses_async", "ulysses_float8", "ring_convert_to_fp32")
-_PLAN_CHANGES_BY_MODULE: dict[str, dict[str, Any]] = {"text_encoder": {"text": "split"}, "vae": {"vae": "rows"}}
+"""The arguments of `ParallelismConfig` that are degrees of a plan."""
 
 ParallelismBackend = Enum(
     "ParallelismBackend", ["AUTO", "CACHE_DIT", "NATIVE_DIFFUSER", "NATIVE_PYTORCH", "NATIVE_HYBRID"]
 )
-"""What `ParallelismConfig.backend` may name; ditile has one backend."""
+"""What the backend of `ParallelismConfig` may be; ditile has one backend."""
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "backend": tuple(backend.name.lower() for backend in ParallelismBackend),
+    "ulysses_anything": (None, True, False),
+    "ulysses_async": (False, True),
+    "ulysses_float8": (False,),
+    "ring_rotate_method": ("p2p",),
+    "ring_convert_to_fp32": (True, False),
+    "use_ray": (False,),
+}
+"""The values of the arguments of `ParallelismConfig` that are choices, the default first."""
+_OLDER_NAMES = {
+    "experimental_ulysses_anything": "ulysses_anything",
+    "experimental_async_qkv_proj": "ulysses_async",
+    "experimental_ulysses_async": "ulysses_async",
+    "experimental_ulysses_float8": "ulysses_float8",
+}
+"""Entries of parallel_kwargs that have another name than the argument."""
+_IN_PARALLEL_KWARGS = (
+    *("attention_backend", "cp_plan", "extra_parallel_modules", "ring_rotate_method", "ring_convert_to_fp32"),
+    *_OLDER_NAMES,
+)
+_ARGUMENTS = (*AXES, *_CHOICES, "attention_backend", "cp_plan", "extra_parallel_modules", "parallel_kwargs")
+_PLAN_CHANGES_BY_MODULE: dict[str, dict[str, Any]] = {"text_encoder": {"text": "split"}, "vae": {"vae": "rows"}}
 
 _OFFLOAD = "pipe.transformer.enable_group_offload(..) of diffusers"
 _PROFILE = "torch.profiler, or ditile generate --trace FILE"
@@ -69,130 +78,132 @@ INSTEAD = {
 """Public name of cache-dit that ditile does not have -> what to use."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParallelismConfig(Fields):
-    """Degrees, and what goes with them; `to_plan` makes a `Plan` of it. A size of None is a degree of 1.
+@dataclass(frozen=True, slots=True)
+class RankDivision:
+    """What `ParallelismConfig` returns; `to_plan` makes a `Plan` of it once the number of ranks is known.
 
     Attributes:
-        ulysses_size: ranks that share the tokens, and the heads in attention. One size may be "auto": as many ranks as
-            are running, divided by the other sizes.
-        ring_size: ranks that share the tokens, and pass keys and values round a ring.
-        tp_size: ranks that share the weights of every block.
-        backend: accepted and not used, because ditile has one backend.
+        degrees: of the plan; one may be "auto".
+        options: other fields of the plan.
+        modules: "text_encoder" splits the layers of the text encoders over the ranks, "vae" the rows of the decode.
         attention_backend: the attention kernel, as diffusers names it; None leaves it to the pipeline.
         cp_plan: what is split over tokens, in the format of diffusers' `_cp_plan`; None leaves it to the model.
-        ulysses_anything: True allows lengths and heads that ulysses does not divide, False refuses them; None allows
-            them where they are needed.
-        ulysses_async: exchange each projection while the next one is computed.
-        ulysses_float8: True is refused, because exchanged tensors keep their type.
-        ring_rotate_method: p2p.
-        ring_convert_to_fp32: accepted, because partial results are always merged in float32.
-        extra_parallel_modules: "text_encoder" shares out the layers of the text encoders, "vae" rows of the decode.
-        parallel_kwargs: the last eight fields in the older form, in which three of them are called
-            experimental_ulysses_anything, experimental_ulysses_async (or experimental_async_qkv_proj) and
-            experimental_ulysses_float8. They become the fields.
-        use_ray: False.
-
-    Raises:
-        ModelError: if a field or an entry of parallel_kwargs is not known, or a value is out of its range.
     """
 
-    INSTEAD = {
-        f"ray_{name}": "ranks are started by torchrun or ditile.launch; leave it out"
-        for name in ("num_workers", "address", "runtime_env", "init_kwargs", "worker_options", "master_port")
-        + ("auto_shutdown", "transfer_backend", "transfer_custom_obj", "use_flashpack", "use_compile", "transfer_fn")
-    }
-
-    ulysses_size: Size = None
-    ring_size: Size = None
-    tp_size: Size = None
-    backend: Any = "auto"
+    degrees: Mapping[str, Any] = field(hash=False)
+    options: Mapping[str, Any] = field(hash=False)
+    modules: tuple[str, ...] = ()
     attention_backend: str | None = None
     cp_plan: Mapping[str, Any] | None = field(default=None, hash=False)
-    ulysses_anything: bool | None = None
-    ulysses_async: bool = False
-    ulysses_float8: bool = False
-    ring_rotate_method: str = "p2p"
-    ring_convert_to_fp32: bool = True
-    extra_parallel_modules: Sequence[str] = ()
-    parallel_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    use_ray: bool = False
-
-    def __post_init__(self) -> None:
-        self._set_older_fields()
-        automatic = [name for name in AXES if getattr(self, name) == "auto"]
-        for name in AXES:
-            if name not in automatic:
-                hint = f"{name}=2 or {name}='auto'"
-                check_whole_number(getattr(self, name), name, optional=True, hint=hint)
-        if len(automatic) > 1:
-            raise ModelError(f"{' and '.join(automatic)} are auto; say one of them as a number")
-        object.__setattr__(self, "backend", str(self.backend).rpartition(".")[2].lower())
-        check_choice(self.backend, "backend", [each.name.lower() for each in ParallelismBackend])
-        for name in _SWITCHES:
-            check_choice(getattr(self, name), name, (True, False, *([None] if name == "ulysses_anything" else [])))
-        if self.ulysses_float8:
-            raise ModelError("ulysses_float8=True: what is exchanged stays as it is; leave it out")
-        if self.ring_rotate_method != "p2p":
-            raise ModelError(
-                f"ring_rotate_method={self.ring_rotate_method!r} is not offered; try 'p2p', or leave it out"
-            )
-        if self.use_ray:
-            raise ModelError(f"use_ray={self.use_ray!r}: ranks are started by torchrun or ditile.launch; leave it out")
-        if self.attention_backend is not None and not isinstance(self.attention_backend, str):
-            raise ModelError(f"attention_backend={self.attention_backend!r} is no name; try 'native'")
-        self._check_modules()
-
-    def _set_older_fields(self) -> None:
-        """Turns parallel_kwargs into fields."""
-        if not isinstance(self.parallel_kwargs, Mapping):
-            names = ", ".join(_FIELDS_BY_KWARG)
-            raise ModelError(f"parallel_kwargs={self.parallel_kwargs!r} are no names and values; give some of {names}")
-        for name, value in self.parallel_kwargs.items():
-            check_known(f"parallel_kwargs[{name!r}]", name, _FIELDS_BY_KWARG)
-            object.__setattr__(self, _FIELDS_BY_KWARG[name], value or getattr(self, _FIELDS_BY_KWARG[name]) or value)
-        object.__setattr__(self, "parallel_kwargs", {})
-
-    def _check_modules(self) -> None:
-        modules = self.extra_parallel_modules
-        known = list(_PLAN_CHANGES_BY_MODULE)
-        if isinstance(modules, str) or not isinstance(modules, Sequence):
-            raise ModelError(f"extra_parallel_modules={modules!r} are no names; give some of {known}")
-        for name in modules:
-            if name not in known:
-                raise ModelError(f"extra_parallel_modules: {name!r} is not offered; give some of {known}")
-        object.__setattr__(self, "extra_parallel_modules", tuple(modules))
 
     def to_plan(self, world: int | None = None) -> Plan:
         """The plan.
 
         Args:
-            world: ranks that are running, for a size that is auto; by default those that torchrun started, or one.
+            world: ranks that are running, for a degree that is auto; by default those that torchrun started, or one.
 
         Raises:
-            PlanError: if the other sizes do not divide them, or values contradict each other.
+            PlanError: if the other degrees do not divide them, or values contradict each other.
         """
-        sizes: dict[str, Any] = {AXES[name]: getattr(self, name) or 1 for name in AXES}
-        if "auto" in sizes.values():
+        degrees = dict(self.degrees)
+        for name in [name for name, degree in degrees.items() if degree == "auto"]:
+            degrees[name] = 1
+            fixed = Plan(**degrees).world
             place = env.read_torchrun_place()
-            ranks = world if world is not None else (1 if place is None else place.world)
-            sizes = _fill_auto_size(sizes, ranks)
-        plan = Plan(**sizes, uaa=self.ulysses_anything, async_ulysses=self.ulysses_async)
-        for name in self.extra_parallel_modules if plan.world > 1 else ():
-            plan = replace(plan, **_PLAN_CHANGES_BY_MODULE[name])
+            if world is None:
+                world = 1 if place is None else place.world
+            if world % fixed:
+                shown = " and ".join(f"{other}={degree}" for other, degree in degrees.items() if degree != 1)
+                raise PlanError(
+                    f"{name}=auto with {shown}: {world} rank(s) cannot be divided so; start a multiple of {fixed}"
+                )
+            degrees[name] = world // fixed
+        plan = Plan(**degrees, **self.options)
+        # One rank has nobody to split a module with.
+        for module in self.modules if plan.world > 1 else ():
+            plan = replace(plan, **_PLAN_CHANGES_BY_MODULE[module])
         return plan
 
 
-def _fill_auto_size(sizes: dict[str, Any], world: int) -> dict[str, Any]:
-    """The sizes, with the one that is auto as a number."""
-    fixed = Plan(**{name: size for name, size in sizes.items() if size != "auto"}).world
-    auto = next(name for name, size in sizes.items() if size == "auto")
-    if world % fixed:
-        shown = " and ".join(f"{name}={size}" for name, size in sizes.items() if size not in (1, "auto"))
-        raise PlanError(
-            f"{auto}=auto with {shown}: {world} rank(s) cannot be shared out so; start a multiple of {fixed}"
-        )
-    return sizes | {auto: world // fixed}
+def plan_division(**arguments: Any) -> RankDivision:
+    """A division over ranks in the spelling of cache-dit, whose name for this is `ParallelismConfig`.
+
+    Args:
+        ulysses_size: ranks that split the tokens, and the heads in attention. None is 1. One size may be "auto": as
+            many ranks as are running, divided by the other sizes.
+        ring_size: ranks that split the tokens, and pass keys and values round a ring.
+        tp_size: ranks that split the weights of every block.
+        backend: one of `ParallelismBackend`; ditile has one backend for all of them.
+        attention_backend, cp_plan: as in `RankDivision`.
+        ulysses_anything: True allows lengths and heads that ulysses does not divide, False refuses them; None allows
+            them where they are needed.
+        ulysses_async: exchange each projection while the next one is computed.
+        ulysses_float8: False: exchanged tensors keep their type.
+        ring_rotate_method: p2p.
+        ring_convert_to_fp32: partial results are always merged in float32.
+        extra_parallel_modules: the `modules` of `RankDivision`.
+        parallel_kwargs: the last seven arguments, attention_backend and cp_plan in the older form, in which three are
+            called experimental_ulysses_anything, experimental_ulysses_async (or experimental_async_qkv_proj) and
+            experimental_ulysses_float8.
+        use_ray: False.
+
+    Raises:
+        ModelError: if an argument or an entry of parallel_kwargs is not known, or a value is out of its range.
+    """
+    for name, value in arguments.items():
+        if name.startswith("ray_") or (name == "use_ray" and value):
+            raise ModelError(f"{name}={value!r}: ranks are started by torchrun or ditile.launch; leave it out")
+        check_known(f"ParallelismConfig({name}=..)", name, _ARGUMENTS)
+    values = arguments | _read_parallel_kwargs(arguments)
+    for name, choices in _CHOICES.items():
+        value = values.get(name, choices[0])
+        if name == "backend":
+            # It may be a member of the enum, or its name in either case.
+            value = str(value).rpartition(".")[2].lower()
+        # 1 is not True.
+        if value not in choices or type(value) not in map(type, choices):
+            known = ", ".join(map(repr, choices))
+            raise ModelError(f"{name}={value!r} is not offered; try {known}, or leave it out")
+    degrees = {degree: _check_size(name, values.get(name)) for name, degree in AXES.items()}
+    automatic = [name for name, degree in AXES.items() if degrees[degree] == "auto"]
+    if len(automatic) > 1:
+        raise ModelError(f"{' and '.join(automatic)} are auto; say one of them as a number")
+    kernel = values.get("attention_backend")
+    if kernel is not None and not isinstance(kernel, str):
+        raise ModelError(f"attention_backend={kernel!r} is no name; try 'native'")
+    modules = values.get("extra_parallel_modules", ())
+    known_modules = list(_PLAN_CHANGES_BY_MODULE)
+    if isinstance(modules, str) or not isinstance(modules, Sequence):
+        raise ModelError(f"extra_parallel_modules={modules!r} are no names; give some of {known_modules}")
+    for name in modules:
+        if name not in known_modules:
+            raise ModelError(f"extra_parallel_modules: {name!r} is not offered; give some of {known_modules}")
+    options = {"uaa": values.get("ulysses_anything"), "async_ulysses": values.get("ulysses_async", False)}
+    return RankDivision(degrees, options, tuple(modules), kernel, values.get("cp_plan"))
+
+
+ParallelismConfig = plan_division
+
+
+def _read_parallel_kwargs(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that parallel_kwargs stands for; one that is off leaves the argument as it is."""
+    older = arguments.get("parallel_kwargs", {})
+    if not isinstance(older, Mapping):
+        names = ", ".join(_IN_PARALLEL_KWARGS)
+        raise ModelError(f"parallel_kwargs={older!r} are no names and values; give some of {names}")
+    values: dict[str, Any] = {}
+    for entry, value in older.items():
+        check_known(f"parallel_kwargs[{entry!r}]", entry, _IN_PARALLEL_KWARGS)
+        name = _OLDER_NAMES.get(entry, entry)
+        values[name] = value or arguments.get(name) or value
+    return values
+
+
+def _check_size(name: str, size: Any) -> Any:
+    if size is None or size == "auto":
+        return size or 1
+    check_whole_number(size, name, hint=f"{name}=2 or {name}='auto'")
+    return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -39,7 +39,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from ditile.cache.cache_dit import AXES, ParallelismConfig, QuantizeConfig
+from ditile.cache.cache_dit import AXES, QuantizeConfig, RankDivision, plan_division
 from ditile.cache.config import (
     CACHE_WORDS,
     Calibration,
@@ -117,10 +117,10 @@ def load_cache_config(source: ConfigSource) -> tuple[DBCacheConfig | None, Calib
     return configs["cache_config"], configs["calibrator_config"]
 
 
-def load_parallelism_config(source: ConfigSource) -> ParallelismConfig | None:
+def load_parallelism_config(source: ConfigSource) -> RankDivision | None:
     """The parallelism_config of `load_configs`."""
-    config: ParallelismConfig | None = load_configs(source)["parallelism_config"]
-    return config
+    division: RankDivision | None = load_configs(source)["parallelism_config"]
+    return division
 
 
 def load_quantize_config(source: ConfigSource) -> QuantizeConfig | None:
@@ -232,9 +232,10 @@ def _parse_calibrator_section(values: dict[str, Any]) -> Calibration:
     return CALIBRATOR_CONFIGS[kind](**values)
 
 
-def _parse_parallelism_section(values: dict[str, Any]) -> ParallelismConfig:
+def _parse_parallelism_section(values: dict[str, Any]) -> RankDivision:
+    # A file may say ulysses for ulysses_size.
     names = {name.removesuffix("_size"): name for name in AXES}
-    return ParallelismConfig(**{names.get(name, name): value for name, value in values.items()})
+    return plan_division(**{names.get(name, name): value for name, value in values.items()})
 
 
 def _check_quantize_section(values: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ditile.cache.cache_dit import ParallelismConfig, QuantizeConfig, parse_quantize_config
+from ditile.cache.cache_dit import QuantizeConfig, RankDivision, parse_quantize_config
 from ditile.cache.cached import (
     CacheClock,
     IdleCacheWarning,
@@ -70,7 +70,7 @@ def enable_cache(
     cache_config: DBCacheConfig | Mapping[str, Any] | None = None,
     calibrator_config: Calibration | Mapping[str, Any] | None = None,
     params_modifiers: Sequence[ParamsModifier] | ParamsModifier | None = None,
-    parallelism_config: ParallelismConfig | Mapping[str, Any] | None = None,
+    parallelism_config: RankDivision | Mapping[str, Any] | None = None,
     attention_backend: str | None = None,
     quantize_config: QuantizeConfig | Mapping[str, Any] | None = None,
 ) -> Any:
@@ -80,9 +80,9 @@ def enable_cache(
 
     Args:
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` that
-            says where blocks are. A new cache replaces one that is there.
-        cache_config: a `DBCacheConfig` or `DBPruneConfig`. By default that of `build_default_config`, or no cache if
-            one of the last three arguments is given.
+            says where blocks are. A new cache replaces the one that is there.
+        cache_config: a `DBCacheConfig` or `DBPruneConfig`. The default is `build_default_config`, or no cache if one of
+            the last three arguments is given.
         calibrator_config: forecasts what was left out; None takes what was computed last.
         params_modifiers: what is different in some lists of blocks; with one for each list, each decides by itself.
         parallelism_config: divides the pipeline over the ranks that are running. Every rank then calls the pipeline as
@@ -112,34 +112,40 @@ def enable_cache(
     pipe = _unwrap_pipeline(pipe_or_adapter)
     if isinstance(pipe_or_adapter, Runner) and division is not None:
         raise ModelError("a runner has its plan already; leave parallelism_config out")
-    wants_cache = config is not None or all(each is None for each in (division, attention_backend, quantization))
+    has_cache = config is not None or (division is None and attention_backend is None and quantization is None)
     adapted: list[TransformerBlockLists] = []
     if isinstance(pipe_or_adapter, BlockAdapter):
         adapted = resolve_adapter(pipe_or_adapter)
-    elif wants_cache:
+    elif has_cache:
         adapted = find_pipeline_block_lists(pipe)
-    made = [_build_model_cache(each, config, calibrator, params_modifiers) for each in adapted if wants_cache]
-    kernel = attention_backend or (division.attention_backend if division is not None else None)
+    caches: list[TransformerCache] = []
+    if has_cache:
+        caches = [_build_model_cache(model, config, calibrator, params_modifiers) for model in adapted]
+    kernel = attention_backend or None
+    if kernel is None and division is not None:
+        kernel = division.attention_backend
     transformers = [unwrap_module(transformer) for transformer in find_transformers(pipe)]
-    if all(parameter.device.type == "cpu" for each in transformers for parameter in each.parameters()):
+    devices = {parameter.device.type for transformer in transformers for parameter in transformer.parameters()}
+    if devices <= {"cpu"}:
         cpus.warn_of_spinning_threads()
     if kernel is not None:
         _check_attention_kernel(kernel, transformers)
-    _warn_of_idle_caches(made)
+    _warn_of_idle_caches(caches)
+    # All checks are over: from here on the pipeline changes.
     earlier = _find_enabled(pipe)
     disable_cache(pipe)
     try:
         with ExitStack() as stack:
-            for each in adapted:
-                stack.callback(each.undo)
+            for model in adapted:
+                stack.callback(model.undo)
             runner = _divide_and_quantize(stack, pipe, transformers, division, kernel, quantization)
-            _install_caches(stack, pipe, made, adapted, config)
+            _install_caches(stack, pipe, caches, adapted, config)
             arguments = (pipe_or_adapter, config, calibrator, params_modifiers, division, attention_backend)
-            _keep_enabled([pipe, *transformers], _Enabled(stack.pop_all(), arguments, runner, made))
+            _keep_enabled([pipe, *transformers], _Enabled(stack.pop_all(), arguments, runner, caches))
     except BaseException:
-        # What was refused leaves the earlier cache as it was.
-        for one in earlier:
-            enable_cache(*one.arguments)
+        # After a refusal the earlier cache is as it was.
+        for enabled in earlier:
+            enable_cache(*enabled.arguments)
         raise
     return pipe_or_adapter
 
@@ -149,26 +155,28 @@ class _Enabled:
     """One call of `enable_cache`: what undoes it, and its arguments without quantization, which stays.
 
     Attributes:
-        runner: what calls of the pipeline run, if it was divided.
-        made: its caches.
+        runner: runs the calls of the pipeline, if it was divided.
+        caches: of its transformers.
     """
 
     stack: ExitStack
     arguments: tuple[Any, ...]
     runner: Runner | None
-    made: Sequence[TransformerCache]
+    caches: Sequence[TransformerCache]
 
     @property
     def is_in_call(self) -> bool:
         """Whether a call of the pipeline is under way, which needs it."""
-        return (self.runner is not None and self.runner.is_running) or any(each.is_in_call for each in self.made)
+        if self.runner is not None and self.runner.is_running:
+            return True
+        return any(cache.is_in_call for cache in self.caches)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Enabled:
         return self
 
 
 def _keep_enabled(owners: Sequence[Any], enabled: _Enabled) -> None:
-    """Keeps it at the pipeline, where a transformer that is replaced does not take it away, and at the transformers."""
+    """Keeps it on the pipeline, where it survives the replacement of a transformer, and on the transformers."""
     for owner in owners:
         vars(owner)[_ENABLED] = enabled
         enabled.stack.callback(vars(owner).pop, _ENABLED, None)
@@ -180,24 +188,30 @@ def _find_enabled(pipe: Any) -> list[_Enabled]:
     # A pipeline may have lost its transformer since.
     with suppress(ModelError) if hasattr(pipe, _ENABLED) else nullcontext():
         owners += [unwrap_module(transformer) for transformer in find_transformers(pipe)]
-    found = [getattr(owner, _ENABLED) for owner in owners if hasattr(owner, _ENABLED)]
-    return [each for k, each in enumerate(found) if each not in found[:k]]
+    found: list[_Enabled] = []
+    for owner in owners:
+        enabled = getattr(owner, _ENABLED, None)
+        if enabled is not None and enabled not in found:
+            found.append(enabled)
+    return found
 
 
 def _parse_mappings(**configs: Any) -> dict[str, Any]:
-    """Configs by name, with those that are dicts read as sections of a config file.
+    """Configs by name; dicts among them are read as sections of a config file.
 
     Raises:
         ModelError: if one is neither, or not allowed.
     """
+    parsed = dict(configs)
     mappings = {name: config for name, config in configs.items() if isinstance(config, Mapping)}
-    found = load_configs(mappings) if mappings else {}
-    parsed = configs | {name: config for name, config in found.items() if config is not None}
+    if mappings:
+        loaded = load_configs(mappings)
+        parsed |= {name: config for name, config in loaded.items() if config is not None}
     ParamsModifier(cache_config=parsed["cache_config"], calibrator_config=parsed["calibrator_config"])
     if parsed.get("quantize_config") is not None:
         parsed["quantize_config"] = parse_quantize_config(parsed["quantize_config"])
     division = parsed.get("parallelism_config")
-    if division is not None and not isinstance(division, ParallelismConfig):
+    if division is not None and not isinstance(division, RankDivision):
         raise ModelError(f"parallelism_config={division!r} is no config; give a ParallelismConfig(..), or a dict")
     return parsed
 
@@ -222,7 +236,7 @@ def _list_unused(pipe_or_adapter: Any) -> list[_Enabled]:
     """What is enabled. Raises `StateError` while a call of a pipeline uses it."""
     found = _find_enabled(_unwrap_pipeline(pipe_or_adapter))
     if any(enabled.is_in_call for enabled in found):
-        raise StateError("the pipeline is in the middle of a call, which uses its cache; change that when it is over")
+        raise StateError("the pipeline is in the middle of a call, which uses its cache; change it after the call")
     return found
 
 
@@ -235,11 +249,11 @@ def refresh_context(
     verbose: bool = False,
     **changes: Any,
 ) -> None:
-    """Drops what was remembered, for a new picture. Only a transformer without a pipeline needs it.
+    """Drops what was remembered, for a new image. Only a transformer without a pipeline needs it.
 
     Args:
         transformer: what `enable_cache` was given.
-        num_inference_steps: the steps of the picture; in a pipeline the scheduler says them.
+        num_inference_steps: the steps of the image; in a pipeline the scheduler says them.
         cache_config: fields that are different from now on are those that were given to it; a config of another class
             replaces the whole.
         calibrator_config: the same of the calibrator.
@@ -251,17 +265,20 @@ def refresh_context(
         ModelError: if a field is not known, or a value is out of its range.
     """
     caches = _require_caches(transformer)
-    _list_unused(transformer)  # raises within a call, where the cache would rest for all that is left of it
+    # This raises within a call, for the rest of which the cache would do nothing.
+    _list_unused(transformer)
     configs = _parse_mappings(cache_config=cache_config, calibrator_config=calibrator_config)
     config = configs["cache_config"]
     calibrator = configs["calibrator_config"]
-    steps = num_inference_steps or (config.num_inference_steps if config is not None else None)
+    steps = num_inference_steps
+    if not steps and config is not None:
+        steps = config.num_inference_steps
     if isinstance(cache_config, Mapping) and config is not None:
         # A dict changes fields, and does not say which class it is.
         changes = {name: getattr(config, name) for name in config.given} | changes
         config = None
-    for each in caches:
-        each.refresh_settings(steps, config, calibrator, changes)
+    for cache in caches:
+        cache.refresh_settings(steps, config, calibrator, changes)
     if verbose:
         LOG.info("%s: %s", type(transformer).__name__, strify(transformer))
     _warn_of_idle_caches(caches)
@@ -278,21 +295,23 @@ def summary(pipe_or_adapter: Any, details: bool = False, logging: bool = True) -
     Raises:
         StateError: if there is no cache.
     """
-    caches = _require_caches(pipe_or_adapter)
-    for each in caches:
-        each.update_reports()
-    reports = [report for each in caches for report in each.reports]
+    reports: list[ContextReport] = []
+    for cache in _require_caches(pipe_or_adapter):
+        cache.update_reports()
+        reports += cache.reports
     if isinstance(pipe_or_adapter, Runner):
         mesh = pipe_or_adapter.mesh
         place = [mesh["data"].index, mesh["cfg"].index, mesh.stage_index]
-        rank_reports = gather_json([place, [report.to_dict() for report in reports]], mesh.everyone)
-        reports = merge_rank_reports(
-            [(place, [ContextReport.from_dict(one) for one in own]) for place, own in rank_reports]
-        )
+        reports_by_rank = []
+        for rank_place, values in gather_json([place, [report.to_dict() for report in reports]], mesh.everyone):
+            reports_by_rank.append((rank_place, [ContextReport.from_dict(value) for value in values]))
+        reports = merge_rank_reports(reports_by_rank)
         logging = logging and mesh.rank == 0
     if logging:
         console = Console()
-        (console if console.is_terminal else Console(width=_PIPED)).print(build_report_table(reports, details=details))
+        if not console.is_terminal:
+            console = Console(width=_PIPED)
+        console.print(build_report_table(reports, details=details))
     return reports
 
 
@@ -301,7 +320,7 @@ def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
 
     Args:
         what: what `enable_cache` was given, a runner, what `summary` returned, or a config.
-        calibrator_config: the calibrator beside a config.
+        calibrator_config: the calibrator that goes with a config.
 
     Raises:
         StateError: if there is no cache.
@@ -310,7 +329,10 @@ def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
         return config_text(what, calibrator_config)
     if isinstance(what, list):
         return ", ".join(dict.fromkeys(report.settings for report in what))
-    return ", ".join(dict.fromkeys(context.text for each in _require_caches(what) for context in each.contexts))
+    texts: list[str] = []
+    for cache in _require_caches(what):
+        texts += [context.text for context in cache.contexts]
+    return ", ".join(dict.fromkeys(texts))
 
 
 def _unwrap_pipeline(target: Any) -> Any:
@@ -323,15 +345,17 @@ def _unwrap_pipeline(target: Any) -> Any:
         raise ModelError(
             "BlockAdapter has a list of transformers and no pipe whose steps count; give the pipe, or each an adapter"
         )
-    return target.transformer if target.pipe is None else target.pipe
+    if target.pipe is not None:
+        return target.pipe
+    return target.transformer
 
 
 def _require_caches(target: Any) -> list[TransformerCache]:
-    caches_or_none = [
-        find_transformer_cache(unwrap_module(transformer))
-        for transformer in find_transformers(_unwrap_pipeline(target))
-    ]
-    caches = [each for each in caches_or_none if each is not None]
+    caches: list[TransformerCache] = []
+    for transformer in find_transformers(_unwrap_pipeline(target)):
+        cache = find_transformer_cache(unwrap_module(transformer))
+        if cache is not None:
+            caches.append(cache)
     if not caches:
         raise StateError(f"{type(target).__name__}: {_NOTHING}")
     return caches
@@ -343,7 +367,8 @@ def _build_model_cache(
     calibrator: Calibration | None,
     modifiers: Sequence[ParamsModifier] | ParamsModifier | None,
 ) -> TransformerCache:
-    given = [modifiers] if isinstance(modifiers, ParamsModifier) else list(modifiers or adapted.params_modifiers)
+    if isinstance(modifiers, ParamsModifier):
+        modifiers = [modifiers]
     config = config or build_default_config(sum(len(block_list.blocks) for block_list in adapted.lists))
     row = find_model_entry(adapted.transformer)
     if row.mirrored and config.Bn_compute_blocks > config.Fn_compute_blocks:
@@ -352,72 +377,80 @@ def _build_model_cache(
             f"read what the first ones return, of which {config.Fn_compute_blocks} are computed; try "
             f"Bn_compute_blocks={config.Fn_compute_blocks} or less"
         )
-    return build_transformer_cache(adapted.transformer, adapted.lists, config, calibrator, given, has_rows=row.has_rows)
+    modifiers = list(modifiers or adapted.params_modifiers)
+    return build_transformer_cache(
+        adapted.transformer, adapted.lists, config, calibrator, modifiers, has_rows=row.has_rows
+    )
 
 
 def _warn_of_idle_caches(caches: Sequence[TransformerCache]) -> None:
-    for reason in dict.fromkeys(context.idle for each in caches for context in each.contexts if context.idle):
-        warnings.warn(reason, IdleCacheWarning, stacklevel=3)
+    reasons: list[str | None] = []
+    for cache in caches:
+        reasons += [context.idle for context in cache.contexts]
+    # Contexts with the same reason warn once.
+    for reason in dict.fromkeys(reasons):
+        if reason:
+            warnings.warn(reason, IdleCacheWarning, stacklevel=3)
 
 
 def _install_caches(
     stack: ExitStack,
     pipe: Any,
-    made: Sequence[TransformerCache],
+    caches: Sequence[TransformerCache],
     adapted: Sequence[TransformerBlockLists],
     config: DBCacheConfig | None,
 ) -> None:
     """Installs the caches, with one clock for all of a pipeline."""
 
     def begin_caches(steps: int) -> None:
-        for each in made:
-            each.begin_generation(steps)
+        for cache in caches:
+            cache.begin_generation(steps)
 
     def end_caches() -> None:
-        for each in made:
-            each.end_generation()
+        for cache in caches:
+            cache.end_generation()
 
     def check_models() -> None:
-        for each in made:
-            _warn_of_replaced_model(pipe, each.transformer)
+        for cache in caches:
+            _warn_of_replaced_model(pipe, cache.transformer)
 
-    if not made:
+    if not caches:
         return
     clock: CacheClock
     if isinstance(pipe, nn.Module) or not find_schedulers(pipe):
-        said = [
-            config.enable_separate_cfg if config is not None else None,
-            *(each.has_separate_cfg for each in adapted),
-        ]
-        steps = config.num_inference_steps if config is not None else None
+        separate_cfg = any(model.has_separate_cfg for model in adapted)
+        steps = None
+        if config is not None:
+            separate_cfg = separate_cfg or bool(config.enable_separate_cfg)
+            steps = config.num_inference_steps
         own_pipe = None if isinstance(pipe, nn.Module) else pipe
-        clock = CallClock(begin_caches, end_caches, check_models, steps, separate_cfg=any(said), pipe=own_pipe)
+        clock = CallClock(begin_caches, end_caches, check_models, steps, separate_cfg=separate_cfg, pipe=own_pipe)
     else:
         clock = SchedulerClock(pipe, begin_caches, end_caches, check_models)
     clock.start_watching()
-    for each in made:
-        each.install_hooks(clock, functools.partial(find_compiler, pipe, each.transformer))
-        stack.callback(each.remove_hooks)
+    for cache in caches:
+        cache.install_hooks(clock, functools.partial(find_compiler, pipe, cache.transformer))
+        stack.callback(cache.remove_hooks)
 
 
 def _warn_of_replaced_model(pipe: Any, transformer: nn.Module) -> None:
     """Warns if a cached model is no longer the pipeline's, nor within one of its components."""
-    modules = [unwrap_module(part) for part in list_pipeline_parts(pipe).values() if isinstance(part, nn.Module)]
-    if transformer not in modules and not any(transformer is each for part in modules for each in part.modules()):
-        name = type(pipe).__name__
-        warnings.warn(
-            f"the {type(transformer).__name__} that was cached is no longer that of the {name}, and what replaced it "
-            "is not cached; call ditile.enable_cache again, or disable_cache to free it",
-            IdleCacheWarning,
-            stacklevel=2,
-        )
+    for part in list_pipeline_parts(pipe).values():
+        if isinstance(part, nn.Module) and any(transformer is module for module in unwrap_module(part).modules()):
+            return
+    warnings.warn(
+        f"the {type(transformer).__name__} that was cached is no longer in the {type(pipe).__name__}, and what "
+        "replaced it is not cached; call ditile.enable_cache again, or disable_cache to free it",
+        IdleCacheWarning,
+        stacklevel=2,
+    )
 
 
 def _divide_and_quantize(
     stack: ExitStack,
     pipe: Any,
     transformers: Sequence[nn.Module],
-    division: ParallelismConfig | None,
+    division: RankDivision | None,
     kernel: str | None,
     quantization: QuantizeConfig | None,
 ) -> Runner | None:
@@ -427,32 +460,34 @@ def _divide_and_quantize(
         runner = _divide_pipeline(stack, pipe, division, kernel)
     elif kernel is not None:
         _set_attention_kernel(stack, transformers, kernel)
-    # After the division, which cannot share out quantized weights.
+    # After the division, which cannot split quantized weights.
     if quantization is not None:
         quantize(pipe, quantize_config=quantization)
     return runner
 
 
-def _divide_pipeline(stack: ExitStack, pipe: Any, config: ParallelismConfig, kernel: str | None) -> Runner | None:
+def _divide_pipeline(stack: ExitStack, pipe: Any, division: RankDivision, kernel: str | None) -> Runner | None:
     """Makes a call of this pipeline a call of a runner: the instance gets a subclass of its own.
 
     Returns:
         The runner; None if nothing is divided.
     """
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else None
-    plan = config.to_plan(world)
+    plan = division.to_plan(world)
     if plan == Plan() and kernel is None:
         return None
-    runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=config.cp_plan)
-    kind = type(pipe)
+    runner = parallelize(pipe, plan, keep_weights=True, attention=kernel, cp_plan=division.cp_plan)
+    pipeline_class = type(pipe)
 
-    @functools.wraps(kind.__call__)
+    @functools.wraps(pipeline_class.__call__)
     def call_runner(self: Any, *args: Any, **kwargs: Any) -> Any:
         return runner(*args, **kwargs)
 
-    pipe.__class__ = type(kind.__name__, (kind,), {"__call__": call_runner, "__module__": kind.__module__})
+    # Python looks `__call__` up on the class, so the instance needs a class of its own.
+    names = {"__call__": call_runner, "__module__": pipeline_class.__module__}
+    pipe.__class__ = type(pipeline_class.__name__, (pipeline_class,), names)
     stack.callback(runner.restore)
-    stack.callback(setattr, pipe, "__class__", kind)
+    stack.callback(setattr, pipe, "__class__", pipeline_class)
     return runner
 
 
