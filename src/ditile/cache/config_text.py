@@ -1,6 +1,6 @@
 """A cache as text: a config file, or one line.
 
-A YAML or JSON file says all that `enable_cache` takes.
+A YAML or JSON file has all the settings that `enable_cache` takes.
 
     cache_config:
       Fn_compute_blocks: 1
@@ -32,7 +32,7 @@ after `prune` the line stands for a `DBPruneConfig`, and its fields work too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,9 @@ CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "foca": FoCaCalibratorConfig,
     "dmd": DMDCalibratorConfig,
 }
-MAX_VALUES, MAX_DEPTH = 100_000, 32
-"""In a file of settings, with all that aliases stand for."""
+MAX_VALUES = 100_000
+MAX_DEPTH = 32
+"""The values and levels of a file of settings, with what its aliases stand for: far more than settings need."""
 NO_CACHE = "none"
 """The line that stands for no cache."""
 
@@ -69,7 +70,7 @@ _CACHE_CONFIGS = {"dbcache": DBCacheConfig, "dbprune": DBPruneConfig}
 _UNUSED = ("force_reduce_calibrator_vram",)
 """Entries of cache_config that cache-dit has, and that change nothing here."""
 _PRUNE_FIELDS = set(DBPruneConfig.__dataclass_fields__) - set(DBCacheConfig.__dataclass_fields__)
-_FORECASTS = [word for word, row in CACHE_WORDS.items() if issubclass(row.config, Calibration) and word != "reach"]
+_FORECASTS = ("taylor", "dmd", "foca")
 _WITHOUT_VALUE = ("resets", "prune", *_FORECASTS)
 """The words that need no value."""
 
@@ -94,8 +95,10 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
         LoadError: if the file is missing, unreadable, or neither YAML nor JSON.
         ModelError: if a name is not known, with the nearest one, or a value is out of its range.
     """
-    content = path_or_dict if isinstance(path_or_dict, Mapping) else _read_config_file(Path(path_or_dict))
-    if content and all(name in _FLAT_ENTRIES for name in content):
+    content: Any = path_or_dict
+    if not isinstance(content, Mapping):
+        content = _read_config_file(Path(content))
+    if content and set(content) <= _FLAT_ENTRIES:
         content = {"cache_config": content}
     for name in content:
         check_known(f"the config {name!r}", name, _SECTIONS)
@@ -105,9 +108,18 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
         configs |= _parse_cache_section(_read_section(content, "cache_config"))
         if configs["calibrator_config"] is not None and "calibrator_config" in content:
             raise ModelError("cache_config and calibrator_config name a calibrator each; leave one of them out")
-    for name, make in _SECTIONS.items():
-        if name in content and name != "cache_config":
-            configs[name] = make(content[name] if name == "attention_backend" else _read_section(content, name))
+    if "calibrator_config" in content:
+        configs["calibrator_config"] = _parse_calibrator_section(_read_section(content, "calibrator_config"))
+    if "parallelism_config" in content:
+        configs["parallelism_config"] = _parse_parallelism_section(_read_section(content, "parallelism_config"))
+    if "quantize_config" in content:
+        configs["quantize_config"] = _read_section(content, "quantize_config")
+        # Only checked: it is merged with flags later.
+        QuantizeConfig(**configs["quantize_config"])
+    kernel = content.get("attention_backend")
+    if kernel is not None and not isinstance(kernel, str):
+        raise ModelError(f"attention_backend={kernel!r} is no name; try native")
+    configs["attention_backend"] = kernel
     return configs if return_dict else tuple(configs.values())
 
 
@@ -126,7 +138,9 @@ def load_parallelism_config(source: ConfigSource) -> RankDivision | None:
 def load_quantize_config(source: ConfigSource) -> QuantizeConfig | None:
     """The quantize_config of `load_configs`, as a config."""
     values = load_configs(source)["quantize_config"]
-    return None if values is None else QuantizeConfig(**values)
+    if values is None:
+        return None
+    return QuantizeConfig(**values)
 
 
 def load_attn_backend_config(source: ConfigSource) -> str | None:
@@ -136,19 +150,19 @@ def load_attn_backend_config(source: ConfigSource) -> str | None:
 
 
 def _read_config_file(path: Path) -> Mapping[str, Any]:
-    kind = "JSON" if path.suffix == ".json" else "YAML"
+    language = "JSON" if path.suffix == ".json" else "YAML"
     try:
         text = files.read_text(path)
     except (OSError, ValueError) as error:
         raise LoadError(f"the config {str(path)!r} cannot be read: {error}") from error
     try:
-        content = files.parse_json(text) if kind == "JSON" else yaml.safe_load(text)
+        content = files.parse_json(text) if language == "JSON" else yaml.safe_load(text)
         _check_amount(content)
     except RecursionError:
-        raise LoadError(f"the config {str(path)!r} is no {kind}: it is nested too deep") from None
-    # PyYAML raises the last three for a value that is none of its tag, such as `!!bool x`.
+        raise LoadError(f"the config {str(path)!r} is no {language}: it is nested too deep") from None
+    # PyYAML raises the last three for a value that does not fit its tag, such as `!!bool x`.
     except (ValueError, yaml.YAMLError, LookupError, AttributeError, TypeError) as error:
-        raise LoadError(f"the config {str(path)!r} is no {kind}: {' '.join(str(error).split())}") from error
+        raise LoadError(f"the config {str(path)!r} is no {language}: {' '.join(str(error).split())}") from error
     if not isinstance(content, Mapping):
         raise LoadError(f"the config {str(path)!r} has no sections; try some of {', '.join(_SECTIONS)}")
     return content
@@ -158,11 +172,14 @@ def _check_amount(content: Any) -> None:
     """Raises `ValueError` for more or deeper values than settings have: aliases of YAML may stand for billions."""
     level = [content]
     count = 0
+    # Level by level: each value of an alias is counted as often as it is used, without following it to its end.
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for value in level:
-            inner += [*value, *value.values()] if isinstance(value, Mapping) else []
-            inner += value if isinstance(value, list | tuple | set) else ()
+            if isinstance(value, Mapping):
+                inner += [*value, *value.values()]
+            elif isinstance(value, list | tuple | set):
+                inner += value
             if count + len(inner) > MAX_VALUES:
                 raise ValueError(f"it stands for more than {MAX_VALUES} values")
         count += len(inner)
@@ -175,42 +192,52 @@ def _read_section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     values = content[name]
     if not isinstance(values, Mapping):
         raise ModelError(f"{name}={values!r} is no section; give names and values")
-    return {str(key): _parse_exponent(value) for key, value in values.items()}
-
-
-def _parse_exponent(value: Any) -> Any:
-    """The number that a text such as 1e-8 is: YAML 1.1 reads one without a point as text."""
-    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+    section = {str(key): value for key, value in values.items()}
+    for key, value in section.items():
+        # YAML 1.1 reads a number such as 1e-8, without a point, as text.
+        if isinstance(value, str) and _EXPONENT.fullmatch(value):
+            section[key] = float(value)
+    return section
 
 
 def _parse_cache_section(values: dict[str, Any]) -> dict[str, Any]:
     """The cache_config, and the calibrator_config where the section names a calibrator."""
-    enabled = [kind for kind in CALIBRATOR_CONFIGS if values.get(f"enable_{kind}")]
+    enabled = [name for name in CALIBRATOR_CONFIGS if values.get(f"enable_{name}")]
     if len(enabled) > 1:
-        names = " and ".join(f"enable_{kind}" for kind in enabled)
+        names = " and ".join(f"enable_{name}" for name in enabled)
         raise ModelError(f"{names}: there is one calibrator; leave one out")
-    fields = {name: value for name, value in values.items() if name not in (*_CALIBRATOR_ENTRIES, *_UNUSED)}
-    name = str(fields.pop("cache_type", "")).rpartition(".")[2].lower()
-    if name:
-        check_known(f"cache_type={name!r}", name, _CACHE_CONFIGS)
-    prunes = name == "dbprune" or (not name and bool(set(fields) & _PRUNE_FIELDS))
+    fields: dict[str, Any] = {}
+    calibrator_fields: dict[str, Any] = {}
+    for name, value in values.items():
+        if name in _CALIBRATOR_ENTRIES:
+            calibrator, field = _CALIBRATOR_ENTRIES[name]
+            if field and calibrator in ("any", *enabled):
+                calibrator_fields[field] = value
+        elif name not in _UNUSED:
+            fields[name] = value
+    # It may be a member of cache-dit's enum, as CacheType.DBCache.
+    cache_type = str(fields.pop("cache_type", "")).rpartition(".")[2].lower()
+    if cache_type:
+        check_known(f"cache_type={cache_type!r}", cache_type, _CACHE_CONFIGS)
+    prunes = cache_type == "dbprune" or (not cache_type and not _PRUNE_FIELDS.isdisjoint(fields))
     configs: dict[str, Any] = {"cache_config": _make_cache_config(fields, prunes=prunes)}
-    for kind in enabled:
-        entries = {_CALIBRATOR_ENTRIES[name]: values[name] for name in values if name in _CALIBRATOR_ENTRIES}
-        of_kind = {field: value for (owner, field), value in entries.items() if field and owner in ("any", kind)}
-        configs["calibrator_config"] = CALIBRATOR_CONFIGS[kind](**of_kind)
+    for name in enabled:
+        configs["calibrator_config"] = CALIBRATOR_CONFIGS[name](**calibrator_fields)
     return configs
 
 
 def _list_calibrator_entries() -> dict[str, tuple[str, str]]:
-    """Entry of cache_config -> (calibrator, its field), for those of calibrators; a switch has "" for a field."""
+    """Entry of cache_config -> (calibrator, its field), where a calibrator has it; a switch has "" for a field."""
     switch = "enable_encoder_calibrator"
-    kept = "calibrator_cache_type"
-    entries = {name: ("any", name) for name in (switch, kept)}
-    for kind, config in CALIBRATOR_CONFIGS.items():
-        entries |= {name: (kind, name) for name in config.__dataclass_fields__ if name.startswith(f"{kind}_")}
-        entries |= {f"enable_{kind}": (kind, ""), f"enable_encoder_{kind}": (kind, switch)}
-        entries |= {f"{kind}_cache_type": (kind, kept)}
+    stored = "calibrator_cache_type"
+    entries = {switch: ("any", switch), stored: ("any", stored)}
+    for name, config in CALIBRATOR_CONFIGS.items():
+        entries[f"enable_{name}"] = (name, "")
+        entries[f"enable_encoder_{name}"] = (name, switch)
+        entries[f"{name}_cache_type"] = (name, stored)
+        for field in config.__dataclass_fields__:
+            if field.startswith(f"{name}_"):
+                entries[field] = (name, field)
     return entries
 
 
@@ -219,17 +246,20 @@ _CALIBRATOR_ENTRIES = _list_calibrator_entries()
 
 def _make_cache_config(fields: dict[str, Any], *, prunes: bool) -> DBCacheConfig:
     """The config; its mask may be text, such as `6,1,1/1,2`."""
-    if isinstance(mask := fields.get("steps_computation_mask"), str):
+    mask = fields.get("steps_computation_mask")
+    if isinstance(mask, str):
         fields = fields | {"steps_computation_mask": parse_step_mask(mask)}
-    return (DBPruneConfig if prunes else DBCacheConfig)(**fields)
+    return DBPruneConfig(**fields) if prunes else DBCacheConfig(**fields)
 
 
 def _parse_calibrator_section(values: dict[str, Any]) -> Calibration:
-    """The config of the type that is named, or else of the type that its fields belong to."""
-    by_fields = (kind for kind in CALIBRATOR_CONFIGS if any(name.startswith(f"{kind}_") for name in values))
-    kind = values.get("calibrator_type") or next(by_fields, "taylorseer")
-    check_known(f"calibrator_type={kind!r}", kind, CALIBRATOR_CONFIGS)
-    return CALIBRATOR_CONFIGS[kind](**values)
+    """The config of the type that is named, or of the type that its fields belong to."""
+    calibrator = values.get("calibrator_type")
+    if not calibrator:
+        prefixes = {field.partition("_")[0] for field in values}
+        calibrator = next((name for name in CALIBRATOR_CONFIGS if name in prefixes), "taylorseer")
+    check_known(f"calibrator_type={calibrator!r}", calibrator, CALIBRATOR_CONFIGS)
+    return CALIBRATOR_CONFIGS[calibrator](**values)
 
 
 def _parse_parallelism_section(values: dict[str, Any]) -> RankDivision:
@@ -238,24 +268,7 @@ def _parse_parallelism_section(values: dict[str, Any]) -> RankDivision:
     return plan_division(**{names.get(name, name): value for name, value in values.items()})
 
 
-def _check_quantize_section(values: dict[str, Any]) -> dict[str, Any]:
-    QuantizeConfig(**values)
-    return values
-
-
-def _check_attention_backend(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ModelError(f"attention_backend={value!r} is no name; try native")
-    return value
-
-
-_SECTIONS: dict[str, Callable[[Any], Any]] = {
-    "cache_config": _parse_cache_section,
-    "calibrator_config": _parse_calibrator_section,
-    "parallelism_config": _parse_parallelism_section,
-    "attention_backend": _check_attention_backend,
-    "quantize_config": _check_quantize_section,
-}
+_SECTIONS = ("cache_config", "calibrator_config", "parallelism_config", "attention_backend", "quantize_config")
 _FLAT_ENTRIES = {"cache_type", *_UNUSED, *DBPruneConfig.__dataclass_fields__, *_CALIBRATOR_ENTRIES}
 """What a config file may have that is one cache_config, without sections."""
 
@@ -271,7 +284,7 @@ def parse_cache_line(line: str) -> dict[str, Any]:
         return {"cache_config": None}
     if not line.strip():
         raise ModelError(
-            f"a cache in one line is such as 'F=1 W=4 R=0.12 taylor=1', or {NO_CACHE!r}; this one is empty"
+            f"a cache in one line is such as 'F=1 W=4 R=0.12 taylor=1', or {NO_CACHE!r}; this line is empty"
         )
     words = _split_cache_line(line)
     names = [name for name in _FORECASTS if name in words]
@@ -282,22 +295,31 @@ def parse_cache_line(line: str) -> dict[str, Any]:
             f"reach={words['reach']} is how far the forecast of taylor goes; add taylor=1, or leave it out"
         )
     prunes = bool(words.pop("prune", False))
-    of_forecast = {*_FORECASTS, "reach"}
-    fields = {_get_field(name): value for name, value in words.items() if name not in of_forecast}
+    fields: dict[str, Any] = {}
+    for word, value in words.items():
+        if word not in (*_FORECASTS, "reach"):
+            fields[_get_field(word)] = value
     configs: dict[str, Any] = {"cache_config": _make_cache_config(fields, prunes=prunes)}
     for name in names:
-        value = words[name]
         row = CACHE_WORDS[name]
+        value = words[name]
         if row.field is None and value is not True:
             raise ModelError(f"'{name}={value}': {name} takes no value; write {name}")
-        reach = {"taylorseer_reach": words["reach"]} if "reach" in words else {}
-        configs["calibrator_config"] = row.config(**({} if value is True else {str(row.field): value}), **reach)
+        calibrator_fields: dict[str, Any] = {}
+        # A calibrator without a value has its defaults.
+        if value is not True:
+            calibrator_fields[str(row.field)] = value
+        if "reach" in words:
+            calibrator_fields["taylorseer_reach"] = words["reach"]
+        configs["calibrator_config"] = row.config(**calibrator_fields)
     return configs
 
 
 def _get_field(word: str) -> str:
     """The field that a word of a line stands for; fields work by their own names."""
-    return (CACHE_WORDS[word].field if word in CACHE_WORDS else None) or word
+    if word not in CACHE_WORDS:
+        return word
+    return CACHE_WORDS[word].field or word
 
 
 def _split_cache_line(line: str) -> dict[str, Any]:
@@ -323,12 +345,12 @@ def _split_cache_line(line: str) -> dict[str, Any]:
 
 
 def _parse_word_value(text: str) -> Any:
-    """The text as a number or a truth value if it is one, else the text itself."""
+    """The text as a number or a truth value if it is one, and otherwise the text itself."""
     if text in ("", "true", "false"):
         return text != "false"
-    for kind in (int, float):
+    for number_type in (int, float):
         try:
-            return kind(text)
+            return number_type(text)
         except ValueError:
             continue
     return text

@@ -1,13 +1,14 @@
 """Step masks: which steps of a generation compute (1), and which may reuse an earlier one (0). Pure.
 
-Early steps shape the picture, and later steps carry an error in them on. So masks compute most of the early steps and
-fewer of the later ones (LeMiCa, arXiv 2511.00090; EasyCache, arXiv 2507.02860). The presets are those that cache-dit
+Early steps shape the image, and later steps keep an error of theirs. So masks compute most of the early steps and fewer
+of the later ones (LeMiCa, arXiv 2511.00090; EasyCache, arXiv 2507.02860). The presets are those that cache-dit
 published for 28 steps. For any other number the times of their computed steps are interpolated over normalised time,
 and computed steps are added where a hole (a run of cached steps) would be too long.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -103,7 +104,8 @@ def check_step_mask(mask: Any) -> tuple[int, ...] | str | None:
         return None
     if isinstance(mask, str):
         return check_preset_name(mask)
-    if not isinstance(mask, Sequence) or not mask or not all(isinstance(step, int) and step in (0, 1) for step in mask):
+    is_list = isinstance(mask, Sequence) and len(mask) > 0
+    if not is_list or not all(isinstance(step, int) and step in (0, 1) for step in mask):
         raise ModelError(
             f"steps_computation_mask={mask!r} is no mask; give a 1 or 0 for each step, as steps_mask(..) does, or name "
             "a preset"
@@ -145,7 +147,8 @@ def parse_step_mask(text: str) -> str | tuple[int, ...]:
     if not slash:
         return check_preset_name(text)
     try:
-        runs, holes = ([int(part) for part in side.split(",")] for side in (compute, cache))
+        runs = list(map(int, compute.split(",")))
+        holes = list(map(int, cache.split(",")))
     except ValueError:
         raise ModelError(f"{text!r} are no bins; write them as in 6,1,1,1,1/1,2,5,5,5, or name a preset") from None
     return tuple(steps_mask(runs, holes))
@@ -159,32 +162,32 @@ def _interleave_bins(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
             "more of compute_bins"
         )
     mask: list[int] = []
-    for k, run in enumerate(compute):
-        mask += [1] * run + [0] * sum(cache[k : k + 1])
+    for run, hole in itertools.zip_longest(compute, cache, fillvalue=0):
+        mask += [1] * run + [0] * hole
     return mask
 
 
 def _interpolate_steps(times: Sequence[int], count: int, steps: int) -> list[int]:
     """`count` different steps of `steps`, the first and the last included, at the interpolated times of a preset."""
     chosen: list[int] = []
-    for k in range(count):
-        at = k * (len(times) - 1) / max(count - 1, 1)
-        low = min(int(at), len(times) - 2)
-        time = times[low] + (at - low) * (times[low + 1] - times[low])
+    for number in range(count):
+        place = number * (len(times) - 1) / max(count - 1, 1)
+        low = min(int(place), len(times) - 2)
+        time = times[low] + (place - low) * (times[low + 1] - times[low])
         step = round(time * (steps - 1) / (REFERENCE_STEPS - 1))
+        # Steps differ from each other, and leave room for those to come.
         least = chosen[-1] + 1 if chosen else 0
-        chosen.append(min(max(step, least), steps - count + k))
+        chosen.append(min(max(step, least), steps - count + number))
     return chosen
 
 
 def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
     """The steps, with as few more as needed so that no hole is longer than `longest` steps."""
     result = [chosen[0]]
-    for step in chosen[1:]:
-        start = result[-1]
-        gap = step - result[-1]
+    for start, step in itertools.pairwise(chosen):
+        gap = step - start
         more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
-        result += [start + round(gap * k / (more + 1)) for k in range(1, more + 1)]
+        result += [start + round(gap * number / (more + 1)) for number in range(1, more + 1)]
         result.append(step)
     return result
 
