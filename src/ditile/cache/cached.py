@@ -267,7 +267,7 @@ class TransformerCache:
         self._chains = []
 
     def update_reports(self) -> None:
-        """Makes the reports those of the generation under way, if there is one."""
+        """Reports the generation under way, if there is one."""
         if not self._chains:
             return
         self._forget_reports()
@@ -359,7 +359,7 @@ def build_transformer_cache(
             once.
 
     Raises:
-        ModelError: if there are no blocks, or the number of modifiers is not 0, 1 or that of the lists.
+        ModelError: if there are no blocks, or the number of modifiers is not 0, 1 or the number of lists.
     """
     if not lists or not any(len(block_list.blocks) for block_list in lists):
         raise ModelError(f"{type(transformer).__name__} has no blocks that could be left out")

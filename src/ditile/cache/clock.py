@@ -19,13 +19,16 @@ from ditile.model.hooks.protocols import CallPosition, LabelledModel
 from ditile.model.source import list_pipeline_parts
 from ditile.plan.errors import StateError
 
-MAX_CALLS_PER_STEP = 32  # calls of a model in one step that no guidance needs
+MAX_CALLS_PER_STEP = 32
+"""More calls of a model in one step than any guidance makes."""
 
 
 def find_schedulers(pipe: Any) -> dict[str, Any]:
     """The schedulers of a pipeline by name, `scheduler` first: some have several, such as `prior_scheduler`."""
-    parts = list_pipeline_parts(pipe).items()
-    schedulers = {name: part for name, part in parts if all(hasattr(part, each) for each in _WATCHED)}
+    schedulers: dict[str, Any] = {}
+    for name, part in list_pipeline_parts(pipe).items():
+        if all(hasattr(part, method) for method in _WATCHED):
+            schedulers[name] = part
     return dict(sorted(schedulers.items(), key=lambda item: item[0] != "scheduler"))
 
 
@@ -35,21 +38,25 @@ _WATCHED = ("set_timesteps", "step")
 
 def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., AbstractContextManager[None]]) -> None:
     """Gives a pipeline a class of its own, whose call runs within `enter(..)`, until the stack is closed."""
-    kind = type(pipe)
+    pipeline_class = type(pipe)
     if not callable(pipe):
         return
 
-    # Within the closure, as in any decorated function, so that a runner finds the pipeline's own code through it.
-    pipeline_call = kind.__call__
+    # In the closure, as in any decorated function, so that a runner finds the pipeline's own code through it.
+    pipeline_call = pipeline_class.__call__
 
     @functools.wraps(pipeline_call)
     def run_pipeline_call(this: Any, *args: Any, **kwargs: Any) -> Any:
-        with enter(*args, **kwargs) if this is pipe else ExitStack():
+        # A copy of the pipeline has the class too.
+        if this is not pipe:
+            return pipeline_call(this, *args, **kwargs)
+        with enter(*args, **kwargs):
             return pipeline_call(this, *args, **kwargs)
 
-    names = {"__call__": run_pipeline_call, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    pipe.__class__ = type(kind.__name__, (kind,), names)
-    stack.callback(setattr, pipe, "__class__", kind)
+    names: dict[str, Any] = {"__call__": run_pipeline_call}
+    names |= {name: getattr(pipeline_class, name) for name in ("__module__", "__qualname__")}
+    pipe.__class__ = type(pipeline_class.__name__, (pipeline_class,), names)
+    stack.callback(setattr, pipe, "__class__", pipeline_class)
 
 
 class SchedulerClock:
@@ -87,7 +94,7 @@ class SchedulerClock:
         self._labels: set[tuple[LabelledModel, str]] = set()
         self._timed = False
         self._apart = False
-        # Timesteps may have been set before the call, and out of sight; then so many steps went by unseen.
+        # Timesteps may have been set before the call, unseen; `_unseen` counts the steps since.
         self._presets = False
         self._unseen = 0
         self._thread: int | None = None
@@ -106,15 +113,16 @@ class SchedulerClock:
         self._stack.close()
         self._schedulers = find_schedulers(self._pipe)
         self._scheduler = next(iter(self._schedulers.values()))
-        for scheduler in {id(each): each for each in self._schedulers.values()}.values():
+        # A pipeline may have one scheduler under two names.
+        for scheduler in {id(scheduler): scheduler for scheduler in self._schedulers.values()}.values():
             names = list(inspect.signature(scheduler.step).parameters)
             sample_at = names.index("sample") if "sample" in names else len(names)
-            handlers = (
-                functools.partial(self._handle_set_timesteps, scheduler),
-                functools.partial(self._handle_scheduler_step, scheduler, sample_at),
-            )
-            for name, mine in zip(_WATCHED, handlers, strict=True):
-                watched = WatchedMethod(mine, getattr(scheduler, name), self._record_scheduler_copy)
+            handlers = {
+                "set_timesteps": functools.partial(self._handle_set_timesteps, scheduler),
+                "step": functools.partial(self._handle_scheduler_step, scheduler, sample_at),
+            }
+            for name, handler in handlers.items():
+                watched = WatchedMethod(handler, getattr(scheduler, name), self._record_scheduler_copy)
                 override_attribute(self._stack, scheduler, name, watched, yields_to_newer=True)
         _watch_pipeline_call(self._stack, self._pipe, self._enter_pipeline_call)
 
@@ -178,7 +186,8 @@ class SchedulerClock:
             self._calls[model] = self._calls.get(model, 0) + 1
 
     def _are_schedulers_replaced(self) -> bool:
-        return any(getattr(self._pipe, name, None) is not each for name, each in self._schedulers.items())
+        present = {name: getattr(self._pipe, name, None) for name in self._schedulers}
+        return any(present[name] is not scheduler for name, scheduler in self._schedulers.items())
 
     def _count_steps(self) -> int:
         skipped = getattr(self._scheduler, "begin_index", None) or 0
@@ -200,7 +209,7 @@ class SchedulerClock:
 
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """One call, which makes one picture; a second one at the same time is refused."""
+        """One call, which makes one image; a second call at the same time is refused."""
         if not self._busy.acquire(blocking=False):
             raise self._make_thread_error()
         self._depth += 1
@@ -217,7 +226,10 @@ class SchedulerClock:
             self._busy.release()
 
     def _handle_set_timesteps(self, scheduler: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._enter_pipeline_call() if self._depth else ExitStack():
+        with ExitStack() as stack:
+            if self._depth:
+                # Another thread must not set the timesteps of a call.
+                stack.enter_context(self._enter_pipeline_call())
             result = stock(*args, **kwargs)
         self._timed = True
         self._scheduler = scheduler
@@ -254,7 +266,9 @@ class SchedulerClock:
             # Several had their timesteps set; the first one that is stepped counts.
             self._scheduler = scheduler
             self._steps = self._count_steps()
-        sample = kwargs.get("sample", args[sample_at] if len(args) > sample_at else None)
+        sample = kwargs.get("sample")
+        if sample is None and len(args) > sample_at:
+            sample = args[sample_at]
         self._images = None if sample is None else int(sample.shape[0])
         self._apart = False
         self._advance_step()
@@ -275,7 +289,7 @@ class SchedulerClock:
     def _make_thread_error(self) -> StateError:
         return StateError(
             f"two threads run one cached {type(self._pipe).__name__} at the same time, and its blocks remember one "
-            "picture; give each thread a pipeline and a transformer of its own, or make one call after the other"
+            "image; give each thread a pipeline and a transformer of its own, or make one call after the other"
         )
 
 
@@ -286,9 +300,9 @@ class CallClock:
 
     Args:
         on_begin, on_end, on_call: as in `SchedulerClock`.
-        steps: of every picture; None waits for `restart_clock`, or the pipeline's call.
+        steps: of every image; None waits for `restart_clock`, or the pipeline's call.
         separate_cfg: whether each step has two calls, one for each branch of guidance.
-        pipe: a pipeline that has no scheduler; its `num_inference_steps` are those of a picture.
+        pipe: a pipeline that has no scheduler; its `num_inference_steps` are the steps of an image.
     """
 
     def __init__(
@@ -315,7 +329,7 @@ class CallClock:
         self._stack = ExitStack()
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
-        """Prepares for a new picture; steps and calls that are not given are those of the last picture."""
+        """Prepares for a new image; steps and calls that are not given stay as they were."""
         self.end_generation()
         self._steps = steps or self._steps
         if separate_cfg is not None:
@@ -346,10 +360,11 @@ class CallClock:
     def begin_model_call(self, model: LabelledModel) -> CallPosition:
         """The place of a call of the transformer. Raises `StateError` if the number of steps is not known."""
         if self._steps is None:
+            missing = "a scheduler" if self._pipe else "a pipeline"
             raise StateError(
-                f"this transformer is cached without {'a scheduler' if self._pipe else 'a pipeline'}, so the number of "
+                f"this transformer is cached without {missing}, so the number of "
                 "steps is not known; call ditile.refresh_context(transformer, num_inference_steps=N) before each "
-                "picture, or set num_inference_steps in the cache_config"
+                "image, or set num_inference_steps in the cache_config"
             )
         if self._live and self._has_step_ended(model.label):
             self._most = max(self._most, self._branch)
@@ -370,18 +385,20 @@ class CallClock:
         return CallPosition(self._step, self._branch)
 
     def end_model_call(self, model: LabelledModel) -> None:
-        """Counts a call of the model that has returned; the last one of a picture ends the generation."""
+        """Counts a call of the model that has returned; the last one of an image ends the generation."""
         self._branch += 1
         calls = self._most if self._labels else self._of_step
         if self._steps is not None and self._step + 1 >= self._steps and self._branch >= calls:
             self.end_generation()
 
     def _has_step_ended(self, label: str | None) -> bool:
-        return self._branch >= self._of_step if label is None else label in self._labels
+        if label is None:
+            return self._branch >= self._of_step
+        return label in self._labels
 
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """One call, which makes one picture."""
+        """One call, which makes one image."""
         call = inspect.signature(self._pipe.__call__).bind_partial(*args, **kwargs)
         call.apply_defaults()
         steps = call.arguments.get("num_inference_steps")

@@ -1,8 +1,8 @@
 """DBCache: the first F blocks say whether the image has changed; if not, those up to the last B are left out.
 
 The blocks are a probe (F blocks, always run), a middle (run or forecast) and a tail (B blocks, always run). F = 1 and
-B = 0 is first-block caching. The probe's value is what its blocks add to the image tokens. It is compared with that of
-the last computed step. The probe and the residual of the middle are stored only when the middle runs.
+B = 0 is first-block caching. The probe's value is what its blocks add to the image tokens. It is compared with its
+value in the last computed step. The probe and the residual of the middle are stored only when the middle runs.
 
 With F = 0 no block runs to decide: the probe's value is the input of the first block. Where the rules alone decide (a
 static mask, a threshold of 1) all blocks are left out.
@@ -59,7 +59,7 @@ class DBCache:
         self.restrict_to_blocks(None)
 
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
-        """Keeps memory only for those of the chain's blocks that this rank runs; None is all of them."""
+        """Keeps memory only for the chain's blocks that this rank runs; None is all of them."""
         own_hooks = [hook for hook in self._hooks if owned is None or hook.block in owned]
         middle = {self._hooks[place] for place in self.middle}
         runs = _group_neighbours([hook for hook in own_hooks if hook in middle])

@@ -65,7 +65,7 @@ class DBPrune:
         self._seen: list[list[float]] = []
 
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
-        """Keeps only those of the chain's blocks that this rank runs; None is all of them."""
+        """Keeps only the chain's blocks that this rank runs; None is all of them."""
         self._mine = {}
         for index, prunable in self._all.items():
             if owned is None or prunable.segment.hooks[0].block in owned:

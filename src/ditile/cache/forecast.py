@@ -38,7 +38,7 @@ class Forecaster(abc.ABC):
 
     Args:
         count: snapshots that are kept.
-        store_dtype: the type in which they are kept; None is that of the values.
+        store_dtype: the type in which they are kept; None is the type of the values.
     """
 
     def __init__(self, count: int, store_dtype: torch.dtype | None = None) -> None:
@@ -103,7 +103,7 @@ def build_forecaster(
     Args:
         config: None is no calibrator.
         stream: "image" or "text", which have a switch each.
-        store_dtype: the type of snapshots; None is that of the values.
+        store_dtype: the type of snapshots; None is the type of the values.
         total: sums a small matrix over the ranks that hold parts of the stream, for forecasts that look at all of it.
 
     Raises:
@@ -131,7 +131,7 @@ class _Newton(Forecaster):
 
     Args:
         order: of the highest difference that is kept.
-        store_dtype: the type of what is kept; None is that of the values.
+        store_dtype: the type of what is kept; None is the type of the values.
     """
 
     def __init__(self, order: int, store_dtype: torch.dtype | None = None) -> None:
@@ -164,7 +164,7 @@ class Reuse(_Newton):
     """Forecasts the last value: no calibrator.
 
     Args:
-        store_dtype: the type of snapshots; None is that of the values.
+        store_dtype: the type of snapshots; None is the type of the values.
     """
 
     def __init__(self, store_dtype: torch.dtype | None = None) -> None:
@@ -183,7 +183,7 @@ class TaylorSeer(_Newton):
 
     Args:
         order: the degree; 0 is reuse.
-        store_dtype: the type of snapshots; None is that of the values.
+        store_dtype: the type of snapshots; None is the type of the values.
         reach: how far beyond the last computed step it goes, in gaps between the last two of them. Without a bound,
             the line through the first two steps goes too far where values change fast at first.
     """
@@ -213,7 +213,7 @@ class FoCa(_Newton):
     The paper feeds forecasts back as if they had been computed. Here only computed steps count.
 
     Args:
-        store_dtype: the type of snapshots; None is that of the values.
+        store_dtype: the type of snapshots; None is the type of the values.
     """
 
     def __init__(self, store_dtype: torch.dtype | None = None) -> None:
@@ -258,7 +258,7 @@ class DMD(Forecaster):
         history: snapshots that are kept.
         rank: exponentials at most; None takes all whose singular value is not noise.
         ridge: added to each singular value before it divides, relative to the first one.
-        store_dtype: the type of snapshots; None is that of the values.
+        store_dtype: the type of snapshots; None is the type of the values.
         total: sums inner products over the ranks that hold parts of the sequence.
     """
 

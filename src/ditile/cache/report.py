@@ -112,7 +112,7 @@ def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[C
 
     Args:
         reports_by_rank: ((replica, half of guidance, stage), reports) of each rank. Ranks of one place have the same
-            decisions. Halves of guidance have the same, or each has those of its branch. Replicas have other images.
+            decisions. Halves of guidance have the same, or each has its own branch. Replicas have other images.
     """
     reports_by_stage: dict[int, dict[tuple[int, int], Sequence[ContextReport]]] = {}
     # The first rank of a place is the last to be written.

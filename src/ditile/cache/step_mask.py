@@ -75,8 +75,8 @@ def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
     """The mask of a preset for any number of steps, at least 1.
 
     With 28 steps it is the published one. With any other number n the first and the last step compute. The share of
-    computed steps is that of 28 steps to within three steps. No hole is longer than the longest one times n / 28,
-    rounded up. A preset with the name of a faster one computes no more steps than one with that of a slower one.
+    computed steps is that for 28 steps, to within three steps. No hole is longer than the longest one times n / 28,
+    rounded up. A faster preset computes no more steps than a slower one.
 
     Raises:
         ModelError: if the name is not known.

@@ -124,7 +124,7 @@ class CallsInTurn:
     Args:
         layer: its name in the model.
         cores: of each turn.
-        least: how many turns there are at least; the others are of IP-adapters, which a call may give no pictures.
+        least: how many turns there are at least; the others are of IP-adapters, which a call may give no images.
     """
 
     overlaps = False

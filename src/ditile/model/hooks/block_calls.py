@@ -199,7 +199,7 @@ class BlockCalls:
         return join_batch_results(results)
 
     def _count_rows(self, inputs: Mapping[str, Any], form: CallForm) -> int:
-        """Rows of the batch of a call: those of its arguments, or where none is known to have any those in blocks."""
+        """Rows of the batch of a call, by its arguments, or where none is known to have rows, by its blocks."""
         for name, kinds in self._anatomy.inputs.items():
             value: Any = inputs.get(name)
             if kinds == (ROWS,) and isinstance(value, list):
@@ -212,7 +212,7 @@ class BlockCalls:
         return form.rows
 
     def _is_computed_whole(self, now: Generation, mode: str) -> bool:
-        """Whether every rank that shares out tokens computes all tokens of a call of this mode."""
+        """Whether every rank of the sequence axes computes all tokens of a call of this mode."""
         modes = self._anatomy.modes
         if modes and mode not in modes:
             raise ModelError(

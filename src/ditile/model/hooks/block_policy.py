@@ -92,7 +92,7 @@ class BlockHook:
         return any(kind != LOCAL for kind in self.anatomy.attention[path])
 
     def sees_other_keys(self, path: str) -> bool:
-        """Whether the queries of a module are tokens of one stream and its keys those of another."""
+        """Whether the queries of a module and the keys of a module are tokens of two streams."""
         kinds = [drop_further_keys(kind.removesuffix(REAL_PAIRS)) for kind in self.anatomy.attention[path]]
         return any(len(kind) > 1 for kind in kinds)
 

@@ -58,7 +58,7 @@ def decide_compile(
 
     Args:
         setting: yes, no, or "auto": where that is known to make few graphs, for a device that is worth it.
-        model, blocks: what is divided, and those of its blocks that are known.
+        model, blocks: what is divided, and its known blocks.
         plan, device, rank: how, and where it runs. Rank 0 logs why "auto" compiles nothing.
 
     Raises:

@@ -190,7 +190,7 @@ def fuse_linear_gelu(stack: ExitStack, block: nn.Module, device: torch.device, n
 
 
 class FusedGELU:
-    """A linear layer that applies the GELU which is called next, and that GELU, which then does nothing.
+    """A linear layer that also applies the GELU that is called next, which then does nothing.
 
     Args:
         owner, name: the layer's module and attribute; a LoRA may put another layer there in mid-run.

@@ -16,7 +16,7 @@ class KeyPaddingMask(NamedTuple):
     Attributes:
         ring_masks: for each rank along ring, of the keys of its whole ulysses line:
             `[B or 1, own heads or 1, queries or 1, keys]`.
-        covers_sequence: whether the keys are those of the whole sequence, and not of the current patch alone.
+        covers_sequence: whether there are keys of the whole sequence, and not of the current patch alone.
     """
 
     ring_masks: tuple[Tensor, ...]

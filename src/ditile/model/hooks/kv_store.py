@@ -125,7 +125,7 @@ class KeyStore:
         return buffers
 
     def drop_keys(self) -> None:
-        """Drops all keys, before those of a batch of another size are written."""
+        """Drops all keys, before keys of a batch of another size are written."""
         self.buffers = None
         self.mask = None
         self._places.clear()
@@ -333,7 +333,7 @@ class GenerationMemory:
         return stores
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
-        """Counts old keys of these patches (None: all) as those of a step that left out layers with these prefixes."""
+        """Counts old keys of these patches (None: all) as written in a step that skipped layers with these prefixes."""
         prefixes = tuple(layers)
         for (store_branch, layer), store in self._stores.items():
             if store_branch == branch and layer.startswith(prefixes):

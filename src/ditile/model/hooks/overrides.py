@@ -17,7 +17,7 @@ _ABSENT = object()
 
 ACCELERATE_FORWARD = "_old_forward"
 """Where accelerate's hooks keep the forward that they wrap. An offloaded pipeline removes them after each call and adds
-new ones: what lies outside of them is gone then."""
+new ones: what is outside of them is gone then."""
 
 
 IN_CALL = "_called_by_ditile"
@@ -133,7 +133,7 @@ def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
 
 
 def list_parameter_names(module: nn.Module) -> list[str]:
-    """The parameters of a module's own forward, whatever hooks lie around it."""
+    """The parameters of a module's own forward, whatever hooks wrap it."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
@@ -168,7 +168,7 @@ def locate_override(module: nn.Module, mine: object) -> tuple[Any, str] | None:
 
 
 def is_override_lost(module: nn.Module, mine: object) -> bool:
-    """Whether no hook that may lie around the module calls our override any more: its own forward is innermost.
+    """Whether no hook that may wrap the module calls our override any more: its own forward is innermost.
 
     diffusers' hooks keep the forward that was there when they came, and put it back when they go.
     """

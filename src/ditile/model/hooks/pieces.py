@@ -201,7 +201,7 @@ class Piece:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing belongs to the patch: its tokens reach no result, as those of a reference image."""
+        """Whether nothing belongs to the patch: its tokens reach no result, such as tokens of a reference image."""
         return self.run is None and len(self._get_index()) == 0
 
     def take(self, x: Tensor) -> Tensor:

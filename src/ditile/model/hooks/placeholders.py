@@ -131,7 +131,7 @@ def refuse_saving(stack: contextlib.ExitStack, owner: Any, models: Iterable[nn.M
     Args:
         stack: undoes it.
         owner: a model of which this rank has a part, or a pipeline.
-        models: those of a pipeline of which this rank has a part.
+        models: of a pipeline, of which this rank has a part.
     """
     name = type(owner).__name__
     if isinstance(owner, nn.Module):

@@ -20,11 +20,11 @@ DeferredTensor = Callable[[], Tensor]
 
 
 class HeadExchange(Protocol):
-    """Trades a split over tokens for one over heads, and back.
+    """Exchanges a split over tokens for a split over heads, and back.
 
     Attributes:
         overlaps: whether q, k and v travel one by one, each while the next is computed.
-        takes_dummies: whether queries of dummies may be among those of tokens.
+        takes_dummies: whether there may be queries of dummies among the queries of tokens.
     """
 
     overlaps: bool
@@ -59,17 +59,17 @@ class KeySource(Protocol):
 
 
 class KeyMaskSource(Protocol):
-    """Gathers a layer's mask of keys from all ranks that share out the tokens."""
+    """Gathers a layer's mask of keys from all ranks that split the tokens."""
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """The mask of all keys, from that of this rank's keys or of the whole sequence, for `batch` rows.
+        """The mask of all keys, from a mask of this rank's keys or of the whole sequence, for `batch` rows.
 
         Only this rank's heads are kept; all heads if `heads` is None.
         """
 
 
 class KeyGather(Protocol):
-    """Collects fresh keys and values along ring: `[B, own tokens, N, H]` to those of all its ranks, in their order."""
+    """Gathers fresh keys and values along ring: `[B, own tokens, N, H]` to the tokens of all its ranks, in order."""
 
     def __call__(self, k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]: ...
 
@@ -91,7 +91,7 @@ class AttentionKernel(Protocol):
 
 
 class TokenStreams(Protocol):
-    """Which of its tokens a rank has between the Linears of a block: all, or (split_scheme=sequence) a share."""
+    """Which of its tokens a rank has between the Linears of a block: all, or (split_scheme=sequence) a part."""
 
     def set_stream_lengths(self, image: int, text: int) -> None:
         """A call is about to enter the blocks with these tokens."""
@@ -203,13 +203,13 @@ class SkipAgreement(Protocol):
     owned: Collection[nn.Module] | None
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
-        """The sums over the ranks that share out the tokens and branches of these blocks, on the CPU."""
+        """The sums over the ranks that split the tokens and branches of these blocks, on the CPU."""
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
-        """Sends what was decided to the stages behind."""
+        """Sends the decision to the next stage."""
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
-        """What a stage in front has decided, for so many units."""
+        """The decision of the previous stage, for so many units."""
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """Sends the input of a probe to the stage that has its last block, `to`."""
@@ -218,4 +218,4 @@ class SkipAgreement(Protocol):
         """Receives the input of a probe there; `of` is its first block."""
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
-        """Notes that these blocks ran for no row: the keys that are kept of them count as those of this step."""
+        """Notes that these blocks ran for no row: their stored keys count as written in this step."""
