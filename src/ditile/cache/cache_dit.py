@@ -113,7 +113,7 @@ class RankDivision:
             if world is None:
                 world = 1 if place is None else place.world
             if world % fixed:
-                shown = " and ".join(f"{other}={degree}" for other, degree in degrees.items() if degree != 1)
+                shown = " and ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
                 raise PlanError(
                     f"{name}=auto with {shown}: {world} rank(s) cannot be divided so; start a multiple of {fixed}"
                 )
@@ -257,21 +257,23 @@ class QuantizeConfig(Fields):
 
     def by_component(self) -> dict[str, QuantizeConfig]:
         """The config of each component that is named. Raises `ModelError` if what is named is no list or dict."""
-        named = self.components_to_quantize or {}
-        if not isinstance(named, Mapping):
-            _check_words(named, "components_to_quantize")
-        changes = named if isinstance(named, Mapping) else dict.fromkeys(named, {})
+        changes = self.components_to_quantize or {}
+        if not isinstance(changes, Mapping):
+            _check_words(changes, "components_to_quantize")
+            changes = dict.fromkeys(changes, {})
+        configs: dict[str, QuantizeConfig] = {}
         for name, values in changes.items():
             if not isinstance(values, Mapping):
                 raise ModelError(f"components_to_quantize: {name}={values!r} is no dict; give {{'quant_type': 'int8'}}")
-        return {name: self.reset(components_to_quantize=None, **values) for name, values in changes.items()}
+            configs[name] = self.reset(components_to_quantize=None, **values)
+        return configs
 
 
 def _check_words(value: Any, name: str) -> None:
     """Raises `ModelError` unless a field is a list of words."""
     if isinstance(value, str):
         raise ModelError(f"{name}={value!r} is one word; give a list of them")
-    if not isinstance(value, Sequence | Set) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, Sequence | Set) or not all(isinstance(word, str) for word in value):
         raise ModelError(f"{name}={value!r} is no list of words; give such as ['embedder']")
 
 

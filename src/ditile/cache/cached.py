@@ -371,7 +371,7 @@ def build_transformer_cache(
     hooks_by_list: dict[str, list[CacheHook]] = {}
     for block_list in lists:
         start = len(hooks)
-        new_hooks = [CacheHook(start + k, block, block_list.flow) for k, block in enumerate(block_list.blocks)]
+        new_hooks = [CacheHook(place, block, block_list.flow) for place, block in enumerate(block_list.blocks, start)]
         hooks_by_list[block_list.name] = hooks_by_list.get(block_list.name, []) + new_hooks
         hooks += new_hooks
 

@@ -59,8 +59,12 @@ class DBPrune:
         dynamic: DynamicThreshold | None = None,
     ) -> None:
         self._dynamic = dynamic
-        self.middle = [k for k in range(first, max(first, len(hooks) - last)) if k not in never]
-        self._all = {hooks[k].index: PrunableBlock(decider(), Segment([hooks[k]], residuals())) for k in self.middle}
+        places = range(first, max(first, len(hooks) - last))
+        self.middle = [place for place in places if place not in never]
+        self._all: dict[int, PrunableBlock] = {}
+        for place in self.middle:
+            hook = hooks[place]
+            self._all[hook.index] = PrunableBlock(decider(), Segment([hook], residuals()))
         self._mine = self._all
         self._seen: list[list[float]] = []
 

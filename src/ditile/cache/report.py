@@ -163,10 +163,10 @@ def _count_known(decisions: Sequence[Decisions]) -> tuple[int, int]:
 
 def interpolate_percentile(numbers: Sequence[float], percent: float) -> float:
     """A percentile of ascending numbers, interpolated linearly between neighbours."""
-    at = (len(numbers) - 1) * percent / 100
-    low = int(at)
+    place = (len(numbers) - 1) * percent / 100
+    low = int(place)
     high = min(low + 1, len(numbers) - 1)
-    return numbers[low] + (numbers[high] - numbers[low]) * (at - low)
+    return numbers[low] + (numbers[high] - numbers[low]) * (place - low)
 
 
 def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Table:

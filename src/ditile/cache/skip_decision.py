@@ -48,10 +48,10 @@ def split_into_units(batch_size: int, images: int | None, couple: str) -> list[U
         couple: "row", "image" or "batch".
     """
     if couple == "row":
-        return [Unit(k, batch_size, slice(k, k + 1)) for k in range(batch_size)]
+        return [Unit(row, batch_size, slice(row, row + 1)) for row in range(batch_size)]
     if couple == "batch" or images is None or images < 2 or batch_size % images:
         return [WHOLE_BATCH]
-    return [Unit(k, images, slice(k, None, images)) for k in range(images)]
+    return [Unit(image, images, slice(image, None, images)) for image in range(images)]
 
 
 class UnitKey(NamedTuple):

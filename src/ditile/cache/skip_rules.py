@@ -63,14 +63,15 @@ class SkipRules:
     config: DBCacheConfig
     mask: tuple[int, ...] | None = None
 
-    def decide_without_difference(self, step: int, record: DecisionRecord, at: int | None = None) -> RuleVerdict:
-        """The verdict before anything is measured; `at` is the step's place in the generation if that differs."""
+    def decide_without_difference(self, step: int, record: DecisionRecord, place: int | None = None) -> RuleVerdict:
+        """The verdict before anything is measured; `place` is the step's place in the generation if that differs."""
         config = self.config
-        at = step if at is None else at
-        is_warmup = step < self._count_warmup_steps(at - step) and step % config.warmup_interval == 0
+        if place is None:
+            place = step
+        is_warmup = step < self._count_warmup_steps(place - step) and step % config.warmup_interval == 0
         if record.computed is None or is_warmup:
             return RuleVerdict.COMPUTE
-        if self.mask is not None and self.mask[at]:
+        if self.mask is not None and self.mask[place]:
             return RuleVerdict.COMPUTE
         if self.mask is not None and self.is_static:
             return RuleVerdict.SKIP

@@ -47,7 +47,9 @@ def find_attention_processors(transformer: nn.Module) -> Iterator[tuple[str, nn.
 @contextmanager
 def restore_processors_on_error(models: Iterable[nn.Module]) -> Iterator[None]:
     """Puts the processors of models back after an error: pipelines that replace them do it at their end alone."""
-    before = [each for model in models for each in find_attention_processors(model)]
+    before: list[tuple[str, Any, Any]] = []
+    for model in models:
+        before += find_attention_processors(model)
     try:
         yield
     except BaseException:

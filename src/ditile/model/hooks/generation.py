@@ -57,6 +57,7 @@ class LayerTokens:
             real_tokens = slice(self.dummies, None)
         elif self.dummies:
             real_tokens = slice(0, lengths[self.index])
+        # They are computed once, as every attention layer of every micro-step reads them.
         object.__setattr__(self, "rank_lengths", lengths)
         object.__setattr__(self, "real_tokens", real_tokens)
 
@@ -151,10 +152,12 @@ class LayoutTokens:
         dummies = DUMMY_TEXT if has_text and not parts[index].text else 0
         text_first = layout.joint == "text_first"
         if kind == "T":
-            text_runs = tuple((part.text,) if part.text else () for part in parts)
+            text_runs: list[tuple[range, ...]] = []
+            for part in parts:
+                text_runs.append((part.text,) if part.text else ())
             are_none = not any(text_runs)
             return LayerTokens(
-                text_runs, index, layout.text, range(0), dummies, text_first, are_none, patches=layout.num_patches
+                tuple(text_runs), index, layout.text, range(0), dummies, text_first, are_none, layout.num_patches
             )
         runs = tuple(layout.locate_in_sequence(part, joint=has_text) for part in parts)
         text = layout.text if has_text else 0
@@ -333,7 +336,7 @@ class Generation:
     findings: Findings = field(default_factory=Findings)
 
     def become(self, other: Generation) -> None:
-        """Takes over the state of another generation: hooks that were given this one keep it."""
+        """Takes over the state of another generation, so that hooks need not be given another object."""
         for state in fields(self):
             setattr(self, state.name, getattr(other, state.name))
 
@@ -352,7 +355,7 @@ class Generation:
         self.micro_step = micro
         self.token_patch = micro.patch
         if schedule.distrifusion > 1 and schedule.num_references and not schedule.computes_references(micro.step):
-            # The patches before this one are the references, whose keys stay as they are.
+            # The patches before this one are references, whose keys stay as they are.
             self.token_patch = schedule.num_references
         self.is_stale = schedule.reads_stale_keys(micro.step)
         self.keeps_keys = schedule.keeps_keys(micro.step)
@@ -374,8 +377,10 @@ class Generation:
     @property
     def num_references(self) -> int:
         """Patches of reference images; one if calls were not cut again since references were found."""
-        found = int(bool(self.findings.reference_rows))
-        return max((tokens.layout.num_references for tokens in self.layouts.values()), default=found)
+        counts = [tokens.layout.num_references for tokens in self.layouts.values()]
+        if counts:
+            return max(counts)
+        return int(bool(self.findings.reference_rows))
 
     @property
     def has_all_image_tokens(self) -> bool:
@@ -410,6 +415,7 @@ class Generation:
                 messages that are still to come belong to its calls.
         """
         if self.calls != self.branch:
+            # Whole latents and fresh keys belong to no call, so guidance may begin or end.
             if self.calls is not None and (self.pieces or self.is_stale):
                 raise self.make_calls_error(self.branch)
             self.calls = self.branch
