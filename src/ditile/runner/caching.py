@@ -113,11 +113,7 @@ def enable_cache(
     if isinstance(pipe_or_adapter, Runner) and division is not None:
         raise ModelError("a runner has its plan already; leave parallelism_config out")
     has_cache = config is not None or (division is None and attention_backend is None and quantization is None)
-    adapted: list[TransformerBlockLists] = []
-    if isinstance(pipe_or_adapter, BlockAdapter):
-        adapted = resolve_adapter(pipe_or_adapter)
-    elif has_cache:
-        adapted = find_pipeline_block_lists(pipe)
+    adapted = _find_block_lists(pipe_or_adapter, pipe, has_cache=has_cache)
     caches: list[TransformerCache] = []
     if has_cache:
         caches = [_build_model_cache(model, config, calibrator, params_modifiers) for model in adapted]
@@ -125,8 +121,7 @@ def enable_cache(
     if kernel is None and division is not None:
         kernel = division.attention_backend
     transformers = [unwrap_module(transformer) for transformer in find_transformers(pipe)]
-    devices = {parameter.device.type for transformer in transformers for parameter in transformer.parameters()}
-    if devices <= {"cpu"}:
+    if all(_is_on_cpu(transformer) for transformer in transformers):
         cpus.warn_of_spinning_threads()
     if kernel is not None:
         _check_attention_kernel(kernel, transformers)
@@ -148,6 +143,17 @@ def enable_cache(
             enable_cache(*enabled.arguments)
         raise
     return pipe_or_adapter
+
+
+def _find_block_lists(pipe_or_adapter: Any, pipe: Any, *, has_cache: bool) -> list[TransformerBlockLists]:
+    if isinstance(pipe_or_adapter, BlockAdapter):
+        return resolve_adapter(pipe_or_adapter)
+    # Division and quantization need no list of blocks, and work on models without one.
+    return find_pipeline_block_lists(pipe) if has_cache else []
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in model.parameters())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
