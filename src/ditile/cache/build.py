@@ -64,6 +64,7 @@ class CacheContext:
         difference = Difference(config.important_condition_threshold, config.downsample_factor)
         dtype = None if config.store_dtype is None else getattr(torch, config.store_dtype)
         decider = partial(SkipDecider, rules, difference, dtype, shares=not config.cfg_diff_compute_separate)
+        # A forecast that looks at all of a stream needs the sums of all ranks.
         total = agreement.sum_over_ranks
         forecaster = partial(build_forecaster, self.calibrator, store_dtype=config.store_dtype, total=total)
         stored = choose_stored_value(config, self.calibrator)
@@ -79,6 +80,7 @@ class CacheContext:
             chain = DBPrune(self.hooks, decider, residuals, first, last, never=never, dynamic=dynamic)
         else:
             hidden = config.l1_hidden_states_diff_threshold is not None
+            # One decider for all blocks; DBPrune makes one for each.
             chain = DBCache(self.hooks, decider(), residuals, first, last, hidden=hidden)
         return None if rules.never_skips or not chain.middle else chain
 
@@ -113,6 +115,7 @@ def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str |
     if first + last < blocks:
         settings += f" and non_prune_block_ids={list(never)}"
         hint = "name fewer of them"
+    # The last word: no setting would help.
     if blocks < 2:
         hint = "there is nothing that a cache could do here"
     return f"{settings}: all {blocks} blocks of {name} always compute then, so nothing can be left out; {hint}"

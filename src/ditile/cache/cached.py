@@ -226,6 +226,7 @@ class TransformerCache:
     def use_clock_and_agreement(self, clock: PipelineClock, agreement: SkipAgreement) -> Iterator[None]:
         """Takes the clock and the agreement of a runner, for the length of a call."""
         own_agreement = self._agreement
+        # The runner steps the scheduler otherwise than the pipeline does.
         self._own_clock.stop_watching()
         # A replica without an image begins no generation, and must not report one of an earlier call.
         self._forget_reports()
@@ -318,6 +319,7 @@ class TransformerCache:
         return result
 
     def _begin_chains(self, moment: CallPosition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A second transformer is not called in every step of the loop.
         if moment.step != self._loop_step:
             self._loop_step = moment.step
             self._step += 1

@@ -98,6 +98,7 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
     content: Any = path_or_dict
     if not isinstance(content, Mapping):
         content = _read_config_file(Path(content))
+    # A file without sections is a cache_config.
     if content and set(content) <= _FLAT_ENTRIES:
         content = {"cache_config": content}
     for name in content:

@@ -109,6 +109,7 @@ class DBPrune:
         if not all(skips):
             # A block may write into its input.
             decider.store_probes(probe.clone(), self._call, skips)
+        # A dynamic threshold follows the differences of the blocks before.
         for seen, difference in zip(self._seen, decider.get_last_differences(self._call), strict=True):
             if difference is not None:
                 seen.append(difference)

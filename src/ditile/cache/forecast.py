@@ -66,6 +66,7 @@ class Forecaster(abc.ABC):
                 f"step {step} was added after step {self._steps[0]}; a new generation needs a new forecast"
             )
         self._value_dtype = value.dtype
+        # The steps come first: what is kept of a snapshot may depend on them.
         self._steps = [step, *self._steps][: self._count]
         if self._dtype is not None:
             value = value.to(self._dtype)
@@ -196,6 +197,7 @@ class TaylorSeer(_Newton):
         """Products of the gaps from the computed steps."""
         steps = self._steps
         end = float(step)
+        # With one step there is no gap to measure by.
         if self._reach is not None and len(steps) > 1:
             end = min(end, steps[0] + self._reach * (steps[0] - steps[1]))
         gaps = [end - computed_step for computed_step in steps[:-1]]
@@ -288,6 +290,7 @@ class DMD(Forecaster):
         run = count_even_steps(self._steps[::-1])
         if run < MIN_SNAPSHOTS:
             return torch.lerp(self._tensors[1], latest, (step - before) / (last - before))
+        # The earliest first, as the decomposition counts them.
         snapshots = self._tensors[:run][::-1]
         if self._modes is None:
             self._modes = Modes(self._total(compute_gram_matrix(snapshots)), self._rank, self._ridge)
@@ -313,9 +316,11 @@ class Modes:
         if not bool(gram.isfinite().all()):
             return
         squares, vectors = torch.linalg.eigh(gram[:-1, :-1])
+        # `eigh` has the smallest first; rounding makes some of them negative.
         singular = squares.clamp(min=0).sqrt().flip(0)
         first = float(singular[0])
         count = min(int((singular > NOISE * first).sum()), rank or len(singular))
+        # Snapshots of zeros have no modes.
         if not first > 0 or not math.isfinite(first):
             return
         inverse = vectors.flip(1)[:, :count] / (singular[:count] + ridge * first)

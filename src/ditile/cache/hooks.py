@@ -118,6 +118,7 @@ class CacheHook:
         place = self._locate_hook() if self._name else None
         if place is None:
             return
+        # Without an attribute of its own the block shows its class's method again.
         if place == (self.block, self._name) and self._before is None:
             del vars(self.block)[self._name]
         else:
@@ -184,6 +185,7 @@ class CacheHook:
 
     def unpack_tokens(self, out: Any) -> TokenState:
         """The tokens that a block returned. Raises `ModelError` if it returned another number of streams."""
+        # What a block returns is only known once it has run.
         self._is_tuple = isinstance(out, (tuple, list))  # noqa: UP038 - in half the time
         if not self._is_tuple:
             return TokenState(out, None)

@@ -198,6 +198,7 @@ class SkipDecider:
         return sum(probe.numel() * probe.element_size() for probe in probes)
 
     def _find_unit_verdict(self, call: CacheCall, states: list[UnitState]) -> RuleVerdict:
+        # The next step reads keys of this one.
         if call.moment.must_compute:
             return RuleVerdict.COMPUTE
         verdicts: list[RuleVerdict] = []
@@ -255,6 +256,7 @@ class SkipDecider:
                     state.size = size
                 measured += (change, size)
         sums = torch.stack(measured).view(len(verdicts), -1)
+        # The patches of a unit are decided on together.
         if sums.shape[1] > 2:
             sums = sums.double().view(len(verdicts), -1, 2).sum(dim=1)
         return sums

@@ -68,6 +68,7 @@ def steps_mask(
     total = len(mask) if total_steps is None else total_steps
     if total > len(mask):
         raise ModelError(f"the bins cover {len(mask)} steps and total_steps={total}; lengthen them, or leave it out")
+    # No step after the last one could correct it.
     return [*mask[: total - 1], 1]
 
 
@@ -85,6 +86,7 @@ def build_preset_mask(name: str, steps: int) -> tuple[int, ...]:
     bins = PRESET_BINS[name]
     reference = _interleave_bins(*bins)
     times = [step for step, computes in enumerate(reference) if computes]
+    # The first and the last step compute, if there are two.
     count = max(min(steps, 2), round(len(times) * steps / REFERENCE_STEPS))
     longest = math.ceil(max(bins[1]) * steps / REFERENCE_STEPS)
     chosen = set(_fill_long_holes(longest, _interpolate_steps(times, count, steps)))

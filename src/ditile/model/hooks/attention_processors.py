@@ -62,6 +62,7 @@ def restore_processors_on_error(models: Iterable[nn.Module]) -> Iterator[None]:
 def cache_signatures(stack: ExitStack, block: nn.Module) -> None:
     """Keeps each processor's signature, which diffusers computes in every call (0.1 ms), until the stack is closed."""
     for _, module, processor in find_attention_processors(block):
+        # A copy of a module would hold its weights.
         if isinstance(processor, nn.Module):
             continue
         ready = copy.copy(processor)

@@ -120,6 +120,7 @@ class BlockCalls:
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             now = self._now.check_under_way()
+            # The pipeline only blends its latents: it needs no prediction.
             if now.dry.blended_step is not None:
                 return now.take_rehearsed_result()
             inputs = dict(zip(self._parameter_names, args, strict=False)) | kwargs
@@ -191,6 +192,7 @@ class BlockCalls:
                 f"whether {name} of {self._model_name} has a row for each of {rows} images is not "
                 "known, so warmup_mode=pipelined cannot split it; use warmup_mode=serial"
             )
+        # The pipeline gets one result for the whole batch.
         results = []
         for index, batch_range in enumerate(micro_batches):
             self._policy.begin_micro_batch(index)
@@ -228,6 +230,7 @@ class BlockCalls:
 
     def _survey_call(self, forward: Forward, inputs: dict[str, Any], known: CallForm | None, checks: bool) -> CallForm:
         """Runs the forward with blocks that pass on what they are given, to see what a call looks like."""
+        # A family says its rows of tokens; those of any video are found.
         grid = None
         if self._read_grid is not None:
             grid = self._read_grid(self._transformer, inputs)
@@ -293,6 +296,7 @@ class BlockCalls:
         self._check_visits(now.form.visits)
         pieces = [Piece.from_mask(torch.isnan(prediction)) for prediction in list_predictions(result)]
         now.findings.prediction_pieces.setdefault(now.branch, {})[now.dry.patch] = pieces
+        # Sums that the pipeline makes over the whole must not spread NaN to other patches.
         result = pytree.tree_map_only(Tensor, lambda x: x.as_subclass(RehearsedPrediction), result)
         now.dry.results[now.branch] = result
         return now.take_rehearsed_result()
@@ -572,6 +576,7 @@ class _DividedPass:
             index > 0
             and passed is not None
             and image is passed.image
+            # The forward may write into the streams between two blocks.
             and image._version == passed.version
             and (text is None or text is passed.text or passed.text is None)
         )
@@ -600,6 +605,7 @@ class _DividedPass:
     def _find_state(self, now: Generation, hook: BlockHook, image: Tensor, text: Tensor | None) -> TokenState:
         """This rank's tokens before a block, cut out of what the forward made."""
         full = self._split_streams(now.form.text, hook.anatomy, image, text)
+        # Whether a rank has all tokens changes from step to step, and not within a call.
         if hook.index == 0:
             self._has_all_tokens = now.has_all_image_tokens
             return self._policy.enter_blocks(full)
@@ -626,6 +632,7 @@ class _DividedPass:
             for name, kinds in self._cut_arguments[hook.list_name]:
                 value = call.get(name)
                 if value is not None:
+                    # Most arguments are the same object in every step, so their parts are kept.
                     make = functools.partial(_cut_for_patch, value, kinds, now)
                     call[name] = now.memory.get_cached_slice((hook.list_name, name, now.branch, patch), value, make)
         out = forward(**call)
@@ -635,6 +642,7 @@ class _DividedPass:
             streams = dict(zip(anatomy.returns, out, strict=True))
             image = streams["image"]
             text = streams.get("text")
+        # Nothing is to be split or joined.
         if is_apart:
             return TokenState(image, text)
         text_tokens = 0 if state.text is None else state.text.shape[1]

@@ -251,6 +251,7 @@ class TransformerHooks:
     def empty_other_blocks(self, owned: range, *, keep: bool) -> None:
         """Takes the weights out of all blocks but the owned ones; stores them only if `keep`."""
         for hook in self.chain:
+            # The weights of own blocks stay.
             if hook.index in owned:
                 continue
             prefix = f"{hook.name.removeprefix(self._label)}."
@@ -284,6 +285,7 @@ class TransformerHooks:
                     "call the runner that ditile.parallelize returned in place of the pipeline"
                 )
 
+        # A hook runs before any forward, also before one that is put on the model later.
         guard = self.transformer.register_forward_pre_hook(exclude_from_compile(refuse_partial_call))
         self.guards.callback(guard.remove)
 
@@ -320,6 +322,7 @@ class TransformerHooks:
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
         with ExitStack() as stack:
+            # Without it the guard of a model in parts refuses the call.
             override_attribute(stack, self.transformer, IN_CALL, True)
             if self.other is not None:
                 others = self.other.install_hooks(
@@ -559,6 +562,7 @@ class OutputMemoizer:
             if now.is_surveyed or name in excluded:
                 return forward(*args, **kwargs)
             step, patch = now.micro_step
+            # Rows of another micro-batch, and conditions of another branch, are other inputs.
             key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, filter(torch.is_tensor, args)))
             known = now.memory.outputs.get(key)
             is_fresh = known is not None and (

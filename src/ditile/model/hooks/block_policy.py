@@ -64,6 +64,7 @@ class BlockHook:
 
     def list_attentions(self) -> list[tuple[str, Any]]:
         """The modules of the block that attend to tokens of other ranks, by path within it."""
+        # A placeholder of another stage has no modules.
         modules = dict(self.block.named_modules())
         paths = [path for path in self.anatomy.attention if path in modules and self.is_shared(path)]
         return [(path, modules[path]) for path in paths]
@@ -108,8 +109,10 @@ def list_adapter_calls(processor: Any) -> tuple[str, ...]:
     to the tokens of the generated image, and to those of its own image after them.
     """
     if isinstance(processor, SD3IPAdapterJointAttnProcessor2_0):
+        # All adapters are one call.
         return ("N" + FURTHER,)
     if isinstance(processor, ADAPTER_PROCESSORS):
+        # Each adapter is a call.
         return (LOCAL,) * len(processor.to_k_ip)
     return ()
 
@@ -208,6 +211,7 @@ class CallForm(NamedTuple):
 
     def list_fed_blocks(self) -> list[str]:
         """The blocks that are given what is made of the latents. Waits for the device once."""
+        # A stack of no tensors is an error.
         if not self.fed:
             return []
         flags = torch.stack([*self.fed.values()]).tolist()

@@ -69,6 +69,7 @@ class LayerTokens:
             own: keys of this rank's tokens, with its dummies; None for the keys of the whole sequence.
         """
         length = self.length if own is None else own
+        # The letters of a kind are in the order of its keys.
         if kind[0] == FURTHER:
             return 0
         if kind[1:] == FURTHER:
@@ -337,6 +338,7 @@ class Generation:
 
     def become(self, other: Generation) -> None:
         """Takes over the state of another generation, so that hooks need not be given another object."""
+        # Hooks hold this object as long as the model is divided.
         for state in fields(self):
             setattr(self, state.name, getattr(other, state.name))
 
@@ -359,6 +361,7 @@ class Generation:
             self.token_patch = schedule.num_references
         self.is_stale = schedule.reads_stale_keys(micro.step)
         self.keeps_keys = schedule.keeps_keys(micro.step)
+        # With stale keys the image is not the plain pipeline's anyway, so the last bits may differ.
         self.may_round = self.rounds_otherwise or self.is_stale
 
     @property
@@ -369,6 +372,7 @@ class Generation:
     @property
     def own_calls(self) -> Sequence[int]:
         """The calls of a step that this rank computes; in the first micro-step, of those made so far."""
+        # The number of calls is known only after the first step.
         calls = self.calls
         if calls is None:
             calls = max(self.branch, 1)
@@ -404,6 +408,7 @@ class Generation:
     def advance_branch(self) -> None:
         """Counts a transformer call that is over."""
         self.branch += 1
+        # The next call begins with its whole batch again.
         self.micro_batch = 0
         self.batch_range = None
 

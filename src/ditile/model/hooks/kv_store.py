@@ -207,6 +207,7 @@ class KeyStore:
                 "keys belong to rows; keep guidance on for the whole run, or use a plan without pipefusion, patches "
                 "and distrifusion, such as ulysses"
             )
+        # Heads before tokens, which makes the memory of a head contiguous.
         shape = (batch_size, like.shape[2], self._length, like.shape[3])
         k = self._make_zeros("k", shape, like).transpose(1, 2)
         v = self._make_zeros("v", shape, like).transpose(1, 2)
@@ -409,6 +410,7 @@ def _make_zeros(
     kept = kept_buffers.get((store, name))
     if kept is None or (kept.shape, kept.dtype, kept.device) != (torch.Size(shape), like.dtype, like.device):
         kept = kept_buffers[store, name] = like.new_zeros(shape)
+        # New memory is zero already.
         return kept
     return kept.zero_()
 
@@ -473,6 +475,7 @@ class RelativeChange:
         """Records tensors of some rows of a batch and those they replace; `what` is their kind, branch, first row."""
         kind, branch, row = what
         pair = (_compute_row_norms(fresh - stale), _compute_row_norms(fresh))
+        # Norms stay on the device: reading one would wait for it.
         self._changes.setdefault(ChangeKey(kind, self._half, branch, row), []).append(pair)
 
     def start_change_copy(self, keys: Sequence[ChangeKey]) -> ChangeCopy:

@@ -67,6 +67,7 @@ def override_attribute(stack: ExitStack, owner: Any, name: str, value: Any, *, y
         if yields_to_newer and vars(owner).get(name, _ABSENT) is not value:
             return
         if before is _ABSENT:
+            # The attribute of the class shows again.
             vars(owner).pop(name, None)
         else:
             vars(owner)[name] = before
@@ -86,6 +87,7 @@ def list_replaced_methods(owner: Any) -> list[str]:
     replaced = []
     for name, value in vars(owner).items():
         method = getattr(type(owner), name, None)
+        # Below ditile's own override may be one of the user's.
         while isinstance(value, WatchedMethod):
             value = value.stock
         is_own = getattr(value, "__func__", None) is method and getattr(value, "__self__", None) is owner
@@ -103,6 +105,7 @@ def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> 
         return function
     inner = getattr(function, "__wrapped__", None)
     closure = function.__closure__
+    # A decorator calls the function that it wraps through a cell of its closure.
     if inner is not None and closure is not None:
         copied = types.CellType(replace_globals(inner, values))
         closure = tuple(copied if cell.cell_contents is inner else cell for cell in closure)
@@ -186,6 +189,7 @@ def _list_hook_references(module: nn.Module) -> list[Any]:
 
 def match_modules(root: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
     """Sub-modules whose path matches a pattern in which `*` stands for one name."""
+    # The modules of each level are in the order of the model.
     first, _, rest = pattern.partition(".")
     for name, child in root.named_children():
         if first not in ("*", name):
