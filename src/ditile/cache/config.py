@@ -1,8 +1,8 @@
 """The settings of a cache: frozen configs, which are checked when they are made. Nothing here imports torch.
 
-The names are those that cache-dit documents, so that a script for it runs. The type of a field says which values it
-may have. The table `CACHE_WORDS` has the other names of a field: a flag, a word in a line, a letter in `strify`. A step
-below is one call of the transformer with its branches of guidance, counted from 0.
+cache-dit documents the same names, so that a script for it runs. The type of a field says which values it may have. The
+table `CACHE_WORDS` has the other names of a field: a flag, a word in a line, a letter in `strify`. A step below is one
+call of the transformer with its branches of guidance, counted from 0.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class DBCacheConfig(Fields):
         warmup_interval: compute every n-th warmup step.
         max_cached_steps: cached steps of a generation at most; -1 is no limit.
         max_continuous_cached_steps: cached steps in a row at most; -1 is no limit.
-        max_accumulated_residual_diff_threshold: a step computes where its difference and those of the steps that were
-            cached so far add up to this; None is no budget.
-        accumulated_resets: the sum begins anew at each computed step (as in TeaCache, arXiv 2411.19108); else there is
-            one sum for the whole generation.
+        max_accumulated_residual_diff_threshold: a step computes where the sum of its difference and the differences of
+            all cached steps reaches this; None is no budget.
+        accumulated_resets: the sum begins again at each computed step (as in TeaCache, arXiv 2411.19108); otherwise
+            there is one sum for the whole generation.
         steps_computation_mask: 1 for each step that computes, 0 for each that may be cached; or a preset that fits any
             number of steps: slow, medium, fast, ultra. A warmup longer than the mask's leading 1s is cut to
             them. None is no mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
@@ -179,7 +179,7 @@ class DBPruneConfig(DBCacheConfig):
         dynamic_prune_threshold_relax_ratio: the factor of that mean.
         non_prune_block_ids: blocks that always compute, by their place in the list; the first Fn and the last Bn do.
 
-    The others are those of `DBCacheConfig`.
+    The others are as in `DBCacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -200,8 +200,9 @@ class DBPruneConfig(DBCacheConfig):
     @property
     def highest_threshold(self) -> float:
         """The upper bound of a dynamic threshold."""
-        limit = self.max_dynamic_prune_threshold
-        return 2 * self.residual_diff_threshold if limit is None else limit
+        if self.max_dynamic_prune_threshold is None:
+            return 2 * self.residual_diff_threshold
+        return self.max_dynamic_prune_threshold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,9 +237,9 @@ class TaylorSeerCalibratorConfig(Calibration):
     Attributes:
         taylorseer_order: the degree of the polynomial; 1 is a line, and 0 reuses the last value.
         taylorseer_reach: how far it goes beyond the last computed step, in gaps between the last two computed steps;
-            behind that the forecast is constant. None is any distance.
+            after that the forecast is constant. None is any distance.
 
-    The others are those of `Calibration`.
+    The others are as in `Calibration`.
     """
 
     taylorseer_order: Count = 1
@@ -250,7 +251,7 @@ class TaylorSeerCalibratorConfig(Calibration):
 class FoCaCalibratorConfig(Calibration):
     """FoCa: a forecast by the slope at the last computed step, corrected by the slope there (arXiv 2508.16211).
 
-    Its fields are those of `Calibration`.
+    Its fields are as in `Calibration`.
     """
 
     calibrator_type: Literal["foca"] = "foca"
@@ -266,7 +267,7 @@ class DMDCalibratorConfig(Calibration):
         dmd_ridge: added to each singular value before it divides, relative to the first one.
         dmd_svd_precision: accepted and not used: the decomposition is small, and always in double precision.
 
-    The others are those of `Calibration`.
+    The others are as in `Calibration`.
     """
 
     dmd_history: Annotated[int, 2] = 6
@@ -281,7 +282,7 @@ class ParamsModifier(Fields):
     """What is different for one list of blocks; `merge_configs` merges it with the settings of the pipeline.
 
     Attributes:
-        cache_config: the fields that were given to it win over those of the pipeline.
+        cache_config: the fields that were given to it win over the pipeline's.
         calibrator_config: the same; a calibrator of another kind replaces the pipeline's.
 
     Raises:
@@ -300,15 +301,16 @@ class ParamsModifier(Fields):
     def over(
         self, cache_config: DBCacheConfig, calibrator_config: Calibration | None
     ) -> tuple[DBCacheConfig, Calibration | None]:
-        """The configs of its list, if `cache_config` and `calibrator_config` are those of the pipeline."""
+        """The configs of its list, given the pipeline's `cache_config` and `calibrator_config`."""
         cache = merge_configs(cache_config, self.cache_config)
         return cache or cache_config, merge_configs(calibrator_config, self.calibrator_config)
 
 
 def choose_stored_value(cache: DBCacheConfig, calibrator: Calibration | None) -> Literal["residual", "hidden"]:
     """What is stored of a computed step: what the middle blocks returned if either config says so."""
-    returned = calibrator is not None and calibrator.calibrator_cache_type == "hidden_states"
-    return "hidden" if returned else cache.store
+    if calibrator is not None and calibrator.calibrator_cache_type == "hidden_states":
+        return "hidden"
+    return cache.store
 
 
 class CacheWord(NamedTuple):
@@ -367,8 +369,8 @@ def format_cache_config(cache: DBCacheConfig, calibrator: Calibration | None = N
     F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps and of those in a row,
     0 for none. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator.
     """
-    parts = ["DBPrune" if isinstance(cache, DBPruneConfig) else "DBCache", _show_words(cache, "F", "B")]
-    parts += [_show_words(cache, "W", "I", "M", "MC"), _show_words(cache, "R")]
+    name = "DBPrune" if isinstance(cache, DBPruneConfig) else "DBCache"
+    parts = [name, _show_words(cache, "F", "B"), _show_words(cache, "W", "I", "M", "MC"), _show_words(cache, "R")]
     if cache.steps_computation_mask is not None:
         parts.append(f"{_show_words(cache, 'mask')}_{cache.steps_computation_policy}")
     if calibrator is not None:
@@ -377,32 +379,46 @@ def format_cache_config(cache: DBCacheConfig, calibrator: Calibration | None = N
 
 
 def _show_words(config: Fields, *words: str) -> str:
-    rows = [CACHE_WORDS[word] for word in words if isinstance(config, CACHE_WORDS[word].config)]
-    values = [(row.letters, "" if row.field is None else getattr(config, row.field)) for row in rows]
-    return "".join(letters + _show_value(value) for letters, value in values if value is not None)
+    shown = ""
+    for word in words:
+        row = CACHE_WORDS[word]
+        if not isinstance(config, row.config):
+            continue
+        value = "" if row.field is None else getattr(config, row.field)
+        if value is not None:
+            shown += row.letters + _show_value(value)
+    return shown
 
 
 def _show_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    return "".join(map(str, value)) if isinstance(value, str | tuple) else str(max(value, 0))
+    if isinstance(value, str | tuple):
+        return "".join(map(str, value))
+    # Limits of -1 are none, and are shown as cache-dit shows them.
+    return str(max(value, 0))
 
 
 C = TypeVar("C", bound="Fields")
 
 
 def merge_configs(base: C | None, modifier: C | None) -> C | None:
-    """The config of one list of blocks: that of the pipeline, with what its modifier says.
+    """The config of one list of blocks: the pipeline's, with the changes of its modifier.
 
     A field that was given to the modifier, when it was made or by `reset`, wins, even where it names the default
-    (`dataclasses.replace` gives all of them). All others are the base's. The result is of the narrower of the two
-    kinds, such as `DBPruneConfig`; where neither is a kind of the other (two different calibrators) the modifier is the
-    result. If one of both is None, the result is the other.
+    (`dataclasses.replace` gives all of them). All others are the base's. The result has the narrower of the two
+    classes, such as `DBPruneConfig`; where neither class is one of the other (two different calibrators) the modifier
+    is the result. If one of both is None, the result is the other.
     """
-    if base is None or modifier is None:
-        return modifier if base is None else base
-    narrow = type(modifier) if isinstance(modifier, type(base)) else type(base)
-    if not (isinstance(modifier, type(base)) or isinstance(base, type(modifier))):
+    if base is None:
+        return modifier
+    if modifier is None:
+        return base
+    if isinstance(modifier, type(base)):
+        narrow = type(modifier)
+    elif isinstance(base, type(modifier)):
+        narrow = type(base)
+    else:
         return modifier
     changes = {name: getattr(modifier, name) for name in modifier.given}
     return _rebuild_config(narrow, base.values() | changes, base.given | modifier.given)
