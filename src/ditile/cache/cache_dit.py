@@ -109,8 +109,8 @@ class RankDivision:
         for name in [name for name, degree in degrees.items() if degree == "auto"]:
             degrees[name] = 1
             fixed = Plan(**degrees).world
-            place = env.read_torchrun_place()
             if world is None:
+                place = env.read_torchrun_place()
                 world = 1 if place is None else place.world
             if world % fixed:
                 shown = " and ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree != 1)
