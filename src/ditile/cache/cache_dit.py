@@ -119,8 +119,10 @@ class RankDivision:
                 )
             degrees[name] = world // fixed
         plan = Plan(**degrees, **self.options)
-        # One rank has nobody to split a module with.
-        for module in self.modules if plan.world > 1 else ():
+        if plan.world == 1:
+            # One rank has nobody to split a module with.
+            return plan
+        for module in self.modules:
             plan = replace(plan, **_PLAN_CHANGES_BY_MODULE[module])
         return plan
 

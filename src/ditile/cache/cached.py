@@ -380,17 +380,20 @@ def build_transformer_cache(
     def build_context(
         name: str, context_hooks: Sequence[CacheHook], config: DBCacheConfig, calibrator: Calibration | None
     ) -> CacheContext:
-        return CacheContext(name, context_hooks, config if has_rows else config.reset(couple="batch"), calibrator)
+        if not has_rows:
+            # Also where a modifier says otherwise.
+            config = config.reset(couple="batch")
+        return CacheContext(name, context_hooks, config, calibrator)
 
     def build_contexts(changed: DBCacheConfig, calibrator: Calibration | None) -> list[CacheContext]:
         if len(modifiers) < 2:
-            whole = modifiers[0].over(changed, calibrator) if modifiers else (changed, calibrator)
-            return [build_context("+".join(hooks_by_list), hooks, *whole)]
-        pairs = zip(hooks_by_list.items(), modifiers, strict=True)
-        return [
-            build_context(name, context_hooks, *modifier.over(changed, calibrator))
-            for (name, context_hooks), modifier in pairs
-        ]
+            # All lists decide together.
+            settings = modifiers[0].over(changed, calibrator) if modifiers else (changed, calibrator)
+            return [build_context("+".join(hooks_by_list), hooks, *settings)]
+        contexts: list[CacheContext] = []
+        for (name, context_hooks), modifier in zip(hooks_by_list.items(), modifiers, strict=True):
+            contexts.append(build_context(name, context_hooks, *modifier.over(changed, calibrator)))
+        return contexts
 
     return TransformerCache(transformer, hooks, build_contexts, config, calibrator)
 
@@ -426,9 +429,10 @@ def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample:
             continue
         # A ControlNet may be on another device than the model.
         norms = [_measure_rows(tensor, batch_size).to(tensors[0].device) for tensor in tensors]
-        size = torch.stack(norms).sum(dim=0)
-        sizes.append(size.to(sizes[0].device) if sizes else size)
-    return torch.stack(sizes, dim=1) if sizes else None
+        sizes.append(torch.stack(norms).sum(dim=0))
+    if not sizes:
+        return None
+    return torch.stack([size.to(sizes[0].device) for size in sizes], dim=1)
 
 
 def _measure_rows(tensor: Tensor, rows: int) -> Tensor:

@@ -402,7 +402,9 @@ class CallClock:
         call = inspect.signature(self._pipe.__call__).bind_partial(*args, **kwargs)
         call.apply_defaults()
         steps = call.arguments.get("num_inference_steps")
-        self.restart_clock(steps if isinstance(steps, int) else None)
+        if not isinstance(steps, int):
+            steps = None
+        self.restart_clock(steps)
         self._called()
         try:
             yield

@@ -113,7 +113,8 @@ def build_forecaster(
     dtype = None if store_dtype is None else getattr(torch, store_dtype)
     if config is None:
         return Reuse(dtype)
-    if not (config.enable_calibrator if stream == "image" else config.enable_encoder_calibrator):
+    is_enabled = config.enable_calibrator if stream == "image" else config.enable_encoder_calibrator
+    if not is_enabled:
         return Reuse(dtype)
     if isinstance(config, TaylorSeerCalibratorConfig):
         return TaylorSeer(config.taylorseer_order, dtype, config.taylorseer_reach)

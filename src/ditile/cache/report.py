@@ -208,7 +208,10 @@ def format_steps(steps: Sequence[int]) -> str:
         return "0"
     words: list[str] = []
     for run in merge_ranges(range(step, step + 1) for step in steps):
-        words.append(str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}")
+        word = str(run.start)
+        if len(run) > 1:
+            word += f"-{run.stop - 1}"
+        words.append(word)
     return f"{len(steps)}: {','.join(words)}"
 
 
@@ -234,6 +237,7 @@ def _summarize_context(reports: Sequence[ContextReport]) -> dict[str, Any]:
     differences: list[float] = []
     for report in reports:
         differences += report.differences
+    median = statistics.median(differences) if differences else None
     return {
         "stage": reports[0].stage,
         "context": reports[0].name,
@@ -243,5 +247,5 @@ def _summarize_context(reports: Sequence[ContextReport]) -> dict[str, Any]:
         "steps": steps,
         "cached_steps": [report.cached_steps for report in reports],
         "blocks_saved": sum(report.saved * report.steps for report in reports) / max(steps, 1),
-        "median_difference": statistics.median(differences) if differences else None,
+        "median_difference": median,
     }

@@ -15,7 +15,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,8 +191,10 @@ def _keep_enabled(owners: Sequence[Any], enabled: _Enabled) -> None:
 def _find_enabled(pipe: Any) -> list[_Enabled]:
     """What is enabled on a pipeline, and on the transformers that it has now."""
     owners = [pipe]
-    # A pipeline may have lost its transformer since.
-    with suppress(ModelError) if hasattr(pipe, _ENABLED) else nullcontext():
+    with ExitStack() as stack:
+        if hasattr(pipe, _ENABLED):
+            # A pipeline may have lost its transformer since.
+            stack.enter_context(suppress(ModelError))
         owners += [unwrap_module(transformer) for transformer in find_transformers(pipe)]
     found: list[_Enabled] = []
     for owner in owners:

@@ -433,7 +433,7 @@ class _SurveyPass:
         elif anatomy.joint != "none":
             lengths.setdefault("T", length - lengths["N"])
         lengths["J"] = lengths["N"] + lengths.get("T", 0)
-        expected = lengths["N" if anatomy.joint == "none" else "J"]
+        expected = lengths["N"] if anatomy.joint == "none" else lengths["J"]
         if length != expected:
             raise ModelError(
                 f"{self._model}: {hook.name} is given {length} tokens and the blocks before it "
@@ -654,7 +654,9 @@ class _DividedPass:
         """The tokens of streams as the model has them; `text_tokens` of the image's stream are text."""
         image = put_tokens_second(image, anatomy)
         if anatomy.joint == "none":
-            return TokenState(image, None if text is None else put_tokens_second(text, anatomy))
+            if text is not None:
+                text = put_tokens_second(text, anatomy)
+            return TokenState(image, text)
         if anatomy.joint == "image_first":
             length = image.shape[1] - text_tokens
             state = TokenState(image[:, :length], image[:, length:])

@@ -177,7 +177,10 @@ class TransformerHooks:
 
     def has_placeholders(self) -> bool:
         """Whether some block is a placeholder."""
-        return any(is_placeholder(hook.block) for model in self.models for hook in model.chain)
+        blocks: list[nn.Module] = []
+        for model in self.models:
+            blocks += [hook.block for hook in model.chain]
+        return any(map(is_placeholder, blocks))
 
     def claim_blocks(self, owned: range, *, keep: bool, shard: tuple[int, int] = (0, 1)) -> Weights:
         """Leaves these blocks to a runner, of a transformer that is whole or of which no others were read.
@@ -345,7 +348,8 @@ class TransformerHooks:
                 own_around = functools.partial(around, now, hook) if around and is_own else None
                 wrap = functools.partial(self._wrap_block, calls, hook, owned, own_around)
                 varying = functools.partial(_list_varying_arguments, hook.anatomy, now)
-                if wrap_block_call(stack, hook.block, compile_ if is_own else None, wrap, varying):
+                block_compile = compile_ if is_own else None
+                if wrap_block_call(stack, hook.block, block_compile, wrap, varying):
                     compiled.append(hook.name)
                 elif is_own:
                     cache_signatures(stack, hook.block)
@@ -415,10 +419,9 @@ class CallCountHooks(TransformerHooks):
         # In a model that is compiled as a whole, what is replaced would break its graph.
         if find_compiler(pipe, self.transformer) is None:
             compiled: list[str] = []
-            for hook in self.chain if compile_ is not None else ():
-                if wrap_block_call(stack, hook.block, compile_, lambda forward: forward):
-                    compiled.append(hook.name)
             for hook in self.chain:
+                if compile_ is not None and wrap_block_call(stack, hook.block, compile_, lambda forward: forward):
+                    compiled.append(hook.name)
                 replace_cross_processors(stack, self.spec, hook.block, now)
             OutputMemoizer(self.transformer, self.spec, now, self._label).install_hooks(stack, compiled)
         wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now))

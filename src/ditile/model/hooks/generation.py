@@ -155,7 +155,8 @@ class LayoutTokens:
         if kind == "T":
             text_runs: list[tuple[range, ...]] = []
             for part in parts:
-                text_runs.append((part.text,) if part.text else ())
+                runs_of_rank = (part.text,) if part.text else ()
+                text_runs.append(runs_of_rank)
             are_none = not any(text_runs)
             return LayerTokens(
                 tuple(text_runs), index, layout.text, range(0), dummies, text_first, are_none, layout.num_patches

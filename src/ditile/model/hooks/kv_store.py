@@ -196,7 +196,8 @@ class KeyStore:
         """How many steps old each segment is; None if it was never written."""
         ages: list[int | None] = []
         for written_step in self.written:
-            ages.append(None if written_step == NEVER else step - written_step)
+            age = None if written_step == NEVER else step - written_step
+            ages.append(age)
         return tuple(ages)
 
     def _make_buffers(self, like: Tensor, batch_size: int) -> tuple[Tensor, Tensor]:
@@ -228,8 +229,12 @@ class AgeChecks:
 
     def expect_ages(self, store: KeyStore, step: int, ages: Iterable[int], where: str) -> None:
         """Raises `StateError` unless the segments of a store have these ages; before the first step they are None."""
-        # A key that is older than the generation was never written.
-        scheduled_ages = tuple(None if age > step else age for age in ages)
+        scheduled: list[int | None] = []
+        for age in ages:
+            # A key that is older than the generation was never written.
+            scheduled_age = None if age > step else age
+            scheduled.append(scheduled_age)
+        scheduled_ages = tuple(scheduled)
         if store.segment_ages(step) != scheduled_ages:
             raise StateError(
                 f"{where} reads keys of ages {store.segment_ages(step)}, and the schedule says {scheduled_ages}"

@@ -108,7 +108,11 @@ def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> 
     # A decorator calls the function that it wraps through a cell of its closure.
     if inner is not None and closure is not None:
         copied = types.CellType(replace_globals(inner, values))
-        closure = tuple(copied if cell.cell_contents is inner else cell for cell in closure)
+        cells = list(closure)
+        for place, cell in enumerate(closure):
+            if cell.cell_contents is inner:
+                cells[place] = copied
+        closure = tuple(cells)
     namespace = {**function.__globals__, **values}
     copied_function = types.FunctionType(
         function.__code__, namespace, function.__name__, function.__defaults__, closure
@@ -132,7 +136,8 @@ def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
         return module, find_forward_attribute(module)
     # A hook that replaces the forward keeps the one that it replaces; any other hook calls it.
     innermost = references[0]
-    return innermost, "forward" if innermost.original_forward is None else "original_forward"
+    name = "forward" if innermost.original_forward is None else "original_forward"
+    return innermost, name
 
 
 def list_parameter_names(module: nn.Module) -> list[str]:

@@ -75,10 +75,11 @@ def has_nan(values: Any) -> bool:
     flags: list[Tensor] = []
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor):
-            flag = torch.isnan(leaf).any()
-            # One wait for all, on the device of the first.
-            flags.append(flag.to(flags[0].device) if flags else flag)
-    return bool(flags) and bool(torch.stack(flags).any())
+            flags.append(torch.isnan(leaf).any())
+    if not flags:
+        return False
+    # One wait for all, on the device of the first.
+    return bool(torch.stack([flag.to(flags[0].device) for flag in flags]).any())
 
 
 def poison_latents(inputs: Mapping[str, Any], *names: str) -> dict[str, Any]:
