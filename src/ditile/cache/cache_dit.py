@@ -194,9 +194,10 @@ def _read_parallel_kwargs(arguments: Mapping[str, Any]) -> dict[str, Any]:
         names = ", ".join(_IN_PARALLEL_KWARGS)
         raise ModelError(f"parallel_kwargs={older!r} are no names and values; give some of {names}")
     values: dict[str, Any] = {}
+    entry: str
     for entry, value in older.items():
         check_known(f"parallel_kwargs[{entry!r}]", entry, _IN_PARALLEL_KWARGS)
-        name = _OLDER_NAMES.get(entry, entry)
+        name: str = _OLDER_NAMES.get(entry, entry)
         values[name] = value or arguments.get(name) or value
     return values
 

@@ -55,7 +55,7 @@ def restore_processors_on_error(models: Iterable[nn.Module]) -> Iterator[None]:
     except BaseException:
         for _, module, processor in before:
             if module.processor is not processor:
-                module.set_processor(processor)  # type: ignore[operator]
+                module.set_processor(processor)
         raise
 
 

@@ -537,13 +537,13 @@ class _PassedStreams(NamedTuple):
     Attributes:
         image, text: the streams.
         version: of the image, as PyTorch counts writes in place.
-        index: of the block.
+        block: its index.
     """
 
     image: Tensor
     text: Tensor | None
     version: int
-    index: int
+    block: int
 
 
 class _DividedPass:
@@ -612,7 +612,7 @@ class _DividedPass:
         if self._has_all_tokens:
             return full
         assert self._passed is not None
-        if now.form.glued.isdisjoint(range(self._passed.index + 1, hook.index + 1)):
+        if now.form.glued.isdisjoint(range(self._passed.block + 1, hook.index + 1)):
             raise StateError(
                 f"the forward changed the tokens before {hook.name} and did not when it was first called so; use "
                 "a plan of data or cfg"

@@ -111,9 +111,10 @@ def list_adapter_calls(processor: Any) -> tuple[str, ...]:
     if isinstance(processor, SD3IPAdapterJointAttnProcessor2_0):
         # All adapters are one call.
         return ("N" + FURTHER,)
-    if isinstance(processor, ADAPTER_PROCESSORS):
+    if isinstance(processor, FluxIPAdapterAttnProcessor):
         # Each adapter is a call.
-        return (LOCAL,) * len(processor.to_k_ip)
+        keys_of_adapters: Any = processor.to_k_ip
+        return (LOCAL,) * len(keys_of_adapters)
     return ()
 
 
