@@ -45,12 +45,16 @@ class ApiKeys:
     def find_owner(self, key: bytes) -> str | None:
         """The owner of a key; None if it is not known."""
         match = self._find_key("key", key)
-        return None if match is None else match.owner
+        if match is None:
+            return None
+        return match.owner
 
     def find_word(self, key: bytes) -> str | None:
         """The cookie's word of a key; None if the key is not known."""
         match = self._find_key("key", key)
-        return None if match is None else match.word.decode()
+        if match is None:
+            return None
+        return match.word.decode()
 
     def find_owner_of_cookie(self, cookies: str) -> str | None:
         """The owner of the key whose word is among the cookies of a request; None if there is none."""
@@ -61,7 +65,9 @@ class ApiKeys:
         if morsel is None:
             return None
         match = self._find_key("word", morsel.value.encode())
-        return None if match is None else match.owner
+        if match is None:
+            return None
+        return match.owner
 
     def _find_key(self, field: Literal["key", "word"], secret: bytes) -> _ApiKey | None:
         match = None

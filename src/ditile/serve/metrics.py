@@ -36,10 +36,12 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self._counters = {}
         for name, (text, labels) in _COUNTERS.items():
-            self._counters[name] = Counter(f"ditile_{name}", text, labels, registry=self.registry)
+            full_name = f"ditile_{name}"
+            self._counters[name] = Counter(full_name, text, labels, registry=self.registry)
         self._gauges = {}
         for name, (text, labels) in _GAUGES.items():
-            self._gauges[name] = Gauge(f"ditile_{name}", text, labels, registry=self.registry)
+            full_name = f"ditile_{name}"
+            self._gauges[name] = Gauge(full_name, text, labels, registry=self.registry)
         self._seconds = Histogram(
             "ditile_seconds", "seconds of a job by stage", ["stage"], registry=self.registry, buckets=_SECONDS
         )

@@ -166,7 +166,11 @@ class RankWorker:
         with convert_value_errors(self._pipe):
             result = self._runner(**self._build_call(jobs, calls), output_on="first", watch=watch)
         # All ranks send rank 0 their reports and traces.
-        facts = {"reports": self._runner.reports(), "left_out": self._summarize_cache(), "batch": len(jobs)}
+        facts = {
+            "reports": self._runner.reports(),
+            "left_out": self._summarize_cache(),
+            "batch": len(jobs),
+        }
         trace = self._collect_trace() if is_traced else {}
         if not self._is_first:
             return

@@ -149,7 +149,9 @@ async def report_progress(http: HttpRequest) -> Response:
         job = min(running, key=lambda job: job.started or job.created)
         steps = job.request.options.steps or service.facts.find_default("num_inference_steps") or 0
         answer["progress"] = job.progress / 100
-        state |= {"job": job.id, "sampling_step": round(steps * job.progress / 100), "sampling_steps": steps}
+        state["job"] = job.id
+        state["sampling_step"] = round(steps * job.progress / 100)
+        state["sampling_steps"] = steps
         # From the part that is done and the time that it took.
         if job.started is not None and job.progress:
             seconds = max(0.0, time.time() - job.started)
@@ -232,6 +234,7 @@ async def _generate_and_answer(
     for content in await read_outputs(http, job, result):
         images.append(await asyncio.to_thread(encode_base64, content))
     info = _build_info(job, facts, warnings + job.request.client["warnings"])
+    # Without the images, which the client has.
     parameters = {name: value for name, value in values.items() if name not in ("init_images", "mask")}
     return AsciiJSONResponse({"images": images, "parameters": parameters, "info": json.dumps(info)})
 
@@ -250,7 +253,8 @@ def convert_fields(
     loras = _read_lora_tags(fields.prompt)
     if loras:
         values["lora"] = loras
-        values["prompt"] = " ".join(_LORA.sub(" ", fields.prompt).split())
+        words = _LORA.sub(" ", fields.prompt).split()
+        values["prompt"] = " ".join(words)
     for name in ("sampler_name", "scheduler"):
         if getattr(fields, name) not in _NEUTRAL:
             warnings.append(f"{name} was ignored: the model has its own")
@@ -289,7 +293,8 @@ def list_ignored_fields(values: Mapping[str, Any], served: str, *, has_image: bo
         if name == "override_settings" and isinstance(value, dict):
             warnings += _list_ignored_settings(value, served, "override_settings.")
         elif name == "alwayson_scripts" and isinstance(value, dict):
-            warnings += [f"{name}.{script[:60]} was ignored: this server has no scripts" for script in sorted(value)]
+            for script in sorted(value):
+                warnings.append(f"{name}.{script[:60]} was ignored: this server has no scripts")
         else:
             warnings.append(f"{name[:60]}={shorten_value(value)} was ignored")
     return shorten_warnings(warnings)

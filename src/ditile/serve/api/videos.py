@@ -143,7 +143,7 @@ def describe_video(job: Job) -> dict[str, Any]:
         "object": "video",
         "created_at": int(job.created),
         "completed_at": None,
-        "expires_at": None if job.expires is None else int(job.expires),
+        "expires_at": None,
         "status": STATUSES[job.state],
         "progress": job.progress,
         "model": client["model"],
@@ -158,10 +158,13 @@ def describe_video(job: Job) -> dict[str, Any]:
         "inference_time_s": None,
         "warnings": client["warnings"],
     }
+    if job.expires is not None:
+        answer["expires_at"] = int(job.expires)
+    if job.result is not None and job.ended is not None:
+        answer["completed_at"] = int(job.ended)
     # What was generated may differ from what was expected.
     if job.result is not None:
         answer |= {
-            "completed_at": None if job.ended is None else int(job.ended),
             "size": "{}x{}".format(*job.result.size),
             "num_frames": job.result.frames,
             "fps": job.result.fps,
@@ -170,7 +173,8 @@ def describe_video(job: Job) -> dict[str, Any]:
     elif job.has_ended:
         failure = describe_failure(job)
         answer["error"] = {"code": failure.code, "message": failure.message}
-    return answer | {"seconds": f"{answer['num_frames'] / answer['fps']:g}"}
+    seconds = answer["num_frames"] / answer["fps"]
+    return answer | {"seconds": f"{seconds:g}"}
 
 
 def _find_video(http: HttpRequest, job_id: str) -> Job:

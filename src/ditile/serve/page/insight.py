@@ -136,27 +136,30 @@ def render_freshness(schedule: Schedule) -> str:
 
 def render_gantt(trace: Mapping[str, Any]) -> str:
     """When each rank did what, from a Chrome trace."""
-    # Complete events of Chrome have a duration, in microseconds.
     events = []
+    num_ranks = 0
+    num_patches = 1
     for event in trace.get("traceEvents", []):
+        # Complete events of Chrome have a duration, in microseconds.
         if event.get("ph") == "X" and event["dur"] > 0:
             events.append(event)
+            num_ranks = max(num_ranks, event["tid"] + 1)
+            num_patches = max(num_patches, 1 + (event["args"]["patch"] or 0))
     if not events:
         return "<p>There is no trace of this image: only what this page generates is traced.</p>"
     begin = min(event["ts"] for event in events)
     end = max(event["ts"] + event["dur"] for event in events)
-    num_ranks = 1 + max(event["tid"] for event in events)
-    num_patches = 1 + max(event["args"]["patch"] or 0 for event in events)
-    chart = Chart("Micro-steps of each rank over time", [f"rank {rank}" for rank in range(num_ranks)], end - begin)
+    length = end - begin
+    chart = Chart("Micro-steps of each rank over time", [f"rank {rank}" for rank in range(num_ranks)], length)
     longest = sorted(events, key=lambda event: -event["dur"])[:_MAX_BARS]
     last_step = -1
     for event in sorted(longest, key=lambda event: event["ts"]):
-        step = event["args"]["step"]
-        color = _choose_color(event["cat"], event["args"]["patch"], num_patches)
         rank = event["tid"]
-        seconds = event["dur"] / 1e6
+        step = event["args"]["step"]
         since = event["ts"] - begin
-        note = f"rank {rank}, step {step + 1}: {event['name']}, {1000 * seconds:.1f} ms"
+        color = _choose_color(event["cat"], event["args"]["patch"], num_patches)
+        milliseconds = event["dur"] / 1e3
+        note = f"rank {rank}, step {step + 1}: {event['name']}, {milliseconds:.1f} ms"
         chart.add_bar(rank, since, event["dur"], color, note)
         if event["cat"] == "compute" and step > last_step:
             chart.add_step(since, step)
@@ -166,8 +169,11 @@ def render_gantt(trace: Mapping[str, Any]) -> str:
     if num_patches > 1:
         for patch in range(min(num_patches, 8)):
             colors[f"patch {patch}"] = _choose_color("compute", patch, num_patches)
-    legend = _render_legend(colors | {"messages and the scheduler": OTHER, "waits": WAIT})
-    return f"<p>{(end - begin) / 1e6:.2f} s from left to right. {legend}</p>{chart.render()}"
+    colors["messages and the scheduler"] = OTHER
+    colors["waits"] = WAIT
+    seconds = length / 1e6
+    legend = _render_legend(colors)
+    return f"<p>{seconds:.2f} s from left to right. {legend}</p>{chart.render()}"
 
 
 def _choose_color(category: str, patch: int | None, num_patches: int) -> str:
@@ -177,7 +183,8 @@ def _choose_color(category: str, patch: int | None, num_patches: int) -> str:
         return OTHER
     if patch is None:
         return WHOLE
-    return f"hsl({round(360 * patch / num_patches) + 20} 65% 55%)"
+    hue = 20 + round(360 * patch / num_patches)
+    return f"hsl({hue} 65% 55%)"
 
 
 def _list_plan_rows(plan: Plan, result: JobResult) -> dict[str, str]:

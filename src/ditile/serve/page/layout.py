@@ -225,8 +225,12 @@ class Page:
         form = {*self._fields.values(), self._random, self._lora, self._lora_scale, self._image}
         chosen = [self._shown, self._chosen]
         choice = [
-            *(self._chosen, self._chosen_text, self._insight),
-            *(self._again, self._put_back, self._download),
+            self._chosen,
+            self._chosen_text,
+            self._insight,
+            self._again,
+            self._put_back,
+            self._download,
         ]
         progress = [self._now, self._running, self._generate, self._cancel]
         outputs = [*progress, self._gallery, self._shown, *choice]
@@ -336,7 +340,7 @@ class Page:
         except DitileError as error:
             yield {**idle, self._now: _render_failure(error)}
             return
-        warnings = " ".join(html.escape(text) for text in job.request.client["warnings"])
+        warnings = html.escape(" ".join(job.request.client["warnings"]))
         seconds = result.seconds.get("total", 0.0)
         done = f'<p role="status">Generated in {seconds:.2f} s. {warnings}</p>'
         yield {**idle, self._now: done, **await self._show_gallery(owner)}
@@ -417,6 +421,10 @@ class Page:
         image = None
         if options.image is not None:
             image = await self._save_file(job, INPUT_IMAGE, "image.png")
+        strength = options.strength
+        if strength is None:
+            strength = self._own_strength
+        # The form has room for one.
         lora, scale = next(iter(job.request.loras.items()), (NO_LORA, 1.0))
         return {
             self._prompt: options.prompt,
@@ -431,7 +439,7 @@ class Page:
             self._count: 1,
             self._frames: options.frames,
             self._fps: options.fps,
-            self._strength: self._own_strength if options.strength is None else options.strength,
+            self._strength: strength,
             self._lora: lora,
             self._lora_scale: scale,
             self._image: image,
