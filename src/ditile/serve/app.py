@@ -286,8 +286,9 @@ async def list_models(http: HttpRequest) -> Response:
 async def read_model(http: HttpRequest, name: str) -> Response:
     """The served model by its name."""
     model = _describe_model(http)
-    if name != model["id"]:
-        raise RequestError(f"model {name[:60]!r} is not served; {model['id']} is", status=404, code="model_not_found")
+    served = model["id"]
+    if name != served:
+        raise RequestError(f"model {name[:60]!r} is not served; {served} is", status=404, code="model_not_found")
     return AsciiJSONResponse(model)
 
 
@@ -302,7 +303,9 @@ def _describe_model(http: HttpRequest) -> dict[str, Any]:
 
 def _is_open_path(path: str) -> bool:
     """Whether a path needs no key: health, the form for keys, and an image by its address, which nobody guesses."""
-    return path in ("/health", LOGIN_PATH) or re.fullmatch(r"/v1/images/[^/]+/content/\d+", path) is not None
+    if path in ("/health", LOGIN_PATH):
+        return True
+    return re.fullmatch(r"/v1/images/[^/]+/content/\d+", path) is not None
 
 
 def _read_host_name(address: str) -> str | None:

@@ -104,11 +104,15 @@ class JobQueue:
         waiting = [iter(jobs.values()) for jobs in self._owners.values()]
         while waiting and room > 0:
             for jobs in tuple(waiting):
-                job = next((job for job in jobs if job is not first and describe_shape(job) == shape), None)
+                # The next one of this owner.
+                alike = (job for job in jobs if job is not first and describe_shape(job) == shape)
+                job = next(alike, None)
                 if job is None:
                     waiting.remove(jobs)
-                elif job.request.options.num_images <= room:
-                    room -= job.request.options.num_images
+                    continue
+                num_images = job.request.options.num_images
+                if num_images <= room:
+                    room -= num_images
                     yield job
 
 

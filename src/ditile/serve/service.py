@@ -152,7 +152,8 @@ class Service:
         # Nothing is accepted before the first replica has said what the model takes.
         _ = self.facts
         letters = "".join(secrets.choice(ID_LETTERS) for _ in range(24))
-        job = Job(id=f"{kind}_{letters}", owner=owner, kind=kind, request=request)
+        job_id = f"{kind}_{letters}"
+        job = Job(id=job_id, owner=owner, kind=kind, request=request)
         accepting = self._spawn_task(self._accept_job(job, inputs))
         try:
             return await asyncio.shield(accepting)
@@ -420,7 +421,8 @@ class Service:
 
     def _handle_job_event(self, state: JobState, event: ReplicaEvent) -> None:
         if event.kind == "preview":
-            news = dataclasses.replace(state.latest, preview=event.files["preview"], preview_index=event.step)
+            preview = event.files["preview"]
+            news = dataclasses.replace(state.latest, preview=preview, preview_index=event.step)
             state.publish(news)
         elif event.kind == "failed":
             self._end_job(state, state.outcome or JobOutcome(state="failed", failure=event.failure))

@@ -179,7 +179,8 @@ class RankWorker:
             self._fit_previews(previews, outputs[0])
         remaining = iter(outputs)
         for job, call in zip(jobs, calls, strict=True):
-            own_outputs = [next(remaining) for _ in list_seeds(job.request.options)]
+            seeds = list_seeds(job.request.options)
+            own_outputs = [next(remaining) for _ in seeds]
             try:
                 job_result, files = self._encode_job(job, call, own_outputs)
             except (ValueError, OSError) as error:
@@ -197,7 +198,8 @@ class RankWorker:
         if len(jobs) > 1 or not (num_previews or job.id == WARM_UP):
             return None
         size = find_call_size(self._facts, call)
-        steps = count_steps(collect_call_facts(find_call_owner(self._pipe)), self._facts, call)
+        class_facts = collect_call_facts(find_call_owner(self._pipe))
+        steps = count_steps(class_facts, self._facts, call)
         if size is None or steps == 0:
             return None
         # The previews divide the steps evenly, and the last one comes before the last step.
@@ -246,7 +248,8 @@ class RankWorker:
         options = jobs[0].request.options
         if len(jobs) == 1:
             conditions = _decode_conditions(jobs[0])
-            return calls[0] | build_object_arguments(self._pipe, options, list_seeds(options), conditions=conditions)
+            seeds = list_seeds(options)
+            return calls[0] | build_object_arguments(self._pipe, options, seeds, conditions=conditions)
         # A row for each image of each job.
         rows = []
         seeds = []

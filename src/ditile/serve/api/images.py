@@ -86,9 +86,12 @@ async def read_image(http: HttpRequest, job_id: str, index: int) -> Response:
     an image by its address sends no other."""
     service = find_service(http)
     job = service.find_job(job_id, None)
-    if job.kind != "image" or job.result is None or not 0 <= index < len(job.result.files):
+    names = []
+    if job.kind == "image" and job.result is not None:
+        names = job.result.files
+    if not 0 <= index < len(names):
         raise JobNotFoundError(f"{job_id} has no image {index}")
-    content = await asyncio.to_thread(service.read_output, job, job.result.files[index])
+    content = await asyncio.to_thread(service.read_output, job, names[index])
     headers = {"cache-control": "private", "x-content-type-options": "nosniff"}
     return Response(content, media_type=MEDIA_TYPES[job.request.output_format], headers=headers)
 
@@ -118,7 +121,8 @@ async def _generate_and_answer(http: HttpRequest, body: Body, event_name: str) -
             data.append({"b64_json": None, "url": f"{base}/v1/images/{job.id}/content/{index}"})
     else:
         for content in await read_outputs(http, job, result):
-            data.append({"b64_json": await asyncio.to_thread(encode_base64, content), "url": None})
+            text = await asyncio.to_thread(encode_base64, content)
+            data.append({"b64_json": text, "url": None})
     for image, seed in zip(data, result.seeds, strict=True):
         image |= {"revised_prompt": None, "seed": seed}
     return AsciiJSONResponse(

@@ -143,21 +143,25 @@ async def decode_uploads(
     """
     # Before any is decoded: each may have as many pixels as are allowed.
     most = max(1, max_images)
-    if len(body.images) > most:
-        raise RequestError(f"there are {len(body.images)} images; send {most}", status=422, param="image")
-    images = [await asyncio.to_thread(decode_upload, content, "image", max_pixels) for content in body.images]
+    count = len(body.images)
+    if count > most:
+        raise RequestError(f"there are {count} images; send {most}", status=422, param="image")
+    images = []
+    for content in body.images:
+        images.append(await asyncio.to_thread(decode_upload, content, "image", max_pixels))
     if not body.masks:
         return images, None
     if not images:
         raise RequestError("mask needs an image; add image", param="mask")
     if len(body.masks) > 1:
         raise RequestError("there are several masks; send one", param="mask")
-    size = (images[0].width, images[0].height)
-    target_size = size if resize_mask else None
+    width = images[0].width
+    height = images[0].height
+    target_size = (width, height) if resize_mask else None
     mask = await asyncio.to_thread(decode_upload, body.masks[0], "mask", max_pixels, target_size)
-    if (mask.width, mask.height) != size:
+    if (mask.width, mask.height) != (width, height):
         raise RequestError(
-            f"mask is {mask.width}x{mask.height}, the image {size[0]}x{size[1]}; send both in one size",
+            f"mask is {mask.width}x{mask.height}, the image {width}x{height}; send both in one size",
             status=422,
             param="mask",
         )

@@ -61,11 +61,20 @@ async def list_videos(
     """The videos of a key, the newest first."""
     service = find_service(http)
     # One more tells whether there are more.
-    jobs = service.list_jobs(find_owner(http), "video", after=after, limit=limit + 1, newest_first=order == "desc")
-    data = [describe_video(job) for job in jobs[:limit]]
-    answer = {"object": "list", "data": data, "first_id": None, "last_id": None, "has_more": len(jobs) > limit}
-    if data:
-        answer |= {"first_id": data[0]["id"], "last_id": data[-1]["id"]}
+    owner = find_owner(http)
+    is_descending = order == "desc"
+    jobs = service.list_jobs(owner, "video", after=after, limit=limit + 1, newest_first=is_descending)
+    shown = jobs[:limit]
+    answer = {
+        "object": "list",
+        "data": [describe_video(job) for job in shown],
+        "first_id": None,
+        "last_id": None,
+        "has_more": len(jobs) > limit,
+    }
+    if shown:
+        answer["first_id"] = shown[0].id
+        answer["last_id"] = shown[-1].id
     return AsciiJSONResponse(answer)
 
 

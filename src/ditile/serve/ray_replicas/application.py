@@ -87,7 +87,8 @@ class RayApplication:
         self._options = options
         # The same after a restart, and another one for each server.
         place = f"{socket.gethostname()}:{options.find_state_folder().absolute()}"
-        self._name = f"ditile-{hashlib.sha256(place.encode()).hexdigest()[:12]}"
+        digest = hashlib.sha256(place.encode()).hexdigest()
+        self._name = f"ditile-{digest[:12]}"
         self.handle: Any = None
         self._replicas: list[RayReplica] = []
         self._facts: ModelFacts | None = None
@@ -243,7 +244,8 @@ class RayApplication:
         status = application.deployments.get(DEPLOYMENT)
         if status is None:
             return ReplicaStatus(0, has_failed, "")
-        return ReplicaStatus(status.replica_states.get("RUNNING", 0), has_failed, shorten_error(status.message))
+        running = status.replica_states.get("RUNNING", 0)
+        return ReplicaStatus(running, has_failed, shorten_error(status.message))
 
     async def _ask_facts(self) -> None:
         """Asks a replica what the model takes, and raises its refusal."""
@@ -288,7 +290,8 @@ class RayReplica(Replica):
         self._note_batch(batch)
         self._has_begun = False
         message, files = batch.to_message()
-        self._task = self._loop.create_task(self._stream_batch(batch.id, json.dumps(message), files))
+        work = self._stream_batch(batch.id, json.dumps(message), files)
+        self._task = self._loop.create_task(work)
 
     def stop(self, batch_id: str) -> None:
         """Ends a batch: here at once, and within two steps on its ranks. Does nothing if it has ended."""
@@ -316,11 +319,13 @@ class RayReplica(Replica):
                 self.state = "ready" if waiting is None else "drawing"
         elif status.has_failed and not status.running and self.state != "failed":
             self._drop_stream()
-            self._note_down(RankError(0, "failed", f"no replica starts: {status.message}"), has_failed=True)
+            error = RankError(0, "failed", f"no replica starts: {status.message}")
+            self._note_down(error, has_failed=True)
         elif not is_running and (is_up or (status.is_lost and self.state == "starting")):
             # A batch that waits is not lost: the next replica generates it.
             self._batch_id = None
-            self._note_down(RankError(0, "gone", f"its replica has gone: {status.message or 'another one is started'}"))
+            reason = status.message or "another one is started"
+            self._note_down(RankError(0, "gone", f"its replica has gone: {reason}"))
             self._batch_id = waiting
 
     def note_refusal(self, error: DitileError) -> None:
@@ -368,8 +373,10 @@ class RayReplica(Replica):
                     return
                 has_failed = isinstance(error, RayTaskError)
                 if begun or has_failed:
-                    reason = "failed" if has_failed else "has gone, its process or its node"
-                    self._note_down(RankError(0, type(error).__name__, f"its replica {reason}", str(error)))
+                    reason = "its replica has gone, its process or its node"
+                    if has_failed:
+                        reason = "its replica failed"
+                    self._note_down(RankError(0, type(error).__name__, reason, str(error)))
                     return
             # A replica that ended before it began leaves the batch to another one.
             if not begun:

@@ -78,8 +78,9 @@ class RankDeployment:
 
     async def describe(self) -> str:
         """What the model takes, `{"facts": ...}`; or why it cannot be served so, `{"refused": [type, message]}`."""
-        if self._error is not None:
-            return json.dumps({"refused": [type(self._error).__name__, str(self._error)]})
+        error = self._error
+        if error is not None:
+            return json.dumps({"refused": [type(error).__name__, str(error)]})
         return json.dumps({"facts": self._facts})
 
     async def generate(self, batch_id: str, message: str, files: Files) -> AsyncIterator[Answer]:
@@ -131,7 +132,8 @@ class RankDeployment:
         from ray.exceptions import RayError
 
         try:
-            places: list[ActorPlace] = await asyncio.gather(*(actor.find_place.remote() for actor in self._actors))
+            calls = [actor.find_place.remote() for actor in self._actors]
+            places: list[ActorPlace] = await asyncio.gather(*calls)
             per_node = Counter(place.node for place in places)
             placed = Counter[str]()
             threads = self._setup.engine.threads or 1
