@@ -36,7 +36,8 @@ from ditile.plan.errors import DitileError
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 
 ALONE = "one rank"

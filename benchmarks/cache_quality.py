@@ -39,7 +39,8 @@ from ditile.model.known import ASSETS
 from ditile.plan.errors import DitileError, StateError
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.runner.caching import enable_cache, summary
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 
 PLAIN = CacheSetting("", "no cache")
 SPEEDS = (1.5, 2.0, 3.0, 4.0)

@@ -30,7 +30,8 @@ from ditile.model.known import list_bundled_models
 from ditile.plan.errors import DitileError, PlanError
 from ditile.plan.plan import FEW_STEPS, Plan
 from ditile.plan.schedule import Schedule
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from training.caption_scores import score_images
 

@@ -32,7 +32,8 @@ from ditile.model.hooks.key_padding import AttentionOptions
 from ditile.parallel.attention.core import StaleKeys
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from training.caption_scores import score_images
 from training.evaluate import list_captions

@@ -34,7 +34,8 @@ from ditile.model.flux import FLUX
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import ASSETS
 from ditile.plan.plan import Plan
-from ditile.runner.load import DTYPES, load
+from ditile.runner.load import load
+from ditile.runner.model_files import DTYPES
 
 SHARD = 512 * 2**20
 KINDS = ("RssAnon", "RssFile")

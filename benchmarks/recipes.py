@@ -24,7 +24,7 @@ from ditile.planner.memory import count_host_memory
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import SearchRequest, search_plans
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import find_model_source
+from ditile.runner.model_files import find_model_source
 
 PAGE = DOCS / "recipes.md"
 

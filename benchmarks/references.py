@@ -26,7 +26,8 @@ from ditile.distributed import files
 from ditile.measure.evaluate.metrics import compute_psnr
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from training.evaluate import list_captions
 

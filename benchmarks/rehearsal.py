@@ -27,7 +27,8 @@ from ditile.parallel.pipefusion.known_calls import KnownCalls
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
 from ditile.runner.callbacks import StepWatch
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 
 MODEL = "shapes-flux"

@@ -29,7 +29,7 @@ from benchmarks.serve_load import find_ranks
 from ditile.distributed import files
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
 from ditile.plan.plan import Plan
-from ditile.runner.load import defaults
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions

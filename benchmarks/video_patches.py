@@ -32,7 +32,8 @@ from torch.overrides import TorchFunctionMode
 from ditile.distributed import files
 from ditile.measure.evaluate.metrics import compute_psnr
 from ditile.plan.flags import add_arguments, collect_arguments, define_option
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from training.evaluate import list_captions
 from training.motion_check import score_clips
 

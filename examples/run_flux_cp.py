@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ditile
 from ditile.plan.flags import add_arguments, collect_arguments
-from ditile.runner.load import defaults
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.cache_options import CacheOptions
 
 PROMPT = "A cat holding a sign that says hello world"

@@ -13,7 +13,7 @@ from ditile.cli.main import build_parser
 from ditile.model.known import find_known_model
 from ditile.plan.flags import collect_arguments
 from ditile.plan.plan import Plan
-from ditile.runner.load import defaults
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.options import GenerateOptions
 

@@ -1,4 +1,4 @@
-"""ditile: diffusion transformers over many devices, with pictures that look the same.
+"""ditile: diffusion transformers over many devices, with images that look the same.
 
 Importing this package does not import torch: names that need it are imported when they are first used.
 """
@@ -22,7 +22,7 @@ from ditile.plan.errors import (
 )
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
-from ditile.runner.load import defaults, load
+from ditile.runner.model_files import defaults
 
 if TYPE_CHECKING:
     from ditile.cache.cache_dit import ParallelismBackend, ParallelismConfig, QuantizeConfig
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from ditile.planner.answer import plan_for
     from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
     from ditile.runner.callbacks import StepWatch
+    from ditile.runner.load import load
     from ditile.runner.lora import load_lora
     from ditile.runner.quantize import quantize
     from ditile.runner.report import Report
@@ -104,6 +105,7 @@ _LAZY = {
         "ditile.planner.answer": "plan_for",
         "ditile.runner.caching": "disable_cache enable_cache refresh_context strify summary",
         "ditile.runner.callbacks": "StepWatch",
+        "ditile.runner.load": "load",
         "ditile.runner.lora": "load_lora",
         "ditile.runner.quantize": "quantize",
         "ditile.runner.report": "Report",
@@ -117,7 +119,9 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         from ditile.cache.cache_dit import INSTEAD
 
-        hint = f", a name of cache-dit; use {INSTEAD[name]}" if name in INSTEAD else ""
+        hint = ""
+        if name in INSTEAD:
+            hint = f", a name of cache-dit; use {INSTEAD[name]}"
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     env.drop_import_complaints()
     return getattr(importlib.import_module(_LAZY[name]), name)

@@ -22,7 +22,7 @@ from PIL import Image
 import ditile
 from ditile import ModelError
 from ditile.cli import generate, main
-from ditile.runner.load import read_generation_defaults
+from ditile.runner.model_files import read_generation_defaults
 from ditile.runner.requests import arguments, prepare, videos
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import check_num_frames, check_prompt_cleaner, find_frame_rate

@@ -10,7 +10,7 @@ from ditile.model.known import KnownModel, find_known_model, list_known_models
 from ditile.model.pipeline_calls import list_call_parameters
 from ditile.plan.shape import fill_call_defaults
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import defaults
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.pipelines import returns_videos
 
 

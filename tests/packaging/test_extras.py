@@ -223,7 +223,7 @@ def test_vision(make: Make) -> None:
     made = make("vision")
     if has_broken_torchvision(made):
         pytest.skip("no torchvision for this build of torch is to be had here")
-    source = "import transformers\nfrom ditile.runner.partial import _lacks_torchvision\n"
+    source = "import transformers\nfrom ditile.runner.load import _lacks_torchvision\n"
     for name in ("PixtralProcessor", "Qwen2VLProcessor"):
         assert made.run_python(f"{source}print(_lacks_torchvision(transformers.{name}))").endswith("False\n")
 

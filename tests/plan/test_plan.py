@@ -94,7 +94,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"pipefusion": 2, "stage_weights": (1, 1), "stage_blocks": (3, 4)}, "give one of them"),
     ({"cfg": 3}, "try cfg=2, and data"),
     ({"distrifusion": 2, "pipefusion": 2}, "spend the same staleness; set one of them to 1"),
-    ({"distrifusion": 2, "ring": 2}, "use ulysses beside it"),
+    ({"distrifusion": 2, "ring": 2}, "use ulysses with it"),
     ({"distrifusion": 2, "patches": 2}, "leave patches out"),
     ({"async_ulysses": True}, "ulysses=2 or more"),
     ({"ulysses": 2, "wire_dtype": "bf16"}, "None, fp8, int8"),

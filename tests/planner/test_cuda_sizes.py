@@ -21,7 +21,7 @@ from ditile.planner import hardware
 from ditile.planner.memory import count_rank_memory
 from ditile.planner.question import PlanQuestion
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import find_model_source
+from ditile.runner.model_files import find_model_source
 from tests.simulated_gpu.call import simulate_rank
 from tests.simulated_gpu.gpu import HostSync, SimulationRecord
 

@@ -40,7 +40,7 @@ from ditile.planner.seconds import (
     merge_work,
 )
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import find_model_source
+from ditile.runner.model_files import find_model_source
 
 RATE = Curve((1.0,), (1e9,))
 EVEN = Profile(

@@ -26,7 +26,7 @@ from ditile.planner.memory import count_rank_memory
 from ditile.planner.recording.sizes import SizesOnly
 from ditile.planner.seconds import RankTokens, merge_work
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import defaults
+from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from tests.planner.test_planner import EVEN, count_work_flops
 from tests.pool import Pool

@@ -24,9 +24,8 @@ from ditile import DitileError, LoadError, ModelError, PlanError
 from ditile.model.known import ASSETS, find_known_model, list_bundled_models
 from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
-from ditile.runner import partial
-from ditile.runner.load import check_weight_source, defaults, find_model_source, load
-from ditile.runner.partial import load_partial_components
+from ditile.runner.load import load, load_partial_components
+from ditile.runner.model_files import check_weight_source, defaults, find_model_source
 from tests import tiny
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -58,7 +57,7 @@ def test_a_processor_that_needs_torchvision(folder: Path, monkeypatch: pytest.Mo
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
     index["tokenizer"] = ["transformers", processor]
     (folder / "model_index.json").write_text(json.dumps(index), "utf-8")
-    monkeypatch.setattr(partial, "load_whole_models", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr("ditile.runner.load.load_whole_models", lambda *_, **__: pytest.fail("weights were read"))
     line = message(folder, ModelError)
     assert f"a {processor}, needs torchvision" in line and "pip install 'ditile[vision]'" in line
 

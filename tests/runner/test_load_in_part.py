@@ -21,7 +21,7 @@ from ditile.model.hooks.placeholders import is_placeholder
 from ditile.parallel.tensor.cuts import TensorCut
 from ditile.plan.plan import Plan
 from ditile.runner.checkpoint import Checkpoint, locate_in_folder
-from ditile.runner.partial import STEM, load_partial_components
+from ditile.runner.load import STEM, load_partial_components
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.pool import Pool
@@ -168,7 +168,7 @@ def test_the_hub_is_asked_for_what_is_needed(
         fetched.append(file)
         return str(path)
 
-    monkeypatch.setattr("ditile.runner.partial.hf_hub_download", download)
+    monkeypatch.setattr("ditile.runner.load.hf_hub_download", download)
     index = read_json(models["flux"] / "transformer" / f"{STEM}.safetensors.index.json")["weight_map"]
     for rank in range(2):
         fetched.clear()
@@ -211,7 +211,7 @@ def test_a_plan_that_does_not_fit(models: dict[str, Path]) -> None:
         ditile.load(str(models["flux"]), plan=Plan(pipefusion=2))
 
 
-def test_what_is_quantised_is_loaded_whole_and_says_so(
+def test_what_is_quantized_is_loaded_whole_and_says_so(
     models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A failure means that packed numbers are read as weights, or that nobody knows why a rank is full."""
@@ -220,7 +220,7 @@ def test_what_is_quantised_is_loaded_whole_and_says_so(
     config.write_text(json.dumps(read_json(config) | {"quantization_config": {"quant_method": "torchao"}}))
     with caplog.at_level(logging.WARNING, "ditile"):
         assert load_partial_components(model, Plan(pipefusion=2), 0, torch.float32) == {}
-    assert "transformer is loaded whole" in caplog.text and "quantised" in caplog.text
+    assert "transformer is loaded whole" in caplog.text and "quantized" in caplog.text
 
 
 def test_only_what_a_plan_divides_is_read_in_part(models: dict[str, Path]) -> None:

@@ -129,7 +129,7 @@ def test_arguments_that_cannot_be_honoured(pool: Pool, name: str) -> None:
 
 
 DIFFERING: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"prompt": "a blue square"}, StateError, "rank 1 was called with prompt='a blue square' .*'a red circle'"),
+    ({"prompt": "a blue square"}, StateError, 'rank 1 was called with prompt="a blue square" .*"a red circle"'),
     ({"prompt": ["a blue square"]}, StateError, "call all ranks alike"),
     ({"num_inference_steps": 3}, StateError, "rank 1 was called with num_inference_steps=3 and rank 0 with 4"),
     ({"height": 16}, StateError, "height=16"),

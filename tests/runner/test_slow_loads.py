@@ -19,10 +19,9 @@ from torch import nn
 
 from ditile.distributed.launch import launch
 from ditile.plan.errors import RankError
-from ditile.runner import load as hub
-from ditile.runner import partial
 from ditile.runner.checkpoint import Checkpoint
 from ditile.runner.load import load
+from ditile.runner.model_files import find_blob_folder
 
 pytestmark = pytest.mark.alone
 
@@ -64,10 +63,10 @@ def wait_for(asked: str, finished: str) -> str:
         return "a pipeline"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ditile.runner.load.check_hub_access", lambda repository: None)  # as if the hub answered
+        patch.setattr("ditile.runner.model_files.check_hub_access", lambda repository: None)  # as if the hub answered
         patch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
-        patch.setattr(partial, "load_whole_models", lambda *_, **__: {})
-        patch.setattr(partial, "read_model_index", lambda _: {"_class_name": "FluxPipeline"})
+        patch.setattr("ditile.runner.load.load_whole_models", lambda *_, **__: {})
+        patch.setattr("ditile.runner.load.read_model_index", lambda _: {"_class_name": "FluxPipeline"})
         return str(load("owner/model"))
 
 
@@ -117,7 +116,7 @@ def test_where_the_hub_keeps_what_is_not_whole(tmp_path: Path, monkeypatch: pyte
     from huggingface_hub.file_download import hf_hub_download
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    blob = hub.find_blob_folder("owner/model") / "a1b2"
+    blob = find_blob_folder("owner/model") / "a1b2"
     snapshot = tmp_path / "models--owner--model" / "snapshots" / ("0" * 40)
     for path in (blob.parent, snapshot):
         path.mkdir(parents=True)

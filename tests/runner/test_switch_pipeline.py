@@ -118,7 +118,7 @@ def unlike() -> None:
     with divided(MAKE["flux"](), data=2) as runner:
         if dist.get_rank() == 1:
             runner.switch_pipeline(FluxImg2ImgPipeline)
-        with pytest.raises(StateError, match="rank 1 was called with pipeline='FluxImg2ImgPipeline'"):
+        with pytest.raises(StateError, match='rank 1 was called with pipeline="FluxImg2ImgPipeline"'):
             runner(**(call_of("flux") if dist.get_rank() == 0 else call_with_picture()))
 
 

@@ -22,7 +22,7 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache
 from ditile.runner.runner import parallelize
-from ditile.runner.trial import list_user_code
+from ditile.runner.user_code import list_user_code
 from tests import tiny
 from tests.pool import Pool
 from tests.runner.cases import call_of, run

@@ -17,7 +17,7 @@ import ditile
 from ditile import ModelError, Plan
 from ditile.model.anatomies import load_table
 from ditile.plan.errors import PlanError, StateError
-from ditile.runner.partial import load_partial_components
+from ditile.runner.load import load_partial_components
 from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, counted_steps, list_tensors
 
 STAGES = {"pipefusion": 2, "warmup": ENOUGH}

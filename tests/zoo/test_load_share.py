@@ -19,7 +19,7 @@ from ditile.parallel.tensor.sharding import find_tensor_table, shard_weights
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.runner.checkpoint import locate_in_folder
-from ditile.runner.partial import load_partial_transformer
+from ditile.runner.load import load_partial_transformer
 from tests.zoo import ZOO
 from tests.zoo.entry import Entry
 from tests.zoo.holes import FAST

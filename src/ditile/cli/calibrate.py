@@ -34,7 +34,8 @@ from ditile.planner.calibrate import Bench, DisturbanceGuard, SlowdownGauge
 from ditile.planner.profile import Link, Profile
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import defaults, find_model_source, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.command_options import CalibrateOptions
 from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.prepare import silence_libraries

@@ -16,7 +16,7 @@ from ditile.distributed.transport import gather_json
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.runner.load import defaults, find_model_source
+from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
@@ -39,7 +39,7 @@ from ditile.runner.requests.pipelines import (
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries
 from ditile.runner.requests.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, list_drawn, write_drawn
-from ditile.runner.warm import warm_runner
+from ditile.runner.requests.warm import warm_runner
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -179,7 +179,7 @@ def _prepare_runner(
 def _say_chosen_class(wanted: GenerateOptions, pipe: Any, runner: Runner) -> None:
     """Says on rank 0 which class draws from what is given, and why."""
     from ditile.model.pipeline_calls import find_call_owner
-    from ditile.runner.partial import find_pipeline_kind
+    from ditile.runner.load import find_pipeline_kind
 
     if wanted.conditions and runner.mesh.rank == 0:
         own = find_pipeline_kind(find_model_source(wanted.model)) or type(pipe)

@@ -36,7 +36,7 @@ from ditile.plan.flags import FlagParser, add_arguments, collect_arguments, form
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.budget import Budget
 from ditile.planner.question import PlanQuestion
-from ditile.runner.load import check_weight_source, defaults, find_model_source
+from ditile.runner.model_files import check_weight_source, defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.command_options import (
     CalibrateOptions,

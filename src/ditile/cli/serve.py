@@ -13,7 +13,7 @@ from ditile.distributed import env
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
-from ditile.runner.load import check_weight_source, find_model_source
+from ditile.runner.model_files import check_weight_source, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.options import ServeOptions
 

@@ -47,7 +47,8 @@ from ditile.plan.plan import AUTO, Plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.units import format_bytes
 from ditile.plan.version import __version__
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from ditile.runner.prove import TOLERANCE, prove_pipeline
 from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
 from ditile.runner.requests.command_options import VerifyOptions

@@ -32,6 +32,7 @@ from ditile.model.hooks.pieces import RehearsedPrediction
 from ditile.model.source import find_timed_guidance
 from ditile.plan.errors import ModelError
 from ditile.plan.guidance import GuidanceRule
+from ditile.plan.plan import suggest_whole_images
 
 TRIED_SCALES = {0.5: 0.0, 1.5: 1.0}
 """Scales of guidance that a class is asked about, the smallest first -> the largest one that is not guided then."""
@@ -305,8 +306,8 @@ def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | No
             continue
         return (
             f"{getattr(each, '__name__', type(each).__name__)} sets {name} so that guidance ends in mid-run, which "
-            "cannot be divided into patches; guide all steps, or use a plan without pipefusion, patches and "
-            "distrifusion, such as ulysses"
+            "cannot be divided into patches; guide all steps, or use "
+            f"{suggest_whole_images(stale_keys=True)}"
         )
     return None
 
@@ -366,7 +367,7 @@ def explain_replaced_step_refusal(pipe: Any) -> str | None:
             return (
                 f"{kind}.{replaced[0]} was replaced on the scheduler itself, and patches are stepped by copies of it, "
                 f"which the new function does not know; override {replaced[0]} in a class derived from {kind}, or use "
-                "a plan without pipefusion and patches"
+                f"{suggest_whole_images()}"
             )
     return None
 
@@ -378,7 +379,8 @@ def explain_changed_size_refusal(pipe: Any) -> str | None:
         return None
     return (
         f"{type(pipe.scheduler).__name__} with scale_factors={list(scales)} changes the size of the latents between "
-        "steps, and patches and stale keys belong to one size; use a plan without pipefusion, patches and distrifusion"
+        "steps, and patches and stale keys belong to one size; use "
+        f"{suggest_whole_images(stale_keys=True)}"
     )
 
 
@@ -425,7 +427,7 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | No
         if not _shows_patches(part):
             return (
                 f"{kind} computes with the whole prediction, and in it the places of a patch cannot be told; use "
-                "another guider, such as ClassifierFreeGuidance, or a plan without pipefusion and patches"
+                f"another guider, such as ClassifierFreeGuidance, or {suggest_whole_images()}"
             )
     return None
 
@@ -518,7 +520,7 @@ def replace_call_globals(
         if hidden and "__call__" not in functions and _uses_globals(kind.__call__, {"super": None}):
             raise ModelError(
                 f"{kind.__name__} calls the loop that it inherits from its own, so its steps cannot be counted; "
-                "give it a loop of its own, or use a plan without pipefusion and patches"
+                f"give it a loop of its own, or use {suggest_whole_images()}"
             )
         if functions:
             copies = {name: replace_globals(each, values) for name, each in functions.items()}

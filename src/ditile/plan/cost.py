@@ -2,21 +2,21 @@
 
 p image, t text tokens, C channels, e bytes of a number, b rows of a batch, n ranks of an axis, L layers; per call:
 
-    activations    b (p + t) C e           a stage to the next one, over all ranks that share out the tokens
+    activations    b (p + t) C e           a stage to the next one, over all ranks that split the tokens
     ulysses        4 (n - 1) / n^2 L b (p + t) C e    q, k and v out, the output back
     ring           2 (n - 1) / n L b (p + t) C e      keys and values, passed round; gathered once for a store
     distrifusion   2 (n - 1) / n L b p C e            keys and values of a rank's own patch to all
     tensor         2 (n - 1) / n b l C e for each sum over l tokens; a gather of them (split_scheme=sequence) is half
-    prediction     the own part of the tokens behind the last block, to the n - 1 that share out the tokens
+    prediction     the own part of the tokens after the last block, to the n - 1 that split the tokens
     cfg            b p P e: the own branches' prediction, P numbers of a token, from the last stage to the other half
-    latents        the stepped patches, from the last stage to the first; others of a warmup group get the whole
+    latents        the denoised patches, from the last stage to the first; others of a warmup group get the whole
     weights        warmup_mode=sequence: own blocks to each of the n - 1 others, in every call of a synchronous step
-    keys           a warmup group of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others; all those of
-                   a layer to the stage that owns it, where that is no member; their prediction goes to the last stage
+    keys           a warmup group of n: 2 (n - 1) / n L b (p + t) C e, own keys and values to the others; all of a layer
+                   to the stage that owns it, if that is no member; their prediction goes to the last stage
     data           a replica's own latents to the others, once; result: all latents to all stages, once
 
 Shares that do not divide differ by a token or a head, and are counted as they are. Headers are not counted. With
-`wire_dtype` a token's activation, or a head of it, is c + 2 c / r bytes in place of c e in the kinds of `PACKED_KINDS`,
+`wire_dtype` a token's activation, or a head of it, is c + 2 c / r bytes instead of c e in the kinds of `PACKED_KINDS`,
 where r numbers share a scale (`find_scaled_run`).
 """
 
@@ -59,7 +59,7 @@ class RepeatedExchange(NamedTuple):
 
 
 class RankCoordinates(NamedTuple):
-    """The place of a rank: `rank` among those that share out the tokens, `outer` along ring or distrifusion."""
+    """The place of a rank: `rank` among all that split the tokens, `outer` along ring or distrifusion."""
 
     data: int
     cfg: int
@@ -76,7 +76,7 @@ class PlannedCall:
 
     Attributes:
         plan, spec: how it is divided, and the model's family.
-        shape: that of the whole call, over all replicas.
+        shape: of the whole call, over all replicas.
         weights: the blocks of the undivided transformer.
         stages: the blocks of each stage.
     """
@@ -95,7 +95,8 @@ class PlannedCall:
     @cached_property
     def step_schedule(self) -> Schedule:
         """The order of work."""
-        schedule = Schedule.from_plan(self.plan, self.shape.steps, self.shape.divide_batch(self.plan).batch)
+        batch = self.shape.divide_batch(self.plan).batch
+        schedule = Schedule.from_plan(self.plan, self.shape.steps, batch)
         if not self.shape.references:
             return schedule
         layout = self.image_layout
@@ -107,9 +108,11 @@ class PlannedCall:
         )
 
     def count_stepped_share(self, patch: int | None) -> float:
-        """The share of the latents that belongs to a patch; none of them belongs to reference pictures."""
+        """The share of the latents that belongs to a patch; none of them belongs to reference images."""
+        if patch is None:
+            return 1.0
         rows = self.shape.latent_rows
-        return 1.0 if patch is None else self.image_layout.count_rows(patch, rows) / rows
+        return self.image_layout.count_rows(patch, rows) / rows
 
     def compute_replica_shape(self, data: int) -> Shape:
         """The shape of the calls of a replica's ranks: its images, and their half of the branches."""
@@ -130,7 +133,9 @@ class PlannedCall:
 
     def count_calls_in_step(self, step: int) -> int:
         """Transformer calls that a rank makes in a step: all of them in step 0, in which their number is learnt."""
-        return self.shape.calls if step == 0 else self.compute_replica_shape(0).calls
+        if step == 0:
+            return self.shape.calls
+        return self.compute_replica_shape(0).calls
 
     @cached_property
     def image_layout(self) -> Layout:
@@ -139,7 +144,7 @@ class PlannedCall:
 
     @cached_property
     def token_split(self) -> Split:
-        """How the tokens are shared out."""
+        """How the tokens are split."""
         return Split(self.plan.ring, self.plan.distrifusion, self.plan.ulysses, self.plan.uaa is not False)
 
     def select_patch(self, micro: MicroStep) -> int | None:
@@ -150,7 +155,7 @@ class PlannedCall:
         return micro.patch
 
     def shard_tokens(self, patch: int | None) -> tuple[TokenShard, ...]:
-        """What each rank that shares out the tokens has of a patch, or of the whole image (None)."""
+        """What each rank has of a patch, or of the whole image (None)."""
         if patch not in self._shards_of_patch:
             self._shards_of_patch[patch] = self.token_split.shard_tokens(self.image_layout, patch)
         return self._shards_of_patch[patch]
@@ -159,14 +164,24 @@ class PlannedCall:
     def warmup_shards(self) -> tuple[TokenShard, ...]:
         """What each stage of the warmup group has of the image in synchronous steps; none without a group."""
         group_size = self.step_schedule.warmup_group_size
-        return Split(group_size).shard_tokens(self.image_layout, None) if group_size else ()
+        if group_size == 0:
+            return ()
+        return Split(group_size).shard_tokens(self.image_layout, None)
 
     def locate_rank(self, rank: int) -> RankCoordinates:
         """The place of a rank."""
-        at = compute_coordinates(self.plan, rank)
-        outer = at["ring"] + at["distrifusion"]
-        token_rank = outer * self.plan.ulysses + at["ulysses"]
-        return RankCoordinates(at["data"], at["cfg"], at["pipefusion"], token_rank, outer, at["ulysses"], at["tensor"])
+        place = compute_coordinates(self.plan, rank)
+        # A plan has only one of the two.
+        outer = place["ring"] + place["distrifusion"]
+        return RankCoordinates(
+            data=place["data"],
+            cfg=place["cfg"],
+            stage=place["pipefusion"],
+            rank=outer * self.plan.ulysses + place["ulysses"],
+            outer=outer,
+            ulysses=place["ulysses"],
+            tensor=place["tensor"],
+        )
 
     def count_heads(self, place: RankCoordinates) -> int:
         """Heads that a rank attends with."""
@@ -182,20 +197,26 @@ class PlannedCall:
 
     def _count_in_stage(self, stage: int) -> tuple[Counter[bool], Counter[tuple[str, str]]]:
         if stage not in self._counts_of_stage:
-            block_slice = slice(self.stages[stage].start, self.stages[stage].stop)
-            layers, exchanges = (
-                itertools.chain(*values[block_slice]) for values in (self.weights.layers, self.weights.exchanges)
-            )
-            self._counts_of_stage[stage] = Counter(layers), Counter(exchanges)
+            layers: Counter[bool] = Counter()
+            exchanges: Counter[tuple[str, str]] = Counter()
+            for block in self.stages[stage]:
+                layers.update(self.weights.layers[block])
+                # Weights without a tensor table have none.
+                exchanges.update(self.weights.exchanges[block] if self.weights.exchanges else ())
+            self._counts_of_stage[stage] = (layers, exchanges)
         return self._counts_of_stage[stage]
 
 
 @lru_cache
 def find_scaled_run(wire_dtype: str, channels: int) -> int:
     """How many neighbouring numbers of a vector share a scale."""
+    # fp8 has exponents of its own, so that one scale is enough.
     if wire_dtype == "fp8":
         return channels
-    return max(run for run in range(1, MOST_SCALED + 1) if channels % run == 0)
+    for run in reversed(range(1, MOST_SCALED + 1)):
+        if channels % run == 0:
+            return run
+    raise AssertionError("1 divides every number")
 
 
 def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
@@ -207,7 +228,8 @@ def count_traffic_bytes(job: PlannedCall, rank: int) -> dict[str, int]:
             total[kind] += size
     if place.stage == job.plan.pipefusion - 1:
         total["data"] = (job.plan.data - 1) * job.compute_replica_shape(place.data).latent_bytes
-        total["result"] = job.shape.latent_bytes if job.plan.pipefusion > 1 else 0
+        if job.plan.pipefusion > 1:
+            total["result"] = job.shape.latent_bytes
     return {kind: size for kind, size in total.items() if size}
 
 
@@ -216,16 +238,20 @@ def count_traffic_in_step(job: PlannedCall, rank: int, step: int) -> dict[str, i
     place = job.locate_rank(rank)
     total = dict.fromkeys(KINDS, 0)
     replica_shape = job.compute_replica_shape(place.data)
+    # An idle replica calls no model.
     if not replica_shape.images:
-        return {}  # an idle replica calls no model
+        return {}
+    calls = job.count_calls_in_step(step)
     for micro in job.step_schedule.list_micro_steps(step):
         for formula in (*_CALL_FORMULAS, *_STAGE_FORMULAS):
             for kind, size, times in formula(job, place, micro):
-                total[kind] += job.count_calls_in_step(step) * size * times
+                total[kind] += calls * size * times
         total["cfg"] += count_guidance_bytes(job, place, micro)
         total["latents"] += replica_shape.latent_bytes * _count_latent_receivers(job, place, micro)
-    last = place.stage == job.plan.pipefusion - 1 > 0
-    total["latents"] += replica_shape.latent_bytes if last and step < job.shape.steps - 1 else 0
+    # The last stage sends what it has denoised to the first one, except after the last step.
+    is_last_stage = place.stage == job.plan.pipefusion - 1
+    if job.plan.pipefusion > 1 and is_last_stage and step < job.shape.steps - 1:
+        total["latents"] += replica_shape.latent_bytes
     return {kind: size for kind, size in total.items() if size}
 
 
@@ -235,7 +261,7 @@ def count_call_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroS
     for formula in _CALL_FORMULAS:
         for kind, size, times in formula(job, place, micro):
             exchanges, total = by_kind.get(kind, (0, 0))
-            by_kind[kind] = exchanges + times, total + times * size
+            by_kind[kind] = (exchanges + times, total + times * size)
     return by_kind
 
 
@@ -274,21 +300,25 @@ def count_guidance_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroS
     They are sent in each call; where branches are calls of their own, after all calls of a step, and not in step 0.
     """
     branches_are_calls = job.shape.branches_per_call == 1
+    # In step 0 each half makes all calls, to learn how many they are.
     if place.stage < job.plan.pipefusion - 1 or job.plan.cfg == 1 or (branches_are_calls and micro.step == 0):
         return 0
     layout = job.image_layout
     patch = job.select_patch(micro)
-    rows = layout.grid.rows if patch is None else layout.count_rows(patch)
-    tokens = layout.grid.num_tokens * rows // layout.grid.rows
+    tokens = layout.grid.num_tokens
+    if patch is not None:
+        tokens = tokens * layout.count_rows(patch) // layout.grid.rows
     numbers = (job.plan.cfg - 1) * tokens * job.weights.out
     return job.compute_replica_shape(place.data).calls * numbers * job.count_number_bytes(place)
 
 
 def count_micro_step_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> tuple[int, int]:
     """Image and text tokens that a rank computes in a micro-step; dummy text counts."""
-    part = job.shard_tokens(job.select_patch(micro))[place.rank]
-    text = 0 if job.spec.joint == "none" else len(part.text) or DUMMY_TEXT
-    return part.image_tokens, text
+    shard = job.shard_tokens(job.select_patch(micro))[place.rank]
+    text = 0
+    if job.spec.joint != "none":
+        text = len(shard.text) or DUMMY_TEXT
+    return shard.image_tokens, text
 
 
 def count_ulysses_tokens(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
@@ -302,8 +332,10 @@ def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> 
         return 0
     place = job.locate_rank(rank)
     layout = job.image_layout
-    layers = job.count_layers(place).items()
-    tokens = sum(times * layout.count_layer_tokens(joint=joint and text) for joint, times in layers)
+    tokens = 0
+    # A store has the keys of all tokens, those of other ranks included.
+    for joint, times in job.count_layers(place).items():
+        tokens += times * layout.count_layer_tokens(joint=joint and text)
     return 2 * job.compute_replica_shape(place.data).calls * tokens * _count_token_key_bytes(job, place)
 
 
@@ -318,26 +350,28 @@ def _iterate_activation_exchanges(
 def _iterate_tensor_exchanges(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> Iterator[RepeatedExchange]:
     """An all-reduce after each row-parallel Linear; with split_scheme=sequence half of that, and gathers of tokens."""
     n = job.plan.tensor
-    gathers = job.plan.split_scheme == "sequence"
     if n == 1:
         return
-    part = job.shard_tokens(job.select_patch(micro))[place.rank]
-    text = count_micro_step_tokens(job, place, micro)[1]
-    lengths = {"image": part.image_tokens, "text": text, "text+image": part.image_tokens + text}
+    gathers = job.plan.split_scheme == "sequence"
+    image, text = count_micro_step_tokens(job, place, micro)
+    lengths = {"image": image, "text": text, "text+image": image + text}
     channels = job.shape.token_channels
-    numbers = {"sum": channels if gathers else 2 * channels, "gather": channels if gathers else 0, "norm": 2}
-    sizes = [
-        (lengths[stream] * numbers[kind], times)
-        for (kind, stream), times in job.count_tensor_exchanges(place).items()
-        if numbers[kind]
-    ]
+    # An all-reduce sends each number twice, as a reduce-scatter and an all-gather; a norm sums one number per token.
+    numbers = {"sum": 2 * channels, "gather": 0, "norm": 2}
     if gathers:
-        whole_step = micro.patch is None and job.plan.num_patches > 1
-        if place.stage == job.plan.pipefusion - 1 or whole_step:
-            sizes.append((part.image_tokens * job.shape.token_channels, 1))
-        if place.stage > 0 and whole_step:
-            patches = job.step_schedule.list_patches(micro)
-            sizes += [(job.shard_tokens(p)[place.rank].image_tokens * job.shape.token_channels, 1) for p in patches]
+        numbers = {"sum": channels, "gather": channels, "norm": 2}
+    sizes = []
+    for (kind, stream), times in job.count_tensor_exchanges(place).items():
+        if numbers[kind]:
+            sizes.append((lengths[stream] * numbers[kind], times))
+    if gathers:
+        is_whole_step = micro.patch is None and job.plan.num_patches > 1
+        # The last stage gathers the tokens of its result, and each stage what the patches of a whole step bring.
+        if place.stage == job.plan.pipefusion - 1 or is_whole_step:
+            sizes.append((image * channels, 1))
+        if place.stage > 0 and is_whole_step:
+            for patch in job.step_schedule.list_patches(micro):
+                sizes.append((job.shard_tokens(patch)[place.rank].image_tokens * channels, 1))
     for size, times in sizes:
         yield RepeatedExchange("tensor", size * job.count_number_bytes(place) * (n - 1) // n, times)
 
@@ -348,13 +382,15 @@ def _iterate_ulysses_exchanges(
     """A rank sends the others' heads of its tokens (q, k and v), and returns its own heads of their tokens."""
     if job.plan.ulysses == 1:
         return
-    parts = _select_ulysses_shards(job, place, micro)
+    # Heads of other ranks of tensor are not here, so they are not exchanged.
+    shards = _select_ulysses_shards(job, place, micro)
     heads = job.shape.heads // job.plan.tensor
     own_heads = job.count_heads(place)
     head_bytes = job.count_packed_bytes(place, job.shape.head_dim)
     for joint, times in job.count_layers(place).items():
-        lengths = [part.count_tokens(joint=joint) for part in parts]
+        lengths = [shard.count_tokens(joint=joint) for shard in shards]
         own_length = lengths[place.ulysses]
+        # q, k and v of the own tokens go out; the output of the other ranks' tokens goes back to them.
         sent = 3 * own_length * (heads - own_heads) + (sum(lengths) - own_length) * own_heads
         yield RepeatedExchange("ulysses", head_bytes * sent, times)
 
@@ -364,11 +400,15 @@ def _iterate_ring_exchanges(job: PlannedCall, place: RankCoordinates, micro: Mic
     n = job.plan.ring
     if n == 1:
         return
+    # A store needs the keys of all tokens, so that they are gathered and not passed round.
     stores_keys = job.plan.num_patches > 1 and (micro.patch is not None or job.step_schedule.keeps_keys(micro.step))
     groups = [_select_ulysses_shards(job, place._replace(outer=outer), micro) for outer in range(n)]
     for joint, times in job.count_layers(place).items():
-        lengths = [sum(part.count_tokens(joint=joint) for part in group) for group in groups]
-        tokens = (n - 1) * lengths[place.outer] if stores_keys else sum(lengths) - lengths[(place.outer + 1) % n]
+        lengths = [sum(shard.count_tokens(joint=joint) for shard in group) for group in groups]
+        # Passed round the ring: all blocks but the next rank's own.
+        tokens = sum(lengths) - lengths[(place.outer + 1) % n]
+        if stores_keys:
+            tokens = (n - 1) * lengths[place.outer]
         yield RepeatedExchange("ring", 2 * tokens * _count_sent_key_bytes(job, place), times)
 
 
@@ -379,6 +419,7 @@ def _iterate_distrifusion_exchanges(
     n = job.plan.distrifusion
     if n == 1 or (schedule.reads_stale_keys(micro.step) and not schedule.keeps_keys(micro.step)):
         return
+    # The text is on every rank, so its keys are not sent.
     image = sum(part.image_tokens for part in _select_ulysses_shards(job, place, micro))
     size = 2 * (n - 1) * image * _count_sent_key_bytes(job, place)
     yield RepeatedExchange("distrifusion", size, sum(job.count_layers(place).values()))
@@ -390,6 +431,7 @@ def _iterate_prediction_exchanges(
     n = job.token_split.num_ranks
     if n == 1 or place.stage < job.plan.pipefusion - 1:
         return
+    # The scheduler steps whole tokens of the image; the prediction has no text.
     tokens, _ = count_micro_step_tokens(job, place, micro)
     size = (n - 1) * tokens * job.shape.token_channels * job.count_number_bytes(place)
     yield RepeatedExchange("prediction", size)
@@ -409,7 +451,7 @@ def _iterate_warmup_group_exchanges(
     warmup_group = job.step_schedule.select_warmup_group(micro)
     last = job.plan.pipefusion - 1
     if place.stage in warmup_group:
-        for joint, times in Counter(itertools.chain.from_iterable(job.weights.layers)).items():
+        for joint, times in Counter(itertools.chain(*job.weights.layers)).items():
             size = (len(warmup_group) - 1) * count_group_key_bytes(job, place, joint=joint)
             yield RepeatedExchange("keys", size, times)
         if place.stage != last:
@@ -443,6 +485,7 @@ def count_flat_bytes(sizes: Iterable[int]) -> int:
     """Bytes of one buffer for tensors of these bytes, each of which begins at a multiple of `ALIGNMENT`."""
     stop = 0
     for size in sizes:
+        # Rounded up to the alignment.
         stop = -(-stop // ALIGNMENT) * ALIGNMENT + size
     return stop
 
@@ -458,6 +501,7 @@ def _count_sent_key_bytes(job: PlannedCall, place: RankCoordinates) -> int:
 
 
 def _count_key_heads(job: PlannedCall, place: RankCoordinates) -> int:
+    # With grouped queries several heads share a key.
     return round(job.count_heads(place) * job.shape.key_heads)
 
 

@@ -3,7 +3,7 @@
     require_extra("lora", "lora='style.safetensors'")
 
 Options call it before ranks start and before a model is loaded, and so does every function that imports such a package.
-Packages are looked for and not imported, which takes seconds for some of them.
+Packages are looked for and not imported, which would take seconds for some of them.
 """
 
 from __future__ import annotations

@@ -54,23 +54,27 @@ class GuidanceRule:
             return f"{divides} {pipeline} has no second one: its guidance is embedded or distilled; use cfg=1"
         if not self._is_scale_enough(call):
             scale = self.scales[0]
-            flag = f" ({FLAGS[scale]})" if scale in FLAGS else ""
-            negative = "" if self._has_prompt_enough(call) else " and a negative_prompt (--negative-prompt)"
-            return (
-                f"{divides} {pipeline} has no second one at {scale}={call.get(scale)}; give {scale}{flag} above "
-                f"{self.above:g}{negative}, or use cfg=1"
-            )
+            remedy = scale
+            if scale in FLAGS:
+                remedy += f" ({FLAGS[scale]})"
+            remedy += f" above {self.above:g}"
+            if not self._has_prompt_enough(call):
+                remedy += " and a negative_prompt (--negative-prompt)"
+            return f"{divides} {pipeline} has no second one at {scale}={call.get(scale)}; give {remedy}, or use cfg=1"
         return (
             f"{divides} {pipeline} has no second one without a negative prompt; give negative_prompt "
             '(--negative-prompt " "), or use cfg=1'
         )
 
     def _is_scale_enough(self, call: Mapping[str, Any]) -> bool:
-        values = [call.get(name) for name in self.scales]
-        # What is no number is left to the pipeline.
-        return any(value is not None and (not is_number(value) or value > self.above) for value in values)
+        for name in self.scales:
+            value = call.get(name)
+            # The pipeline refuses what is no number.
+            if value is not None and (not is_number(value) or value > self.above):
+                return True
+        return False
 
     def _has_prompt_enough(self, call: Mapping[str, Any]) -> bool:
         if not self.needs_negative_prompt:
             return True
-        return any(call.get(name) is not None for name in ("negative_prompt", "negative_prompt_embeds"))
+        return call.get("negative_prompt") is not None or call.get("negative_prompt_embeds") is not None

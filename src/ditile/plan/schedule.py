@@ -4,11 +4,11 @@ A step is synchronous (the whole image at once, exact) or asynchronous (patch by
 that are not computed yet are those of the step before). One iteration of the pipeline's loop is a `MicroStep`: a whole
 synchronous step, or one patch of an asynchronous one. `Schedule.iter_ops_before_call`, `iter_call_ops` and
 `iter_ops_after_call` say what a stage does in it. The executor runs these ops, `simulate_schedule` prices them and
-proves that no stage waits for ever, without a process, and `render_gantt_chart` draws them as text.
+proves that no stage waits for ever, without a process, and `render_gantt_chart` shows them as text.
 
 The channels carry the same messages in both kinds of step: M patches per step and branch, in patch order. (Branches
 come one after the other in a synchronous step, and take turns in an asynchronous one.) A `pipelined` synchronous step
-sends them for each micro-batch. Where stages share out the tokens of a synchronous step (`sequence`, `separate`), this
+sends them for each micro-batch. Where stages split the tokens of a synchronous step (`sequence`, `separate`), this
 warmup group computes it without the channels, and its predictions go to the last stage.
 """
 
@@ -38,10 +38,10 @@ class OpKind(Enum):
 
     RECEIVE = "receive"  # activations of a patch, from the stage before
     COMPUTE = "compute"  # the stage's own blocks, on a patch or on the whole image (patch None)
-    SEND = "send"  # activations of a patch, to the stage behind
+    SEND = "send"  # activations of a patch, to the next stage
     STEP = "step"  # the scheduler, on a patch (last stage)
-    SEND_STEPPED_PATCH = "return"  # the stepped patch, from the last stage to one that reads latents
-    RECEIVE_STEPPED_PATCH = "take"  # the stepped patch of the step before, on such a stage
+    SEND_STEPPED_PATCH = "return"  # the denoised patch, from the last stage to one that reads latents
+    RECEIVE_STEPPED_PATCH = "take"  # the denoised patch of the step before, on such a stage
     SEND_WHOLE_LATENTS = "share"  # the whole latents, from the last stage to one of the next step's warmup group
     RECEIVE_WHOLE_LATENTS = "adopt"  # the same, on that stage
     SEND_PREDICTION = "predict"  # the prediction of the tokens of a member of the warmup group, to the last stage
@@ -90,12 +90,12 @@ class Schedule:
         batch: rows of a transformer call, which a pipelined synchronous step computes in micro-batches.
         adaptive: later steps may become synchronous again; what follows a step is not known yet while it runs.
         again: the later steps that did.
-        references: in which asynchronous steps patches of reference pictures are computed; see `Plan.references`.
-        num_references: how many of the patches, the first ones, are of reference pictures; no latents belong to them.
+        references: in which asynchronous steps patches of reference images are computed; see `Plan.references`.
+        num_references: how many of the patches, the first ones, are of reference images; no latents belong to them.
         reference_share: of the work of a whole step that is theirs.
-        shares_latents: whether every stage gets the stepped patches, and not the first alone.
-        uneven_latents: whether patches have none, as those of reference pictures, or are stepped by two schedulers,
-            as those of a video and its sound.
+        shares_latents: whether every stage gets the denoised patches, and not the first alone.
+        uneven_latents: whether patches have none, as in reference images, or are stepped by two schedulers, as in a
+            video and its sound.
     """
 
     stages: int
@@ -118,6 +118,9 @@ class Schedule:
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
         """The schedule of a plan over some steps, with so many rows in a transformer call."""
         plan = plan.resolve_warmup()
+        warmup_group_size = plan.num_whole_stages
+        if plan.warmup_mode == "sequence":
+            warmup_group_size = plan.pipefusion
         return cls(
             stages=plan.pipefusion,
             patches=plan.num_patches,
@@ -125,7 +128,7 @@ class Schedule:
             warmup=min(plan.least_warmup, steps),
             distrifusion=plan.distrifusion,
             mode=plan.warmup_mode,
-            warmup_group_size=plan.pipefusion if plan.warmup_mode == "sequence" else plan.num_whole_stages,
+            warmup_group_size=warmup_group_size,
             batch=batch,
             adaptive=plan.warmup == AUTO,
             references=plan.references,
@@ -142,10 +145,11 @@ class Schedule:
         return self.adaptive or not all(map(self.is_synchronous, range(self.steps)))
 
     def computes_references(self, step: int) -> bool:
-        """Whether the patches of reference pictures are computed in a step; else their keys stay as they are."""
-        if not self.references:
-            return self.references is None or self.is_synchronous(step)
-        return step % self.references == 0 or self.is_synchronous(step)
+        """Whether the patches of reference images are computed in a step; otherwise their keys stay as they are."""
+        if self.references is None or self.is_synchronous(step):
+            return True
+        # With 0 they are computed in synchronous steps alone.
+        return self.references > 0 and step % self.references == 0
 
     def reads_stale_keys(self, step: int) -> bool:
         """Whether keys of the step before are read in a step."""
@@ -153,57 +157,73 @@ class Schedule:
 
     def keeps_keys(self, step: int) -> bool:
         """Whether keys and values of a step are, or may be, read in the next one."""
+        if step + 1 == self.steps:
+            return False
         if self.adaptive:
-            return step + 1 < self.steps and self.patches * self.distrifusion > 1
-        return step + 1 < self.steps and self.reads_stale_keys(step + 1)
+            return self.patches * self.distrifusion > 1
+        return self.reads_stale_keys(step + 1)
 
     def find_last_certain_step(self, step: int, calls: int) -> int:
         """The last step whose messages, in their order, are certain when `step` begins.
 
         With several calls they come branch after branch in a synchronous step, patch after patch in another.
         """
-        return step if self.adaptive and (self.mode != "serial" or calls > 1) else step + 1
+        # Whether the next step is synchronous, and so the order of its messages, is decided in this one.
+        if self.adaptive and (self.mode != "serial" or calls > 1):
+            return step
+        return step + 1
 
     def list_micro_steps(self, step: int) -> list[MicroStep]:
         """The iterations of the pipeline's loop that make up a step."""
         if self.is_synchronous(step) or self.distrifusion > 1:
             return [MicroStep(step, None)]
-        first = self.num_references
-        if first and self.computes_references(step):
-            first = 0
+        first = 0 if self.computes_references(step) else self.num_references
         return [MicroStep(step, patch) for patch in range(first, self.patches)]
 
     def find_micro_step(self, step: int, patch: int) -> MicroStep:
         """The micro-step that computes a patch."""
-        return MicroStep(step, None if self.is_synchronous(step) or self.distrifusion > 1 else patch)
+        if self.is_synchronous(step) or self.distrifusion > 1:
+            return MicroStep(step, None)
+        return MicroStep(step, patch)
 
     def find_following(self, micro: MicroStep) -> MicroStep | None:
-        """The micro-step after another; None behind the last one."""
+        """The micro-step after another; None after the last one."""
         if not self.is_last_of_step(micro):
             assert micro.patch is not None
             return MicroStep(micro.step, micro.patch + 1)
-        return self.list_micro_steps(micro.step + 1)[0] if micro.step + 1 < self.steps else None
+        if micro.step + 1 == self.steps:
+            return None
+        return self.list_micro_steps(micro.step + 1)[0]
 
     def split_micro_batches(self, micro: MicroStep) -> list[range]:
         """The runs of rows that a call of a micro-step computes one after the other."""
-        split = self.mode == "pipelined" and micro.patch is None and self.distrifusion == 1
-        return split_batch_evenly(self.batch, self.stages if split else 1)
+        is_split = self.mode == "pipelined" and micro.patch is None and self.distrifusion == 1
+        parts = self.stages if is_split else 1
+        return split_batch_evenly(self.batch, parts)
 
     def select_warmup_group(self, micro: MicroStep) -> range:
         """The stages that compute a micro-step together, each its share of the tokens; empty if all do in turn."""
-        return range(self.warmup_group_size if micro.patch is None else 0)
+        if micro.patch is not None:
+            return range(0)
+        return range(self.warmup_group_size)
 
     @property
     def latent_readers(self) -> range:
-        """The stages that the last one sends stepped patches to."""
-        return range(0 if self.stages == 1 else self.stages - 1 if self.shares_latents else 1)
+        """The stages that the last one sends denoised patches to."""
+        if self.stages == 1:
+            return range(0)
+        if self.shares_latents:
+            return range(self.stages - 1)
+        return range(1)
 
     def list_patches(self, micro: MicroStep) -> range:
         """The patches that a micro-step computes."""
-        return range(self.patches) if micro.patch is None else range(micro.patch, micro.patch + 1)
+        if micro.patch is None:
+            return range(self.patches)
+        return range(micro.patch, micro.patch + 1)
 
     def list_stepped_patches(self, micro: MicroStep) -> list[int]:
-        """Those of them that have latents."""
+        """The patches that a micro-step computes and that have latents."""
         first = self.num_references if self.distrifusion == 1 else 0
         return [patch for patch in self.list_patches(micro) if patch >= first]
 
@@ -225,10 +245,13 @@ class Schedule:
 
     def compute_reference_age(self, step: int, least: int) -> int:
         """How many steps ago references were last computed, and no less than `least`; one before the first if never."""
-        return next((age for age in range(least, step + 1) if self.computes_references(step - age)), step + 1)
+        for age in range(least, step + 1):
+            if self.computes_references(step - age):
+                return age
+        return step + 1
 
     def iter_ops_before_call(self, stage: int, micro: MicroStep, calls: int = 1) -> Iterator[Op]:
-        """What a stage does before the pipeline computes a micro-step: a reader of latents takes the stepped patches.
+        """What a stage does before the pipeline computes a micro-step: a reader of latents takes the denoised patches.
 
         The other members of a warmup group get the whole latents.
 
@@ -237,13 +260,14 @@ class Schedule:
         """
         if self.stages == 1:
             return
-        step = micro.step - 1
-        last = self.stages - 1
         if stage in self.latent_readers:
             yield from self.iter_takes(stage, micro, -1, calls)
+        last = self.stages - 1
+        # Stage 0 gets patches, and the last one has the latents.
         others = [member for member in self.select_warmup_group(micro) if 0 < member < last]
         if micro.step == 0 or not others:
             return
+        step = micro.step - 1
         if stage == last:
             for member in others:
                 yield Op(OpKind.SEND_WHOLE_LATENTS, step, None, peer=member)
@@ -251,53 +275,59 @@ class Schedule:
             yield Op(OpKind.RECEIVE_WHOLE_LATENTS, step, None, peer=last)
 
     def iter_takes(self, stage: int, micro: MicroStep, turn: int, calls: int) -> Iterator[Op]:
-        """The stepped patches that a reader of latents takes before a call, as soon as they may be back.
+        """The denoised patches that a reader of latents takes before a call, as soon as they may be back.
 
         A send waits for its receive, and a launch may wait for all messages of a device. Stages never wait for each
         other in a ring if each one takes a patch before it is far ahead of it.
 
         Args:
-            stage: the reader.
-            micro: the micro-step.
-            turn: which call of it, of those that this stage makes; -1 before the pipeline computes anything.
-            calls: how many this stage makes in a micro-step.
+            turn: which of the `calls` that this stage makes in the micro-step; -1 before the pipeline computes
+                anything.
         """
-        before = (micro, turn - 1) if turn >= 0 else self._find_call_before(micro, calls)
+        before = (micro, turn - 1)
+        if turn < 0:
+            before = self._find_call_before(micro, calls)
         first = self.count_taken_patches(stage, *before, calls)
+        num_patches = self.patches - self.num_references
         for taken in range(first, self.count_taken_patches(stage, micro, turn, calls)):
-            step, patch = divmod(taken, self.patches - self.num_references)
+            step, patch = divmod(taken, num_patches)
             yield Op(OpKind.RECEIVE_STEPPED_PATCH, step, self.num_references + patch, peer=self.stages - 1)
 
     def _find_call_before(self, micro: MicroStep, calls: int) -> tuple[MicroStep, int]:
         """The last call of the micro-step before; of the first one, what is before its calls."""
-        micros = self.list_micro_steps(micro.step)
-        if micro != micros[0]:
-            return micros[micros.index(micro) - 1], calls - 1
-        return (self.list_micro_steps(micro.step - 1)[-1], calls - 1) if micro.step else (micro, -1)
+        micro_steps = self.list_micro_steps(micro.step)
+        index = micro_steps.index(micro)
+        if index > 0:
+            return micro_steps[index - 1], calls - 1
+        if micro.step == 0:
+            return micro, -1
+        return self.list_micro_steps(micro.step - 1)[-1], calls - 1
 
     def count_taken_patches(self, stage: int, micro: MicroStep, turn: int, calls: int) -> int:
         """The patches of all steps that a reader of latents has taken before a call; see `iter_takes`."""
-        step, patch = micro
+        step = micro.step
         references = self.num_references
         with_latents = self.patches - references
         taken = step * with_latents
-        if patch is not None:
-            left_out = before = 0
-            if references:
-                left_out = 0 if self.computes_references(step) else references
-                before = 0 if not step or self.computes_references(step - 1) else references
+        if micro.patch is not None:
+            # References that are not computed leave less time for patches to come back.
+            left_out = 0 if self.computes_references(step) else references
+            left_out_before = 0 if step == 0 or self.computes_references(step - 1) else references
             has_room = self.warmup > 0 and not (self.uneven_latents or self.shares_latents)
             ahead = _count_calls_ahead(self.stages, self.patches, calls, stage, has_room)
-            taken += _count_early_patches(patch, turn, calls, ahead, self.patches, references, left_out, before)
+            taken += _count_early_patches(
+                micro.patch, turn, calls, ahead, self.patches, references, left_out, left_out_before
+            )
         return min(max(taken, 0), (self.steps - 1) * with_latents)
 
     @property
     def takes_ahead(self) -> bool:
-        """Whether the first stage may post the receive of one more stepped patch."""
+        """Whether the first stage may post the receive of one more denoised patch."""
         return self.patches > self.stages and self.warmup > 0 and not (self.uneven_latents or self.shares_latents)
 
     def iter_call_ops(self, stage: int, micro: MicroStep, branch: int, micro_batch: int = 0) -> Iterator[Op]:
         """What a stage does in one call of the transformer, or in a micro-batch of it."""
+        # A warmup group does not use the channels between stages.
         if self.stages > 1 and self.select_warmup_group(micro):
             yield from self._iterate_warmup_group_ops(stage, micro, branch)
             return
@@ -317,6 +347,7 @@ class Schedule:
         key_owners = range(len(warmup_group), self.stages) if self.keeps_keys(step) else range(0)
         if stage in warmup_group:
             yield Op(OpKind.COMPUTE, step, None, branch)
+        # Members have all keys, so one of them is enough to send an owner its own.
         if stage == 0:
             for owner in key_owners:
                 yield Op(OpKind.SEND_KEYS, step, None, branch, owner)
@@ -335,6 +366,7 @@ class Schedule:
             return
         for patch in self.list_stepped_patches(micro):
             yield Op(OpKind.STEP, micro.step, patch)
+            # After the last step no stage reads latents: the result goes to all of them at once.
             if micro.step < self.steps - 1:
                 for reader in self.latent_readers:
                     yield Op(OpKind.SEND_STEPPED_PATCH, micro.step, patch, peer=reader)
@@ -343,8 +375,8 @@ class Schedule:
         self, stage: int, step: int, calls: int = 1, branches: Sequence[int] | None = None
     ) -> Iterator[Op]:
         """All that a stage does in a step of `calls` transformer calls, or of those of them that `branches` names."""
+        own = range(calls) if branches is None else branches
         for micro in self.list_micro_steps(step):
-            own = range(calls) if branches is None else branches
             yield from self.iter_ops_before_call(stage, micro, len(own))
             for turn, branch in enumerate(own):
                 if stage in self.latent_readers:
@@ -356,7 +388,8 @@ class Schedule:
     def iter_program(self, stage: int, calls: int | Callable[[int], int] = 1) -> Iterator[Op]:
         """All that a stage does in a generation of so many transformer calls in every step, or in each."""
         for step in range(self.steps):
-            yield from self.iter_step_ops(stage, step, calls(step) if callable(calls) else calls)
+            calls_of_step = calls(step) if callable(calls) else calls
+            yield from self.iter_step_ops(stage, step, calls_of_step)
 
     def bound_speedup(self, calls: int = 1) -> float:
         """The speed-up over one rank that no implementation exceeds, with equal stages and free messages.
@@ -376,17 +409,24 @@ class Schedule:
         n = self.stages
         m = self.patches
         c = calls
-        s = self.steps
+        steps = range(self.steps)
         if self.distrifusion > 1:
-            left_out = self.reference_share * sum(not self.computes_references(step) for step in range(s))
-            return (s - left_out) / self.distrifusion
+            num_shorter = sum(not self.computes_references(step) for step in steps)
+            return (self.steps - self.reference_share * num_shorter) / self.distrifusion
+        # The formula knows no patches that are left out.
         if self.num_references:
             return max(span.end for span in simulate_schedule(self, calls=calls))
-        stale = [self.reads_stale_keys(step) for step in range(s)]
-        begins = sum(now and not before for now, before in zip(stale, [False, *stale], strict=False))
+        num_stale = 0
+        num_begins = 0
+        for step in steps:
+            if self.reads_stale_keys(step):
+                num_stale += 1
+                # The pipeline fills again after a synchronous step.
+                if step == 0 or not self.reads_stale_keys(step - 1):
+                    num_begins += 1
         period = max(m * c, n - 1 + c)
-        asynchronous = sum(stale) * period + begins * (m * c + n - 1 - period)
-        return (s - sum(stale)) * self._compute_synchronous_time(c) + asynchronous / (n * m * c)
+        asynchronous = num_stale * period + num_begins * (m * c + n - 1 - period)
+        return (self.steps - num_stale) * self._compute_synchronous_time(c) + asynchronous / (n * m * c)
 
     def _compute_synchronous_time(self, calls: int) -> float:
         if self.warmup_group_size:
@@ -397,15 +437,19 @@ class Schedule:
 
 @lru_cache(maxsize=1024)
 def _count_calls_ahead(stages: int, patches: int, calls: int, stage: int, has_room: bool) -> int:
-    """After how many calls, from the first one for a patch, its stepped patch is taken.
+    """After how many calls, from the first one for a patch, its denoised patch is taken.
 
-    It is back at the first stage after N - 1 + calls, and at each stage behind it one call earlier. The more there are
-    besides, the less a late message delays the first stage. A model of NCCL says how many never hang
+    It is back at the first stage after N - 1 + calls, and at each later stage one call earlier. The more calls are
+    added, the less a late message delays the first stage. A model of NCCL says how many never hang
     (`tests/parallel/pipefusion/test_hangs.py`).
     """
-    ahead = least = stages - 1 - stage + calls
+    least = stages - 1 - stage + calls
+    ahead = least
     if has_room and patches >= stages:
-        ahead = 2 * stages + (2 * calls if patches > stages else calls) - 3
+        ahead = 2 * stages + calls - 3
+        # A further receive may be posted where there are more patches than stages.
+        if patches > stages:
+            ahead += calls
     return min(max(ahead, least), patches * calls)
 
 
@@ -413,7 +457,7 @@ def _count_calls_ahead(stages: int, patches: int, calls: int, stage: int, has_ro
 def _count_early_patches(
     patch: int, turn: int, calls: int, ahead: int, patches: int, references: int, left_out: int, before: int
 ) -> int:
-    """Patches taken before a call of an asynchronous micro-step, of its step; minus those of the step before to come.
+    """Patches of its own step taken before a call of an asynchronous micro-step; negative if earlier ones are missing.
 
     Args:
         patch, turn, calls: of the micro-step and the call.
@@ -422,12 +466,16 @@ def _count_early_patches(
         left_out, before: how many of these are not computed in the step, and in the step before.
     """
     with_latents = patches - references
+    # Patches of the step before must be there when their turn comes again.
     due = max(patch + 1 - references, 0) - with_latents
-    at = patch - left_out - (ahead - turn + calls - 1) // calls
-    if at >= 0:
-        early = max(left_out + at + 1 - references, 0)
-    else:  # in a whole step patches come back one after the other, too
-        early = max(patches + at + 1 - references, 0) - with_latents if at + patches - before >= 0 else -with_latents
+    newest = patch - left_out - (ahead - turn + calls - 1) // calls
+    if newest >= 0:
+        early = max(left_out + newest + 1 - references, 0)
+    elif newest + patches - before >= 0:
+        # It belongs to the step before. In a whole step patches come back one after the other, too.
+        early = max(patches + newest + 1 - references, 0) - with_latents
+    else:
+        early = -with_latents
     return max(early, due)
 
 
@@ -457,45 +505,63 @@ def simulate_schedule(
     Raises:
         RuntimeError: if the stages wait for each other for ever.
     """
-    price = cost or (lambda stage, op: _compute_unit_cost(schedule, op, calls(op.step) if callable(calls) else calls))
+
+    def compute_default_cost(stage: int, op: Op) -> float:
+        calls_of_step = calls(op.step) if callable(calls) else calls
+        return _compute_unit_cost(schedule, op, calls_of_step)
+
+    compute_cost = cost or compute_default_cost
     programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
     clocks = [0.0] * schedule.stages
-    sent = dict[tuple[object, ...], float]()
-    spans = list[Span]()
+    arrivals: dict[tuple[object, ...], float] = {}
+    spans: list[Span] = []
     while any(programs):
-        moved = False
+        num_spans = len(spans)
         for stage, program in enumerate(programs):
-            while program and (arrival := _find_arrival_time(sent, stage, program[0])) is not None:
-                op = program.popleft()
+            while program:
+                op = program[0]
+                arrival = _find_arrival_time(arrivals, stage, op)
+                # The message that it waits for was not sent yet.
+                if arrival is None:
+                    break
+                program.popleft()
                 start = max(clocks[stage], arrival)
-                clocks[stage] = start + price(stage, op)
-                spans.append(Span(stage, op, start, clocks[stage]))
+                end = start + compute_cost(stage, op)
+                clocks[stage] = end
+                spans.append(Span(stage, op, start, end))
                 if op.kind in SEND_OF_RECEIVE.values() and op.peer is not None:
                     message = (op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)
-                    sent[message] = clocks[stage] + (travel(stage, op) if travel else 0.0)
-                moved = True
-        if not moved:
-            raise RuntimeError(f"deadlock: stages wait at {[p[0] if p else None for p in programs]}")
+                    arrivals[message] = end
+                    if travel is not None:
+                        arrivals[message] += travel(stage, op)
+        if len(spans) == num_spans:
+            raise RuntimeError(f"deadlock: stages wait at {[next(iter(program), None) for program in programs]}")
     return spans
 
 
-def _find_arrival_time(sent: dict[tuple[object, ...], float], stage: int, op: Op) -> float | None:
+def _find_arrival_time(arrivals: dict[tuple[object, ...], float], stage: int, op: Op) -> float | None:
     """When the message arrives that an op waits for; None if it was not sent yet."""
     sender = SEND_OF_RECEIVE.get(op.kind)
-    return 0.0 if sender is None else sent.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch))
+    if sender is None:
+        return 0.0
+    return arrivals.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch))
 
 
 def _compute_unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
+    """The time of an op if a whole step takes 1 on one rank."""
     if op.kind is not OpKind.COMPUTE:
         return 0.0
-    micro = MicroStep(op.step, op.patch)
-    if op.patch is not None:
-        first = schedule.num_references
-        share = schedule.reference_share
-        of_patch = share / first if op.patch < first else (1 - share) / (schedule.patches - first)
-        return of_patch / (schedule.stages * calls)
-    ranks = len(schedule.select_warmup_group(micro)) or schedule.stages
-    return len(schedule.split_micro_batches(micro)[op.micro_batch]) / schedule.batch / (ranks * calls)
+    if op.patch is None:
+        micro = MicroStep(op.step, None)
+        ranks = len(schedule.select_warmup_group(micro)) or schedule.stages
+        rows = schedule.split_micro_batches(micro)[op.micro_batch]
+        return len(rows) / schedule.batch / (ranks * calls)
+    first = schedule.num_references
+    if op.patch < first:
+        share = schedule.reference_share / first
+    else:
+        share = (1 - schedule.reference_share) / (schedule.patches - first)
+    return share / (schedule.stages * calls)
 
 
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -504,17 +570,19 @@ _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 def render_gantt_chart(schedule: Schedule, steps: int, calls: int = 1) -> str:
     """The first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of time."""
     num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
+    # The longest time of which each op takes a whole multiple.
     cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
-    spans = [s for s in simulate_schedule(schedule, calls=calls) if s.op.kind is OpKind.COMPUTE and s.op.step < steps]
+    spans = []
+    for span in simulate_schedule(schedule, calls=calls):
+        if span.op.kind is OpKind.COMPUTE and span.op.step < steps:
+            spans.append(span)
     width = max(round(span.end / cell) for span in spans)
-    lines = []
-    for stage in range(schedule.stages):
-        row = ["."] * width
-        for span in spans:
-            if span.stage == stage:
-                patch = span.op.patch
-                mark = "=" if patch is None else _LETTERS[patch % len(_LETTERS)]
-                row[round(span.start / cell) : round(span.end / cell)] = mark * round((span.end - span.start) / cell)
-        lines.append(f"stage {stage:<2} |{''.join(row)}|")
+    rows = [["."] * width for _ in range(schedule.stages)]
+    for span in spans:
+        patch = span.op.patch
+        mark = "=" if patch is None else _LETTERS[patch % len(_LETTERS)]
+        for column in range(round(span.start / cell), round(span.end / cell)):
+            rows[span.stage][column] = mark
+    lines = [f"stage {stage:<2} |{''.join(row)}|" for stage, row in enumerate(rows)]
     legend = "= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle"
     return "\n".join([f"steps 0 to {steps - 1} ({legend}):", *lines])

@@ -23,7 +23,7 @@ FRAME_COUNTS = ("num_frames", "frames", "video_length")
 """Names of a call's argument, of which a class has one at most."""
 _PER_PROMPT = re.compile("num_[a-z]+_per_prompt")
 _ONE_FOR_EACH = re.compile("label|class|embed|cond|text|caption|prompt|^[cyz]$")
-"""In the names of arguments of a pipeline of one's own that say what is drawn."""
+"""In the names of arguments of a user's own pipeline that say what is generated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +36,7 @@ class Weights:
         layers: of each block, for each of its attention layers, whether it sees the text of joint attention.
         out: numbers that the output module makes of a token.
         exchanges: of each block, what tensor parallelism exchanges in it: ("sum" | "gather" | "norm", stream). Sums
-            are of row-parallel Linears, gathers those of split_scheme=sequence, norms the squares of norms over heads.
+            are of row-parallel Linears, gathers of split_scheme=sequence, norms the squares of norms over heads.
         tensors: of each block, the numbers in each of its parameters and buffers.
     """
 
@@ -70,7 +70,7 @@ class Shape:
         frames: latent frames of a video.
         channels: of a token in the blocks; 0 if the heads make them up.
         key_heads: heads of keys over those of queries.
-        references: tokens of reference pictures, the last ones of the image; None if it is not known how many.
+        references: tokens of reference images, the last ones of the image; None if it is not known how many.
     """
 
     height: int
@@ -103,13 +103,18 @@ class Shape:
             element_size: bytes of an activation.
             call: the call's arguments, `height` and `width` among them.
         """
-        side = spec.latent_per_token(config)
-        height, width = int(call["height"]), int(call["width"])
-        rows, columns = height // (vae_scale * side), width // (vae_scale * side)
+        latents_per_token = spec.latent_per_token(config)
+        height = int(call["height"])
+        width = int(call["width"])
+        unit = vae_scale * latents_per_token
+        rows = height // unit
+        columns = width // unit
         conditioning = spec.conditioning(call)
         images = count_images(call)
-        packed = spec.is_packed
-        channels = int(config["in_channels"])
+        # Packed latents have the numbers of a token as channels.
+        numbers_per_token = int(config["in_channels"])
+        if not spec.is_packed:
+            numbers_per_token *= latents_per_token**2
         return cls(
             height=height,
             width=width,
@@ -121,7 +126,7 @@ class Shape:
             calls=conditioning.calls,
             heads=int(config["num_attention_heads"]),
             head_dim=int(config["attention_head_dim"]),
-            latent_elements=rows * columns * channels * (1 if packed else side * side),
+            latent_elements=rows * columns * numbers_per_token,
             element_size=element_size,
         )
 
@@ -135,13 +140,16 @@ class Shape:
         plan.check(Facts(rows=self.grid.rows))
         if plan.references is None or not self.references:
             return _look_up_layout(self.grid, plan.num_patches, self.text, spec.joint)
-        # Ranks of DistriFusion share out the references, as one patch, and the image.
-        patches, rows = plan.num_patches + (plan.distrifusion > 1), range(self.latent_rows, self.grid.rows)
+        rows = range(self.latent_rows, self.grid.rows)
+        patches = plan.num_patches
+        # Ranks of DistriFusion split the references, as one patch, and the image.
+        if plan.distrifusion > 1:
+            patches += 1
         return _look_up_reference_layout(self.grid, patches, self.text, spec.joint, rows, even=plan.references == 1)
 
     @property
     def latent_rows(self) -> int:
-        """Token rows that are made of latents; those of reference pictures come behind them."""
+        """Token rows that are made of latents; the rows of reference images follow them."""
         tokens = self.grid.num_tokens - (self.references or 0)
         return -(-tokens // (self.grid.tokens_per_row * self.grid.frames))
 
@@ -184,36 +192,55 @@ _look_up_reference_layout = lru_cache(maxsize=1024)(Layout.cut_around_references
 @lru_cache(maxsize=1024)
 def _look_up_replica_shape(shape: Shape, data: int, cfg: int, replica: int) -> Shape:
     images = len(pick_even_chunk(range(shape.images), data, replica))
-    branches = -(-shape.branches_per_call // min(cfg, shape.branches_per_call))
-    calls = -(-shape.calls // cfg) if shape.branches_per_call == 1 else shape.calls
+    branches = shape.branches_per_call
+    calls = shape.calls
+    # The halves of guidance split the calls of a step, or the rows of a call.
+    if branches == 1:
+        calls = math.ceil(calls / cfg)
+    else:
+        branches = math.ceil(branches / min(cfg, branches))
     return replace(shape, images=images, batch=images * branches, calls=calls)
 
 
 def count_images(call: Mapping[str, Any]) -> int:
     """How many images, videos or sounds the arguments of a pipeline's call ask for.
 
-    They have one for each entry of the first list or tensor that says what is wanted: prompts, embeddings, classes,
-    pictures to begin with. Pipelines that make any picture have `batch_size`; others mean the computation by it.
+    They have one for each entry of the first list or tensor that says what to generate: prompts, embeddings, classes,
+    images to begin with. Pipelines that generate without any have `batch_size`; others mean the computation by it.
     """
-    each = math.prod(int(value) for name, value in call.items() if _PER_PROMPT.fullmatch(name) and value)
-    if call.get("prompt") is None and "image" not in call and isinstance(size := call.get("batch_size"), int):
-        return size
-    # Of each layer of a text encoder, embeddings have the layer in front.
-    found = [name for name in call if name.startswith("prompt_embeds")]
-    embeds = sorted(found, key=lambda name: (getattr(call[name], "ndim", 0) > 3, name))
+    per_prompt = 1
+    for name, value in call.items():
+        if _PER_PROMPT.fullmatch(name) and value:
+            per_prompt *= int(value)
+    if call.get("prompt") is None and "image" not in call and isinstance(call.get("batch_size"), int):
+        return int(call["batch_size"])
+    # Embeddings of each layer of a text encoder have the layer as their first dimension: others tell more.
+    embeds = sorted(name for name in call if name.startswith("prompt_embeds"))
+    embeds.sort(key=lambda name: _count_dims(call[name]) > 3)
     for name in ("prompt", *embeds, "class_labels", "image_embeds", "image"):
-        if (value := call.get(name)) is not None:
-            is_batch = isinstance(value, list | tuple) or getattr(value, "ndim", 0) > (3 if name == "image" else 0)
-            return (len(value) if is_batch else 1) * each
-    if (latents := call.get("latents")) is not None:
-        return len(latents)
+        value = call.get(name)
+        if value is None:
+            continue
+        # One image has three dimensions.
+        least_dims = 3 if name == "image" else 0
+        if isinstance(value, list | tuple) or _count_dims(value) > least_dims:
+            return len(value) * per_prompt
+        return per_prompt
+    if call.get("latents") is not None:
+        return len(call["latents"])
     for name, value in call.items():
         # A tuple is a size, and a list of fractions has a scale for each condition.
         is_list = isinstance(value, list) and not any(isinstance(item, float) for item in value)
-        is_batch = is_list or getattr(value, "ndim", 0) > 0
+        is_batch = is_list or _count_dims(value) > 0
         if is_batch and _ONE_FOR_EACH.search(name) and not name.startswith("negative"):
-            return len(value) * each
-    return each
+            return len(value) * per_prompt
+    return per_prompt
+
+
+def _count_dims(value: Any) -> int:
+    """The dimensions of a tensor; 0 of anything else."""
+    dims: int = getattr(value, "ndim", 0)
+    return dims
 
 
 def check_image_size(call: Mapping[str, Any], unit: int) -> None:
@@ -242,7 +269,12 @@ def fill_call_defaults(
         vae_scale: pixels of a latent pixel's side.
         call: the arguments.
     """
-    known = {name: parameter.default for name, parameter in parameters.items()}
-    defaults = {name: default for name, default in known.items() if default not in (inspect.Parameter.empty, None)}
     side = int(config.get("sample_size") or 128) * vae_scale
-    return {"height": side, "width": side} | defaults | {k: v for k, v in call.items() if v is not None}
+    complete: dict[str, Any] = {"height": side, "width": side}
+    for name, parameter in parameters.items():
+        if parameter.default not in (inspect.Parameter.empty, None):
+            complete[name] = parameter.default
+    for name, value in call.items():
+        if value is not None:
+            complete[name] = value
+    return complete

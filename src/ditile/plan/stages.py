@@ -1,8 +1,8 @@
-"""Stages: contiguous runs of blocks, one per rank, cut by hand or so that the slowest is as fast as can be."""
+"""Stages: contiguous runs of blocks, one per rank, cut by hand or so that the slowest is as fast as possible."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 
@@ -23,14 +23,25 @@ def cut_stages(
         ends: what the first stage (embedding) and the last one (head) cost besides their blocks.
     """
     if by_hand is not None:
-        stops = list(accumulate(by_hand))
-        return [range(stop - size, stop) for stop, size in zip(stops, by_hand, strict=True)]
-    return _balance_stages(list(costs), list(speeds or [1.0] * stages), ends)
+        return _make_ranges(accumulate(by_hand))
+    return _balance_stages(costs, speeds or [1.0] * stages, ends)
+
+
+def _make_ranges(stops: Iterable[int]) -> list[range]:
+    """The runs that end at these blocks."""
+    ranges = []
+    start = 0
+    for stop in stops:
+        ranges.append(range(start, stop))
+        start = stop
+    return ranges
 
 
 def select_local_blocks(stages: Sequence[range], stage: int, warmup_group_size: int) -> range:
     """The blocks whose weights a stage holds: its own, or all if it is one of a warmup group."""
-    return range(stages[-1].stop) if stage < warmup_group_size else stages[stage]
+    if stage < warmup_group_size:
+        return range(stages[-1].stop)
+    return stages[stage]
 
 
 def compute_stage_loads(
@@ -46,33 +57,40 @@ def compute_stage_loads(
     return [load / speed for load, speed in zip(stage_loads, speeds or [1.0] * len(stages), strict=True)]
 
 
-def _balance_stages(costs: list[float], speeds: list[float], ends: tuple[float, float]) -> list[range]:
+def _balance_stages(costs: Sequence[float], speeds: Sequence[float], ends: tuple[float, float]) -> list[range]:
     """The linear partition problem, by dynamic programming over (stages, blocks)."""
-    total = [0.0, *accumulate(costs)]
+    costs_before = [0.0, *accumulate(costs)]
+    num_blocks = len(costs)
     last = len(speeds) - 1
 
     def time_stage(stage: int, start: int, stop: int) -> float:
-        extra = ends[0] * (stage == 0) + ends[1] * (stage == last)
-        return (total[stop] - total[start] + extra) / speeds[stage]
+        cost = costs_before[stop] - costs_before[start]
+        if stage == 0:
+            cost += ends[0]
+        if stage == last:
+            cost += ends[1]
+        return cost / speeds[stage]
 
     # At `stop`: the time of the slowest stage over the first `stop` blocks. At first one stage has them all.
-    best = [time_stage(0, 0, stop) for stop in range(len(total))]
-    cuts: list[list[int]] = []
+    slowest = [time_stage(0, 0, stop) for stop in range(num_blocks + 1)]
+    # For each later stage, at `stop`: where it begins if it ends there.
+    starts_of_stages: list[list[int]] = []
     for stage in range(1, len(speeds)):
-        row = [float("inf")] * len(total)
-        where = [0] * len(total)
-        for stop in range(stage + 1, len(total)):
+        next_slowest = [float("inf")] * (num_blocks + 1)
+        starts = [0] * (num_blocks + 1)
+        for stop in range(stage + 1, num_blocks + 1):
             for start in reversed(range(stage, stop)):
                 stage_time = time_stage(stage, start, stop)
                 # An earlier start would only make this stage slower.
-                if stage_time > row[stop]:
+                if stage_time > next_slowest[stop]:
                     break
-                worst = max(best[start], stage_time)
-                if worst <= row[stop]:
-                    row[stop], where[stop] = worst, start
-        best = row
-        cuts = [*cuts, where]
-    stops = [len(costs)]
-    for where in reversed(cuts):
-        stops.insert(0, where[stops[0]])
-    return [range(start, stop) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+                worst = max(slowest[start], stage_time)
+                if worst <= next_slowest[stop]:
+                    next_slowest[stop] = worst
+                    starts[stop] = start
+        slowest = next_slowest
+        starts_of_stages.append(starts)
+    stops = [num_blocks]
+    for starts in reversed(starts_of_stages):
+        stops.append(starts[stops[-1]])
+    return _make_ranges(reversed(stops))

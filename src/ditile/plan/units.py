@@ -5,11 +5,13 @@ from __future__ import annotations
 
 def format_bytes(count: float) -> str:
     """A number of bytes for a person."""
-    for unit in ("B", "KB", "MB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+    if count < 1000:
+        return f"{count:.0f} B"
+    for unit in ("KB", "MB"):
         count /= 1000
-    return f"{count:.2f} GB"
+        if count < 1000:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1000:.2f} GB"
 
 
 def format_number(value: float, digits: int = 3) -> str:

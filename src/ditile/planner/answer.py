@@ -32,7 +32,7 @@ from ditile.planner.search import (
     search_plans,
 )
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import find_model_source
+from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.console import is_writing_process, make_console, make_numbered_tables
 
 if TYPE_CHECKING:

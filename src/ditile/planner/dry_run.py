@@ -19,7 +19,7 @@ from ditile.plan.schedule import render_gantt_chart
 from ditile.plan.units import format_bytes
 from ditile.planner.memory import count_host_memory
 from ditile.planner.subject import PlanSubject
-from ditile.runner.load import choose_dtype_name, defaults, find_model_source
+from ditile.runner.model_files import choose_dtype_name, defaults, find_model_source
 from ditile.runner.requests.arguments import merge_call_arguments
 from ditile.runner.requests.conditions import choose_requested_class, describe_choice
 from ditile.runner.requests.facts import build_dry_run_call

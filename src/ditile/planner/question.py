@@ -23,7 +23,7 @@ from ditile.plan.flags import define_option
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.profile import Profile
-from ditile.runner.load import defaults, find_model_source
+from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.options import TRUE_CFG, GenerateOptions
 from ditile.runner.requests.pictures import read_picture

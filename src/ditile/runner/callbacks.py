@@ -1,4 +1,4 @@
-"""The pipeline's callbacks and progress bar: called at the ends of steps, not of micro-steps.
+"""The pipeline's callbacks and progress bar, which are called at the ends of steps, not of micro-steps.
 
 A callback that asks for no tensors sends nothing. One that asks for tensors makes the end of its steps a
 synchronisation point: every rank gets the whole latents and calls its callback, and all ranks use what rank 0's
@@ -28,6 +28,7 @@ from ditile.model.pipeline_calls import list_call_parameters, list_progress_bar_
 from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
+from ditile.plan.checks import is_whole_number
 from ditile.plan.errors import ModelError
 from ditile.runner.report import CallMeter
 
@@ -51,9 +52,9 @@ class StepWatch:
     latents_at: Set[int] = frozenset()
 
     def __post_init__(self) -> None:
-        wrong = [step for step in self.latents_at if type(step) is not int or step < 0]
-        if wrong:
-            raise ModelError(f"latents_at has {wrong[0]!r}; give the numbers of steps, the first of which is 0")
+        for step in self.latents_at:
+            if not is_whole_number(step) or step < 0:
+                raise ModelError(f"latents_at has {step!r}; give the numbers of steps, the first of which is 0")
 
 
 NOBODY = StepWatch()
@@ -80,7 +81,7 @@ class StepEndCallbacks:
         mesh: its ranks.
         call: the call's arguments; `install_callbacks` replaces the callbacks in it.
         device: where tensors that callbacks return go.
-        watch: records each step.
+        meter: records each step.
         is_stopped: whether `Runner.stop` was called.
         watcher: who watches the steps.
     """
@@ -95,26 +96,37 @@ class StepEndCallbacks:
         mesh: Mesh,
         call: dict[str, Any],
         device: torch.device,
-        watch: CallMeter,
+        meter: CallMeter,
         is_stopped: Callable[[], bool],
         watcher: StepWatch = NOBODY,
     ) -> None:
-        self._pipe, self._mesh, self._device, self._watch, self._is_stopped = pipe, mesh, device, watch, is_stopped
+        self._pipe = pipe
+        self._mesh = mesh
+        self._device = device
+        self._meter = meter
+        self._is_stopped = is_stopped
         self._watcher = watcher
-        self._callback, self._generator = call.get("callback_on_step_end"), call.get("generator")
-        self._legacy, self._every = call.get("callback"), call.get("callback_steps", 1)
+        self._generator = call.get("generator")
+        self._callback = call.get("callback_on_step_end")
         names = getattr(self._callback, "tensor_inputs", None) or call.get("callback_on_step_end_tensor_inputs")
         self._names = ["latents"] if names is None else list(names)
-        asks = [bool(self._callback and self._names), self._every if self._legacy and self._every else 0]
-        everyone = gather_json(asks, mesh.within_calls)
-        self._tensors = any(tensors for tensors, _ in everyone)
-        self._legacy_every = max(every for _, every in everyone)
+        # Older pipelines have this callback, which is called with the latents in every n-th step.
+        self._legacy = call.get("callback")
+        self._legacy_period = call.get("callback_steps", 1)
+        asks_for_tensors = bool(self._callback and self._names)
+        period = self._legacy_period if self._legacy else 0
+        # A callback on one rank is enough: all ranks gather the latents for it.
+        everyone = gather_json([asks_for_tensors, period or 0], mesh.within_calls)
+        self._gathers_tensors = any(asks for asks, _ in everyone)
+        self._gather_period = max(period for _, period in everyone)
         # Iterations in all and of a step: two with two-stage schedulers, whose last step has one.
-        self._steps, self._order, self._bar = 0, 1, None
+        self._steps = 0
+        self._order = 1
+        self._bar: Any = None
 
     def install_callbacks(self, stack: ExitStack, call: dict[str, Any]) -> StepCallbacks:
         """Replaces the callbacks in `call` and the pipeline's progress bar until the stack is closed."""
-        if self._callback is not None or self._tensors:
+        if self._callback is not None or self._gathers_tensors:
             call["callback_on_step_end"] = self._handle_micro_step_end
             # A pipeline of one's own may always give its callback the same.
             name = "callback_on_step_end_tensor_inputs"
@@ -128,8 +140,10 @@ class StepEndCallbacks:
             if self._mesh.rank != 0:
                 yield _SilentBar()
                 return
-            with stock(total=total) as self._bar, mark_open_line(shown=not getattr(self._bar, "disable", False)):
-                yield _SilentBar()
+            with stock(total=total) as self._bar:
+                is_shown = not getattr(self._bar, "disable", False)
+                with mark_open_line(shown=is_shown):
+                    yield _SilentBar()
 
         def iterate_with_bar(stock: Callable[..., Any], iterable: Iterable[Any]) -> Iterator[Any]:
             # The hint is 0 for a generator: its bar shows steps without a total.
@@ -137,7 +151,9 @@ class StepEndCallbacks:
                 yield from iterable
 
         def progress_bar(stock: Callable[..., Any], iterable: Any = None, total: int | None = None) -> Any:
-            return open_progress_bar(stock, total) if iterable is None else iterate_with_bar(stock, iterable)
+            if iterable is None:
+                return open_progress_bar(stock, total)
+            return iterate_with_bar(stock, iterable)
 
         for owner in list_progress_bar_owners(self._pipe):
             override_attribute(stack, owner, "progress_bar", functools.partial(progress_bar, owner.progress_bar))
@@ -151,13 +167,15 @@ class StepEndCallbacks:
         )
 
     def _handle_loop_begin(self, steps: int) -> None:
-        self._steps, self._order = steps, getattr(self._pipe.scheduler, "order", 1)
-        self._watch.mark_loop_begin()
+        self._steps = steps
+        self._order = getattr(self._pipe.scheduler, "order", 1)
+        self._meter.mark_loop_begin()
 
     def _wants_latents(self, step: int) -> bool:
-        every = self._legacy_every
-        legacy = every > 0 and self._is_step_visible(step) and step % every == 0
-        return self._tensors or legacy or (bool(self._watcher.latents_at) and self._is_watched(step))
+        """Whether the whole latents are gathered at the end of an iteration."""
+        if self._gathers_tensors or self._is_watched(step):
+            return True
+        return self._gather_period > 0 and self._is_step_visible(step) and step % self._gather_period == 0
 
     def _is_watched(self, step: int) -> bool:
         """Whether the watcher of rank 0 gets the latents of an iteration."""
@@ -165,21 +183,28 @@ class StepEndCallbacks:
 
     def _handle_step_end(self, step: int, timestep: Any, latents: Tensor) -> None:
         now = self.loop.generation
-        tokens = next(iter(now.layouts.values()), None)
-        text = None if tokens is None else tokens.layout.text
-        references = 0 if tokens is None else tokens.layout.count_reference_tokens()
+        text = None
+        references = 0
+        # The branches of guidance have layouts of their own; the first one counts.
+        if now.layouts:
+            layout = next(iter(now.layouts.values())).layout
+            text = layout.text
+            references = layout.count_reference_tokens()
         computed = now.schedule.computes_references(step)
-        self._watch.record_step_end(now.memory.key_bytes, text, references, computed=computed)
+        self._meter.record_step_end(now.memory.key_bytes, text, references, computed=computed)
         if self.decodes_alone and step == self._steps - 1:
             note_work_alone()
-        if self._bar is not None and self._is_step_visible(step):
+        if not self._is_step_visible(step):
+            return
+        number = step // self._order
+        if self._bar is not None:
             self._bar.update()
-        watcher, number = self._watcher, step // self._order
-        if watcher.on_step is not None and self._is_step_visible(step):
-            watcher.on_step(number, -(-self._steps // self._order))
-        if watcher.on_latents is not None and self._is_watched(step) and self._mesh.rank == 0:
-            watcher.on_latents(number, latents)
-        if self._legacy is not None and self._is_step_visible(step) and step % self._every == 0:
+        if self._watcher.on_step is not None:
+            num_steps = -(-self._steps // self._order)
+            self._watcher.on_step(number, num_steps)
+        if self._watcher.on_latents is not None and self._is_watched(step) and self._mesh.rank == 0:
+            self._watcher.on_latents(number, latents)
+        if self._legacy is not None and step % self._legacy_period == 0:
             self._legacy(number, timestep, latents)
             self.loop.forget_constants()
 
@@ -191,12 +216,20 @@ class StepEndCallbacks:
         step = self.loop.closing_step
         if step is None:
             return {}
-        answer = self._callback(pipe, step, timestep, dict(tensors)) if self._callback else {}
-        answer = answer if isinstance(answer, dict) else {}
+        answer: dict[str, Any] = {}
+        if self._callback:
+            returned = self._callback(pipe, step, timestep, dict(tensors))
+            if isinstance(returned, dict):
+                answer = returned
+        # The callback may have changed the prompt, or the scale of a LoRA.
         self.loop.forget_constants()
-        if not self._tensors:
+        if not self._gathers_tensors:
             return answer
-        mesh, given = self._mesh, {name: value for name, value in answer.items() if isinstance(value, Tensor)}
-        headers = mesh.within_calls
-        group = headers if mesh["data"].num_ranks > 1 else mesh.image.group
-        return answer | broadcast_named_tensors(given, 0, group, headers, self._device, mesh.traffic, "callback")
+        mesh = self._mesh
+        changed = {name: value for name, value in answer.items() if isinstance(value, Tensor)}
+        group = mesh.image.group
+        if mesh["data"].num_ranks > 1:
+            group = mesh.within_calls
+        return answer | broadcast_named_tensors(
+            changed, 0, group, mesh.within_calls, self._device, mesh.traffic, "callback"
+        )

@@ -1,24 +1,24 @@
 """Checkpoints in safetensors, one file or several with an index. Only the tensors that a module still has are read.
 
 A file is mapped into memory, and the mapping is closed after some tens of megabytes: while a checkpoint of any size is
-read, neither anonymous nor file-backed memory holds more than the wanted tensors.
+read, neither anonymous nor file-backed memory holds more than the tensors that are asked for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors
 import torch
 from torch import Tensor, nn
 
-from ditile.distributed import env, files
+from ditile.distributed import env
 from ditile.parallel.tensor.cuts import SelectShard
 from ditile.plan.errors import LoadError
+from ditile.runner.model_files import open_safetensors, read_weight_map, refuse_missing_weights
 
 MAPPED = 64 * 2**20
 """Bytes that are read from one mapping of a file; a single tensor may have more."""
@@ -50,16 +50,14 @@ class Checkpoint:
         middle = f".{variant}" if variant else ""
         single = f"{stem}{middle}.safetensors"
         index = f"{stem}.safetensors.index{middle}.json"
-        if (path := locate(index)) is not None:
-            return cls(_read_weight_map(path), locate)
-        if (path := locate(single)) is None:
+        index_path = locate(index)
+        if index_path is not None:
+            return cls(read_weight_map(index_path), locate)
+        path = locate(single)
+        if path is None:
             raise LoadError(f"there is neither {single} nor {index}; save the model with save_pretrained")
-        with _open_safetensors(path) as tensors:
+        with open_safetensors(path, "pt") as tensors:
             return cls(dict.fromkeys(tensors.keys(), single), locate)
-
-    def list_missing_names(self, names: Collection[str]) -> list[str]:
-        """The names that the checkpoint has no tensor for, sorted."""
-        return sorted(set(names) - set(self.files))
 
     def read_into_module(
         self, module: nn.Module, dtype: torch.dtype, *, keep_fp32: Sequence[str] = (), part: SelectShard | None = None
@@ -78,25 +76,26 @@ class Checkpoint:
         Raises:
             LoadError: if a file is missing or corrupt, or a tensor is missing or has another shape.
         """
-        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        if lacking := self.list_missing_names(wanted):
-            raise LoadError(f"the checkpoint lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
-        read = 0
-        for file in sorted({self.files[name] for name in wanted}):
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        names_by_file: dict[str, set[str]] = {}
+        for name in shapes:
+            names_by_file.setdefault(self.files[name], set()).add(name)
+        bytes_read = 0
+        for file in sorted(names_by_file):
             path = self.locate(file)
             if path is None:
                 raise LoadError(f"{file} is missing, and the index beside it names it; copy the whole model")
-            for names in _batch_tensor_names(path, {name for name in wanted if self.files[name] == file}):
-                with _open_safetensors(path) as tensors:
+            for names in _batch_tensor_names(path, names_by_file[file]):
+                with open_safetensors(path, "pt") as tensors:
                     for name in names:
-                        mapped = _map_own_parts(tensors.get_slice(name), name, wanted[name], part)
-                        read += sum(view.numel() * view.element_size() for view in mapped.views)
+                        mapped = _map_own_parts(tensors.get_slice(name), name, shapes[name], part)
+                        bytes_read += sum(view.numel() * view.element_size() for view in mapped.views)
                         own_dtype = _choose_tensor_dtype(name, mapped.views[0], dtype, keep_fp32)
                         _store_tensor(module, name, mapped.copy_to_memory(own_dtype))
                         # The mapping stays open as long as a view of it is left.
                         del mapped
                         env.report_progress()
-        return read
+        return bytes_read
 
 
 class _MappedParts(NamedTuple):
@@ -122,7 +121,8 @@ def locate_in_folder(path: Path) -> LocateFile:
     """The files of a folder."""
 
     def locate_file(name: str) -> Path | None:
-        return path / name if (path / name).exists() else None
+        file = path / name
+        return file if file.exists() else None
 
     return locate_file
 
@@ -131,12 +131,10 @@ def _batch_tensor_names(path: Path, names: set[str]) -> Iterator[list[str]]:
     """The names in the order of the file, in runs of about `MAPPED` bytes."""
     batch: list[str] = []
     size = 0
-    with _open_safetensors(path) as tensors:
+    with open_safetensors(path, "pt") as tensors:
         order = [name for name in tensors.offset_keys() if name in names]
-        if lost := sorted(names - set(order)):
-            raise LoadError(
-                f"{path} lacks {len(lost)} weight(s) that its index names, such as {lost[0]}; copy it again"
-            )
+        refuse_missing_weights(names - set(order), path)
+        # As many bytes as float32 takes: the exact size of a run does not matter.
         sizes = [math.prod(tensors.get_slice(name).get_shape()) * 4 for name in order]
     for name, num_bytes in zip(order, sizes, strict=True):
         if batch and size + num_bytes > MAPPED:
@@ -155,7 +153,9 @@ def _map_own_parts(stored: Any, name: str, shape: tuple[int, ...], part: SelectS
         raise LoadError(
             f"weight {name} has the shape {list(stored_shape)}, and the config beside it says {list(shape)}"
         )
-    cut = part(name, shape) if part is not None else None
+    cut = None
+    if part is not None:
+        cut = part(name, shape)
     if cut is None:
         return _MappedParts([stored[...]], 0)
     whole = (slice(None),) * cut.dim
@@ -166,7 +166,10 @@ def _choose_tensor_dtype(name: str, tensor: Tensor, dtype: torch.dtype, keep_fp3
     """The type of a tensor by diffusers' rule: floating point numbers have one type, except in `keep_fp32` modules."""
     if not tensor.is_floating_point():
         return tensor.dtype
-    return torch.float32 if set(keep_fp32) & set(name.split(".")) else dtype
+    # diffusers matches these names with parts of a path.
+    if set(keep_fp32) & set(name.split(".")):
+        return torch.float32
+    return dtype
 
 
 def _store_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -176,18 +179,3 @@ def _store_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
     else:
         owner._buffers[leaf] = tensor
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    try:
-        return dict(files.parse_json(files.read_text(path))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LoadError(f"{path} is no index of safetensors files ({error!r}); copy it again") from error
-
-
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safetensors.safe_open(path, framework="pt")
-    except (safetensors.SafetensorError, OSError) as error:
-        text = " ".join(str(error).split())
-        raise LoadError(f"{path} is no whole safetensors file ({text}); copy it again") from error

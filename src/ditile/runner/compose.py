@@ -6,7 +6,7 @@ No other module knows two strategies at once. A comment gives the reason of each
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -71,7 +71,8 @@ from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import Weights, count_images
 from ditile.plan.spec import ModelSpec
 from ditile.plan.stages import select_local_blocks
-from ditile.runner.trial import CodeTrial, list_user_code
+from ditile.runner.trial import CodeTrial
+from ditile.runner.user_code import list_user_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,13 @@ class Composition:
         weights: the parameters of the undivided transformer.
         sharded: this rank's share of the weights of its blocks.
         parallel_vae: decodes and encodes bands of rows on every rank of an image; None where each rank does all.
-        loop: drives the pipeline's loop; it knows the generation of the call under way.
+        loop: drives the pipeline's loop, and knows the current generation.
         attention: builds what attends in each layer.
-        compile: whether the blocks are compiled, where the user has not.
-        graphs: records blocks as CUDA graphs, where that is asked for.
+        compile: whether the blocks are compiled, unless the user compiled them.
+        graphs: records blocks as CUDA graphs, on request.
         offload: streams the weights of blocks from the host's memory, where the plan wants it.
         guards: what the pipeline and its siblings refuse until `restore`.
-        serial_plan: with warmup_mode=auto that of calls in which the weights of blocks cannot be sent.
+        serial_plan: with warmup_mode=auto the plan of calls in which the weights of blocks cannot be sent.
         trial: tries what the user put on the models.
     """
 
@@ -131,7 +132,7 @@ class Composition:
 
     @property
     def trace(self) -> GenerationTrace:
-        """Records a call, where that is asked for."""
+        """Records a call, on request."""
         return self.mesh.traffic.trace
 
     @property
@@ -152,27 +153,27 @@ class Composition:
     def find_refusal_reason(self) -> str | None:
         """Why the model cannot run as it is now on this rank, or None."""
         reason = self.block_hooks.explain_refusal(self.resident_blocks)
-        if reason is None and self.offload is not None:
-            reason = explain_offload_refusal(self.block_hooks.models)
-        reason = reason or explain_manager_refusal(
-            self.pipe, self.device, "" if self.graphs is None else "cuda_graphs=True"
-        )
-        return reason or (self.explain_streaming_refusal() if self.serial_plan is None else None)
+        if self.offload is not None:
+            reason = reason or explain_offload_refusal(self.block_hooks.models)
+        reader = "" if self.graphs is None else "cuda_graphs=True"
+        reason = reason or explain_manager_refusal(self.pipe, self.device, reader)
+        # With a serial plan the call runs without the weights of other stages.
+        if self.serial_plan is None:
+            reason = reason or self.explain_streaming_refusal()
+        return reason
 
     def explain_streaming_refusal(self) -> str | None:
         """Why the weights of this rank's blocks cannot be sent to the other stages as they are now, or None."""
         warmup_group = self.pipefusion.warmup_group
-        weight_stream = None if warmup_group is None else warmup_group.weight_stream
-        if weight_stream is None:
+        if warmup_group is None or warmup_group.weight_stream is None:
             return None
-        return weight_stream.explain_refusal() or explain_manager_refusal(
-            self.pipe, self.device, "warmup_mode=sequence"
-        )
+        reason = warmup_group.weight_stream.explain_refusal()
+        return reason or explain_manager_refusal(self.pipe, self.device, "warmup_mode=sequence")
 
     def list_partial_models(self) -> list[nn.Module]:
         """The models of which this rank has a part, or will have after a call."""
         models: list[nn.Module] = []
-        if self.plan.pipefusion * self.plan.tensor > 1:
+        if self.plan.divides_blocks:
             models += [model.transformer for model in self.block_hooks.models]
         if not self.encoders.stay_whole:
             models += self.encoders.encoders.values()
@@ -206,12 +207,16 @@ class Composition:
             decisions: the groups of ranks that decide together on what caches leave out; None without caches.
             first: whether rank 0 alone needs the pictures.
         """
-        images = count_images(read_call_values(call))
-        models, dims = [model.transformer for model in self.block_hooks.models], self.block_hooks.batch_dims
+        values = read_call_values(call)
+        models = [hooks.transformer for hooks in self.block_hooks.models]
         batch = DataCfgBatch(
-            self.mesh, models, images=images, batch_dims=dims, inputs=self.block_hooks.anatomy.inputs or None
+            self.mesh,
+            models,
+            images=count_images(values),
+            batch_dims=self.block_hooks.batch_dims,
+            inputs=self.block_hooks.anatomy.inputs or None,
         )
-        # Before anything of the call lies on the models, of which it makes copies.
+        # Before anything of the call lies on the models, which it copies.
         install_trial = self.trial.prepare_call(self.loop, batch)
         # Before the hooks of blocks, which lie around those of caches.
         for cache in self.model_caches:
@@ -223,10 +228,10 @@ class Composition:
             if self.offload is not None:
                 stack.enter_context(self.offload.install_for_call())
             stack.enter_context(self._install_block_hooks())
-            # Behind the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
-            coder = getattr(self.pipe, "vae", None)
             # What the user put on a VAE may let images see each other.
-            decodes_apart = not isinstance(coder, nn.Module) or not list_user_code(coder)
+            vae = getattr(self.pipe, "vae", None)
+            decodes_apart = not isinstance(vae, nn.Module) or not list_user_code(vae)
+            # After the hooks of blocks, and so around them: the model sees only this rank's part of the batch.
             batch.install_batch_hooks(stack, self.pipe, self.loop.generation, first=first, decodes_apart=decodes_apart)
             # Around the batch: the trial is of a whole call.
             install_trial(stack)
@@ -234,15 +239,18 @@ class Composition:
                 stack.enter_context(self._attach_caches(batch, decisions))
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
-            self.loop.has_timed_guidance = is_guidance_timed(self.pipe, read_call_values(call))
+            self.loop.has_timed_guidance = is_guidance_timed(self.pipe, values)
             self.loop.install_scheduler_hooks(stack, self.pipe, models, batch, callbacks)
             yield self.loop
 
     def _install_block_hooks(self) -> AbstractContextManager[None]:
-        around = None if self.offload is None else self.offload.wrap_forward
-        # A cache decides on the CPU within a block.
+        around = None
+        if self.offload is not None:
+            around = self.offload.wrap_forward
+        # A cache decides on the CPU within a block, which a graph does not record.
         if self.graphs is not None and not self.model_caches:
             around = self.graphs.wrap_forward
+        compile_block = torch.compile if self.compile else None
         return self.block_hooks.install_hooks(
             self.pipefusion,
             self.resident_blocks,
@@ -250,7 +258,7 @@ class Composition:
             self.attention.build_layer_attention,
             self.attention.choose_dispatch_backend,
             pipe=self.pipe,
-            compile_=torch.compile if self.compile else None,
+            compile_=compile_block,
             around=around,
             fuse=self._fuse_small_kernels,
         )
@@ -258,43 +266,53 @@ class Composition:
     @contextmanager
     def _attach_caches(self, batch: DataCfgBatch, decisions: AgreementGroups) -> Iterator[None]:
         """Gives the caches the loop's clock and an agreement with other ranks, for the length of a call."""
-        loop, chains = self.loop, [model.chain for model in self.block_hooks.models]
-        names = {block_hook.block: block_hook.name for chain in chains for block_hook in chain}
-        stages = {chain[k].block: stage for chain in chains for stage, blocks in enumerate(self.stages) for k in blocks}
+        loop = self.loop
+        names: dict[nn.Module, str] = {}
+        stages: dict[nn.Module, int] = {}
+        for hooks in self.block_hooks.models:
+            names |= {hook.block: hook.name for hook in hooks.chain}
+            for stage, blocks in enumerate(self.stages):
+                for index in blocks:
+                    stages[hooks.chain[index].block] = stage
         agreement = StageAgreement(
             decisions, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages
         )
-        # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
-        images = (lambda: None) if self.plan.attends_to_stale_keys else (lambda: loop.num_images)
-        divided = [model.transformer for model in self.block_hooks.models]
+        divided = [hooks.transformer for hooks in self.block_hooks.models]
+
+        def count_own_images() -> int | None:
+            # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
+            return None if self.plan.attends_to_stale_keys else loop.num_images
 
         def count_all_images() -> int | None:
             return None if loop.num_images is None else batch.num_images
 
         with ExitStack() as stack:
             for cache in self.model_caches:
-                begin, end = cache.begin_generation, cache.end_generation
                 # A model that is not divided is called on all images in every replica.
-                own = images if cache.transformer in divided else count_all_images
-                clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, own, begin, end)
+                count = count_own_images if cache.transformer in divided else count_all_images
+                begin = cache.begin_generation
+                end = cache.end_generation
+                clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, count, begin, end)
                 loop.when_over.append(clock.end_generation)
                 stack.enter_context(cache.use_clock_and_agreement(clock, agreement))
             stack.callback(loop.when_over.clear)
             try:
                 yield
-            except StoppedError:  # all ranks end behind the same step
+            except StoppedError:  # all ranks end after the same step
                 agreement.close_channels()
                 raise
             agreement.close_channels()
 
     def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merges several kernels into one, because those of a patch are small, and small ones are slow."""
-        if self.graphs is None:  # tables that are prepared in a recording would stay as they were
+        # Tables that are prepared while a graph is recorded would stay as they were.
+        if self.graphs is None:
             self.attention.rotary.replace_processors(stack, block_hook.block)
         # async_ulysses sends v while k is computed, so it needs them apart. Weights that come and go stay apart too.
         if not self.plan.async_ulysses and self.offload is None:
             own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
             fuse_projections(stack, own, self.device)
+        # Without either, an image is computed as one process does, bit for bit.
         if self.plan.rounds_otherwise or self.plan.attends_to_stale_keys:
             fuse_linear_gelu(stack, block_hook.block, self.device, self.loop.generation)
 
@@ -303,8 +321,8 @@ class LayerAttentionBuilder:
     """Builds the attention of each layer from the strategies that divide tokens: exchange of heads, keys, kernel.
 
     Args:
-        pipe, plan, mesh: the pipeline, its plan, and the ranks.
-        loop: knows the generation under way.
+        plan, mesh: the plan, and the ranks.
+        loop: knows the current generation.
         kernel: the attention kernel; None is that of each processor.
         warmup_group: the stages that compute the synchronous steps together, if they do.
         checks: asserts the ages of keys, if given.
@@ -318,7 +336,6 @@ class LayerAttentionBuilder:
 
     def __init__(
         self,
-        pipe: Any,
         plan: Plan,
         mesh: Mesh,
         loop: Loop,
@@ -326,8 +343,12 @@ class LayerAttentionBuilder:
         warmup_group: WarmupGroup | None,
         checks: AgeChecks | None,
     ) -> None:
-        self._pipe, self._plan, self._mesh, self._now = pipe, plan, mesh, loop.generation
-        self._kernel, self._warmup_group, self._checks = kernel, warmup_group, checks
+        self._plan = plan
+        self._mesh = mesh
+        self._now = loop.generation
+        self._kernel = kernel
+        self._warmup_group = warmup_group
+        self._checks = checks
         self._exchange = self._build_exchange()
         self.rotary = RotaryEmbedding()
         # All layers write this one tensor, which keeps their messages in order where blocks are compiled.
@@ -335,7 +356,9 @@ class LayerAttentionBuilder:
 
     def choose_dispatch_backend(self, backend: Any) -> Any:
         """The name of the backend that calls ditile's attention, given the backend that a processor names."""
-        return register_backend(backend if self._kernel is None else self._kernel.backend)
+        if self._kernel is not None:
+            backend = self._kernel.backend
+        return register_backend(backend)
 
     def build_layer_attention(self, layer: str, backend: Any, *, kind: str, through_dispatch: bool) -> LayerAttention:
         """The attention of a layer.
@@ -346,41 +369,50 @@ class LayerAttentionBuilder:
             kind: of its tokens, as in `ListAnatomy.attention`.
             through_dispatch: whether its processor goes through diffusers' dispatch of attention.
         """
-        kernel = self._kernel or (DiffusersKernel(backend) if through_dispatch else NATIVE)
-        sequence, ulysses, traffic = self._mesh.sequence, self._mesh["ulysses"], self._mesh.traffic
-        now, exchange, turn = self._now, self._exchange, self._turn
+        kernel: AttentionKernel | None = self._kernel
+        if kernel is None:
+            kernel = DiffusersKernel(backend) if through_dispatch else NATIVE
         keys = self._build_layer_keys(layer, kernel)
-        alone = sequence.num_ranks == 1
-        masks = LocalKeyMaskSource() if alone else GatheredKeyMaskSource(sequence, ulysses, traffic)
-        return AttentionCore(now, exchange, keys, masks, kind=kind, turn=turn)
+        sequence = self._mesh.sequence
+        masks: LocalKeyMaskSource | GatheredKeyMaskSource = LocalKeyMaskSource()
+        if sequence.num_ranks > 1:
+            masks = GatheredKeyMaskSource(sequence, self._mesh["ulysses"], self._mesh.traffic)
+        return AttentionCore(self._now, self._exchange, keys, masks, kind=kind, turn=self._turn)
 
     def _build_exchange(self) -> HeadExchange:
-        axis, traffic = self._mesh["ulysses"], self._mesh.traffic
+        axis = self._mesh["ulysses"]
+        traffic = self._mesh.traffic
+        uneven = self._plan.uaa is not False
         if axis.num_ranks == 1:
             return NoExchange()
         if self._plan.async_ulysses:
-            return OverlappedUlysses(axis, traffic, traffic.trace, self._now, uneven=self._plan.uaa is not False)
-        return UlyssesExchange(axis, traffic, uneven=self._plan.uaa is not False)
+            return OverlappedUlysses(axis, traffic, traffic.trace, self._now, uneven=uneven)
+        return UlyssesExchange(axis, traffic, uneven=uneven)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
         """The source of a layer's keys: fresh ones, those of the ring, or stale ones."""
-        now, check, traffic = self._now, self._checks, self._mesh.traffic
-        ring, distrifusion = self._mesh["ring"], self._mesh["distrifusion"]
+        now = self._now
+        traffic = self._mesh.traffic
+        distrifusion = self._mesh["distrifusion"]
         if distrifusion.num_ranks > 1:
-            return DistriFusionKeys(now, layer, distrifusion, kernel, traffic, check=check)
-        fresh = FreshKeys(kernel) if ring.num_ranks == 1 else RingKeys(ring, kernel, traffic)
+            return DistriFusionKeys(now, layer, distrifusion, kernel, traffic, check=self._checks)
+        ring = self._mesh["ring"]
+        fresh: FreshKeys | RingKeys = FreshKeys(kernel)
+        gather: Any = skip_ring_gather
+        if ring.num_ranks > 1:
+            fresh = RingKeys(ring, kernel, traffic)
+            gather = RingGather(ring, traffic)
         keys: KeySource = fresh
         if self._plan.num_patches > 1:
-            gather = skip_ring_gather if ring.num_ranks == 1 else RingGather(ring, traffic)
-            keys = self.stale_keys(now, layer, kernel, fresh, gather, check=check)
-        if self._warmup_group is None:
-            return keys
+            keys = self.stale_keys(now, layer, kernel, fresh, gather, check=self._checks)
         # Around the others: it replaces them in the steps that the group computes.
-        return WarmupGroupKeys(now, layer, self._warmup_group, kernel, keys)
+        if self._warmup_group is not None:
+            keys = WarmupGroupKeys(now, layer, self._warmup_group, kernel, keys)
+        return keys
 
 
 class CompositionOptions(NamedTuple):
-    """What the arguments of `parallelize` say beside the plan."""
+    """The arguments of `parallelize` besides the plan."""
 
     keep_weights: bool
     text_after: After = "keep"
@@ -404,52 +436,88 @@ def compose_strategies(
     # All that may raise comes first, so that an error leaves the pipeline as it was.
     _check_weights_stay(pipe, plan, device, options)
     block_hooks = _build_block_hooks(pipe, plan, options)
-    compiles = decide_compile(options.compile, block_hooks.transformer, block_hooks.chain, plan, device, mesh.rank)
+    transformer: Any = block_hooks.transformer
+    compiles = decide_compile(options.compile, transformer, block_hooks.chain, plan, device, mesh.rank)
     plan, serial_plan = _choose_warmup_mode(pipe, block_hooks, plan, mesh)
     stages = divide_into_stages(block_hooks, plan)
-    kernel = _find_kernel(options.attention, block_hooks.transformer, device, plan)
-    ranks = (mesh.image, mesh.control, device, mesh.traffic)
-    encoders = TextEncoders(pipe, plan.text, *ranks, keep=keep, after=options.text_after)
-    parallel_vae = _build_parallel_vae(pipe, plan, mesh)
+    kernel = None
+    if options.attention is not None:
+        kernel = choose_kernel(options.attention, device, transformer.dtype, lse=plan.ring > 1)
+    encoders = TextEncoders(
+        pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=options.text_after
+    )
+    parallel_vae = None
+    if plan.vae == "rows":
+        vae = getattr(pipe, "vae", None)
+        parallel_vae = ParallelVAE(vae, mesh.image, mesh.traffic, block_size=plan.vae_block_size)
     # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
     warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh, may_rest=serial_plan is not None)
     # Before `claim_blocks`, which clears `loaded_blocks`, and takes weights out.
     shards = _list_shard_options(block_hooks, plan, mesh["tensor"], keep=keep)
-    own, tensor = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages), mesh["tensor"]
+    own = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages)
+    tensor = mesh["tensor"]
     weights = block_hooks.claim_blocks(own, keep=keep, shard=(tensor.index, tensor.num_ranks))
     # Before the guards of tensor parallelism, which lie around these and go first.
     _guard_partial_models(block_hooks, plan)
-    # Behind the cut into stages: tensor parallelism cuts the weights that are left.
+    # After the stage split: tensor parallelism shards only the weights that this rank keeps.
     sharded = _shard_transformers(shards, mesh)
     encoders.empty_foreign_parts()
-    offload = BlockOffload(block_hooks.models, own, HostCopies(device)) if plan.offload == "blocks" else None
-    # Behind all that takes weights out, so that the device never gets weights that this rank does not keep.
-    with nullcontext() if offload is None else offload.hold_blocks_back():
+    offload = None
+    with ExitStack() as stack:
+        if plan.offload == "blocks":
+            offload = BlockOffload(block_hooks.models, own, HostCopies(device))
+            stack.enter_context(offload.hold_blocks_back())
+        # After all that takes weights out, so that the device never gets weights that this rank does not keep.
         move_pipeline(pipe, device)
     # Pinned memory is allocated now, as that may wait for the device.
     if offload is not None:
         offload.pack_weights()
-    # The loop drives the stage, and attention asks the loop for the generation under way.
-    trace, stage = mesh.traffic.trace, stages[mesh.stage_index]
-    pipefusion = PipeFusion(mesh, stage, plan, block_hooks.anatomy.joint, trace, sharded.streams, warmup_group)
-    token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
-    kept_buffers = None if options.graphs is None else options.graphs.kept_buffers
-    may_change = _may_change(block_hooks)
+    # The loop drives the stage, and attention asks the loop for the current generation.
+    trace = mesh.traffic.trace
+    joint = block_hooks.anatomy.joint
+    # Graphs read keys and values where they were recorded, so these stay from call to call.
+    kept_buffers = None
+    if options.graphs is not None:
+        kept_buffers = options.graphs.kept_buffers
+    pipefusion = PipeFusion(mesh, stages[mesh.stage_index], plan, joint, trace, sharded.streams, warmup_group)
     loop = Loop(
-        pipefusion, mesh, plan, token_split, trace, kept_buffers, may_change=may_change, serial_plan=serial_plan
+        pipefusion,
+        mesh,
+        plan,
+        Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False),
+        trace,
+        kept_buffers=kept_buffers,
+        may_change=_may_change(block_hooks),
+        serial_plan=serial_plan,
     )
-    attention = LayerAttentionBuilder(pipe, plan, mesh, loop, kernel, warmup_group, options.checks)
-    built = (block_hooks, stages, weights, sharded, encoders, parallel_vae, pipefusion, loop, attention)
-    trial = CodeTrial(pipe, block_hooks.models, plan, mesh, own)
-    rest = (compiles, options.graphs, offload, serial_plan, trial, ExitStack())
-    composition = Composition(pipe, plan, mesh, device, *built, *rest)
+    composition = Composition(
+        pipe=pipe,
+        plan=plan,
+        mesh=mesh,
+        device=device,
+        block_hooks=block_hooks,
+        stages=stages,
+        weights=weights,
+        sharded=sharded,
+        encoders=encoders,
+        parallel_vae=parallel_vae,
+        pipefusion=pipefusion,
+        loop=loop,
+        attention=LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks),
+        compile=compiles,
+        graphs=options.graphs,
+        offload=offload,
+        serial_plan=serial_plan,
+        trial=CodeTrial(pipe, block_hooks.models, plan, mesh, own),
+        guards=ExitStack(),
+    )
     composition.guard_pipeline(pipe)
     return composition
 
 
 def _guard_partial_models(block_hooks: TransformerHooks, plan: Plan) -> None:
     """Makes models of which this rank has a part refuse what needs the whole."""
-    if plan.pipefusion * plan.tensor > 1:
+    if plan.divides_blocks:
         block_hooks.guard_saving()
     # With split_scheme=row the model sums over the ranks by itself, also if the pipeline is called on all of them.
     if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
@@ -457,24 +525,33 @@ def _guard_partial_models(block_hooks: TransformerHooks, plan: Plan) -> None:
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
-    readers = {
-        "cuda_graphs=True": options.graphs is not None,
-        "warmup_mode=sequence": plan.warmup_mode == "sequence",
-        "offload=blocks": plan.offload == "blocks",
-    }
-    if reason := explain_manager_refusal(pipe, device, next(filter(readers.get, readers), "")):
+    """Raises `ModelError` if a manager of diffusers moves weights that something of the plan reads in one place."""
+    reader = ""
+    if options.graphs is not None:
+        reader = "cuda_graphs=True"
+    elif plan.warmup_mode == "sequence":
+        reader = "warmup_mode=sequence"
+    elif plan.offload == "blocks":
+        reader = "offload=blocks"
+    if reason := explain_manager_refusal(pipe, device, reader):
         raise ModelError(reason)
 
 
 def _may_change(block_hooks: TransformerHooks) -> bool:
     """Whether the pipeline calls another model in some steps, or one in another mode."""
-    return block_hooks.other is not None or any(model.anatomy.modes for model in block_hooks.models)
+    return block_hooks.other is not None or any(hooks.anatomy.modes for hooks in block_hooks.models)
 
 
 def find_model_caches(pipe: Any) -> list[TransformerCache]:
     """The caches of a pipeline's models, also of those that every rank calls whole, such as one without a prompt."""
-    models = {unwrap_compiled(part): None for part in list_pipeline_parts(pipe).values() if isinstance(part, nn.Module)}
-    return [cache for model in models if (cache := find_transformer_cache(model)) is not None]
+    caches: dict[nn.Module, TransformerCache] = {}
+    for part in list_pipeline_parts(pipe).values():
+        if isinstance(part, nn.Module):
+            model = unwrap_compiled(part)
+            cache = find_transformer_cache(model)
+            if cache is not None:
+                caches[model] = cache
+    return list(caches.values())
 
 
 def find_loop_models(pipe: Any) -> list[nn.Module]:
@@ -488,43 +565,30 @@ def divide_into_stages(block_hooks: TransformerHooks, plan: Plan) -> list[range]
     Raises:
         PlanError: if the plan does not fit the model.
     """
-    name = type(block_hooks.transformer).__name__
-    if block_hooks.chain:
-        plan.check(Facts(model=name, blocks=len(block_hooks.chain)))
-        return divide_blocks(block_hooks, plan)
-    return [range(0)] * plan.pipefusion
+    if not block_hooks.chain:
+        return [range(0)] * plan.pipefusion
+    plan.check(Facts(model=type(block_hooks.transformer).__name__, blocks=len(block_hooks.chain)))
+    return divide_blocks(block_hooks, plan)
 
 
 def move_pipeline(pipe: Any, device: torch.device) -> None:
-    """Moves a pipeline to a device if some of it is elsewhere: `pipe.to` takes long even if all of it is there.
-
-    What a ComponentsManager moves is left to it.
-    """
+    """Moves a pipeline to a device if some of it is elsewhere: `pipe.to` takes long even if all of it is there."""
     offloaded = find_offload_devices(pipe)
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    away = [
-        part
-        for name, part in parts.items()
-        if name not in offloaded and any(x.device != device for x in (*part.parameters(), *part.buffers()))
-    ]
-    # What diffusers asks of each part before it moves them, a plain module of torch does not have.
-    is_plain = any(not hasattr(part, "dtype") for part in parts.values())
-    if away and not offloaded and not is_plain:
+    away: list[nn.Module] = []
+    is_plain = False
+    for name, part in pipe.components.items():
+        if not isinstance(part, nn.Module):
+            continue
+        # diffusers asks for the dtype of each part before it moves them, which a plain module of torch does not have.
+        is_plain = is_plain or not hasattr(part, "dtype")
+        # A ComponentsManager moves its parts itself.
+        if name not in offloaded and any(x.device != device for x in (*part.parameters(), *part.buffers())):
+            away.append(part)
+    if offloaded or is_plain:
+        for part in away:
+            part.to(device)
+    elif away:
         pipe.to(device)
-    for part in away if offloaded or is_plain else ():
-        part.to(device)
-
-
-def _find_kernel(name: str | None, transformer: Any, device: torch.device, plan: Plan) -> DiffusersKernel | None:
-    """The kernel of that name, if one is named."""
-    return None if name is None else choose_kernel(name, device, transformer.dtype, lse=plan.ring > 1)
-
-
-def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
-    """A pipeline's autoencoder by rows, where the plan wants it."""
-    if plan.vae != "rows":
-        return None
-    return ParallelVAE(getattr(pipe, "vae", None), mesh.image, mesh.traffic, block_size=plan.vae_block_size)
 
 
 def check_pipeline(pipe: Any) -> None:
@@ -538,9 +602,10 @@ def check_pipeline(pipe: Any) -> None:
     scheduler = getattr(pipe, "scheduler", None)
     if not (hasattr(scheduler, "set_timesteps") and hasattr(scheduler, "step")):
         others = [name for name, part in vars(pipe).items() if hasattr(part, "set_timesteps")]
+        instead = f", but {' and '.join(others)}" if others else ""
         raise ModelError(
-            f"{type(pipe).__name__} has no part `scheduler` that it steps in its loop"
-            f"{', but ' * bool(others)}{' and '.join(others)}, so its steps cannot be told apart; call it on one device"
+            f"{type(pipe).__name__} has no part `scheduler` that it steps in its loop{instead}, so its steps cannot be "
+            "told apart; call it on one device"
         )
 
 
@@ -570,31 +635,32 @@ def _check_model_divisible(pipe: Any, plan: Plan, block_hooks: TransformerHooks,
             f"attention={attention!r}: nothing is known of the attention of {type(model).__name__}; leave it out, or "
             "choose the kernel with set_attention_backend"
         )
-    if plan.warmup_mode not in ("serial", AUTO) and any(each.anatomy.modes for each in block_hooks.models):
+    if plan.warmup_mode not in ("serial", AUTO) and any(hooks.anatomy.modes for hooks in block_hooks.models):
         raise ModelError(
             f"warmup_mode={plan.warmup_mode}: {type(model).__name__} keeps keys of the first step in a cache of its "
-            "own, which is not shared out; use serial"
+            "own, which stages do not send each other; use serial"
         )
     if block_hooks.has_placeholders() and block_hooks.loaded_blocks is None:
         raise StateError(f"this {type(pipe).__name__} is cut into stages already; restore() its runner, or reload it")
-    reason = block_hooks.explain_refusal(range(len(block_hooks.chain)))
+    all_blocks = range(len(block_hooks.chain))
+    reason = block_hooks.explain_refusal(all_blocks)
     if plan.offload == "blocks":
         reason = reason or explain_offload_refusal(block_hooks.models)
     if reason:
         raise ModelError(reason)
-    if plan.tensor > 1 and block_hooks.loaded_blocks is None and (names := list_quantized_parameters(model)):
+    quantized = list_quantized_parameters(model)
+    # Weights that were loaded by share are cut already.
+    if plan.tensor > 1 and block_hooks.loaded_blocks is None and quantized:
         raise ModelError(
-            f"tensor={plan.tensor} cuts plain weights, and {names[0]} is quantized; quantize the pipeline after "
+            f"tensor={plan.tensor} cuts plain weights, and {quantized[0]} is quantized; quantize the pipeline after "
             "parallelize, when each rank has its share"
         )
 
 
 def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, mesh: Mesh) -> tuple[Plan, Plan | None]:
-    """The plan with a mode in place of warmup_mode=auto, and that of calls in which its warmup group rests.
-
-    All ranks choose alike: one rank that cannot send its weights is enough.
-    """
-    shared, serial = plan.resolve_warmup(), plan.resolve_warmup(streams=False)
+    """The plan without warmup_mode=auto, and the plan of calls in which its warmup group rests."""
+    shared = plan.resolve_warmup()
+    serial = plan.resolve_warmup(streams=False)
     if shared == serial:
         return shared, None
     cannot_stream = (
@@ -602,7 +668,10 @@ def _choose_warmup_mode(pipe: Any, block_hooks: TransformerHooks, plan: Plan, me
         or bool(find_offload_devices(pipe))
         or bool(list_quantized_parameters(block_hooks.transformer))
     )
-    return (serial, None) if any(gather_json(cannot_stream, mesh.everyone)) else (shared, serial)
+    # All ranks choose the same mode: one rank that cannot send its weights is enough.
+    if any(gather_json(cannot_stream, mesh.everyone)):
+        return serial, None
+    return shared, serial
 
 
 def _build_warmup_group(
@@ -618,7 +687,7 @@ def _build_warmup_group(
     if plan.warmup_mode == "separate":
         if any(kind != LOCAL for hook in block_hooks.chain for kind in hook.list_adapter_kinds()):
             raise ModelError(
-                "warmup_mode=separate: IP-adapters attend to the image once more where a call has pictures for them, "
+                "warmup_mode=separate: IP-adapters attend to the image once more where a call has images for them, "
                 "which the other stages do not know; use sequence, serial or pipelined"
             )
         return WarmupGroup(mesh, block_hooks, stages, plan.num_whole_stages, None)
@@ -631,11 +700,16 @@ def _list_shard_options(
     block_hooks: TransformerHooks, plan: Plan, axis: Axis, *, keep: bool
 ) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Each model that tensor parallelism cuts, and how; refuses what cannot be cut while every model is whole."""
-    shards = []
-    for each in block_hooks.models if plan.tensor > 1 else ():
-        model, loaded = each.transformer, each.loaded_blocks is not None
-        sequence = each.spec.tensor_tokens if plan.split_scheme == "sequence" else None
-        table = find_tensor_table(model, each.spec, each.anatomy.tensor)
+    shards: list[tuple[nn.Module, dict[str, Any]]] = []
+    if plan.tensor == 1:
+        return shards
+    for hooks in block_hooks.models:
+        model = hooks.transformer
+        loaded = hooks.loaded_blocks is not None
+        sequence = None
+        if plan.split_scheme == "sequence":
+            sequence = hooks.spec.tensor_tokens
+        table = find_tensor_table(model, hooks.spec, hooks.anatomy.tensor)
         check_unsharded(model, sequence)
         TensorCuts.match_tensor_table(model, table, axis.index, axis.num_ranks, loaded=loaded)
         shards.append((model, {"table": table, "sequence": sequence, "loaded": loaded, "keep": keep}))
@@ -646,9 +720,10 @@ def _shard_transformers(shards: list[tuple[nn.Module, dict[str, Any]]], mesh: Me
     """Keeps this rank's share of the weights of every block."""
     if not shards:
         return ShardedTransformer(TensorCuts({}, 0, 1), keep=True)
-    sharded, *others = [
-        shard_weights(model, axis=mesh["tensor"], traffic=mesh.traffic, **options) for model, options in shards
-    ]
+    all_sharded = []
+    for model, options in shards:
+        all_sharded.append(shard_weights(model, axis=mesh["tensor"], traffic=mesh.traffic, **options))
+    first, *others = all_sharded
     for other in others:
-        sharded.join_share(other)
-    return sharded
+        first.join_share(other)
+    return first

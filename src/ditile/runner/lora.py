@@ -21,6 +21,7 @@ from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.placeholders import allow_state_dict, is_placeholder
 from ditile.parallel.tensor.sharding import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
+from ditile.plan.checks import is_number
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import is_installed, require_extra
 
@@ -45,20 +46,28 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
     require_extra("lora", "a LoRA")
     if not hasattr(pipe, "load_lora_weights"):
         raise ModelError(f"{type(pipe).__name__} has no load_lora_weights; load LoRAs with peft before it is divided")
-    parts = {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    models = {name: unwrap_compiled(part) for name, part in parts.items()}
-    shares = {name: share for name, model in models.items() if (share := find_share(model)) is not None}
-    for name, model in models.items():
-        if name not in shares:
-            _check_whole_weights(model)
+    parts: dict[str, nn.Module] = {}
+    models: dict[str, nn.Module] = {}
+    shares: dict[str, ShardedTransformer] = {}
+    for name, part in pipe.components.items():
+        if not isinstance(part, nn.Module):
+            continue
+        parts[name] = part
+        models[name] = unwrap_compiled(part)
+        share = find_share(models[name])
+        if share is None:
+            _check_whole_weights(models[name])
+        else:
+            shares[name] = share
     key_filter = _LoraKeyFilter(pipe, parts, shares)
     with ExitStack() as stack:
         allow_state_dict(stack, models.values())
         for name, share in shares.items():
             share.lift_lora_guards(stack, pipe, models[name])
         override_attribute(stack, pipe, "lora_state_dict", key_filter.filter_state_dict)
+        kwargs.setdefault("use_safetensors", True)
         with suppress(_NothingHereError):
-            pipe.load_lora_weights(source, adapter_name=adapter_name, **{"use_safetensors": True} | kwargs)
+            pipe.load_lora_weights(source, adapter_name=adapter_name, **kwargs)
     for name, share in shares.items():
         share.sum_loras_over_ranks(models[name])
     for name in key_filter.list_components_elsewhere():
@@ -70,7 +79,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
 def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
     """Uses these of the LoRAs that are loaded in the calls from now on, and no others. Every rank must call it.
 
-    A picture is then that of a pipeline into which these alone were loaded; without any, that of the plain pipeline.
+    The pipeline then generates what it would if only these had been loaded; without any, what the plain one does.
 
     Args:
         runner: a runner, or a pipeline.
@@ -84,7 +93,7 @@ def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
     for name, scale in scales.items():
         if name not in loaded:
             raise ModelError(f"LoRA {name!r} is not loaded; {_name_choices(loaded)}")
-        if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        if not is_number(scale) or not math.isfinite(scale):
             raise ModelError(f"LoRA {name!r} has the scale {scale!r}; give a finite number")
     if not loaded:
         return
@@ -109,26 +118,29 @@ def forget_loras(runner: Any, names: Collection[str]) -> None:
     """
     pipe = getattr(runner, "pipe", runner)
     loaded = list_loaded_loras(pipe)
-    if lacking := sorted(set(names) - loaded):
-        raise ModelError(f"LoRA {lacking[0]!r} is not loaded; {_name_choices(loaded)}")
+    for name in sorted(names):
+        if name not in loaded:
+            raise ModelError(f"LoRA {name!r} is not loaded; {_name_choices(loaded)}")
+    if not names:
+        return
     if loaded == set(names):
-        if loaded:
-            pipe.unload_lora_weights()
-    elif names:
+        pipe.unload_lora_weights()
+    else:
         pipe.delete_adapters(list(names))
 
 
 def list_loaded_loras(pipe: Any) -> set[str]:
     """The names of the adapters that are loaded into a pipeline."""
     # Without peft none can be loaded, and diffusers refuses to list them.
-    if not is_installed("peft"):
+    if not is_installed("peft") or not hasattr(pipe, "get_list_adapters"):
         return set()
-    listed = pipe.get_list_adapters() if hasattr(pipe, "get_list_adapters") else {}
-    return {name for names in listed.values() for name in names}
+    return set().union(*pipe.get_list_adapters().values())
 
 
 def _name_choices(loaded: Collection[str]) -> str:
-    return f"there are {', '.join(sorted(loaded))}" if loaded else "load it with ditile.load_lora"
+    if not loaded:
+        return "load it with ditile.load_lora"
+    return f"there are {', '.join(sorted(loaded))}"
 
 
 def _check_whole_weights(part: nn.Module) -> None:
@@ -148,26 +160,39 @@ class _NothingHereError(Exception):
 class _LoraKeyFilter:
     """Removes the keys of placeholders from a LoRA, and notes the components of the keys that it keeps and drops.
 
-    Factors of layers of which this rank has a share are cut alike.
+    Factors of layers of which this rank has a share are cut the same way.
     """
 
     def __init__(self, pipe: Any, parts: dict[str, nn.Module], shares: Mapping[str, ShardedTransformer]) -> None:
-        self._read, self._parts, self._shares = pipe.lora_state_dict, parts, shares
+        self._read = pipe.lora_state_dict
+        self._parts = parts
+        self._shares = shares
         self._kept: set[str] = set()
         self._dropped: set[str] = set()
 
     def filter_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What the pipeline's `lora_state_dict` returns, without those keys."""
         loaded_state = self._read(*args, **kwargs)
-        state, *others = loaded_state if isinstance(loaded_state, tuple) else (loaded_state,)
-        sifted = self._select_local_keys(state)
-        self._kept |= {key.split(".")[0] for key in sifted} & self._parts.keys()
-        self._dropped |= {key.split(".")[0] for key in state.keys() - sifted} & self._parts.keys()
-        if state and not sifted:
+        # Some pipelines return alphas, or more, with the state dict.
+        state = loaded_state
+        if isinstance(loaded_state, tuple):
+            state = loaded_state[0]
+        local = self._select_local_keys(state)
+        for key in state:
+            component = key.split(".")[0]
+            if component in self._parts:
+                components = self._kept if key in local else self._dropped
+                components.add(component)
+        if state and not local:
             raise _NothingHereError
         if not isinstance(loaded_state, tuple):
-            return sifted
-        return sifted, *(self._select_local_keys(part) if isinstance(part, dict) else part for part in others)
+            return local
+        others = []
+        for other in loaded_state[1:]:
+            if isinstance(other, dict):
+                other = self._select_local_keys(other)
+            others.append(other)
+        return local, *others
 
     def list_components_elsewhere(self) -> set[str]:
         """The components that a LoRA changes on other ranks but not on this one."""
@@ -180,7 +205,9 @@ class _LoraKeyFilter:
         """A factor, or this rank's part of it; what is no factor, such as an alpha, as it is."""
         component, _, name = key.partition(".")
         share = self._shares.get(component)
-        return share.cut_lora_factor(name, value) if share is not None and isinstance(value, Tensor) else value
+        if share is None or not isinstance(value, Tensor):
+            return value
+        return share.cut_lora_factor(name, value)
 
     def _is_key_local(self, key: str) -> bool:
         """Whether the path to a weight does not end early, in a placeholder."""

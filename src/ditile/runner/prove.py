@@ -1,8 +1,8 @@
-"""Proves an anatomy: a call that is computed patch by patch, with keys that are stale but did not change, is the whole.
+"""Proves an anatomy: a call computed patch by patch, with keys that are stale but did not change, equals the whole.
 
-A pipeline of a few steps whose scheduler stands still and whose inputs never change: after a synchronous step, patches
-read keys of the step before, which are what they would be now. So every step must give what the whole model gives. The
-code that runs is that of any other picture: the loop, the rehearsal, the hooks, the keys and their masks.
+A pipeline of a few steps has a scheduler that stands still and inputs that never change. After a synchronous step,
+patches read keys of the step before, which equal the current ones. So every step must give what the whole model gives.
+The code that runs is the code of any other image: the loop, the rehearsal, the hooks, the keys and their masks.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ BuildRunner = Callable[[Any, Plan], Any]
 
 
 class StillScheduler:
-    """A scheduler that returns the prediction in place of new latents."""
+    """A scheduler that returns the prediction instead of new latents."""
 
-    order, init_noise_sigma = 1, 1.0
+    order = 1
+    init_noise_sigma = 1.0
     config: Mapping[str, Any] = {}
 
     def set_timesteps(self, num_inference_steps: int, **others: Any) -> None:
@@ -57,7 +58,7 @@ class StillScheduler:
 
 
 class StillPipeline(DiffusionPipeline):
-    """Calls a transformer with the same arguments in every step; in the first, with those of calls before, if any.
+    """Calls a transformer with the same arguments in every step; in the first, with those of earlier calls, if any.
 
     Args:
         transformer: the model.
@@ -79,25 +80,41 @@ class StillPipeline(DiffusionPipeline):
     ) -> Any:
         """The predictions of every step, of all branches together: `[steps, *latents.shape]` of each stream."""
         self.scheduler.set_timesteps(num_inference_steps)
-        schedulers = [self.scheduler, *(copy.deepcopy(self.scheduler) for _ in latents[1:])]
+        schedulers = [self.scheduler]
+        schedulers += [copy.deepcopy(self.scheduler) for _ in latents[1:]]
+        earlier_calls = _list_earlier_calls(calls)
         steps = []
-        before = [call.before for call in calls if isinstance(call, CapturedCall) and call.before is not None]
         for index, timestep in enumerate(self.scheduler.timesteps):
-            results = [self.transformer(**call) for call in (before if before and not index else calls)]
-            # What a call before gives may have another shape; it is there for what it keeps.
-            predictions = latents if before and not index else combine_predictions(results)
-            triples = zip(schedulers, predictions, latents, strict=True)
-            latents = [scheduler.step(prediction, timestep, x)[0] for scheduler, prediction, x in triples]
+            if earlier_calls and index == 0:
+                for call in earlier_calls:
+                    self.transformer(**call)
+                # The result of an earlier call may have another shape; the call is made for what it keeps.
+                predictions = latents
+            else:
+                predictions = combine_predictions([self.transformer(**call) for call in calls])
+            stepped = []
+            for scheduler, prediction, sample in zip(schedulers, predictions, latents, strict=True):
+                stepped.append(scheduler.step(prediction, timestep, sample)[0])
+            latents = stepped
             steps.append([x.clone() for x in latents])
-        return tuple(torch.stack(each) for each in zip(*steps, strict=True))
+        return tuple(torch.stack(stream) for stream in zip(*steps, strict=True))
+
+
+def _list_earlier_calls(calls: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The calls whose keys the calls of a step read from a cache of the model."""
+    earlier_calls = []
+    for call in calls:
+        if isinstance(call, CapturedCall) and call.before is not None:
+            earlier_calls.append(call.before)
+    return earlier_calls
 
 
 def combine_predictions(results: Sequence[Any]) -> list[Tensor]:
     """Guidance of the branches of a step, each the result of a call: of a video, or of a video and its sound."""
-    first, *others = (list_predictions(result) for result in results)
+    combined, *others = (list_predictions(result) for result in results)
     for other in others:
-        first = [2.0 * one - two for one, two in zip(first, other, strict=True)]
-    return first
+        combined = [2.0 * one - two for one, two in zip(combined, other, strict=True)]
+    return combined
 
 
 def prove_anatomy(
@@ -116,41 +133,46 @@ def prove_anatomy(
     """
     pipe = StillPipeline(transformer)
     with torch.no_grad():
-        want = combine_predictions([transformer(**call) for call in calls])
-    has_before = any(isinstance(call, CapturedCall) and call.before is not None for call in calls)
+        expected = combine_predictions([transformer(**call) for call in calls])
+    has_earlier = bool(_list_earlier_calls(calls))
     runner = build(pipe, Plan(patches=patches, warmup=1))
     try:
-        latents = [torch.zeros_like(x) for x in want]
-        got = runner(calls=calls, latents=latents, num_inference_steps=STEPS + has_before)
+        latents = [torch.zeros_like(x) for x in expected]
+        actual = runner(calls=calls, latents=latents, num_inference_steps=STEPS + has_earlier)
     finally:
         runner.restore()
-    # The first iterations are rehearsals. A stepped patch is in the latents when its turn comes in the next step, so
+    # The first iterations are rehearsals. A denoised patch is in the latents when its turn comes in the next step, so
     # the last one is there when that turn follows, and at the end.
-    ends = [*(len(got[0]) - 2 - patches * step for step in range(STEPS - 1)), -1]
-    pairs = zip(got, want, strict=True)
-    difference = max(float((steps[ends] - x).abs().max() / x.abs().max()) for steps, x in pairs)
+    num_iterations = len(actual[0])
+    ends = [num_iterations - 2 - patches * step for step in range(STEPS - 1)]
+    ends.append(-1)
+    differences = []
+    for steps, x in zip(actual, expected, strict=True):
+        differences.append(float((steps[ends] - x).abs().max() / x.abs().max()))
     # Keys that an earlier call kept have rows too.
-    return difference if has_before else max(difference, *(_compare_rows(transformer, call) for call in calls))
+    if not has_earlier:
+        differences += [_compare_rows(transformer, call) for call in calls]
+    return max(differences)
 
 
 def _compare_rows(transformer: nn.Module, call: Mapping[str, Any]) -> float:
     """The difference of a call on each row of the batch alone to that on all, where its arguments are known."""
-    anatomy, name = find_anatomy(transformer), find_latents_parameter(transformer)
-    latents = call[name]
-    rows = len(latents) if isinstance(latents, list) else int(latents.shape[0])
+    anatomy = find_anatomy(transformer)
+    name = find_latents_parameter(transformer)
+    rows = len(call[name])
     if anatomy is None or rows == 1 or find_unknown_rows(call, anatomy.inputs, name, rows) is not None:
         return 0.0
     with torch.no_grad():
         whole = list_predictions(transformer(**call))
         parts = []
         for row in range(rows):
-            own = slice_rows(call, anatomy.inputs, operator.itemgetter(slice(row, row + 1)))
-            parts.append(list_predictions(transformer(**own)))
-    joined = [
-        torch.cat([x.reshape(1, *y.shape[1:]) for x in row])
-        for row, y in zip(zip(*parts, strict=True), whole, strict=True)
-    ]
-    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(joined, whole, strict=True))
+            call_of_row = slice_rows(call, anatomy.inputs, operator.itemgetter(slice(row, row + 1)))
+            parts.append(list_predictions(transformer(**call_of_row)))
+    differences = []
+    for stream, expected in enumerate(whole):
+        actual = torch.cat([part[stream].reshape(1, *expected.shape[1:]) for part in parts])
+        differences.append(float((actual - expected).abs().max() / expected.abs().max()))
+    return max(differences)
 
 
 def list_unknown_models(pipe: Any) -> list[nn.Module]:
@@ -166,7 +188,7 @@ def list_unknown_models(pipe: Any) -> list[nn.Module]:
 def ensure_anatomies(pipe: Any, build: BuildRunner, example: Mapping[str, Any] | None = None) -> None:
     """Derives and proves the anatomies of the models of a pipeline that are not in the table.
 
-    Torch's random state is afterwards what it was: what is drawn next does not depend on the plan.
+    Torch's random state is then what it was: random numbers that follow do not depend on the plan.
 
     Args:
         pipe: the pipeline.
@@ -208,18 +230,21 @@ def prove_pipeline(pipe: Any, build: BuildRunner) -> float:
 
 
 def _list_random_devices(pipe: Any) -> set[int]:
-    """The GPUs that a pipeline may draw numbers on: other ones need not get a context here."""
+    """The GPUs whose random numbers a pipeline may use: other ones need not get a context here."""
     if not torch.cuda.is_initialized():
         return set()
-    current, own = torch.cuda.current_device(), find_pipeline_device(pipe)
-    return {current, own.index} if own.type == "cuda" and own.index is not None else {current}
+    devices = {torch.cuda.current_device()}
+    device = find_pipeline_device(pipe)
+    if device.type == "cuda" and device.index is not None:
+        devices.add(device.index)
+    return devices
 
 
 def _derive_and_prove(pipe: Any, transformer: nn.Module, build: BuildRunner, example: Mapping[str, Any] | None) -> None:
     try:
         twin = make_twin(transformer)
     except ModelError as error:
-        # The rest of it is what a cache could be told.
+        # The rest of the message is advice on caches.
         raise make_unknown_error(transformer, str(error).partition("; ")[0]) from error
     anatomy, calls = derive_from_pipeline(pipe, transformer, twin, example)
     remember_anatomy(transformer, derive_tensor_cuts(twin, anatomy, calls[0]))
@@ -234,50 +259,59 @@ def _derive_and_prove(pipe: Any, transformer: nn.Module, build: BuildRunner, exa
 def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
     """A copy of a transformer in float32 with few blocks and random weights, in which no gate is closed.
 
-    Of each list it has the first blocks, and one of each other kind, such as those that have experts.
+    Of each list it has the first blocks, and one of each other type, such as blocks that have experts.
     """
     cache = find_transformer_cache(transformer)
     with ExitStack() as stack:
         if cache is not None:
             stack.enter_context(cache.lift_hooks())
-        for each in find_block_lists(transformer):
-            path, _, name = each.name.rpartition(".")
+        for block_list in find_block_lists(transformer):
+            path, _, name = block_list.name.rpartition(".")
             owner = transformer.get_submodule(path)
+            # Before the copy, which would take all blocks; the transformer gets its own list back.
             stack.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, nn.ModuleList(_select_unlike_blocks(each.blocks, blocks)))
+            setattr(owner, name, nn.ModuleList(_select_unlike_blocks(block_list.blocks, blocks)))
         twin = copy.deepcopy(transformer).float().cpu().eval()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in twin.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        is_matrix = parameter.ndim > 1
-        noise = (
-            noise / parameter[0].numel() ** 0.5 if is_matrix else noise * 0.1 + ("norm" in name and "weight" in name)
-        )
+        if parameter.ndim > 1:
+            # Outputs are then about as large as inputs.
+            noise = noise / parameter[0].numel() ** 0.5
+        else:
+            noise = noise * 0.1
+            # Weights of norms are near 1.
+            if "norm" in name and "weight" in name:
+                noise = noise + 1
         parameter.data = noise
     return twin
 
 
 def _select_unlike_blocks(blocks: Sequence[nn.Module], number: int) -> list[nn.Module]:
-    selected = list(blocks[:number])
-    kinds = [[type(module) for module in block.modules()] for block in selected]
-    for block in blocks[number:]:
-        kind = [type(module) for module in block.modules()]
-        if kind not in kinds:
+    """The first blocks, and the first of each other composition."""
+    selected: list[nn.Module] = []
+    compositions: list[list[type]] = []
+    for index, block in enumerate(blocks):
+        composition = [type(module) for module in block.modules()]
+        if index < number or composition not in compositions:
             selected.append(block)
-            kinds.append(kind)
+            compositions.append(composition)
     return selected
 
 
 def list_proofs(transformer: nn.Module, calls: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The branches of guidance of each proof: each call alone, and the first with the next that has such latents."""
+    """The branches of guidance of each proof: each call alone, and the first with the next of equal latents."""
     name = find_latents_parameter(transformer)
 
     def describe_latents(call: Mapping[str, Any]) -> list[Any]:
         return [getattr(x, "shape", None) for x in pytree.tree_leaves(call[name])]
 
-    first, *others = calls
-    alike = [other for other in others if describe_latents(other) == describe_latents(first)]
-    return [*([call] for call in calls), *([first, other] for other in alike[:1])]
+    proofs: list[list[Mapping[str, Any]]] = [[call] for call in calls]
+    for other in calls[1:]:
+        if describe_latents(other) == describe_latents(calls[0]):
+            proofs.append([calls[0], other])
+            break
+    return proofs
 
 
 def _check_proof(
@@ -286,22 +320,24 @@ def _check_proof(
     """Raises `ModelError` unless the anatomy of a transformer holds, by a twin and the branches of a step."""
     name = type(transformer).__name__
     remedy = "use a plan of data or cfg"
+    cause: Exception | None = None
     try:
         difference = prove_anatomy(twin, branches, build)
+        problem = (
+            f"a call computed patch by patch differs from the whole by {difference:.1e} of its largest value, and up "
+            f"to {TOLERANCE:.0e} is rounding, so its blocks make something else of a part of the tokens, as with a "
+            f"table of positions of their own; {remedy}"
+        )
+        if difference <= TOLERANCE:
+            return
     except DitileError as error:
+        cause = error
         problem = f"{str(error).replace(StillPipeline.__name__, name)}; or {remedy}"
-        raise ModelError(f"{name}: {_explain_skip(twin, branches[0]) or problem}") from error
     except Exception as error:  # whatever the model runs into where it is given too much or too little
-        problem = f"it cannot be computed patch by patch: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise ModelError(f"{name}: {_explain_skip(twin, branches[0]) or f'{problem}; {remedy}'}") from error
-    if difference <= TOLERANCE:
-        return
-    problem = (
-        f"a call computed patch by patch differs from the whole by {difference:.1e} of its largest value, and up to "
-        f"{TOLERANCE:.0e} is rounding, so its blocks make something else of a part of the tokens, as with a table of "
-        f"positions of their own; {remedy}"
-    )
-    raise ModelError(f"{name}: {_explain_skip(twin, branches[0]) or problem}")
+        cause = error
+        message = " ".join(str(error).split())[:200]
+        problem = f"it cannot be computed patch by patch: {type(error).__name__}: {message}; {remedy}"
+    raise ModelError(f"{name}: {_explain_skip(twin, branches[0]) or problem}") from cause
 
 
 def _explain_skip(twin: nn.Module, call: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -59,26 +59,21 @@ T = TypeVar("T")
 _RECORDS = "_quantized_by_ditile"
 _CANNOT = (RuntimeError, ValueError, TypeError, ImportError, AssertionError, AttributeError)
 """What torchao and bitsandbytes raise where a kernel, a device or a shape is not what they need."""
-_WEIGHT_ONLY = ("float8_weight_only", "int8_weight_only", "int4_weight_only")
-QUANT_TYPES = (*_WEIGHT_ONLY, "float8", "int8", "int4", "int4_w4a4", "bitsandbytes_4bit")
+_TORCHAO_CONFIGS = {
+    "float8_weight_only": "Float8WeightOnlyConfig",
+    "int8_weight_only": "Int8WeightOnlyConfig",
+    "float8": "Float8DynamicActivationFloat8WeightConfig",
+    "int8": "Int8DynamicActivationInt8WeightConfig",
+}
+"""The types whose scales have a granularity, and their configs."""
+QUANT_TYPES = (
+    *("float8_weight_only", "int8_weight_only", "int4_weight_only"),
+    *("float8", "int8", "int4", "int4_w4a4", "bitsandbytes_4bit"),
+)
 QuantizeLinear = Callable[[nn.Linear], nn.Module]
 """Quantizes a Linear: in place, or as another module."""
 ConfigFactory = Callable[[], Any]
 """Makes a config of torchao, or raises what `_CANNOT` has."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class QuantizationScales:
-    """How many numbers share a scale.
-
-    Attributes:
-        scheme: what has a scale of its own: "row" each row of weights and each token, "tensor" each layer and each
-            call, "block" 128 x 128 weights and 128 numbers of a token.
-        group: numbers of a row of weights that share a scale, in the 4-bit types.
-    """
-
-    scheme: str
-    group: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +95,8 @@ class QuantizationRecord:
 
     def __str__(self) -> str:
         """One line."""
-        before, after = self.bytes_before / 2**20, self.bytes_after / 2**20
+        before = self.bytes_before / 2**20
+        after = self.bytes_after / 2**20
         counts = f"{len(self.layers)} layers quantized, {len(self.left)} left as they are"
         return f"{self.quant_type}: {counts}; {before:.1f} MiB of parameters are {after:.1f} MiB"
 
@@ -112,144 +108,141 @@ def list_quantization_records(model: nn.Module) -> list[QuantizationRecord]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _QuantizationWork:
-    """The layers of a model that will be quantized, and how; each shape was tried."""
+    """The layers of a model that will get a type.
+
+    Attributes:
+        model: the model.
+        quant_type: under its name in `QUANT_TYPES`.
+        quantizers: the path of each layer -> what quantizes it; each was tried on a layer of that shape.
+        left: the paths of layers that stay as they are -> the reason.
+    """
 
     model: nn.Module
-    name: str
-    make: QuantizeLinear
-    layers: tuple[str, ...]
-    left: Mapping[str, str]
-
-    @classmethod
-    def plan_model(cls, model: nn.Module, config: QuantizeConfig) -> list[_QuantizationWork]:
-        """Tries one layer of each shape. Raises `ModelError`, before anything is changed, if none can be quantized."""
-        layers, kept = _select_layers(model, config)
-        layers_by_type: dict[str, dict[str, nn.Linear]] = {}
-        for path, layer in layers.items():
-            word = next((word for word in config.precision_plan if word in path), None)
-            quant_type = config.quant_type if word is None else config.precision_plan[word]
-            layers_by_type.setdefault(quant_type, {})[path] = layer
-        for word in config.precision_plan:
-            if not any(word in path for path in layers):
-                raise ModelError(f"precision_plan: no layer of {type(model).__name__} has {word!r} in its name")
-        work = []
-        for quant_type, part in layers_by_type.items():
-            name, scheme = SCALED_TYPES.get(
-                quant_type, (ALIASES.get(quant_type, quant_type), "row" if config.per_row else "tensor")
-            )
-            scales = QuantizationScales(scheme=scheme, group=config.group_size)
-            work += cls._plan_with_fallback(model, name, part, scales, falls_back=config.per_tensor_fallback)
-        return [replace(work[0], left={**work[0].left, **dict.fromkeys(kept, WHY_FLOAT32)}), *work[1:]]
-
-    @classmethod
-    def _plan_with_fallback(
-        cls,
-        model: nn.Module,
-        name: str,
-        layers: Mapping[str, nn.Linear],
-        scales: QuantizationScales,
-        *,
-        falls_back: bool,
-    ) -> list[_QuantizationWork]:
-        """The work on some layers, and of those that cannot have their scales, with one for each tensor."""
-        falls_back = falls_back and name in ("float8", "int8") and scales.scheme != "tensor"
-        by_tensor = replace(scales, scheme="tensor")
-        try:
-            work = cls._plan_layers(model, name, layers, scales)
-        except ModelError:
-            if not falls_back:
-                raise
-            return [cls._plan_layers(model, name, layers, by_tensor)]
-        if not (falls_back and work.left):
-            return [work]
-        with contextlib.suppress(ModelError):
-            more = cls._plan_layers(model, name, {path: layers[path] for path in work.left}, by_tensor)
-            return [replace(work, left={}), more]
-        return [work]
-
-    @classmethod
-    def _plan_layers(
-        cls, model: nn.Module, name: str, layers: Mapping[str, nn.Linear], scales: QuantizationScales
-    ) -> _QuantizationWork:
-        if name not in QUANT_TYPES:
-            known = ", ".join((*QUANT_TYPES, *SCALED_TYPES))
-            if name.startswith(("svdq", "nvfp4")):
-                raise ModelError(f"quant_type={name!r} has no kernel here; try int4_weight_only or float8")
-            raise ModelError(f"quant_type={name!r} is not known; try {known}")
-        kinds = {(layer.weight.device, layer.weight.dtype) for layer in layers.values()}
-        options: list[QuantizeLinear] = []
-        for device, dtype in sorted(kinds, key=str):
-            _check_quant_type(model, name, device, dtype, scales)
-            options += _list_quantizers(name, device, scales)
-        trials = [_try_each_shape(make, layers) for make in options]
-        make, left = max(zip(options, trials, strict=True), key=lambda tried: len(layers) - len(tried[1]))
-        if len(left) == len(layers):
-            reasons = "; ".join(dict.fromkeys(why for trial in trials for why in trial.values()))
-            where = ", ".join(f"{device} in {str(dtype).removeprefix('torch.')}" for device, dtype in kinds)
-            raise ModelError(
-                f"quant_type={name} cannot run on {where} ({reasons}); {_suggest_quant_type(name, device)}"
-            )
-        return cls(
-            model=model, name=name, make=make, layers=tuple(path for path in layers if path not in left), left=left
-        )
+    quant_type: str
+    quantizers: Mapping[str, QuantizeLinear]
+    left: dict[str, str]
 
     def quantize_layers(self) -> None:
         """Quantizes the layers, one at a time."""
         before = count_parameter_bytes(self.model)
-        for path in self.layers:
+        for path, quantizer in self.quantizers.items():
             layer = self.model.get_submodule(path)
             assert isinstance(layer, nn.Linear)
             with torch.no_grad():
-                made = self.make(layer)
-            if made is not layer:
-                parent, _, leaf = path.rpartition(".")
-                setattr(self.model.get_submodule(parent), leaf, made)
+                quantized = quantizer(layer)
+            if quantized is not layer:
+                parent, _, name = path.rpartition(".")
+                setattr(self.model.get_submodule(parent), name, quantized)
         record = QuantizationRecord(
-            quant_type=self.name,
-            layers=self.layers,
+            quant_type=self.quant_type,
+            layers=tuple(self.quantizers),
             left=self.left,
             bytes_before=before,
             bytes_after=count_parameter_bytes(self.model),
         )
         vars(self.model).setdefault(_RECORDS, []).append(record)
         LOG.info("%s: %s", type(self.model).__name__, record)
-        for why in dict.fromkeys(self.left.values()):
-            paths = [path for path, reason in self.left.items() if reason == why]
-            level = logging.INFO if why == WHY_FLOAT32 else logging.WARNING
-            LOG.log(level, "not quantized, as %s: %s", why, ", ".join(paths))
+        for reason in dict.fromkeys(self.left.values()):
+            paths = [path for path, why in self.left.items() if why == reason]
+            level = logging.INFO if reason == WHY_FLOAT32 else logging.WARNING
+            LOG.log(level, "not quantized, as %s: %s", reason, ", ".join(paths))
+
+
+def _plan_model(model: nn.Module, config: QuantizeConfig) -> list[_QuantizationWork]:
+    """The work on a model, for each type. Raises `ModelError`, before anything is changed, if there is none."""
+    layers, kept = _select_layers(model, config)
+    layers_by_type: dict[str, dict[str, nn.Linear]] = {}
+    for path, layer in layers.items():
+        word = next((word for word in config.precision_plan if word in path), "")
+        quant_type = config.precision_plan.get(word, config.quant_type)
+        layers_by_type.setdefault(quant_type, {})[path] = layer
+    for word in config.precision_plan:
+        if not any(word in path for path in layers):
+            raise ModelError(f"precision_plan: no layer of {type(model).__name__} has {word!r} in its name")
+    work = [_plan_layers(model, quant_type, part, config) for quant_type, part in layers_by_type.items()]
+    work[0].left.update(dict.fromkeys(kept, WHY_FLOAT32))
+    return work
+
+
+def _plan_layers(
+    model: nn.Module, quant_type: str, layers: Mapping[str, nn.Linear], config: QuantizeConfig
+) -> _QuantizationWork:
+    """The work on the layers of one type, of which one of each shape is tried."""
+    name = ALIASES.get(quant_type, quant_type)
+    # What has a scale of its own: each row of weights and token, each layer and call, or 128 x 128 weights.
+    scheme = "row" if config.per_row else "tensor"
+    if quant_type in SCALED_TYPES:
+        name, scheme = SCALED_TYPES[quant_type]
+    schemes = [scheme]
+    if config.per_tensor_fallback and name in ("float8", "int8") and scheme != "tensor":
+        schemes.append("tensor")
+    quantizers: dict[str, QuantizeLinear] = {}
+    left: dict[str, str] = {}
+    # (quantizer, why not) of each shape.
+    outcomes: dict[tuple[Any, ...], tuple[QuantizeLinear | None, str]] = {}
+    for path, layer in layers.items():
+        device = layer.weight.device
+        shape = (layer.in_features, layer.out_features, device, layer.weight.dtype)
+        if shape not in outcomes:
+            _check_quant_type(model, name, device, layer.weight.dtype, schemes)
+            candidates = _list_quantizers(name, device, schemes, config.group_size)
+            outcomes[shape] = _choose_quantizer(candidates, *shape)
+        quantizer, reason = outcomes[shape]
+        if quantizer is None:
+            left[path] = reason
+        else:
+            quantizers[path] = quantizer
+    if not quantizers:
+        kinds = sorted({f"{device} in {str(dtype).removeprefix('torch.')}" for _, _, device, dtype in outcomes})
+        reasons = "; ".join(dict.fromkeys(left.values()))
+        raise ModelError(
+            f"quant_type={name} cannot run on {', '.join(kinds)} ({reasons}); {_suggest_quant_type(name, device)}"
+        )
+    return _QuantizationWork(model=model, quant_type=name, quantizers=quantizers, left=left)
 
 
 def _select_layers(model: nn.Module, config: QuantizeConfig) -> tuple[dict[str, nn.Linear], list[str]]:
     """The Linears to be quantized, by path, and the paths of those that stay in float32. LoRAs are in neither."""
-    exclude, regions = config.exclude_layers, [""]
+    regions = [""]
     blocks = tuple(config.repeated_blocks or getattr(model, "_repeated_blocks", None) or ())
     if config.regional_quantize and blocks:
         regions = [f"{path}." for path, module in model.named_modules() if type(module).__name__ in blocks]
-    linears = {
-        path: layer
-        for path, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and path.startswith(tuple(regions))
-    }
-    own = {path: layer for path, layer in linears.items() if ".lora_" not in path}
-    plain = {path: layer for path, layer in own.items() if is_plain_parameter(layer.weight)}
-    wanted = {path: layer for path, layer in plain.items() if not any(word in path for word in exclude)}
     # diffusers matches these names with parts of a path.
-    names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    kept = [path for path in wanted if names & set(path.split("."))]
-    quantizable = {path: layer for path, layer in wanted.items() if path not in kept}
-    if not quantizable:
+    float32_names = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    layers: dict[str, nn.Linear] = {}
+    kept: list[str] = []
+    total = 0
+    quantized = 0
+    excluded = 0
+    for path, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear) or not path.startswith(tuple(regions)) or ".lora_" in path:
+            continue
+        total += 1
+        if not is_plain_parameter(layer.weight):
+            quantized += 1
+        elif any(word in path for word in config.exclude_layers):
+            excluded += 1
+        elif float32_names & set(path.split(".")):
+            kept.append(path)
+        else:
+            layers[path] = layer
+    if not layers:
         raise ModelError(
-            f"{type(model).__name__} has no layer to quantize: of {len(own)} Linears {len(own) - len(plain)} are "
-            f"quantized already, exclude_layers={list(exclude)} takes {len(plain) - len(wanted)}, and {len(kept)} are "
-            "of its _keep_in_fp32_modules"
+            f"{type(model).__name__} has no layer to quantize: of {total} Linears {quantized} are quantized already, "
+            f"exclude_layers={list(config.exclude_layers)} takes {excluded}, and {len(kept)} are of its "
+            "_keep_in_fp32_modules"
         )
-    return quantizable, kept
+    return layers, kept
 
 
 def _check_quant_type(
-    model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, scales: QuantizationScales
+    model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, schemes: Sequence[str]
 ) -> None:
     """Raises `ModelError` for a type that is known not to run, without a trial."""
+    if name.startswith(("svdq", "nvfp4")):
+        raise ModelError(f"quant_type={name!r} has no kernel here; try int4_weight_only or float8")
+    if name not in QUANT_TYPES:
+        raise ModelError(f"quant_type={name!r} is not known; try {', '.join((*QUANT_TYPES, *SCALED_TYPES))}")
     if name == "int4_w4a4":
         raise ModelError(
             "quant_type=int4_w4a4 has no kernel: torchao multiplies no 4-bit weights with 4-bit activations any more; "
@@ -260,58 +253,54 @@ def _check_quant_type(
         raise ModelError("quant_type=bitsandbytes_4bit cannot take a share of the weights; try int8_weight_only")
     if device.type == "meta":
         raise ModelError(f"{type(model).__name__} has no weights yet; load them before they are quantized")
-    if name == "float8" and scales.scheme == "row" and dtype != torch.bfloat16:
+    if name == "float8" and [*schemes] == ["row"] and dtype != torch.bfloat16:
         raise ModelError(
             f"quant_type=float8 with per_row=True needs bfloat16, and the weights are "
             f"{str(dtype).removeprefix('torch.')}; load the model in bfloat16, or use per_row=False"
         )
 
 
-def _try_each_shape(make: QuantizeLinear, layers: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """The layers that cannot be quantized -> why. One layer of each shape is tried."""
-    reasons: dict[Any, str | None] = {}
-    refused = {}
-    for path, layer in layers.items():
-        kind = (layer.in_features, layer.out_features, layer.weight.device, layer.weight.dtype)
-        if kind not in reasons:
-            reasons[kind] = _find_layer_refusal(make, *kind)
-        if (why := reasons[kind]) is not None:
-            refused[path] = why
-    return refused
+def _choose_quantizer(
+    candidates: Sequence[QuantizeLinear], width: int, out: int, device: torch.device, dtype: torch.dtype
+) -> tuple[QuantizeLinear | None, str]:
+    """The first candidate that can quantize and call a Linear of a shape; or None, and why none can."""
+    reasons: dict[str, None] = {}
+    for quantizer in candidates:
+        try:
+            with torch.no_grad():
+                # From the meta device, so that no random number is used.
+                layer = nn.Linear(width, out, device="meta", dtype=dtype).to_empty(device=device)
+                for parameter in layer.parameters():
+                    parameter.fill_(1.0)
+                quantized: Any = quantizer(layer)
+                # One row, and as many as kernels for matrices need.
+                for rows in (1, 32):
+                    quantized(torch.ones(rows, width, device=device, dtype=dtype))
+        except _CANNOT as error:
+            reasons[" ".join(str(error).split())[:200] or type(error).__name__] = None
+            continue
+        # torchao leaves a layer as it is where no kernel takes its shape.
+        if not is_plain_parameter(quantized.weight):
+            return quantizer, ""
+        reasons[f"no kernel takes {out} x {width}"] = None
+    return None, "; ".join(reasons)
 
 
-def _find_layer_refusal(
-    make: QuantizeLinear, width: int, out: int, device: torch.device, dtype: torch.dtype
-) -> str | None:
-    """Why a Linear of a shape cannot be quantized and called, or None."""
-    try:
-        with torch.no_grad():
-            # From the meta device: no random number is drawn.
-            layer = nn.Linear(width, out, device="meta", dtype=dtype).to_empty(device=device)
-            for parameter in layer.parameters():
-                parameter.fill_(1.0)
-            made = make(layer)
-            if is_plain_parameter(made.weight):  # type: ignore[arg-type]
-                return f"no kernel takes {out} x {width}"
-            for rows in (1, 32):
-                made(torch.ones(rows, width, device=device, dtype=dtype))
-    except _CANNOT as error:
-        return " ".join(str(error).split())[:200] or type(error).__name__
-    return None
-
-
-def _list_quantizers(name: str, device: torch.device, scales: QuantizationScales) -> list[QuantizeLinear]:
+def _list_quantizers(name: str, device: torch.device, schemes: Sequence[str], group: int) -> list[QuantizeLinear]:
     """Ways to quantize a layer, the best first."""
     if name == "bitsandbytes_4bit":
         return [_quantize_to_nf4]
-    return [functools.partial(_quantize_by_torchao, config) for config in _list_torchao_configs(name, device, scales)]
+    factories: list[ConfigFactory] = []
+    for scheme in schemes:
+        factories += _list_torchao_configs(name, device, scheme, group)
+    return [functools.partial(_quantize_by_torchao, factory) for factory in factories]
 
 
-def _quantize_by_torchao(config: Any, layer: nn.Linear) -> nn.Module:
+def _quantize_by_torchao(make_config: ConfigFactory, layer: nn.Linear) -> nn.Module:
     require_extra("quantize", "torchao's quantization")
     from torchao.quantization import quantize_  # type: ignore[import-untyped]
 
-    quantize_(layer, config(), filter_fn=lambda module, path: module is layer)
+    quantize_(layer, make_config(), filter_fn=lambda module, path: module is layer)
     return layer
 
 
@@ -320,58 +309,56 @@ def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
     require_quantizer("bitsandbytes_4bit")
     import bitsandbytes  # type: ignore[import-not-found]
 
-    width, out, weight = layer.in_features, layer.out_features, layer.weight
-    made = bitsandbytes.nn.Linear4bit(
-        width, out, layer.bias is not None, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
+    weight = layer.weight
+    quantized = bitsandbytes.nn.Linear4bit(
+        layer.in_features,
+        layer.out_features,
+        layer.bias is not None,
+        compute_dtype=weight.dtype,
+        quant_type="nf4",
+        device="meta",
     )
-    made.weight = bitsandbytes.nn.Params4bit(weight.detach(), requires_grad=False, quant_type="nf4")
-    made.bias = layer.bias
-    moved: nn.Module = made.to(weight.device)
+    quantized.weight = bitsandbytes.nn.Params4bit(weight.detach(), requires_grad=False, quant_type="nf4")
+    quantized.bias = layer.bias
+    moved: nn.Module = quantized.to(weight.device)
     return moved
 
 
-def _list_torchao_configs(name: str, device: torch.device, scales: QuantizationScales) -> list[ConfigFactory]:
+def _list_torchao_configs(name: str, device: torch.device, scheme: str, group: int) -> list[ConfigFactory]:
     """The configs of torchao for a type, the best first. None of them changes torch.compile's global settings."""
     require_quantizer(name)
     from torchao import quantization as torchao  # type: ignore[import-untyped]
 
     on_cpu = device.type == "cpu"
-    if name == "int4_weight_only" and on_cpu:
-        # torch's own kernel on CPUs takes outputs that 16 divides.
-        from torchao.prototype.quantization import int4  # type: ignore[import-untyped]
-
-        kind = int4.PrototypeInt4WeightOnlyConfig
-        return [functools.partial(kind, group_size=scales.group, set_inductor_config=False)]
-    if name == "int4_weight_only":
-        # On GPUs torch's own kernel, which wants bfloat16, or mslk's.
-        shared = {"group_size": scales.group, "set_inductor_config": False}
-        formats = ("tile_packed_to_4d", "plain")
-        return [functools.partial(torchao.Int4WeightOnlyConfig, int4_packing_format=each, **shared) for each in formats]
-    if name == "int4" and on_cpu:
-        from torchao.prototype.quantization import int4
-
-        kind = int4.Int8DynamicActivationInt4WeightConfig
-        return [functools.partial(kind, group_size=scales.group, set_inductor_config=False)]
-    if name == "int4":
+    if name in _TORCHAO_CONFIGS:
+        granularities = {
+            "row": torchao.PerRow(),
+            "tensor": torchao.PerTensor(),
+            "block": (torchao.PerBlock([1, 128]), torchao.PerBlock([128, 128])),
+        }
+        config = getattr(torchao, _TORCHAO_CONFIGS[name])
+        return [functools.partial(config, granularity=granularities[scheme], set_inductor_config=False)]
+    if name == "int4" and not on_cpu:
         # On GPUs torchao packs no int4 weights for int8 activations, so these are float8.
         return [torchao.Float8DynamicActivationInt4WeightConfig]
-    kinds = {
-        "float8_weight_only": "Float8WeightOnlyConfig",
-        "int8_weight_only": "Int8WeightOnlyConfig",
-        "float8": "Float8DynamicActivationFloat8WeightConfig",
-        "int8": "Int8DynamicActivationInt8WeightConfig",
-    }
-    granularity = {
-        "row": torchao.PerRow(),
-        "tensor": torchao.PerTensor(),
-        "block": (torchao.PerBlock([1, 128]), torchao.PerBlock([128, 128])),
-    }[scales.scheme]
-    return [functools.partial(getattr(torchao, kinds[name]), granularity=granularity, set_inductor_config=False)]
+    if not on_cpu:
+        # torch's own kernel, which wants bfloat16, or mslk's.
+        config = functools.partial(torchao.Int4WeightOnlyConfig, group_size=group, set_inductor_config=False)
+        return [functools.partial(config, int4_packing_format=form) for form in ("tile_packed_to_4d", "plain")]
+    # Only torchao's prototypes have the kernels of CPUs; torch's own one takes outputs that 16 divides.
+    from torchao.prototype.quantization import int4  # type: ignore[import-untyped]
+
+    config = int4.PrototypeInt4WeightOnlyConfig
+    if name == "int4":
+        config = int4.Int8DynamicActivationInt4WeightConfig
+    return [functools.partial(config, group_size=group, set_inductor_config=False)]
 
 
 def _suggest_quant_type(name: str, device: torch.device) -> str:
-    here = "" if device.type != "cpu" else ", or move the model to a GPU first, if it is meant to run there"
-    return f"try {'int4_weight_only or int8' if '4' in name else 'int8'}_weight_only{here}"
+    types = "int4_weight_only or int8_weight_only" if "4" in name else "int8_weight_only"
+    if device.type == "cpu":
+        return f"try {types}, or move the model to a GPU first, if it is meant to run there"
+    return f"try {types}"
 
 
 def quantize(
@@ -413,41 +400,38 @@ def quantize(
     else:
         config = parse_quantize_config(quantize_config)
     # All models are tried before any is changed.
-    work = [
-        each
-        for model, part in _find_target_models(target, config)
-        for each in _QuantizationWork.plan_model(unwrap_compiled(model), part)
-    ]
-    for one in work:
-        one.quantize_layers()
+    work: list[_QuantizationWork] = []
+    for model, config_of_model in _find_target_models(target, config):
+        work += _plan_model(unwrap_compiled(model), config_of_model)
+    for work_of_type in work:
+        work_of_type.quantize_layers()
     return target
 
 
 def _find_target_models(target: Any, config: QuantizeConfig) -> list[tuple[nn.Module, QuantizeConfig]]:
-    """The models to quantize, each with its config."""
-    pipe = target if isinstance(target, nn.Module) else getattr(target, "pipe", target)
-    named = config.by_component()
-    for name in named:
+    """The models to quantize, each with its config: named components, or the transformers and the U-Net."""
+    pipe = target
+    # A module may have an attribute `pipe` of its own.
+    if not isinstance(target, nn.Module):
+        pipe = getattr(target, "pipe", target)
+    configs = config.by_component()
+    for name in configs:
         if isinstance(pipe, nn.Module) or not isinstance(getattr(pipe, name, None), nn.Module):
             raise ModelError(
                 f"components_to_quantize: {type(pipe).__name__} has no component {name!r} that is a module"
             )
-    if named:
-        return [(getattr(pipe, name), part) for name, part in named.items()]
-    return [(model, config) for model in _find_denoisers(pipe)]
-
-
-def _find_denoisers(pipe: Any) -> list[nn.Module]:
-    """The transformers and the U-Net of a pipeline, or the module that is given."""
+    if configs:
+        return [(getattr(pipe, name), part) for name, part in configs.items()]
     if isinstance(pipe, nn.Module):
-        return [pipe]
+        return [(pipe, config)]
     models: list[nn.Module] = []
     # A pipeline may have a U-Net and no transformer, which `find_transformers` refuses.
     if hasattr(pipe, "__dict__"):
         with contextlib.suppress(ModelError):
-            models = find_transformers(pipe)
+            models += find_transformers(pipe)
     unet = getattr(pipe, "unet", None)
-    models += [unet] if isinstance(unet, nn.Module) else []
+    if isinstance(unet, nn.Module):
+        models.append(unet)
     if not models:
         raise ModelError(f"{type(pipe).__name__} has no transformer and no unet; give quantize the module itself")
-    return list(dict.fromkeys(models))
+    return [(model, config) for model in dict.fromkeys(models)]

@@ -72,13 +72,16 @@ class CallMeter:
         self._device = device
         self._trace = trace
         self._traffic = traffic
-        self._steps = self._key_bytes = self._references = 0
-        self._reference_steps = list[int]()
+        self._steps = 0
+        self._key_bytes = 0
+        self._references = 0
+        self._reference_steps: list[int] = []
         self._text: int | None = None
         traffic.reset_counts()
         trace.clear_records()
         trace.on = traced
         trace.device = device
+        # The counter of the device is shared by all that run on it.
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._clock = DeviceClock(device)
@@ -99,7 +102,8 @@ class CallMeter:
         """
         self._ended = self._clock.mark_point()
         self._trace.mark_step()
-        self._reference_steps += [self._steps] if references and computed else []
+        if references and computed:
+            self._reference_steps.append(self._steps)
         self._steps += 1
         self._key_bytes = key_bytes
         self._text = text
@@ -116,13 +120,21 @@ class CallMeter:
             torch.cuda.synchronize(self._device)
             peak = torch.cuda.max_memory_allocated(self._device)
         else:
+            # Linux counts it in KiB.
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         now = time.perf_counter()
-        began, loop_began, ended = map(self._clock.convert_to_seconds, (self._began, self._loop_began, self._ended))
-        parts = {"text": loop_began - began, "denoise": ended - loop_began, "decode": now - ended}
+        began = self._clock.convert_to_seconds(self._began)
+        loop_began = self._clock.convert_to_seconds(self._loop_began)
+        ended = self._clock.convert_to_seconds(self._ended)
+        seconds = {
+            "total": now - began,
+            "text": loop_began - began,
+            "denoise": ended - loop_began,
+            "decode": now - ended,
+        }
         step_seconds, waited = self._trace.measure_waits()
         return Report(
-            seconds={"total": now - began} | parts,
+            seconds=seconds,
             steps=self._steps,
             synchronous=synchronous,
             warmup_mode=warmup_mode,

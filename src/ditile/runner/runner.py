@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,7 +67,7 @@ from ditile.parallel.pipefusion.patch_schedulers import is_custom_scheduler
 from ditile.plan import errors
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import DitileError, ModelError, PlanError, StateError, StoppedError
-from ditile.plan.plan import Facts, Plan, require_plan
+from ditile.plan.plan import Facts, Plan, require_plan, suggest_whole_images
 from ditile.plan.schedule import Schedule
 from ditile.plan.shape import Shape, count_images, fill_call_defaults
 from ditile.runner import digest
@@ -101,34 +102,74 @@ class Runner:
         report: what the last call took on this rank; None before the first.
     """
 
-    def __init__(self, composition: Composition, *, origin: torch.device, keep_weights: bool) -> None:
-        self.pipe, self.plan, self.mesh = composition.pipe, composition.plan, composition.mesh
+    def __init__(
+        self,
+        pipe: Any,
+        plan: Plan,
+        mesh: Mesh,
+        device: torch.device,
+        compose: Callable[[], Composition],
+        *,
+        keep_weights: bool,
+        deferred: bool = False,
+    ) -> None:
+        """Divides the pipeline; a deferred runner does so in its first call, from which its models are derived."""
+        self.pipe = pipe
+        self.plan = plan
+        self.mesh = mesh
         self.trace = False
         self.report: Report | None = None
-        self._parts, self._origin, self._keep = composition, origin, keep_weights
-        self._loras, self._quantized = self._describe_loras(), list_quantized_parameters(composition.model)
-        self._dtypes = self._describe_dtypes()
+        self._compose = compose
+        self._composition: Composition | None = None
+        self._keep_weights = keep_weights
+        # Before the pipeline is divided, which moves it.
+        self._origin = find_pipeline_device(pipe)
         self._restored = False
-        # Of the call under way: a stop that comes too late does not reach the next one.
+        # Of the current call: a stop that comes too late does not reach the next one.
         self._stop_event: threading.Event | None = None
-        num_parameters = sum(p.numel() for p in composition.model.parameters())
-        everyone = gather_json([str(composition.device), num_parameters], self.mesh.everyone)
-        self.devices, self._parameter_counts = [device for device, _ in everyone], [count for _, count in everyone]
         self._advised: set[str | None] = set()
         self._decisions: AgreementGroups | None = None
         # The shape and not the arguments of the last call, which would keep images and embeddings in memory.
         self._last: Shape | None = None
         # Each pipeline with its class as it was: enable_cache may give it another later, whose call is this runner.
         self._pipes: dict[tuple[str, str], tuple[Any, type]] = {}
-        self._use_pipeline(self.pipe, type(self.pipe))
+        if not deferred:
+            self._divide()
+        self.devices: list[str] = gather_json(str(device), mesh.everyone)
+        self._use_pipeline(pipe, type(pipe))
 
-    def _use_pipeline(self, pipe: Any, kind: type) -> None:
+    def _divide(self) -> None:
+        """Divides the pipeline, and notes what `restore` compares with."""
+        composition = self._compose()
+        self._composition = composition
+        self.plan = composition.plan
+        self._loras = self._describe_loras()
+        self._quantized = list_quantized_parameters(composition.model)
+        self._dtypes = self._describe_dtypes()
+        num_parameters = sum(parameter.numel() for parameter in composition.model.parameters())
+        self._parameter_counts = gather_json(num_parameters, self.mesh.everyone)
+
+    @property
+    def _parts(self) -> Composition:
+        """The strategies of the plan."""
+        if self._composition is None:
+            raise StateError(
+                f"{type(self.pipe).__name__} is divided at its first call, from whose arguments its model is derived; "
+                "call the runner first, or give parallelize the arguments of a call, as example=dict(...)"
+            )
+        return self._composition
+
+    def _use_pipeline(self, pipe: Any, pipeline_class: type) -> None:
         """Calls run a pipeline of a class from now on."""
-        self.pipe, self._kind = self._pipes[kind.__module__, kind.__name__] = pipe, kind
-        self._signature = inspect.signature(self._kind.__call__.__get__(pipe))
+        self.pipe = pipe
+        self._pipeline_class = pipeline_class
+        self._pipes[pipeline_class.__module__, pipeline_class.__name__] = (pipe, pipeline_class)
+        self._signature = inspect.signature(pipeline_class.__call__.__get__(pipe))
         self._parameters = list_call_parameters(pipe)
-        parameters = self._signature.parameters.values()
-        self._rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), "")
+        self._rest = ""
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                self._rest = parameter.name
 
     @note_shared_call()
     def __call__(
@@ -144,13 +185,13 @@ class Runner:
         Args:
             output: what a modular pipeline returns, as `pipe(..., output=...)`; of other pipelines `output_on`.
             output_on: "all" gives every rank the result; "first" decodes only on rank 0, and the others get None.
-            watch: is called at the ends of steps. It does not change the picture.
+            watch: is called at the ends of steps. It does not change the image.
 
         Raises:
-            ModelError: if an argument cannot be honoured exactly, or latents or pictures become NaN or infinite.
+            ModelError: if an argument cannot be honoured exactly, or latents or images become NaN or infinite.
             PlanError: if the plan does not fit the size of the image, the number of images or the guidance.
             StateError: if the runner was restored or runs already, the pipeline has another model now, an earlier call
-                on several ranks raised in the middle of a picture, or the ranks were called with different arguments.
+                on several ranks raised in the middle of an image, or the ranks were called with different arguments.
             StoppedError: on every rank, if `stop` ended the call.
         """
         if self._restored:
@@ -158,15 +199,19 @@ class Runner:
         if self._stop_event is not None:
             raise StateError("this runner is in the middle of a call; one at a time")
         check_world_unbroken()
+        # Before the first call derives models, which takes seconds: `stop` reaches that call too.
         self._stop_event = threading.Event()
         try:
-            given = ("output_on", output_on)
+            if self._composition is None:
+                self._derive_and_divide(args, kwargs)
+            name = "output_on"
             if output is not None and is_modular(self.pipe):
                 kwargs["output"] = output
             elif output is not None:
-                given = ("output", output_on := output)
+                name = "output"
+                output_on = output
             options = {"output_on": output_on, "latents_at": sorted(watch.latents_at) or None}
-            call = self._agree_on_call(args, kwargs, given, options)
+            call = self._agree_on_call(args, kwargs, name, options)
             self._check_call_fits_plan(call)
             with self._note_failure():
                 return self._run_pipeline(call, output_on, watch)
@@ -174,31 +219,33 @@ class Runner:
             self._stop_event = None
 
     def stop(self) -> None:
-        """Ends the call under way without a picture; one rank is enough, and any thread may do it.
+        """Ends the current call without an image; one rank is enough, and any thread may do it.
 
         The call raises `StoppedError` on every rank, at most two steps later, and decodes nothing. The next call is as
-        if there had been none. A stop while a picture is decoded comes too late: the call returns it. A stop while
+        if there had been none. A stop while an image is decoded comes too late: the call returns it. A stop while
         there is no call does nothing.
         """
-        if (event := self._stop_event) is not None:
+        # The call may end meanwhile and take its event away.
+        event = self._stop_event
+        if event is not None:
             event.set()
 
     @property
     def is_running(self) -> bool:
-        """Whether a call is under way."""
+        """Whether a call is running."""
         return self._stop_event is not None
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call under NCCL raised in the middle of a picture, so that all ranks must be started again."""
+        """Whether a call under NCCL raised in the middle of an image, so that all ranks must be started again."""
         return is_world_broken()
 
     def switch_pipeline(self, kind: type[Any]) -> Any:
         """Runs another class of pipelines on the divided model from now on, such as its image-to-image pipeline.
 
-        All ranks must switch alike, between calls. The new pipeline has the components that the pipeline has now, as
-        they are; plan, weights, LoRAs and caches stay. `pipe` is the pipeline of that class from then on, and to
-        switch back gives the first one.
+        All ranks must switch to the same class, between calls. The new pipeline has the components that the pipeline
+        has now, as they are; plan, weights, LoRAs and caches stay. `pipe` is the pipeline of that class from then on,
+        and to switch back gives the first one.
 
         Args:
             kind: a class of diffusers, or the first pipeline's.
@@ -209,69 +256,82 @@ class Runner:
         Raises:
             ModelError: if the class needs other components or calls other models, or cannot be divided so.
             PlanError: if the plan does not fit the class.
-            StateError: if a call is under way, or the runner was restored.
+            StateError: if a call is running, or the runner was restored.
         """
-        if self._restored or self.is_running:
-            what = "was restored" if self._restored else "is in the middle of a call"
-            raise StateError(f"this runner {what}; switch its pipeline between calls")
-        pipes = [*(pipe for pipe, _ in self._pipes.values()), self.pipe]
-        parts = {name: part for pipe in pipes for name, part in pipe.components.items()}
-        known = self._pipes.get((getattr(kind, "__module__", ""), getattr(kind, "__name__", "")))
-        if known is None:
-            pipe = build_sibling_pipeline(kind, self.pipe, parts)
+        if self._restored:
+            raise StateError("this runner was restored; switch its pipeline between calls")
+        if self.is_running:
+            raise StateError("this runner is in the middle of a call; switch its pipeline between calls")
+        components: dict[str, Any] = {}
+        # The current pipeline last, as its components are the newest.
+        for pipe in (*(pipe for pipe, _ in self._pipes.values()), self.pipe):
+            components |= pipe.components
+        key = (getattr(kind, "__module__", ""), getattr(kind, "__name__", ""))
+        pipeline_class: type = kind
+        if key in self._pipes:
+            pipe, pipeline_class = self._pipes[key]
+            if pipe is not self.pipe:
+                share_settings(self.pipe, pipe, components)
+        else:
+            pipe = build_sibling_pipeline(kind, self.pipe, components)
             registry.select_plan_spec(pipe, self.plan)
             self._parts.guard_pipeline(pipe)
-            known = pipe, kind
-        elif known[0] is not self.pipe:
-            share_settings(self.pipe, known[0], parts)
-        self._parts, self._last = replace(self._parts, pipe=known[0]), None
-        self._use_pipeline(*known)
+        self._composition = replace(self._parts, pipe=pipe)
+        self._last = None
+        self._use_pipeline(pipe, pipeline_class)
         return self.pipe
 
     def restore(self) -> None:
         """Makes the pipeline what it was before `parallelize`, bit for bit.
 
         Raises:
-            StateError: if a call is under way, the weights of other stages or the text encoders were freed, LoRAs were
+            StateError: if a call is running, the weights of other stages or the text encoders were freed, LoRAs were
                 loaded, scaled or fused since, or the model was quantized or converted.
         """
         if self._restored:
             return
         if self.is_running:
             raise StateError("this runner is in the middle of a call; restore it when the call is over")
-        cut = self.plan.divides_weights
-        if cut and not self._keep:
+        if self._composition is not None:
+            self._check_restorable()
+            # All weights come back before the move, so that they are moved too.
+            self._parts.sharded.restore_whole_weights()
+            self._parts.block_hooks.restore_blocks()
+            self._parts.encoders.refill_foreign_parts()
+            self._parts.guards.close()
+            for pipe, _ in self._pipes.values():
+                move_pipeline(pipe, self._origin)
+        self.mesh.close_groups()
+        self._restored = True
+
+    def _check_restorable(self) -> None:
+        """Raises `StateError` if weights were freed, or what was kept aside no longer fits the rest."""
+        if self._parts.encoders.has_freed_encoders:
+            raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
+        if not self.plan.divides_weights:
+            return
+        if not self._keep_weights:
             raise StateError(
                 "the weights of the other stages were freed; reload the pipeline, or use keep_weights=True"
             )
-        if self._parts.encoders.has_freed_encoders:
-            raise StateError("the text encoders were freed; reload the pipeline, or use text_after='offload'")
         changed = self._loras.items() ^ self._describe_loras().items()
-        if cut and changed:
+        if changed:
             raise StateError(
                 "LoRAs were loaded, scaled, switched or fused since parallelize "
                 f"({min(changed)[0]}), but not in the blocks that were kept aside; set them back to what they were"
             )
-        if cut and list_quantized_parameters(self._parts.model) != self._quantized:
+        if list_quantized_parameters(self._parts.model) != self._quantized:
             raise StateError(
                 "the model was quantized since parallelize, but not what was kept aside; reload the pipeline, or "
                 "quantize it before"
             )
         for name, dtype in self._describe_dtypes().items():
-            if cut and self._dtypes.get(name, dtype) != dtype:
+            before = self._dtypes.get(name, dtype)
+            if before != dtype:
                 raise StateError(
-                    f"{name} was converted from {self._dtypes[name]} to {dtype} since parallelize, but not what was "
-                    "kept aside; convert it back, or reload the pipeline"
+                    f"{name} was converted from {before} to {dtype} since parallelize, but not what was kept aside; "
+                    "convert it back, or reload the pipeline"
                 )
-        # All weights come back before the move, so that they are moved too.
-        self._parts.sharded.restore_whole_weights()
-        self._parts.block_hooks.restore_blocks()
-        self._parts.encoders.refill_foreign_parts()
-        self._parts.guards.close()
-        for pipe, _ in self._pipes.values():
-            move_pipeline(pipe, self._origin)
-        self.mesh.close_groups()
-        self._restored = True
 
     @note_shared_call()
     def reports(self) -> list[dict[str, Any]]:
@@ -292,73 +352,113 @@ class Runner:
             StateError: if the last call recorded no trace.
         """
         trace = self._parts.trace
-        # What this rank has not, the others wait for all the same.
-        events = gather_json(trace.list_events() + trace.list_waits() if self.trace else None, self.mesh.everyone)
-        if None in events:
-            untraced = events.index(None)
+        events = trace.list_events() + trace.list_waits() if self.trace else None
+        # A rank without a trace takes part, as the others wait for it.
+        everyone = gather_json(events, self.mesh.everyone)
+        if None in everyone:
+            untraced = everyone.index(None)
             raise StateError(f"no trace was recorded on rank {untraced}; set runner.trace = True before the call")
         if self.mesh.rank == 0:
-            write_chrome_trace(path, [[TraceEvent(*event) for event in of_rank] for of_rank in events])
+            write_chrome_trace(path, [list(itertools.starmap(TraceEvent, of_rank)) for of_rank in everyone])
 
     def job(self) -> PlannedCall | None:
         """The last call, or before the first the pipeline's default call, as numbers; None without a spec."""
-        if not self._parts.is_planned:
+        parts = self._composition
+        if parts is None or not parts.is_planned:
             return None
-        parts, shape = self._parts, self._last or self._build_call_shape({})
+        shape = self._last or self._build_call_shape({})
         if self.report is not None and self.report.text_tokens is not None:
             shape = replace(shape, text=self.report.text_tokens)
         return PlannedCall(plan=self.plan, spec=parts.spec, shape=shape, weights=parts.weights, stages=parts.stages)
 
     def __str__(self) -> str:
         """A table of device, place, blocks, tokens, parameters, keys and bytes per step of each rank, for `job`."""
-        name, job, counts = type(self.pipe).__name__, self.job(), self._parameter_counts
-        if job is None:
-            model, stages = type(self._parts.model).__name__, self._parts.stages
-            return describe_derived_model(name, model, self.plan, self.devices, counts, stages)
-        return describe_plan(name, job, self.devices, counts)
+        if self._composition is None:
+            return f"{self!r}; it is divided at its first call"
+        name = type(self.pipe).__name__
+        job = self.job()
+        if job is not None:
+            return describe_plan(name, job, self.devices, self._parameter_counts)
+        model = type(self._parts.model).__name__
+        return describe_derived_model(name, model, self.plan, self.devices, self._parameter_counts, self._parts.stages)
 
     def __repr__(self) -> str:
         """The pipeline, the plan and this rank, on one line."""
         rank = f"rank {self.mesh.rank} of {self.plan.world} on {self.devices[self.mesh.rank]}"
         return f"<Runner of {type(self.pipe).__name__}: {self.plan}; {rank}>"
 
+    def _derive_and_divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Derives what is not known from the arguments of the first call, and divides the pipeline.
+
+        Raises:
+            ModelError: if a model cannot be derived, or does not hold.
+            StateError: if the ranks were called with different arguments.
+        """
+
+        def describe(call: dict[str, Any]) -> dict[str, Any]:
+            return {"call": digest.describe_call(call), "is_spoiled": self.mesh.groups.is_spoiled}
+
+        call, everyone = _agree_on_result(lambda: self._bind_arguments(args, kwargs), self.mesh, describe)
+        # Since the mesh was made, a call of another runner on the same groups may have failed.
+        if any(rank["is_spoiled"] for rank in everyone):
+            self.mesh.groups.begin_epoch()
+        if self.mesh.epoch != self.mesh.groups.epoch:
+            self.mesh.renew_groups(self.plan)
+        class_now = type(self.pipe)
+        # enable_cache may have given it a class since whose call is this runner.
+        self.pipe.__class__ = self._pipeline_class
+        try:
+            _agree_on_result(lambda: ensure_anatomies(self.pipe, build_single_runner, call), self.mesh)
+            self._divide()
+        finally:
+            self.pipe.__class__ = class_now
+
     def _run_pipeline(self, call: dict[str, Any], output_on: str, watcher: StepWatch) -> Any:
-        parts, stop_event = self._parts, self._stop_event
-        assert stop_event is not None
+        parts = self._parts
+        mesh = self.mesh
+        first_only = output_on == "first"
+        assert self._stop_event is not None
         generators = rng_state.list_generators(call.get("generator"), parts.device)
-        watch, decodes = CallMeter(parts.device, parts.trace, self.mesh.traffic, traced=self.trace), DecodeChecks()
-        # Before anything is drawn: all ranks continue rank 0's generators.
-        rng_state.synchronise_generators(generators, 0, self.mesh.within_calls, self.mesh.traffic)
+        meter = CallMeter(parts.device, parts.trace, mesh.traffic, traced=self.trace)
+        decodes = DecodeChecks()
+        # Before any random number is used: all ranks continue rank 0's generators.
+        rng_state.synchronise_generators(generators, 0, mesh.within_calls, mesh.traffic)
         with ExitStack() as stack:
             stack.enter_context(restore_processors_on_error(find_loop_models(self.pipe)))
-            ends = StepEndCallbacks(self.pipe, self.mesh, call, parts.device, watch, stop_event.is_set, watcher)
+            ends = StepEndCallbacks(self.pipe, mesh, call, parts.device, meter, self._stop_event.is_set, watcher)
             ends.decodes_alone = self.plan.vae == "whole" and self.plan.data == 1 and not generators
-            callbacks, first = ends.install_callbacks(stack, call), output_on == "first"
-            if parts.model_caches and self._decisions is None:
-                self._decisions = AgreementGroups.create_groups(self.plan, self.mesh, parts.device)
-            decisions = self._decisions if parts.model_caches else None
+            callbacks = ends.install_callbacks(stack, call)
+            decisions = None
+            if parts.model_caches:
+                if self._decisions is None:
+                    self._decisions = AgreementGroups.create_groups(self.plan, mesh, parts.device)
+                decisions = self._decisions
             # Before the strategies, so that each replica checks what it decodes itself.
             decodes.install_checks(stack, self.pipe)
             hide_block_tracebacks(stack, DitileError)
-            loop = ends.loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first))
+            loop = stack.enter_context(parts.install_for_call(callbacks, call, decisions, first=first_only))
+            ends.loop = loop
             # The first rank of each replica decodes its images, or every rank decodes its rows.
-            if first and self.mesh.image.index != 0 and self.plan.vae == "whole":
+            if first_only and mesh.image.index != 0 and self.plan.vae == "whole":
                 if is_modular(self.pipe):
                     skip_decode_blocks(stack, self.pipe)
                 else:
                     call["output_type"] = "latent"
-            result = loop.make_count_steps(stack, self._kind.__call__)(self.pipe, **call)
-        # Other ranks may have drawn fewer numbers; the last stage of the first replica drew as the pipeline alone does.
-        last_stage = self.mesh.image.num_ranks - 1
-        rng_state.synchronise_generators(generators, last_stage, self.mesh.within_calls, self.mesh.traffic)
-        decodes.raise_complaint(None if ends.decodes_alone else self.mesh.within_calls)
+            result = loop.make_count_steps(stack, self._pipeline_class.__call__)(self.pipe, **call)
+        # Other ranks may have used fewer random numbers; the last stage of the first replica used as many as the
+        # pipeline alone does.
+        last_stage = mesh.image.num_ranks - 1
+        rng_state.synchronise_generators(generators, last_stage, mesh.within_calls, mesh.traffic)
+        decodes.raise_complaint(None if ends.decodes_alone else mesh.within_calls)
         kept_bytes = sum(cache.kept_bytes for cache in parts.model_caches)
-        self.report = watch.build_report(*loop.taken_warmup, kept_bytes)
-        return None if first and self.mesh.rank != 0 else result
+        self.report = meter.build_report(*loop.taken_warmup, kept_bytes)
+        if first_only and mesh.rank != 0:
+            return None
+        return result
 
     @contextmanager
     def _note_failure(self) -> Iterator[None]:
-        """Notes that messages may be under way, if a call fails."""
+        """Notes that messages may still be on their way, if a call fails."""
         try:
             yield
         except StoppedError:  # all ranks end after the same step
@@ -368,96 +468,99 @@ class Runner:
                 self.mesh.groups.note_failed_call(has_begun=self._parts.pipefusion.broken)
             raise
 
-    def _renew_groups(self, spoiled: bool) -> None:
-        """Makes groups anew if messages of a failed call may be under way in them, on any rank."""
-        if spoiled:
+    def _agree_on_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output_name: str, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The arguments by name. Raises on every rank if one refuses the call, or they were called differently."""
+        parts = self._parts
+        parts.trial.is_due = parts.trial.find_new_code()
+        bind = functools.partial(self._bind_call, args, kwargs, output_name, options["output_on"])
+        if self.mesh.everyone is None:
+            return bind()
+
+        def describe(call: dict[str, Any]) -> dict[str, Any]:
+            # The class first, because what differs first is named.
+            described = digest.describe_call({"pipeline": self._pipeline_class.__name__} | call | options)
+            described |= digest.describe_state(self.pipe, parts.device)
+            described["cache"] = [context.settings for cache in parts.model_caches for context in cache.contexts]
+            return {
+                "call": described,
+                "loras": digest.describe_loras(self.pipe.components),
+                "cannot_stream": parts.serial_plan is not None and parts.explain_streaming_refusal() is not None,
+                "has_new_code": parts.trial.is_due,
+                "is_spoiled": self.mesh.groups.is_spoiled,
+            }
+
+        call, everyone = _agree_on_result(bind, self.mesh, describe)
+        # LoRAs, or other weights than when the pipeline was divided, on one stage are enough.
+        parts.loop.lets_group_rest = any(rank["cannot_stream"] for rank in everyone)
+        # A hook on one rank is enough: all must make the call of a trial.
+        parts.trial.is_due = any(rank["has_new_code"] for rank in everyone)
+        # Messages of a failed call may still be on their way in the groups of any rank.
+        if any(rank["is_spoiled"] for rank in everyone):
             self.mesh.groups.begin_epoch()
         if self.mesh.epoch != self.mesh.groups.epoch:
-            self._parts.renew_groups()
+            parts.renew_groups()
             self._decisions = None
-
-    def _agree_on_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[str, str], options: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The arguments by name. Raises on every rank if one rank refuses the call, or ranks were called unlike."""
-        trial = self._parts.trial
-        trial.is_due = trial.find_new_code()
-        if self.mesh.everyone is None:
-            return self._bind_call(args, kwargs, output)
-        refusal: DitileError | TypeError | None = None
-        call: dict[str, Any] = {}
-        try:
-            call = self._bind_call(args, kwargs, output)
-        # The other ranks would wait for this one.
-        except (DitileError, TypeError) as error:
-            refusal = error
-        caches = [context.settings for cache in self._parts.model_caches for context in cache.contexts]
-        # The class first, because what differs first is named.
-        given = digest.describe_call({"pipeline": self._kind.__name__} | call | options) | digest.describe_state(
-            self.pipe, self._parts.device
-        )
-        mine: list[Any] = [refusal and [type(refusal).__name__, str(refusal)], given | {"cache": caches}]
-        rests = self._parts.serial_plan is not None and self._parts.explain_streaming_refusal() is not None
-        mine += [digest.describe_loras(self.pipe.components), rests, trial.is_due, self.mesh.groups.is_spoiled]
-        everyone = gather_json(mine, self.mesh.everyone)
-        if refusal is not None:
-            raise refusal
-        _check_ranks_alike([each[:3] for each in everyone])
-        # LoRAs, or other weights than when the pipeline was divided, on one stage are enough.
-        self._parts.loop.lets_group_rest = any(rests for *_, rests, _, _ in everyone)
-        # A hook on one rank is enough: all must make the call of a trial.
-        trial.is_due = any(is_due for *_, is_due, _ in everyone)
-        self._renew_groups(any(spoiled for *_, spoiled in everyone))
         return call
 
-    def _bind_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: tuple[str, str]) -> dict[str, Any]:
+    def _bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the pipeline's call by name."""
+        call: dict[str, Any] = dict(self._signature.bind(*args, **kwargs).arguments)
+        rest: dict[str, Any] = call.pop(self._rest, {})
+        return call | rest
+
+    def _bind_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], output_name: str, output_on: Any
+    ) -> dict[str, Any]:
         """The arguments by name. Raises what this rank alone finds wrong with them, and with the named output."""
         if not any(model is self._parts.model for model in find_loop_models(self.pipe)):
-            raise StateError("the pipeline has another model than was divided; put that back, or parallelize it anew")
-        name, output_on = output
+            raise StateError("the pipeline has another model than was divided; put that back, or parallelize it again")
         if output_on not in ("all", "first"):
-            raise ModelError(f"{name}={output_on!r} is not known; try 'all' or 'first'")
-        call = dict(self._signature.bind(*args, **kwargs).arguments)
-        call |= call.pop(self._rest, {})
-        if reason := explain_empty_call(read_call_values(call)) or self._find_call_refusal(call):
+            raise ModelError(f"{output_name}={output_on!r} is not known; try 'all' or 'first'")
+        call = self._bind_arguments(args, kwargs)
+        if reason := explain_empty_call(read_call_values(call)):
             raise ModelError(reason)
+        # Whole models on whole images honour all calls.
+        if not self._parts.calls_whole_model:
+            self._check_call(call)
         return call
 
-    def _find_call_refusal(self, call: Mapping[str, Any]) -> str | None:
-        """Why this rank cannot honour a call exactly, or None. Whole models on whole images honour all calls."""
-        if self._parts.calls_whole_model:
-            return None
-        steps = self._parameters.get("num_inference_steps")
-        num_steps = call.get("num_inference_steps", None if steps is None else steps.default)
-        num_steps = num_steps if isinstance(num_steps, int) else None
-        if reason := explain_hook_refusal(find_loop_models(self.pipe), self.plan, num_steps):
-            return reason
+    def _check_call(self, call: Mapping[str, Any]) -> None:
+        """Raises `ModelError` for a call that this rank cannot honour exactly."""
+        steps = self._fill_defaults(call).get("num_inference_steps")
+        if not isinstance(steps, int):
+            steps = None
+        iterations = count_most_iterations(self.pipe, call, steps)
         partial = self.plan.attends_to_stale_keys or self.plan.pipefusion > 1
-        iterations = count_most_iterations(self.pipe, call, num_steps)
         is_fresh = not partial or self.plan.predicts_whole(iterations)
-        reason = explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh)
-        reason = reason or self._parts.spec.refuse(self.pipe, call)
-        reason = reason or self._find_latent_cut(call)
-        reason = reason or self._find_step_refusal(call, iterations)
-        if reason is None and self._parts.block_hooks.chain and not is_fresh:
+        reason = (
+            explain_hook_refusal(find_loop_models(self.pipe), self.plan, steps)
+            or explain_guider_refusal(self.pipe, partial=partial, fresh=is_fresh)
+            or self._parts.spec.refuse(self.pipe, call)
+            or self._explain_latent_cut(call)
+            or self._explain_step_refusal(call, iterations)
+            or self._parts.find_refusal_reason()
+        )
+        if reason:
+            raise ModelError(reason)
+        if self._parts.block_hooks.chain and not is_fresh:
             self._advise_once(describe_stale_statistics(self.pipe, self._fill_defaults(call)))
-        return reason or self._parts.find_refusal_reason()
 
-    def _find_step_refusal(self, call: Mapping[str, Any], steps: int | None) -> str | None:
+    def _explain_step_refusal(self, call: Mapping[str, Any], steps: int | None) -> str | None:
         """Why what a call does between and at the ends of its steps cannot be honoured exactly, or None."""
         reason = None
-        cuts_latents = self.plan.num_patches * self.plan.pipefusion > 1
         # Without known blocks there are no patches: every rank steps whole images.
         if self._parts.block_hooks.chain and self.plan.num_patches > 1:
             reason = explain_scheduler_refusal(self.pipe)
-        if reason is None and cuts_latents:
-            reason = explain_replaced_step_refusal(self.pipe) or self._find_scheduler_of_batch(call)
-        if reason is None and (cuts_latents or self.plan.has_stale_steps(steps)):
-            reason = explain_changed_size_refusal(self.pipe)
+        if self.plan.cuts_latents:
+            reason = reason or explain_replaced_step_refusal(self.pipe) or self._explain_scheduler_of_batch(call)
+        if self.plan.cuts_latents or self.plan.has_stale_steps(steps):
+            reason = reason or explain_changed_size_refusal(self.pipe)
             reason = reason or explain_callback_refusal(self.pipe, self._fill_defaults(call), steps)
         return reason
 
-    def _find_scheduler_of_batch(self, call: Mapping[str, Any]) -> str | None:
+    def _explain_scheduler_of_batch(self, call: Mapping[str, Any]) -> str | None:
         """Why a scheduler of the user's own cannot step the images of all replicas, or None."""
         images = count_images(read_call_values(self._fill_defaults(call)))
         scheduler = self.pipe.scheduler
@@ -466,31 +569,32 @@ class Runner:
         return (
             f"{type(scheduler).__name__} is not diffusers' own code and may compute with all images of a call, which "
             f"replicas without images do not gather: data={self.plan.data} is more than the {images} image(s) of this "
-            f"call; use data={images}, or a plan without pipefusion and patches"
+            f"call; use data={images}, or {suggest_whole_images()}"
         )
 
-    def _find_latent_cut(self, call: Mapping[str, Any]) -> str | None:
+    def _explain_latent_cut(self, call: Mapping[str, Any]) -> str | None:
         """Why a call that goes on with a part of its latents cannot be divided into patches, or None."""
         if not self.plan.attends_to_stale_keys and self.plan.pipefusion == 1:
             return None
-        known = self._fill_defaults(call)
-        for line, names in find_latent_cuts(inspect.unwrap(self._kind.__call__)).items():
-            if all(known.get(name, True) for name in names):
-                remedy = "".join(f", or {name}=False" for name in sorted(names & known.keys()))
+        values = self._fill_defaults(call)
+        for line, names in find_latent_cuts(inspect.unwrap(self._pipeline_class.__call__)).items():
+            if all(values.get(name, True) for name in names):
+                remedy = "".join(f", or {name}=False" for name in sorted(names & values.keys()))
                 return (
-                    f"{self._kind.__name__} goes on with a part of its latents in mid-run ({line}), and patches and "
-                    f"stale keys belong to one size; use a plan without pipefusion, patches and distrifusion{remedy}"
+                    f"{self._pipeline_class.__name__} goes on with a part of its latents in mid-run ({line}), and "
+                    f"patches and stale keys belong to one size; use {suggest_whole_images(stale_keys=True)}{remedy}"
                 )
         return None
 
     def _fill_defaults(self, call: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: parameter.default for name, parameter in self._parameters.items()} | dict(call)
+        defaults = {name: parameter.default for name, parameter in self._parameters.items()}
+        return defaults | dict(call)
 
     def _advise_once(self, advice: str | None) -> None:
         """Logs a line on the first rank, unless it was logged before."""
         if advice is not None and advice not in self._advised and self.mesh.rank == 0:
             LOG.warning(advice)
-        self._advised |= {advice}
+        self._advised.add(advice)
 
     def _describe_loras(self) -> dict[str, str]:
         """The LoRAs of the model that is divided."""
@@ -498,13 +602,22 @@ class Runner:
 
     def _describe_dtypes(self) -> dict[str, torch.dtype]:
         """The type of each parameter of the models of which this rank has a part."""
-        models = self._parts.list_partial_models()
-        return {f"{type(model).__name__}.{name}": p.dtype for model in models for name, p in model.named_parameters()}
+        dtypes = {}
+        for model in self._parts.list_partial_models():
+            for name, parameter in model.named_parameters():
+                dtypes[f"{type(model).__name__}.{name}"] = parameter.dtype
+        return dtypes
 
     def _check_call_fits_plan(self, call: Mapping[str, Any]) -> None:
         """Raises `PlanError`, before anything runs, for a call that the plan does not fit."""
+        rule = None
         if self.plan.cfg > 1:
-            self._check_guidance(call)
+            rule = read_guidance_rule(find_call_owner(self.pipe), getattr(self.pipe, "config", {}))
+        if rule is not None:
+            values = self._fill_defaults(read_call_values(call))
+            reason = rule.explain_cfg_refusal(self.plan.cfg, self._pipeline_class.__name__, values)
+            if reason:
+                raise PlanError(reason)
         if not self._parts.is_planned:
             return
         shape = self._build_call_shape(call)
@@ -512,166 +625,78 @@ class Runner:
         facts = replace(shape.collect_facts(type(self._parts.model).__name__), text=0)
         if self._parts.calls_whole_model:
             facts = Facts(branches=facts.branches)
-        # With resolution binning the pipeline draws another size than that of the call.
+        # With resolution binning the pipeline generates another size than the call asks for.
         if call.get("use_resolution_binning", "use_resolution_binning" in self._parameters):
             facts = replace(facts, rows=None)
         self.plan.check(facts)
-        self._last, own = shape, shape.divide_batch(self.plan)
-        advice = self.plan.advice(Schedule.from_plan(self.plan, shape.steps, own.batch).bound_speedup(own.calls))
-        self._advise_once(advice)
-
-    def _check_guidance(self, call: Mapping[str, Any]) -> None:
-        rule = read_guidance_rule(find_call_owner(self.pipe), getattr(self.pipe, "config", {}))
-        if rule is None:
-            return
-        values = self._fill_defaults(read_call_values(call))
-        if reason := rule.explain_cfg_refusal(self.plan.cfg, self._kind.__name__, values):
-            raise PlanError(reason)
+        self._last = shape
+        replica = shape.divide_batch(self.plan)
+        bound = Schedule.from_plan(self.plan, shape.steps, replica.batch).bound_speedup(replica.calls)
+        self._advise_once(self.plan.advice(bound))
 
     def _build_call_shape(self, call: Mapping[str, Any]) -> Shape:
-        model, scale = self._parts.model, self.pipe.vae_scale_factor
+        model = self._parts.model
         config: Any = model.config
-        size, arguments = (
-            next(model.parameters()).element_size(),
-            fill_call_defaults(self._parameters, config, scale, read_call_values(call)),
-        )
-        return Shape.from_call(self._parts.spec, config, scale, size, arguments)
+        scale = self.pipe.vae_scale_factor
+        element_size = next(model.parameters()).element_size()
+        arguments = fill_call_defaults(self._parameters, config, scale, read_call_values(call))
+        return Shape.from_call(self._parts.spec, config, scale, element_size, arguments)
 
 
-class DeferredRunner(Runner):
-    """A runner that divides its pipeline at the first call, from whose arguments what is not known of it is derived.
+def _agree_on_result(
+    run: Callable[[], Result], mesh: Mesh, describe: Callable[[Result], dict[str, Any]] = lambda result: {}
+) -> tuple[Result, list[dict[str, Any]]]:
+    """The result of a function here, and its description on each rank; raises on every rank if it raises on one.
 
-    Until then every rank has the whole pipeline, where it was.
-
-    Args:
-        pipe, plan, mesh: the pipeline, its plan, and the ranks.
-        device: this rank's.
-        compose: divides the pipeline, of which enough is known by then.
-        keep_weights: as of `parallelize`.
+    Raises:
+        StateError: if "call" or "loras" of the descriptions differ.
     """
-
-    def __init__(
-        self,
-        pipe: Any,
-        plan: Plan,
-        mesh: Mesh,
-        device: torch.device,
-        compose: Callable[[], Composition],
-        *,
-        keep_weights: bool,
-    ) -> None:
-        self.pipe = pipe
-        self.plan = plan
-        self.mesh = mesh
-        self.trace = False
-        self.report = None
-        self._compose = compose
-        self._composition: Composition | None = None
-        self._origin = find_pipeline_device(pipe)
-        self._keep = keep_weights
-        self._restored = False
-        self._stop_event = None
-        self._pipes = {}
-        self.devices = gather_json(str(device), mesh.everyone)
-        self._use_pipeline(pipe, type(pipe))
-
-    @property
-    def _parts(self) -> Composition:
-        """The strategies of the plan, which the first call builds."""
-        if self._composition is None:
-            raise StateError(
-                f"{type(self.pipe).__name__} is divided at its first call, from whose arguments its model is derived; "
-                "call the runner first, or give parallelize the arguments of a call, as example=dict(...)"
-            )
-        return self._composition
-
-    @_parts.setter
-    def _parts(self, composition: Composition) -> None:
-        self._composition = composition
-
-    @note_shared_call()
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Runner`; the first call divides the pipeline before."""
-        if self._composition is None and not self._restored:
-            self._divide(args, kwargs)
-        return super().__call__(*args, **kwargs)
-
-    @property
-    def is_broken(self) -> bool:
-        """As `Runner`."""
-        return self._composition is not None and super().is_broken
-
-    def restore(self) -> None:
-        """As `Runner`; before the first call there is nothing to put back."""
-        if self._composition is not None:
-            super().restore()
-        elif not self._restored:
-            self.mesh.close_groups()
-            self._restored = True
-
-    def job(self) -> PlannedCall | None:
-        """As `Runner`; None before the first call."""
-        return None if self._composition is None else super().job()
-
-    def __str__(self) -> str:
-        """As `Runner`; before the first call a line."""
-        if self._composition is None:
-            return f"{self!r}; it is divided at its first call"
-        return super().__str__()
-
-    def _divide(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Derives what is not known from the arguments of a call, and divides the pipeline.
-
-        Raises:
-            ModelError: if a model cannot be derived, or does not hold.
-            StateError: if the ranks were called with different arguments.
-        """
-        own = inspect.signature(Runner.__call__).parameters
-        named = {name: value for name, value in kwargs.items() if name not in own}
-
-        def bind() -> dict[str, Any]:
-            call: dict[str, Any] = dict(self._signature.bind(*args, **named).arguments)
-            rest: dict[str, Any] = call.pop(self._rest, {})
-            return call | rest
-
-        call = _run_on_all_ranks(bind, self.mesh)
-        everyone = gather_json([None, digest.describe_call(call), {}], self.mesh.everyone)
-        _check_ranks_alike(everyone)
-        # Since the mesh was made, a call of another runner on the same groups may have failed.
-        if any(gather_json(self.mesh.groups.is_spoiled, self.mesh.everyone)):
-            self.mesh.groups.begin_epoch()
-        if self.mesh.epoch != self.mesh.groups.epoch:
-            self.mesh.renew_groups(self.plan)
-        is_traced = self.trace
-        kind = type(self.pipe)
-        # enable_cache may have given it a class since whose call is this runner.
-        self.pipe.__class__ = self._kind
-        try:
-            _run_on_all_ranks(lambda: ensure_anatomies(self.pipe, build_single_runner, call), self.mesh)
-            super().__init__(self._compose(), origin=self._origin, keep_weights=self._keep)
-        finally:
-            self.pipe.__class__ = kind
-        self.trace = is_traced
-
-
-def _run_on_all_ranks(run: Callable[[], Result], mesh: Mesh) -> Result:
-    """What a function returns here; raises on every rank if it raises on one, for which the others would wait."""
-    refusal: DitileError | TypeError | None = None
-    result: Result | None = None
     try:
         result = run()
+        mine = {"refusal": None} | describe(result)
+    # The other ranks would wait for this one.
     except (DitileError, TypeError) as error:
-        refusal = error
-    mine = refusal and [type(refusal).__name__, str(refusal)]
+        gather_json({"refusal": [type(error).__name__, str(error)]}, mesh.everyone)
+        raise
     everyone = gather_json(mine, mesh.everyone)
-    if refusal is not None:
-        raise refusal
-    _check_ranks_alike([[each, {}, {}] for each in everyone])
-    return cast("Result", result)
+    for rank, theirs in enumerate(everyone):
+        if theirs["refusal"] is not None:
+            name, message = theirs["refusal"]
+            known = getattr(errors, name, None)
+            if known is None:
+                raise StateError(f"rank {rank} raised {name}: {message}")
+            raise known(message)
+    for rank, theirs in enumerate(everyone):
+        values = theirs.get("call", {})
+        values_of_first = everyone[0].get("call", {})
+        for name in (*values_of_first, *values):
+            _check_value_alike(name, rank, values.get(name), 0, values_of_first.get(name))
+    # A rank has only the blocks of its stage: each of its LoRAs is compared with the first rank that has it too.
+    owners: dict[str, tuple[int, str]] = {}
+    for rank, theirs in enumerate(everyone):
+        for name, value in theirs.get("loras", {}).items():
+            owner, value_of_owner = owners.setdefault(name, (rank, value))
+            _check_value_alike(name, rank, value, owner, value_of_owner)
+    return result, everyone
+
+
+def _check_value_alike(name: str, rank: int, value: Any, other_rank: int, other: Any) -> None:
+    if value != other:
+        raise StateError(
+            f"rank {rank} was called with {name}={_shorten(value)} and rank {other_rank} with {_shorten(other)}; call "
+            "all ranks alike"
+        )
+
+
+def _shorten(value: Any) -> str:
+    text = str(value)
+    if len(text) < 200:
+        return text
+    return f"{text[:200]}..."
 
 
 class DecodeChecks:
-    """Finds out whether what a pipeline decodes in a call is finite: a picture of NaN would be a black one."""
+    """Finds out whether what a pipeline decodes in a call is finite: an image of NaN would be a black one."""
 
     def __init__(self) -> None:
         self._complaint: str | None = None
@@ -692,7 +717,9 @@ class DecodeChecks:
 
     def _decode(self, name: str, decode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = decode(*args, **kwargs)
-        decoded = result if isinstance(result, Tensor) else result[0]
+        decoded = result
+        if not isinstance(result, Tensor):
+            decoded = result[0]
         if isinstance(decoded, Tensor) and not decoded.isfinite().all():
             self._complaint = (
                 f"{name} decoded the latents into NaN or infinite numbers, in {decoded.dtype}; decode in float32 or "
@@ -749,18 +776,22 @@ def parallelize(
         StateError: if the pipeline was divided before, and not restored.
         JoinError: if torchrun's ranks cannot connect to each other. Nothing was changed, whichever it is.
     """
-    plan = Plan() if plan is None else require_plan(plan)
+    if plan is None:
+        plan = Plan()
+    require_plan(plan)
     check_pipeline(pipe)
     # Before groups are made: their first messages make a CUDA context on the current GPU.
     chosen = pick_device(device, find_local_rank())
     if chosen.type == "cpu":
         cpus.warn_of_spinning_threads()
-    mesh, origin = build_mesh(plan, groups, chosen), find_pipeline_device(pipe)
+    mesh = build_mesh(plan, groups, chosen)
     if checks is None and env.should_check_key_ages():
         checks = AgeChecks()
     if cp_plan is not None:
         LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
-    graphs = build_block_graphs(plan, chosen, checks) if cuda_graphs else None
+    graphs = None
+    if cuda_graphs:
+        graphs = build_block_graphs(plan, chosen, checks)
     options = CompositionOptions(keep_weights, text_after, attention, compile, checks, graphs)
 
     def compose() -> Composition:
@@ -770,9 +801,9 @@ def parallelize(
         composition.pipefusion.connect_channels(chosen)
         return composition
 
-    if (attention is not None or not plan.divides_the_batch_alone) and not _derive_models(pipe, mesh, example):
-        return DeferredRunner(pipe, plan, mesh, chosen, compose, keep_weights=keep_weights)
-    return Runner(compose(), origin=origin, keep_weights=keep_weights)
+    needs_anatomy = attention is not None or not plan.divides_the_batch_alone
+    deferred = needs_anatomy and not _derive_models(pipe, mesh, example)
+    return Runner(pipe, plan, mesh, chosen, compose, keep_weights=keep_weights, deferred=deferred)
 
 
 def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> bool:
@@ -795,8 +826,8 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
     is_unknown = gather_json(bool(list_unknown_models(pipe)), mesh.everyone)
     if not any(is_unknown):
         return True
-    is_derived = _run_on_all_ranks(derive, mesh)
-    return all(gather_json(is_derived, mesh.everyone))
+    _, everyone = _agree_on_result(derive, mesh, lambda is_derived: {"is_derived": is_derived})
+    return all(rank["is_derived"] for rank in everyone)
 
 
 def build_block_graphs(plan: Plan, device: torch.device, checks: AgeChecks | None) -> BlockGraphs:
@@ -822,33 +853,10 @@ def build_block_graphs(plan: Plan, device: torch.device, checks: AgeChecks | Non
     return BlockGraphs(CudaGraphRecorder(device), device)
 
 
-def _check_ranks_alike(everyone: list[Any]) -> None:
-    """Raises if a rank has refused a call or was called unlike rank 0; of each rank [refusal, what is given, LoRAs]."""
-    for rank, (refusal, _, _) in enumerate(everyone):
-        if refusal is not None:
-            kind, message = refusal
-            known = getattr(errors, kind, None)
-            raise known(message) if known else StateError(f"rank {rank} raised {kind}: {message}")
-    for rank, (_, theirs, _) in enumerate(everyone):
-        for name in (*everyone[0][1], *theirs):
-            _check_value_alike(name, rank, theirs.get(name), 0, everyone[0][1].get(name))
-    # A rank has the blocks of its stage alone: what it has of LoRAs is compared with the first rank that has it too.
-    first: dict[str, tuple[int, str]] = {}
-    for rank, (_, _, loras) in enumerate(everyone):
-        for name, value in loras.items():
-            _check_value_alike(name, rank, value, *first.setdefault(name, (rank, value)))
-
-
-def _check_value_alike(name: str, rank: int, value: Any, other_rank: int, other: Any) -> None:
-    if value != other:
-        text, other_text = (text if len(text) < 200 else f"{text[:200]}..." for text in (str(value), str(other)))
-        raise StateError(
-            f"rank {rank} was called with {name}={text} and rank {other_rank} with {other_text}; call all ranks alike"
-        )
-
-
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:
     """A runner of a plan of one rank, whoever else there is, where the pipeline is."""
+    mesh = Mesh(0, 1)
     device = find_pipeline_device(pipe)
-    composition = compose_strategies(pipe, plan, Mesh(0, 1), device, CompositionOptions(keep_weights=True))
-    return Runner(composition, origin=device, keep_weights=True)
+    options = CompositionOptions(keep_weights=True)
+    compose = functools.partial(compose_strategies, pipe, plan, mesh, device, options)
+    return Runner(pipe, plan, mesh, device, compose, keep_weights=True)

@@ -31,40 +31,55 @@ def build_sibling_pipeline(kind: type[Any], pipe: Any, components: Mapping[str, 
     if not (isinstance(kind, type) and issubclass(kind, DiffusionPipeline)):
         raise ModelError(f"{kind!r} is no class of pipelines; give one of diffusers, such as FluxImg2ImgPipeline")
     builder: Any = kind
+    name = kind.__name__
     needed, settings = builder._get_signature_keys(builder)
     types = builder._get_signature_types()
-    name = kind.__name__
-    given = {each: components[each] for each in needed if each in components}
-    lacking = sorted(set(needed) - set(given) - set(settings) - set(builder._optional_components))
-    if lacking:
-        raise ModelError(f"{name} needs {' and '.join(lacking)}, which {type(pipe).__name__} has not; load that class")
-    for each, part in given.items():
-        _check_part_type(name, each, part, types.get(each, ()))
-    absent = dict.fromkeys(set(needed) - set(given) - set(settings))
-    config = {each: pipe.config[each] for each in settings if each in pipe.config and each not in given}
-    sibling = builder(**absent, **given, **config)
+    arguments: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    missing: list[str] = []
+    # The signature has both: components, and settings that are kept in the config.
+    for key in {*needed, *settings}:
+        if key in needed and key in components:
+            shared[key] = components[key]
+            _check_part_type(name, key, components[key], types.get(key, ()))
+        elif key in settings:
+            if key in pipe.config:
+                arguments[key] = pipe.config[key]
+        elif key in builder._optional_components:
+            arguments[key] = None
+        else:
+            missing.append(key)
+    if missing:
+        lacking = " and ".join(sorted(missing))
+        raise ModelError(f"{name} needs {lacking}, which {type(pipe).__name__} has not; load that class")
+    sibling = builder(**arguments, **shared)
     sibling.register_to_config(_name_or_path=pipe.config.get("_name_or_path"))
-    share_settings(pipe, sibling, given)
-    mine = find_denoisers(pipe)
-    theirs = find_denoisers(sibling)
-    if mine != theirs:
-        odd = sorted(mine.items() ^ theirs.items(), key=lambda item: item[0])[0][0]
-        raise ModelError(f"{name} and {type(pipe).__name__} do not call the same models ({odd}); load {name} instead")
+    share_settings(pipe, sibling, shared)
+    models = find_denoisers(pipe)
+    models_of_sibling = find_denoisers(sibling)
+    if models != models_of_sibling:
+        names = {model_name for model_name, _ in models.items() ^ models_of_sibling.items()}
+        raise ModelError(
+            f"{name} and {type(pipe).__name__} do not call the same models ({min(names)}); load {name} instead"
+        )
     return sibling
 
 
 def share_settings(pipe: Any, sibling: Any, components: Mapping[str, Any]) -> None:
     """Gives a pipeline the parts and the progress bar that another has now."""
-    changed = {name: part for name, part in components.items() if getattr(sibling, name, None) is not part}
-    sibling.register_modules(**{name: part for name, part in changed.items() if name in sibling.components})
+    for name, part in components.items():
+        if name in sibling.components and getattr(sibling, name, None) is not part:
+            sibling.register_modules(**{name: part})
     if hasattr(pipe, "_progress_bar_config"):
         sibling.set_progress_bar_config(**pipe._progress_bar_config)
 
 
 def _check_part_type(name: str, part_name: str, part: Any, types: tuple[Any, ...]) -> None:
     """Raises `ModelError` if the class of a model is not one that a pipeline's signature names."""
-    model = unwrap_compiled(part) if isinstance(part, nn.Module) else part
-    wanted = [each for each in types if isinstance(each, type) and issubclass(each, nn.Module)]
-    if isinstance(model, nn.Module) and wanted and not isinstance(model, tuple(wanted)):
-        known = " or ".join(each.__name__ for each in wanted)
-        raise ModelError(f"{name} takes {known} for its {part_name}, and there is {type(model).__name__}")
+    if not isinstance(part, nn.Module):
+        return
+    model = unwrap_compiled(part)
+    allowed = [cls for cls in types if isinstance(cls, type) and issubclass(cls, nn.Module)]
+    if allowed and not isinstance(model, tuple(allowed)):
+        names = " or ".join(cls.__name__ for cls in allowed)
+        raise ModelError(f"{name} takes {names} for its {part_name}, and there is {type(model).__name__}")

@@ -17,11 +17,9 @@ from ditile.plan.units import format_bytes
 
 EXACT = ("data", "cfg", "ring", "distrifusion", "ulysses", "tensor")
 """Axes that divide all of the work, in every step."""
-
-
 COLUMNS = ("rank", "device", "place", "blocks", "tokens", "parameters", "stale keys", "sent a step")
 DERIVED_COLUMNS = ("rank", "device", "place", "blocks", "parameters")
-"""Those that a model without a `ModelSpec` decides; the others depend on the call."""
+"""The columns of a model without a `ModelSpec`; the others depend on the call."""
 
 
 def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], parameters: Sequence[int] | None = None) -> str:
@@ -33,34 +31,49 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
         devices: the device of each rank.
         parameters: the number that each rank has; by default an estimate, which divides norms and biases too.
     """
-    plan, shape, weights = job.plan, job.shape, job.weights
-    rows = [job.image_layout.count_rows(patch) for patch in range(job.image_layout.num_patches)]
+    plan = job.plan
+    shape = job.shape
+    layout = job.image_layout
     table = _make_rank_table()
     for rank, device in enumerate(devices):
         place = job.locate_rank(rank)
-        owned, part = job.stages[place.stage], job.token_split.shard_tokens(job.image_layout, None)[place.rank]
-        num_parameters = _count_expected_parameters(job, place.stage) if parameters is None else parameters[rank]
+        shard = job.token_split.shard_tokens(layout, None)[place.rank]
+        tokens = f"{shard.image_tokens:,}"
+        if shard.text:
+            tokens += f" + {len(shard.text):,}"
+        # A dry run has no model whose parameters could be counted.
+        num_parameters = _count_expected_parameters(job, place.stage)
+        if parameters is not None:
+            num_parameters = parameters[rank]
+        # The last step but one is asynchronous where any step is, and latents still follow it.
         sent = count_traffic_in_step(job, rank, max(0, shape.steps - 2))
-        cells = (
+        traffic = [f"{kind}\n  {format_bytes(size)}" for kind, size in sent.items()]
+        table.add_row(
+            str(rank),
+            device,
             _format_rank_place(plan, rank),
-            f"{owned.start}-{owned.stop - 1} ({len(owned)})",
-            f"{part.image_tokens:,}" + (f" + {len(part.text):,}" if part.text else ""),
-            f"{num_parameters / 1e6:,.2f} M",
+            _format_blocks(job.stages[place.stage]),
+            tokens,
+            _format_parameters(num_parameters),
             format_bytes(count_key_store_bytes(job, rank)),
-            "\n".join(f"{kind}\n  {format_bytes(size)}" for kind, size in sent.items()) or "0 B",
+            "\n".join(traffic) or "0 B",
         )
-        table.add_row(str(rank), device, *cells)
-    return _render_as_text(
-        f"{model}: {job.spec.name}, {len(weights.blocks)} blocks, "
-        f"{weights.count_stage_parameters(range(len(weights.blocks))) / 1e6:,.2f} M",
+    num_blocks = len(job.weights.blocks)
+    whole = _format_parameters(job.weights.count_stage_parameters(range(num_blocks)))
+    rows = [layout.count_rows(patch) for patch in range(layout.num_patches)]
+    parts: list[str | Table] = [
+        f"{model}: {job.spec.name}, {num_blocks} blocks, {whole}",
         f"plan: {plan}",
         f"image: {shape.width} x {shape.height} px, {shape.num_tokens} tokens ({shape.text} of text), "
         f"{shape.steps} steps, batch {shape.batch}, {shape.calls} call(s) per step",
         f"patches: {len(rows)} of {', '.join(map(str, rows))} token rows",
         table,
         f"speed-up over one rank: at most {_format_speed_up_bound(job)}",
-        *filter(None, [plan.advice(job.step_schedule.bound_speedup(job.count_calls_in_step(1)))]),
-    )
+    ]
+    advice = plan.advice(_bound_stage_speedup(job))
+    if advice is not None:
+        parts.append(advice)
+    return _render_as_text(*parts)
 
 
 def describe_derived_model(
@@ -76,16 +89,26 @@ def describe_derived_model(
     """
     table = _make_rank_table(DERIVED_COLUMNS)
     for rank, device in enumerate(devices):
-        weights, place = f"{parameters[rank] / 1e6:,.2f} M", compute_coordinates(plan, rank)["pipefusion"]
-        owned = stages[place] if plan.pipefusion > 1 else range(0)
-        blocks = f"{owned.start}-{owned.stop - 1} ({len(owned)})" if owned else "all"
-        table.add_row(str(rank), device, _format_rank_place(plan, rank), blocks, weights)
+        blocks = "all"
+        if plan.pipefusion > 1:
+            blocks = _format_blocks(stages[compute_coordinates(plan, rank)["pipefusion"]])
+        table.add_row(str(rank), device, _format_rank_place(plan, rank), blocks, _format_parameters(parameters[rank]))
     return _render_as_text(
         f"{pipeline}: {model}, which has no ModelSpec",
         f"plan: {plan}",
         table,
         "stale keys and bytes sent depend on the call: runner.reports() has them after it",
     )
+
+
+def _format_blocks(blocks: range) -> str:
+    if not blocks:
+        return "all"
+    return f"{blocks.start}-{blocks.stop - 1} ({len(blocks)})"
+
+
+def _format_parameters(number: int) -> str:
+    return f"{number / 1e6:,.2f} M"
 
 
 def _make_rank_table(columns: Sequence[str] = COLUMNS) -> Table:
@@ -97,36 +120,50 @@ def _make_rank_table(columns: Sequence[str] = COLUMNS) -> Table:
 
 def _format_rank_place(plan: Plan, rank: int) -> str:
     """The coordinates of a rank on the axes that are used; "-" if none is."""
-    at = compute_coordinates(plan, rank)
-    names = {"pipefusion": "stage"}
-    used = [name for name in AXES if getattr(plan, name) > 1]
-    return "\n".join(f"{names.get(name, name)} {at[name]}" for name in used) or "-"
+    coordinates = compute_coordinates(plan, rank)
+    lines = []
+    for axis in AXES:
+        if getattr(plan, axis) > 1:
+            name = "stage" if axis == "pipefusion" else axis
+            lines.append(f"{name} {coordinates[axis]}")
+    return "\n".join(lines) or "-"
 
 
 def _count_expected_parameters(job: PlannedCall, stage: int) -> int:
-    """The parameters of a rank of a stage: those of its blocks over the tensor degree."""
-    owned = sum(
-        job.weights.blocks[block] for block in select_local_blocks(job.stages, stage, job.plan.num_whole_stages)
-    )
-    return job.weights.shared + -(-owned // job.plan.tensor)
+    """The parameters of a rank of a stage: its blocks' over the tensor degree, and those that every rank has."""
+    blocks = select_local_blocks(job.stages, stage, job.plan.num_whole_stages)
+    of_blocks = sum(job.weights.blocks[block] for block in blocks)
+    return job.weights.shared + math.ceil(of_blocks / job.plan.tensor)
 
 
 def _format_speed_up_bound(job: PlannedCall) -> str:
     """The bound of the stages, times the degrees that divide every step; data parallelism makes more images."""
-    parts = compute_axis_bounds(job)
-    named = " x ".join(f"{name} {bound:.2f}".removesuffix(".00") for name, bound in parts.items())
-    return f"{math.prod(parts.values()):.2f}x" + (f" ({named})" if len(parts) > 1 else "")
+    bounds = compute_axis_bounds(job)
+    product = f"{math.prod(bounds.values()):.2f}x"
+    if len(bounds) < 2:
+        return product
+    factors = [f"{name} {bound:.2f}".removesuffix(".00") for name, bound in bounds.items()]
+    return f"{product} ({' x '.join(factors)})"
 
 
 def compute_axis_bounds(job: PlannedCall) -> dict[str, float]:
-    """The bound on each axis that is used; their product is that of the plan."""
-    exact = {name: float(getattr(job.plan, name)) for name in EXACT if getattr(job.plan, name) > 1}
-    if job.plan.pipefusion == 1:
-        return exact
-    return {"pipefusion": job.step_schedule.bound_speedup(job.count_calls_in_step(1))} | exact
+    """The bound on each axis that is used; their product is the plan's."""
+    bounds: dict[str, float] = {}
+    if job.plan.pipefusion > 1:
+        bounds["pipefusion"] = _bound_stage_speedup(job)
+    for name in EXACT:
+        if getattr(job.plan, name) > 1:
+            bounds[name] = float(getattr(job.plan, name))
+    return bounds
+
+
+def _bound_stage_speedup(job: PlannedCall) -> float:
+    # Step 0 may make more calls than the others.
+    return job.step_schedule.bound_speedup(job.count_calls_in_step(1))
 
 
 def _render_as_text(*parts: str | Table) -> str:
+    # Wide enough for any table; lines of text are not wrapped.
     console = Console(file=io.StringIO(), width=140, highlight=False)
     with console.capture() as captured:
         for part in parts:

@@ -28,8 +28,8 @@ from ditile.model.pipeline_calls import find_call_owner
 from ditile.plan.errors import DitileError, ModelError, StoppedError
 from ditile.runner.caching import summary
 from ditile.runner.callbacks import StepWatch
-from ditile.runner.load import defaults
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
@@ -44,8 +44,8 @@ from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.requests.prepare import load_lora_weights, prepare_runner
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, encode_drawn, list_drawn
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
+from ditile.runner.requests.warm import choose_warm_steps
 from ditile.runner.runner import Runner
-from ditile.runner.warm import choose_warm_steps
 from ditile.serve.jobs import POSTER, SPRITESHEET, TRACE, Files, JobResult, Request, shorten_line
 from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
 from ditile.serve.previews import CallPreviews, PreviewDecoder

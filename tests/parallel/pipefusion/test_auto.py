@@ -13,7 +13,8 @@ from ditile.model.hooks.kv_store import NOT_FINITE, ChangeCopy, ChangeKey, Relat
 from ditile.parallel.pipefusion.step_agreement import AdaptiveWarmup, should_resynchronise
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
 from tests.parallel.sequence.test_tokens import close
 from tests.pool import Pool

@@ -17,7 +17,8 @@ from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.planner.dry_run import build_subject_job
 from ditile.planner.subject import PlanSubject as Described
-from ditile.runner.load import defaults, find_model_source, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.arguments import build_call_arguments
 from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.options import GenerateOptions

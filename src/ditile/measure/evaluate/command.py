@@ -42,7 +42,7 @@ from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
 from ditile.planner.budget import FILE
 from ditile.planner.dry_run import build_dry_run_job
-from ditile.runner.load import defaults, find_model_source
+from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.console import is_writing_process, make_numbered_tables
 from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.pictures import save_picture_with_texts

@@ -32,7 +32,8 @@ from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
 from ditile.runner.caching import summary
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import build_call_arguments
 from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.pictures import hide_local_path, read_picture, save_picture_with_texts

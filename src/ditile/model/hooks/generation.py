@@ -19,6 +19,7 @@ from ditile.model.hooks.token_arguments import Runs
 from ditile.plan.anatomy import FURTHER
 from ditile.plan.errors import StateError
 from ditile.plan.layout import DUMMY_TEXT, Grid, Layout, Split, TokenShard
+from ditile.plan.plan import suggest_whole_images
 from ditile.plan.schedule import MicroStep, Schedule
 
 
@@ -431,6 +432,6 @@ class Generation:
         """What to raise where the number of calls in a step must not change."""
         return StateError(
             f"the pipeline called the transformer {calls} times in step {self.micro_step.step} and {self.calls} times "
-            "before, and stale keys and the messages of stages belong to calls; guide all steps, or use a plan without "
-            "pipefusion, patches and distrifusion, such as ulysses"
+            "before, and stale keys and the messages of stages belong to calls; guide all steps, or use "
+            f"{suggest_whole_images(stale_keys=True)}"
         )

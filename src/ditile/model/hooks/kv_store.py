@@ -26,6 +26,7 @@ from ditile.distributed.mesh import Mesh
 from ditile.distributed.transport import HostCopy, HostNumbers, PendingMessages
 from ditile.model.hooks.token_arguments import group_runs, view_frames, write_runs
 from ditile.plan.errors import StateError
+from ditile.plan.plan import suggest_whole_images
 
 NEVER = -1
 """The step of a segment that was not written yet."""
@@ -205,8 +206,8 @@ class KeyStore:
         if self.buffers is not None:
             raise StateError(
                 f"the batch changed from {self.buffers[0].shape[0]} to {batch_size} rows in mid-run, and stale "
-                "keys belong to rows; keep guidance on for the whole run, or use a plan without pipefusion, patches "
-                "and distrifusion, such as ulysses"
+                "keys belong to rows; keep guidance on for the whole run, or use "
+                f"{suggest_whole_images(stale_keys=True)}"
             )
         # Heads before tokens, which makes the memory of a head contiguous.
         shape = (batch_size, like.shape[2], self._length, like.shape[3])

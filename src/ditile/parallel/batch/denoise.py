@@ -37,6 +37,7 @@ from ditile.parallel.batch.shares import (
 )
 from ditile.plan.anatomy import ROWS, Kinds, describe_mode
 from ditile.plan.errors import ModelError, StateError
+from ditile.plan.plan import suggest_whole_images
 
 RowForms = tuple[list[tuple[str, list[int]]], bool]
 """The dtype and shape of a row of each prediction, and whether the model returns a bare tensor."""
@@ -284,8 +285,8 @@ class DataCfgBatch:
         if num_branches != before and now.is_stale:
             raise StateError(
                 f"the batch changed from {before} to {num_branches} branches of guidance in step {step}, and "
-                "stale keys belong to branches; keep guidance on for the whole run, or use a plan without pipefusion, "
-                "patches and distrifusion, such as ulysses"
+                f"stale keys belong to branches; keep guidance on for the whole run, or use "
+                f"{suggest_whole_images(stale_keys=True)}"
             )
         self._num_branches[branch] = num_branches
         if self._by_calls and num_branches > 1:

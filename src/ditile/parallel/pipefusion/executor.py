@@ -29,7 +29,7 @@ from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
 from ditile.plan.errors import ModelError, PlanError, StateError
 from ditile.plan.layout import DUMMY_TEXT, Joint, Layout, TokenShard, merge_ranges
-from ditile.plan.plan import Facts, Plan
+from ditile.plan.plan import Facts, Plan, suggest_whole_images
 from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule
 
 
@@ -293,7 +293,7 @@ class PipeFusion:
                 raise StateError(
                     f"a call has {form.grid.num_tokens} image and {form.text} text tokens and had "
                     f"{layout.image_tokens} and {layout.text} before; patches and stale keys belong to one size, so "
-                    "use a plan without pipefusion, patches and distrifusion"
+                    f"use {suggest_whole_images(stale_keys=True)}"
                 )
             now.layouts.pop(key)
             now.memory.forget_branch_keys(now.branch)
@@ -377,8 +377,8 @@ class PipeFusion:
         if batch_size != now.batch and self.stages > 1:
             raise StateError(
                 f"the batch changed from {now.batch} to {batch_size} rows during the run, and messages between stages "
-                "have as many as in the first step; keep guidance on for the whole run, or use a plan without "
-                "pipefusion and patches, such as ulysses"
+                f"have as many as in the first step; keep guidance on for the whole run, or use "
+                f"{suggest_whole_images()}"
             )
         if self._own_calls and now.calls is not None:
             if now.branch >= now.calls:

@@ -46,7 +46,7 @@ from ditile.parallel.pipefusion.step_agreement import AdaptiveWarmup, StepAgreem
 from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
 from ditile.plan.errors import StateError
 from ditile.plan.layout import Split
-from ditile.plan.plan import Plan
+from ditile.plan.plan import Plan, suggest_whole_images
 from ditile.plan.schedule import MicroStep, OpKind, Schedule
 
 
@@ -92,7 +92,7 @@ class Loop:
         self._may_change = may_change
         self._serial_plan = serial_plan
         # Whether latents are denoised patch by patch, or on one of several stages.
-        self._divides_latents = plan.num_patches * plan.pipefusion > 1
+        self._divides_latents = plan.cuts_latents
         self.lets_group_rest = False
         self.call_shapes: Hashable = object()
         self.has_timed_guidance = False
@@ -518,7 +518,7 @@ class Loop:
         if self._has_partial_latents and self.generation.dry.patch != 0:
             raise StateError(
                 f"{name} steps a scheduler that it did not step before, so what that steps cannot be cut into "
-                "patches; use a plan without pipefusion and patches"
+                f"patches; use {suggest_whole_images()}"
             )
         stream = stream or SteppedLatents(scheduler, name)
         self._streams.append(stream)

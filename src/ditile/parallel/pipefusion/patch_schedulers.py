@@ -21,6 +21,7 @@ from ditile.model.hooks.overrides import list_replaced_methods
 from ditile.model.hooks.pieces import Piece
 from ditile.parallel import rng_state
 from ditile.plan.errors import ModelError, StateError
+from ditile.plan.plan import suggest_whole_images
 
 STEP_ARGUMENTS = ("model_output", "timestep", "sample")
 
@@ -285,8 +286,7 @@ def check_size(scheduler: Any, before: Tensor, after: Tensor) -> None:
     if after.shape != before.shape:
         raise StateError(
             f"{type(scheduler).__name__} makes latents of shape {tuple(after.shape)} of those of "
-            f"{tuple(before.shape)}, and patches belong to one size; use a plan without pipefusion and patches, such "
-            "as ulysses"
+            f"{tuple(before.shape)}, and patches belong to one size; use {suggest_whole_images()}"
         )
 
 
@@ -314,8 +314,8 @@ class PatchExtra:
 
     def __getattr__(self, name: str) -> Any:
         raise StateError(
-            "the pipeline takes more than latents from its scheduler, which has made it of one patch here; use a plan "
-            "without pipefusion and patches"
+            f"the pipeline takes more than latents from its scheduler, which has made it of one patch here; use "
+            f"{suggest_whole_images()}"
         )
 
 

@@ -26,6 +26,7 @@ from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.pipefusion.known_calls import CallRecognition, KnownCall, KnownCalls, describe_lengths
 from ditile.parallel.pipefusion.other_models import OtherModels
 from ditile.plan.errors import PlanError, StateError
+from ditile.plan.plan import suggest_whole_images
 
 
 class Rehearsal:
@@ -131,7 +132,7 @@ class Rehearsal:
                 raise StateError(
                     f"{self._dry.pipeline} calls its model on {' + '.join(map(str, rows))} rows in step {step} and on "
                     f"{' + '.join(map(str, first_rows))} in the first one, and guidance that begins or ends during the "
-                    "run cannot be divided into patches; guide all steps, or use a plan without pipefusion and patches"
+                    f"run cannot be divided into patches; guide all steps, or use {suggest_whole_images()}"
                 )
 
     def _find_changed_steps(self, called_models: Sequence[Mapping[int, RehearsedModel]]) -> None:
@@ -276,7 +277,7 @@ class ArgumentProbe:
         """
         schedule = self._now.schedule
         of_prediction, *of_latents = self._masks_by_iteration
-        remedy = "use a plan without pipefusion and patches"
+        remedy = f"use {suggest_whole_images()}"
         if of_prediction and (schedule.stages > 1 or schedule.has_stale_steps):
             _, name = next(iter(of_prediction))
             raise StateError(

@@ -20,6 +20,7 @@ from ditile.parallel.pipefusion.patch_schedulers import (
     is_custom_scheduler,
 )
 from ditile.plan.errors import StateError
+from ditile.plan.plan import suggest_whole_images
 
 OVERRIDES = ("set_timesteps", "step", "scale_model_input")
 
@@ -85,13 +86,12 @@ class SteppedLatents:
         if is_cut and prediction.shape != sample.shape:
             raise StateError(
                 f"{self._name} steps latents of shape {tuple(sample.shape)} with predictions of shape "
-                f"{tuple(prediction.shape)}, so these cannot be cut into patches; use a plan without pipefusion and "
-                "patches"
+                f"{tuple(prediction.shape)}, so these cannot be cut into patches; use {suggest_whole_images()}"
             )
         if is_cut and self.rehearsed_piece is not None:
             raise StateError(
                 f"{self._name} steps its scheduler more than once in a step, so its latents cannot be cut "
-                "into patches; use a plan without pipefusion and patches"
+                f"into patches; use {suggest_whole_images()}"
             )
         self.rehearsed_piece = Piece.from_mask(torch.isnan(prediction))
         self.is_stepped = True
@@ -166,8 +166,8 @@ class SteppedLatents:
                 cause = "one call has prompts of different lengths before their images"
                 remedy = "give prompts, and a negative prompt, of one length, or use"
             raise StateError(
-                f"the patches of {self._name} overlap in its latents, or leave some out, as {cause}; {remedy} a plan "
-                "without pipefusion and patches"
+                f"the patches of {self._name} overlap in its latents, or leave some out, as {cause}; {remedy} "
+                f"{suggest_whole_images()}"
             )
         # The first sample is what the pipeline began with; the others are what it makes of the same latents.
         first, second, *later = self._samples
@@ -175,7 +175,7 @@ class SteppedLatents:
         if any(not torch.equal(second, sample) for sample in later):
             raise StateError(
                 f"{self._name} makes different latents of the same ones each time it changes them between steps, so it "
-                "cannot be divided into patches; use a plan without pipefusion and patches"
+                f"cannot be divided into patches; use {suggest_whole_images()}"
             )
         if not self.passes_copies and not self.is_blended:
             self.latents = self._handed_on
@@ -198,7 +198,7 @@ class SteppedLatents:
         if not torch.equal(self.sample, self.latents):
             raise StateError(
                 f"{self._name} changes the latents between steps, without its scheduler, and makes others of its first "
-                "ones, so it cannot be divided into patches; use a plan without pipefusion and patches"
+                f"ones, so it cannot be divided into patches; use {suggest_whole_images()}"
             )
 
     def release_patches(self, patches: Iterable[int]) -> None:

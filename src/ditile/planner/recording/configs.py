@@ -25,8 +25,8 @@ from ditile.planner.recording.recorded import (
     load_component_config,
     read_prompt_table,
 )
-from ditile.runner.load import MODULAR_MARK, check_config_counts, list_own_components, read_json_object
-from ditile.runner.partial import read_model_index
+from ditile.runner.load import read_model_index
+from ditile.runner.model_files import MODULAR_MARK, check_config_counts, list_own_components, read_json_object
 from ditile.runner.requests.conditions import choose_pipeline_class
 
 FACTS = "facts.json"

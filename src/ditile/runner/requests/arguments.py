@@ -12,8 +12,8 @@ from ditile.plan.checks import is_whole_number
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
-from ditile.runner.load import FRAME_RATE, defaults, find_model_source, read_generation_defaults
-from ditile.runner.partial import read_model_index
+from ditile.runner.load import read_model_index
+from ditile.runner.model_files import FRAME_RATE, defaults, find_model_source, read_generation_defaults
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.conditions import bind_conditions, choose_requested_class, read_call_conditions
 from ditile.runner.requests.facts import collect_call_facts, find_size_multiple

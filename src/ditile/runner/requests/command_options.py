@@ -16,7 +16,7 @@ from ditile.distributed import env, files
 from ditile.plan.checks import check_counts
 from ditile.plan.errors import ModelError
 from ditile.plan.flags import define_option
-from ditile.runner.load import DTYPES
+from ditile.runner.model_files import DTYPES
 from ditile.runner.requests.options import (
     GUIDANCE,
     TRUE_CFG,

@@ -208,8 +208,8 @@ def choose_requested_class(wanted: GenerateOptions) -> tuple[Any, Any]:
     Raises:
         LoadError, ModelError: if the files cannot be read, or no class takes the conditions.
     """
-    from ditile.runner.load import find_model_source
-    from ditile.runner.partial import find_pipeline_kind, read_model_index
+    from ditile.runner.load import find_pipeline_kind, read_model_index
+    from ditile.runner.model_files import find_model_source
 
     source = find_model_source(wanted.model, weights=False)
     own = find_pipeline_kind(source)

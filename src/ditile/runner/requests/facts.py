@@ -259,7 +259,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     """
     from ditile.model.known import find_known_model
     from ditile.model.pipeline_calls import find_call_owner
-    from ditile.runner.load import defaults
+    from ditile.runner.model_files import defaults
     from ditile.runner.requests.results import choose_fps
 
     own = find_call_owner(pipe)

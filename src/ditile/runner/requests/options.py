@@ -10,7 +10,7 @@ from ditile.plan.checks import check_counts, check_finite_number, check_positive
 from ditile.plan.errors import ModelError
 from ditile.plan.flags import define_option
 from ditile.plan.plan import TEXT_AFTER
-from ditile.runner.load import DTYPES
+from ditile.runner.model_files import DTYPES
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 LEAST_FPS, MOST_FPS = 0.01, 1000

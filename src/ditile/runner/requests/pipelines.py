@@ -16,7 +16,7 @@ from ditile.model.known import find_known_model
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import require_extra
 from ditile.plan.shape import FRAME_COUNTS
-from ditile.runner.load import find_model_source
+from ditile.runner.model_files import find_model_source
 
 VIDEO_FIELDS = ("frames", "video", "videos")
 """Names of a result's field."""
@@ -37,7 +37,7 @@ def draws_videos(model: str) -> bool:
     known = find_known_model(model)
     if known is not None and known.hub_id is None:
         return known.is_video
-    from ditile.runner.partial import find_pipeline_kind
+    from ditile.runner.load import find_pipeline_kind
 
     return returns_videos(find_pipeline_kind(find_model_source(model, weights=False)))
 
@@ -72,7 +72,7 @@ def check_model_packages(model: str) -> None:
     known = find_known_model(model)
     if known is not None and known.hub_id is None:
         return
-    from ditile.runner.partial import check_component_packages, find_pipeline_kind
+    from ditile.runner.load import check_component_packages, find_pipeline_kind
 
     source = find_model_source(model, weights=False)
     check_prompt_cleaner(find_pipeline_kind(source))

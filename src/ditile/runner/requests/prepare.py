@@ -14,7 +14,7 @@ from ditile.distributed.torchrun import join_torchrun
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.units import format_bytes
-from ditile.runner.load import find_model_source, load
+from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.conditions import choose_pipeline_class
 from ditile.runner.requests.console import Status
@@ -46,7 +46,7 @@ def prepare_runner(
         DitileError: if the model, the plan or an option does not fit.
     """
     from ditile.model.hooks.compile import set_compile_configs
-    from ditile.runner.partial import find_pipeline_kind
+    from ditile.runner.load import find_pipeline_kind, load
     from ditile.runner.runner import parallelize
 
     silence_libraries()
@@ -89,7 +89,7 @@ def prepare_runner(
 def _check_model_guides(pipeline: Any, model: str, plan: Plan) -> None:
     """Raises `PlanError` for cfg with a model of which no call has a second branch of guidance."""
     from ditile.model.pipeline_calls import read_guidance_rule
-    from ditile.runner.partial import read_model_index
+    from ditile.runner.load import read_model_index
 
     if plan.cfg == 1 or pipeline is None:
         return
@@ -136,12 +136,8 @@ def load_controlnet(source: str, dtype: Any) -> Any:
     """
     import diffusers
 
-    from ditile.runner.load import (
-        check_model_folder,
-        check_weight_source,
-        choose_weight_dtype,
-        convert_build_errors,
-    )
+    from ditile.runner.load import choose_weight_dtype, convert_build_errors
+    from ditile.runner.model_files import check_model_folder, check_weight_source
 
     check_weight_source(source, "controlnet")
     if os.path.isdir(source):

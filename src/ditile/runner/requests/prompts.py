@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from ditile.distributed import files
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.load import choose_dtype_name, find_model_source
+from ditile.runner.model_files import choose_dtype_name, find_model_source
 from ditile.runner.requests import pictures
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.command_options import RunOptions, list_named_paths

@@ -15,7 +15,7 @@ import numpy as np
 from ditile.model.pipeline_calls import list_call_parameters
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
-from ditile.runner.load import FRAME_RATE, read_generation_defaults
+from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests import pictures, videos
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.metadata import PARAMETERS, format_parameters

@@ -32,7 +32,8 @@ from ditile.measure.sessions import release_memory, time_call, use_cache_within
 from ditile.measure.verify import verify_plan
 from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
-from ditile.runner.load import defaults, load
+from ditile.runner.load import load
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.command_options import VerifyOptions
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import parallelize

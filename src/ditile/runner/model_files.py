@@ -1,0 +1,440 @@
+"""Where the files of a model are, and whether they are whole. Nothing here imports torch.
+
+Files that are missing or cut short, and pickles, are refused before any weight is read. huggingface_hub keeps a lock
+while it downloads a file, and the other ranks wait for that lock. A waiting rank reports progress as long as the
+model's folder in the cache grows.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ditile.distributed import env, files
+from ditile.model.known import (
+    ASSETS,
+    find_component_folder,
+    find_known_model,
+    list_bundled_models,
+    list_known_models,
+    list_published_models,
+)
+from ditile.plan.checks import is_number, suggest_nearest
+from ditile.plan.errors import LoadError, ModelError
+
+PERIOD = 1.0
+"""Seconds between two looks at a folder that grows."""
+HUB_TIMEOUT = 5.0
+"""Seconds in which the hub must answer."""
+MOST_IN_CONFIGS = {r"(\w+_)?(layers?|blocks?|depth)(_per_\w+)?": 1000, "num_train_timesteps": 10**6}
+"""Patterns of names in a config, and the largest number that each may have."""
+MODEL_INDEX = "model_index.json"
+MODULAR_INDEX = "modular_model_index.json"
+"""A folder with one of these two files is a pipeline; the first one counts where both are."""
+MODULAR_MARK = "_blocks_class_name"
+"""The key that only the index of a modular pipeline has."""
+FRAME_RATE = "fps"
+"""The key of `generation.json` for the frames per second of a video file."""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def defaults(model: str) -> dict[str, Any]:
+    """The call arguments that suit a model: its size, steps, guidance and others; the command line uses them too.
+
+        runner(prompt, **ditile.defaults("shapes-flux"))
+
+    They come from the `generation.json` in the model's folder; for a published model they are what its authors
+    recommend. Without either the result is empty, and the pipeline's own defaults apply.
+
+    Args:
+        model: the name of a bundled or published model, a folder, or a hub id.
+
+    Raises:
+        ModelError: if the model is not known.
+        LoadError: if the file is no JSON object.
+    """
+    call = read_generation_defaults(model)
+    call.pop(FRAME_RATE, None)
+    return call
+
+
+def read_generation_defaults(model: str) -> dict[str, Any]:
+    """What `defaults` returns, and the frame rate of video files, which is no argument of the call."""
+    source = _locate_model(model, weights=False)
+    if isinstance(source, str):
+        return {}
+    path = source / "generation.json"
+    if not path.exists():
+        return {}
+    return read_json_object(path)
+
+
+def find_model_source(name: str, variant: str | None = None, *, weights: bool = True) -> Path | str:
+    """Where a model is: the folder of a bundled or local one, or the hub id itself.
+
+    Args:
+        name: of a bundled or published model, a folder, or a hub id.
+        variant: of the files that will be read.
+        weights: whether weights will be read; configs are enough to say how a model would be divided, and the package
+            has the configs of published models.
+
+    Raises:
+        ModelError: if `name` is none of them.
+        LoadError: if a folder is no pipeline, or its weights are missing, cut short or pickles; or if a model of the
+            hub is not in its cache, and the hub cannot be reached.
+    """
+    source = _locate_model(name, weights=weights)
+    if isinstance(source, str):
+        check_hub_access(source)
+    elif weights:
+        _check_pipeline_folder(source, variant)
+    return source
+
+
+def _locate_model(name: str, *, weights: bool) -> Path | str:
+    """The folder or the hub id of a model, without a look at its files."""
+    if not name or not isinstance(name, str | Path):
+        raise ModelError(_describe_unknown_model(name))
+    folder = Path(name)
+    known = find_known_model(str(name))
+    # A local folder of a pipeline goes before the published model of the same name.
+    if known is not None and (known.hub_id is None or find_index_file(folder) is None):
+        if weights and known.hub_id is not None:
+            return known.hub_id
+        folder = known.folder
+    # Unlike the methods of Path, these do not raise for a name that is too long or has a NUL.
+    if os.path.isdir(folder):
+        if find_index_file(folder) is None:
+            raise LoadError(f"{folder} has no model_index.json; give a folder that save_pretrained of a pipeline wrote")
+        return folder
+    if is_hub_id(str(name)) and not os.path.exists(folder):
+        return str(name)
+    raise ModelError(_describe_unknown_model(name))
+
+
+def _describe_unknown_model(name: Any) -> str:
+    """Why a name is no model's, and what would be one."""
+    hint = suggest_nearest(str(name), [model.name for model in list_known_models()], "")
+    if hint:
+        hint += " "
+    path = ""
+    if isinstance(name, str | Path):
+        path = str(name)
+    if os.path.isfile(path):
+        return (
+            f"model {name!r} is a file; {hint}give the folder of a pipeline; a checkpoint in one file becomes a folder "
+            "by diffusers' from_single_file and save_pretrained"
+        )
+    if path.startswith((".", "~")) or "/" in path or os.sep in path:
+        return (
+            f"model {name!r}: there is no such folder, and it is not a hub id (owner/name); {hint}give a "
+            "folder that save_pretrained of a pipeline wrote, a hub id, or a name that ditile models lists"
+        )
+    return (
+        f"model {name!r} is not known; {hint}bundled are {', '.join(list_bundled_models())}; published "
+        f"{', '.join(list_published_models())}; a folder saved by save_pretrained and a hub id (owner/name) work too"
+    )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id with its owner."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name
+
+
+def find_index_file(folder: Path) -> Path | None:
+    """The index of a pipeline's folder; None if it is no pipeline."""
+    for name in (MODEL_INDEX, MODULAR_INDEX):
+        if os.path.exists(folder / name):
+            return folder / name
+    return None
+
+
+def list_own_components(source: Path | str, index: Mapping[str, Any]) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """The components that lie with a pipeline's index: name, (library, class).
+
+    Args:
+        source: the folder, or the hub id.
+        index: the content of its `model_index.json` or `modular_model_index.json`. A modular pipeline may keep
+            components in other places, or leave some out.
+    """
+    for name, entry in index.items():
+        if not isinstance(entry, list):
+            continue
+        if len(entry) == 2:
+            yield name, (entry[0], entry[1])
+        elif len(entry) == 3 and isinstance(entry[2], dict) and entry[2].get("subfolder", name) == name:
+            location = entry[2]
+            # The class may stand in the hint alone, for a component that was not loaded when the pipeline was saved.
+            library, class_name = entry[:2]
+            hint = location.get("type_hint")
+            if isinstance(hint, list) and len(hint) == 2:
+                library, class_name = hint
+            if class_name is not None and _is_beside_index(source, name, location.get("pretrained_model_name_or_path")):
+                yield name, (library, class_name)
+
+
+def _is_beside_index(source: Path | str, name: str, place: Any) -> bool:
+    """Whether a component of a modular pipeline lies with the index, which names the place that it was read from."""
+    if place == source:
+        return True
+    if not isinstance(source, Path):
+        return False
+    return (source / name).is_dir() or (isinstance(place, str) and Path(place).resolve() == source.resolve())
+
+
+def _check_pipeline_folder(folder: Path, variant: str | None) -> None:
+    """Raises `LoadError` unless the weights of a pipeline (of a variant) are there, and whole by their headers."""
+    index = read_json_object(find_index_file(folder) or folder)
+    for name, (library, _) in list_own_components(folder, index):
+        # An optional component that the pipeline lacks has no library.
+        if library is not None:
+            _check_component(find_component_folder(folder, name), variant)
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises `LoadError` for a folder that is no model of safetensors, such as one of pickles."""
+    if not (folder / "config.json").exists():
+        raise LoadError(f"{folder} has no config.json; give a folder that save_pretrained of a model wrote")
+    _check_component(folder, None)
+
+
+def _check_component(folder: Path, variant: str | None) -> None:
+    """Raises `LoadError` for a component that is missing, or that has a config.json and no whole weights with it."""
+    if not folder.is_dir():
+        raise LoadError(f"{folder} is missing, and the index beside it names it; copy the whole model")
+    for path in (folder / "config.json", folder / "scheduler_config.json"):
+        if path.exists():
+            check_config_counts(read_json_object(path), path)
+    if not (folder / "config.json").exists():
+        return
+    weight_files = _list_weight_files(folder, variant)
+    if not weight_files:
+        pickles = sorted([*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.ckpt")])
+        if pickles:
+            raise LoadError(
+                f"{folder} has only {pickles[0].name}, a pickle, which can run code when it is read; "
+                "convert it with save_pretrained(..., safe_serialization=True)"
+            )
+        raise LoadError(f"{folder} has no weights; a *.safetensors file belongs there")
+    for path in weight_files:
+        if not path.exists():
+            raise LoadError(f"{path} is missing, and the index beside it names it; copy the whole model")
+        with open_safetensors(path, "np"):
+            pass
+
+
+def _list_weight_files(folder: Path, variant: str | None) -> list[Path]:
+    """The weight files of a component: those of the variant if it has some, otherwise the plain ones."""
+    weight_files: set[Path] = set()
+    if variant is not None:
+        weight_files = _list_files_with_ending(folder, f".{variant}")
+    return sorted(weight_files or _list_files_with_ending(folder, ""))
+
+
+def _list_files_with_ending(folder: Path, ending: str) -> set[Path]:
+    """The weight files that are in a folder or that an index there names."""
+    weight_files = set(folder.glob(f"*{ending}.safetensors"))
+    for index in folder.glob(f"*.safetensors.index{ending}.json"):
+        weight_files.update(folder / name for name in read_weight_map(index).values())
+    return weight_files
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """The index of a checkpoint in several files: tensor -> name of its file. Raises `LoadError` if it is none."""
+    weight_map = read_json_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise LoadError(f"{path} is no index of safetensors files; copy it again")
+    return weight_map
+
+
+def open_safetensors(path: Path, framework: str) -> Any:
+    """A file of safetensors, of which only the header is read. Raises `LoadError` if it is cut short."""
+    import safetensors
+
+    try:
+        return safetensors.safe_open(path, framework=framework)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise LoadError(f"{path} is no whole safetensors file ({join_error_lines(error)}); copy it again") from error
+
+
+def refuse_missing_weights(names: Collection[str], place: Path) -> None:
+    """Raises `LoadError` if the files of a model lack weights of these names."""
+    if names:
+        raise LoadError(f"{place} lacks {len(names)} weight(s), such as {min(names)}; copy it again")
+
+
+def check_config_counts(config: Mapping[str, Any], path: Path | str) -> None:
+    """Raises `LoadError` for a config with so many layers or timesteps that building its model would never end."""
+    for name, value in config.items():
+        for pattern, most in MOST_IN_CONFIGS.items():
+            if re.fullmatch(pattern, str(name)):
+                _check_config_count(name, value, most, path)
+
+
+def _check_config_count(name: str, value: Any, most: int, path: Path | str) -> None:
+    if isinstance(value, list):
+        for item in value:
+            _check_config_count(name, item, most, path)
+    elif is_number(value) and value > most:
+        raise LoadError(f"{path} says {name}={value}, and no model has more than {most}; copy it again")
+
+
+def choose_dtype_name(source: Path | str, dtype: str | None, *, on_gpu: bool | None = None) -> str:
+    """The type of a model's weights: `dtype` if it is given, otherwise bfloat16 on GPUs and float32 for bundled models.
+
+    Args:
+        source: of the model, as `find_model_source` returns it.
+        dtype: one of `DTYPES`, or None.
+        on_gpu: whether there are GPUs; None to look, which imports torch.
+
+    Raises:
+        ModelError: if the type is not known.
+    """
+    if dtype is not None:
+        if dtype not in DTYPES:
+            raise ModelError(f"dtype={dtype!r} is not known; try {', '.join(DTYPES)}")
+        return dtype
+    if isinstance(source, Path) and source.resolve().parent == ASSETS.resolve():
+        return "float32"
+    if on_gpu is None:
+        # A process that starts ranks needs torch for nothing else, and loading and leaving it take seconds.
+        import torch
+
+        on_gpu = torch.cuda.is_available()
+    return "bfloat16" if on_gpu else "float32"
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file of JSON. Raises `LoadError` if there is none."""
+    try:
+        content = files.parse_json(files.read_text(path))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"{path} is no readable JSON: {join_error_lines(error)}") from error
+    if not isinstance(content, dict):
+        raise LoadError(f"{path} is no JSON object")
+    return content
+
+
+def join_error_lines(error: Exception) -> str:
+    """An error's message on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def check_weight_source(source: str, option: str) -> None:
+    """Checks the value of an option that names weights, such as a LoRA.
+
+    Raises:
+        ModelError: if it is neither there nor a hub id.
+        LoadError: if it is a hub id, and is not in the hub's cache and cannot be fetched.
+    """
+    if source and os.path.exists(source):
+        return
+    if not is_hub_id(source):
+        raise ModelError(f"{option}={source!r} is no file; give one, a folder or a hub id (owner/name)")
+    check_hub_access(source, "*", option)
+
+
+@lru_cache(maxsize=64)  # what was there once stays there
+def check_hub_access(repository: str, file: str = "*model_index.json", option: str = "model") -> None:
+    """Raises `LoadError` at once for what is not in the hub's cache and cannot be fetched.
+
+    huggingface_hub alone would retry for half a minute, for each of several files.
+
+    Args:
+        repository: its hub id.
+        file: a pattern of a file that it has.
+        option: the option that names it.
+    """
+    from huggingface_hub import constants
+
+    if any(find_blob_folder(repository).parent.glob(f"snapshots/*/{file}")):
+        return
+    problem = f"{option} {repository!r} is not in the hub's cache {constants.HF_HUB_CACHE}"
+    if constants.HF_HUB_OFFLINE:
+        raise LoadError(f"{problem}, and HF_HUB_OFFLINE is set; unset it, or give a folder")
+    reason = _find_connection_error(constants.ENDPOINT)
+    if reason is not None:
+        raise LoadError(f"{problem}, and the network does not reach {constants.ENDPOINT} ({reason}); give a folder")
+
+
+def _find_connection_error(url: str) -> str | None:
+    """Why a server cannot be reached; None if it answers, whatever it says."""
+    # urllib does not speak SOCKS, which such a proxy may be.
+    if "all" in urllib.request.getproxies():
+        return None
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_TIMEOUT).close()
+    except (urllib.error.HTTPError, http.client.HTTPException):
+        return None
+    except OSError as error:
+        # urllib wraps the errors of a connection, but not those of a connection that breaks later.
+        cause = getattr(error, "reason", error)
+        # huggingface_hub may trust certificates that Python does not: this server answered.
+        if not isinstance(cause, ssl.SSLError):
+            return str(cause)
+    return None
+
+
+@contextmanager
+def report_download_progress(repository: str) -> Iterator[None]:
+    """Reports progress of this rank of `launch` whenever the cache folder of a repository (its hub id) has grown.
+
+    A download that hangs reports nothing, so `launch` ends the run after its stall timeout.
+    """
+    if env.read_progress_fd() is None:
+        yield
+        return
+    ended = threading.Event()
+    thread = threading.Thread(target=_report_growth, args=(find_blob_folder(repository), ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def find_blob_folder(repository: str) -> Path:
+    """The folder of the hub's cache with the files of a model, unfinished ones included."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"), "blobs")
+
+
+def _report_growth(folder: Path, ended: threading.Event) -> None:
+    """Reports progress whenever a folder has changed, until the download has ended."""
+    before = _list_file_stats(folder)
+    while not ended.wait(PERIOD):
+        now = _list_file_stats(folder)
+        if now != before:
+            env.report_progress()
+        before = now
+
+
+def _list_file_stats(folder: Path) -> dict[str, tuple[int, int]]:
+    """The size and time of each file."""
+    file_stats = {}
+    for path in folder.glob("*"):
+        # The hub renames a file that is complete, perhaps between `glob` and `stat`.
+        with suppress(FileNotFoundError):
+            stat = path.stat()
+            file_stats[path.name] = (stat.st_size, stat.st_mtime_ns)
+    return file_stats
