@@ -446,50 +446,21 @@ def compose_strategies(
     encoders = TextEncoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=options.text_after
     )
-    parallel_vae = None
-    if plan.vae == "rows":
-        vae = getattr(pipe, "vae", None)
-        parallel_vae = ParallelVAE(vae, mesh.image, mesh.traffic, block_size=plan.vae_block_size)
+    parallel_vae = _build_parallel_vae(pipe, plan, mesh)
     # Before weights are taken out: weight streaming needs the descriptions of the blocks of every stage.
     warmup_group = _build_warmup_group(pipe, block_hooks, stages, plan, mesh, may_rest=serial_plan is not None)
     # Before `claim_blocks`, which clears `loaded_blocks`, and takes weights out.
     shards = _list_shard_options(block_hooks, plan, mesh["tensor"], keep=keep)
     own = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages)
-    tensor = mesh["tensor"]
-    weights = block_hooks.claim_blocks(own, keep=keep, shard=(tensor.index, tensor.num_ranks))
-    # Before the guards of tensor parallelism, which lie around these and go first.
-    _guard_partial_models(block_hooks, plan)
-    # After the stage split: tensor parallelism shards only the weights that this rank keeps.
-    sharded = _shard_transformers(shards, mesh)
+    weights, sharded = _keep_own_weights(block_hooks, own, shards, plan, mesh, keep=keep)
     encoders.empty_foreign_parts()
-    offload = None
-    with ExitStack() as stack:
-        if plan.offload == "blocks":
-            offload = BlockOffload(block_hooks.models, own, HostCopies(device))
-            stack.enter_context(offload.hold_blocks_back())
-        # After all that takes weights out, so that the device never gets weights that this rank does not keep.
-        move_pipeline(pipe, device)
-    # Pinned memory is allocated now, as that may wait for the device.
-    if offload is not None:
-        offload.pack_weights()
+    # After all that takes weights out, so that the device never gets weights that this rank does not keep.
+    offload = _move_own_weights(pipe, block_hooks, own, plan, device)
     # The loop drives the stage, and attention asks the loop for the current generation.
-    trace = mesh.traffic.trace
     joint = block_hooks.anatomy.joint
-    # Graphs read keys and values where they were recorded, so these stay from call to call.
-    kept_buffers = None
-    if options.graphs is not None:
-        kept_buffers = options.graphs.kept_buffers
-    pipefusion = PipeFusion(mesh, stages[mesh.stage_index], plan, joint, trace, sharded.streams, warmup_group)
-    loop = Loop(
-        pipefusion,
-        mesh,
-        plan,
-        Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False),
-        trace,
-        kept_buffers=kept_buffers,
-        may_change=_may_change(block_hooks),
-        serial_plan=serial_plan,
-    )
+    stage = stages[mesh.stage_index]
+    pipefusion = PipeFusion(mesh, stage, plan, joint, mesh.traffic.trace, sharded.streams, warmup_group)
+    loop = _build_loop(pipefusion, block_hooks, plan, serial_plan, mesh, options.graphs)
     composition = Composition(
         pipe=pipe,
         plan=plan,
@@ -515,13 +486,74 @@ def compose_strategies(
     return composition
 
 
-def _guard_partial_models(block_hooks: TransformerHooks, plan: Plan) -> None:
-    """Makes models of which this rank has a part refuse what needs the whole."""
+def _keep_own_weights(
+    block_hooks: TransformerHooks,
+    own: range,
+    shards: list[tuple[nn.Module, dict[str, Any]]],
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    keep: bool,
+) -> tuple[Weights, ShardedTransformer]:
+    """Takes the weights out of the models that other ranks hold; returns what the whole had, and this rank's share."""
+    tensor = mesh["tensor"]
+    weights = block_hooks.claim_blocks(own, keep=keep, shard=(tensor.index, tensor.num_ranks))
+    # Before the guards of tensor parallelism, which lie around these and go first.
     if plan.divides_blocks:
         block_hooks.guard_saving()
     # With split_scheme=row the model sums over the ranks by itself, also if the pipeline is called on all of them.
     if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
         block_hooks.guard_calls()
+    # After the stage split: tensor parallelism shards only the weights that this rank keeps.
+    return weights, _shard_transformers(shards, mesh)
+
+
+def _move_own_weights(
+    pipe: Any, block_hooks: TransformerHooks, own: range, plan: Plan, device: torch.device
+) -> BlockOffload | None:
+    """Moves the pipeline to the device, without blocks that are streamed from the host's memory."""
+    if plan.offload != "blocks":
+        move_pipeline(pipe, device)
+        return None
+    offload = BlockOffload(block_hooks.models, own, HostCopies(device))
+    with offload.hold_blocks_back():
+        move_pipeline(pipe, device)
+    # Pinned memory is allocated now, as that may wait for the device.
+    offload.pack_weights()
+    return offload
+
+
+def _build_loop(
+    pipefusion: PipeFusion,
+    block_hooks: TransformerHooks,
+    plan: Plan,
+    serial_plan: Plan | None,
+    mesh: Mesh,
+    graphs: BlockGraphs | None,
+) -> Loop:
+    """What drives the pipeline's loop."""
+    # Graphs read keys and values where they were recorded, so these stay from call to call.
+    kept_buffers = None
+    if graphs is not None:
+        kept_buffers = graphs.kept_buffers
+    token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
+    return Loop(
+        pipefusion,
+        mesh,
+        plan,
+        token_split,
+        mesh.traffic.trace,
+        kept_buffers=kept_buffers,
+        may_change=_may_change(block_hooks),
+        serial_plan=serial_plan,
+    )
+
+
+def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:
+    """A pipeline's autoencoder by rows, where the plan says so."""
+    if plan.vae != "rows":
+        return None
+    return ParallelVAE(getattr(pipe, "vae", None), mesh.image, mesh.traffic, block_size=plan.vae_block_size)
 
 
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
