@@ -440,9 +440,7 @@ def compose_strategies(
     compiles = decide_compile(options.compile, transformer, block_hooks.chain, plan, device, mesh.rank)
     plan, serial_plan = _choose_warmup_mode(pipe, block_hooks, plan, mesh)
     stages = divide_into_stages(block_hooks, plan)
-    kernel = None
-    if options.attention is not None:
-        kernel = choose_kernel(options.attention, device, transformer.dtype, lse=plan.ring > 1)
+    kernel = _choose_named_kernel(options.attention, transformer, device, plan)
     encoders = TextEncoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=options.text_after
     )
@@ -452,14 +450,11 @@ def compose_strategies(
     # Before `claim_blocks`, which clears `loaded_blocks`, and takes weights out.
     shards = _list_shard_options(block_hooks, plan, mesh["tensor"], keep=keep)
     own = select_local_blocks(stages, mesh.stage_index, plan.num_whole_stages)
-    weights, sharded = _keep_own_weights(block_hooks, own, shards, plan, mesh, keep=keep)
-    encoders.empty_foreign_parts()
+    weights, sharded = _keep_own_weights(block_hooks, encoders, own, shards, plan, mesh, keep=keep)
     # After all that takes weights out, so that the device never gets weights that this rank does not keep.
     offload = _move_own_weights(pipe, block_hooks, own, plan, device)
     # The loop drives the stage, and attention asks the loop for the current generation.
-    joint = block_hooks.anatomy.joint
-    stage = stages[mesh.stage_index]
-    pipefusion = PipeFusion(mesh, stage, plan, joint, mesh.traffic.trace, sharded.streams, warmup_group)
+    pipefusion = _build_pipefusion(block_hooks, stages, plan, mesh, sharded, warmup_group)
     loop = _build_loop(pipefusion, block_hooks, plan, serial_plan, mesh, options.graphs)
     composition = Composition(
         pipe=pipe,
@@ -488,6 +483,7 @@ def compose_strategies(
 
 def _keep_own_weights(
     block_hooks: TransformerHooks,
+    encoders: TextEncoders,
     own: range,
     shards: list[tuple[nn.Module, dict[str, Any]]],
     plan: Plan,
@@ -505,7 +501,32 @@ def _keep_own_weights(
     if plan.pipefusion > 1 or (plan.tensor > 1 and plan.split_scheme == "sequence"):
         block_hooks.guard_calls()
     # After the stage split: tensor parallelism shards only the weights that this rank keeps.
-    return weights, _shard_transformers(shards, mesh)
+    sharded = _shard_transformers(shards, mesh)
+    encoders.empty_foreign_parts()
+    return weights, sharded
+
+
+def _choose_named_kernel(
+    name: str | None, transformer: Any, device: torch.device, plan: Plan
+) -> DiffusersKernel | None:
+    """The kernel of that name; None leaves the choice to each processor."""
+    if name is None:
+        return None
+    return choose_kernel(name, device, transformer.dtype, lse=plan.ring > 1)
+
+
+def _build_pipefusion(
+    block_hooks: TransformerHooks,
+    stages: list[range],
+    plan: Plan,
+    mesh: Mesh,
+    sharded: ShardedTransformer,
+    warmup_group: WarmupGroup | None,
+) -> PipeFusion:
+    """This rank's stage."""
+    joint = block_hooks.anatomy.joint
+    stage = stages[mesh.stage_index]
+    return PipeFusion(mesh, stage, plan, joint, mesh.traffic.trace, sharded.streams, warmup_group)
 
 
 def _move_own_weights(
