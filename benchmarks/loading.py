@@ -30,9 +30,9 @@ from transformers import T5Config, T5EncoderModel
 
 from ditile.distributed.launch import launch
 from ditile.model.anatomies import build_block_hooks
-from ditile.model.flux import FLUX
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.model.known import ASSETS
+from ditile.model.refinements import FLUX
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import DTYPES

@@ -54,7 +54,7 @@ RELATIVE = "latency relative to fastest"
 SPEEDUP = "speedup over "
 SLOWER = "slower than"
 TIE = 0.03  # figures that differ by less have no order: means of five runs, in two or three digits
-SEARCH = ((7, 1.6, True), (2, 1.12, False))  # by the formula, then by the simulation
+SEARCH = ((7, 1.6), (2, 1.12))  # rounds, and the first factor of each
 MOST = 0.6  # of an error that counts: beyond it a row does not pull harder
 PRIOR = 0.03  # of the mean square of how many times shares doubled
 ORDER, CLEAR, LOST = 0.6, 0.05, -0.5  # weight of the order; a pair is right beyond the first, as wrong as can be below
@@ -201,19 +201,18 @@ def _pricer(hardware: str, model: str, gets: Efficiency) -> Pricer:
     return make_pricer(subject, own, make_datasheet_profile(hardware, SHEETS[hardware], gets))
 
 
-def seconds(row: PublishedRow, plan: Plan, gets: Efficiency, *, rough: bool = False) -> float:
-    """The predicted latency of a plan on the hardware and the job of a row; `rough`: by `Pricer.estimate_latency`."""
+def seconds(row: PublishedRow, plan: Plan, gets: Efficiency) -> float:
+    """The predicted latency of a plan on the hardware and the job of a row."""
     pricer = _pricer(row.hardware, row.model, gets)
-    job = _build_published_job(row.model, row.pixels, row.steps, plan)
-    return pricer.estimate_latency(job) if rough else pricer.predict_latency(job)
+    return pricer.predict_latency(_build_published_job(row.model, row.pixels, row.steps, plan))
 
 
-def predicted(some: Sequence[PublishedRow], gets: Efficiency, *, rough: bool = False) -> list[float]:
+def predicted(some: Sequence[PublishedRow], gets: Efficiency) -> list[float]:
     """Of each row, in its own unit: rows of a scale have the factor that fits them best."""
-    predictions = [seconds(row, row.plan, gets, rough=rough) for row in some]
+    predictions = [seconds(row, row.plan, gets) for row in some]
     for k, row in enumerate(some):
         if row.base is not None:
-            predictions[k] = seconds(row, row.base, gets, rough=rough) / predictions[k]
+            predictions[k] = seconds(row, row.base, gets) / predictions[k]
     for scale in {row.scale for row in some} - {""}:
         mine = [k for k, row in enumerate(some) if row.scale == scale]
         factor = math.exp(statistics.fmean(math.log(some[k].value / predictions[k]) for k in mine))
@@ -250,8 +249,8 @@ def fit_efficiency(some: Sequence[PublishedRow]) -> Efficiency:
     """The shares that come closest to some rows, and to their order, by a search along each of them in turn."""
     first = dict(_flatten_efficiency(START))
 
-    def compute_fit_loss(values: dict[str, float], rough: bool) -> float:
-        predictions = predicted(some, _build_efficiency(values), rough=rough)
+    def compute_fit_loss(values: dict[str, float]) -> float:
+        predictions = predicted(some, _build_efficiency(values))
         off = [
             abs(math.log(estimate / row.value))
             for row, estimate in zip(some, predictions, strict=True)
@@ -265,13 +264,13 @@ def fit_efficiency(some: Sequence[PublishedRow]) -> Efficiency:
         return near + ORDER * statistics.fmean(wrong) + PRIOR * doubled
 
     values = first
-    for rounds, first_factor, rough in SEARCH:
-        best = compute_fit_loss(values, rough)
+    for rounds, first_factor in SEARCH:
+        best = compute_fit_loss(values)
         factors = dict.fromkeys(values, first_factor)
         for name in list(values) * rounds:
             for factor in (factors[name], 1 / factors[name]):
                 tried = values | {name: min(values[name] * factor, _ceiling(name))}
-                if (now := compute_fit_loss(tried, rough)) < best - 1e-5:
+                if (now := compute_fit_loss(tried)) < best - 1e-5:
                     best = now
                     values = tried
                     break

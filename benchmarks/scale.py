@@ -2,35 +2,27 @@
 
     python -m benchmarks.scale docs/images/scale.png          # the tables as Markdown, the figure as a file
 
-For each group of methods and number of devices, the planner's formula sorts the plans, and the first few are also tried
-with other ways to run their synchronous steps. The best plan is simulated.
+For each group of methods and number of devices, plans are simulated in the order of the seconds for which their busiest
+stage is occupied, also with other ways to run their synchronous steps.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.progress import track
 
 from ditile.model.known import CONFIGS
 from ditile.plan.plan import Plan
-from ditile.plan.shape import Shape
 from ditile.plan.units import format_number
 from ditile.planner.hardware import load_profile
-from ditile.planner.price import Pricer
-from ditile.planner.search import (
-    SIFTED,
-    SearchRequest,
-    SizedJob,
-    fit_plan_to_memory,
-    iterate_other_warmups,
-    iterate_plans,
-)
+from ditile.planner.search import SIMULATED, PlanSearch, SearchRequest
 from ditile.planner.subject import PlanSubject
 
 DEVICES = (8, 16, 32, 64, 128, 256, 512)
@@ -62,19 +54,18 @@ CLUSTERS = (
 
 @dataclass(frozen=True, slots=True)
 class ScalingTask:
-    """A job, its work, and the text beside its sequence."""
+    """A model and a call."""
 
     name: str
     subject: PlanSubject
-    shape: Shape
-    words: int = 0
+    call: Mapping[str, Any]
 
 
 def make_flux_task() -> ScalingTask:
     """FLUX.1-dev at 4096 x 4096, 28 steps."""
     subject = PlanSubject.from_configs("flux.1-dev", CONFIGS / "flux.1-dev")
     call = {"prompt": "a prompt", "height": 4096, "width": 4096, "num_inference_steps": 28}
-    return ScalingTask("FLUX.1-dev, 4096 px, 28 steps", subject, subject.make_call_shape(call, 2))
+    return ScalingTask("FLUX.1-dev, 4096 px, 28 steps", subject, call)
 
 
 def make_wan_task() -> ScalingTask:
@@ -82,17 +73,7 @@ def make_wan_task() -> ScalingTask:
     known = PlanSubject.from_configs("wan2.1-t2v-14b", CONFIGS / "wan2.1-t2v-14b")
     call = {"height": 720, "width": 1280, "num_frames": 81, "num_inference_steps": 50, "guidance_scale": 5.0}
     subject = replace(known, decoder=None)
-    return ScalingTask(
-        "Wan2.1-14B, 720p, 81 frames, 50 steps", subject, known.make_call_shape(call, 2), known.count_text_tokens(call)
-    )
-
-
-class _EstimatedPlan(NamedTuple):
-    """A plan by the formula's seconds, and by its name."""
-
-    seconds: float
-    name: str
-    placed: SizedJob
+    return ScalingTask("Wan2.1-14B, 720p, 81 frames, 50 steps", subject, call)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,28 +88,24 @@ class Best:
 def find_best_plans(task: ScalingTask, cluster: Cluster, devices: int) -> dict[str, Best]:
     """Of every group that has a plan which uses all devices and fits their memory."""
     machine = load_profile(cluster.hardware, cluster.interlink)
-    pricer = Pricer(task.subject.transformer_work, machine, task.words, IN_A_HOST)
-    best_plans: dict[str, list[_EstimatedPlan]] = {name: [] for name in GROUPS}
-
-    def estimate_and_add(plan: Plan) -> None:
-        groups = [name for name, belongs in GROUPS.items() if belongs(plan)]
-        placed = fit_plan_to_memory(task.subject, task.shape, pricer, plan, machine.memory_bytes)
-        if placed.memory <= machine.memory_bytes:
-            rough = _EstimatedPlan(pricer.estimate_latency(placed.job), str(placed.job.plan), placed)
-            for name in groups:
-                best_plans[name].append(rough)
-
-    for plan in iterate_plans(task.subject, task.shape, SearchRequest(devices=devices, all_devices=True)):
-        estimate_and_add(plan)
-    first = {rough.name: rough for roughs in best_plans.values() for rough in sorted(roughs)[:SIFTED]}
-    for rough in first.values():
-        for plan in iterate_other_warmups(task.subject, pricer, rough.placed.job, 1, None):
-            estimate_and_add(plan)
-    return {name: _simulated(pricer, min(roughs).placed) for name, roughs in best_plans.items() if roughs}
-
-
-def _simulated(pricer: Pricer, placed: SizedJob) -> Best:
-    return Best(placed.job.plan, pricer.predict_latency(placed.job), placed.memory)
+    request = SearchRequest(devices=devices, hosts=max(1, devices // IN_A_HOST), warmup=1, all_devices=True)
+    search = PlanSearch(task.subject, task.call, machine, request)
+    best_plans: dict[str, Best] = {}
+    num_simulated = Counter[str]()
+    for bound, job in search.sort_jobs_by_bound():
+        for name, belongs in GROUPS.items():
+            is_hopeless = num_simulated[name] >= SIMULATED and bound > best_plans[name].seconds
+            if not belongs(job.plan) or is_hopeless:
+                continue
+            for plan in (job.plan, *search.iterate_other_warmups(job)):
+                placed = search.fit_plan_to_memory(plan)
+                if placed.memory > machine.memory_bytes:
+                    continue
+                num_simulated[name] += 1
+                seconds = search.pricer.predict_latency(placed.job)
+                if name not in best_plans or seconds < best_plans[name].seconds:
+                    best_plans[name] = Best(placed.job.plan, seconds, placed.memory)
+    return {name: best_plans[name] for name in GROUPS if name in best_plans}
 
 
 def as_markdown(task: ScalingTask, cluster: Cluster, best_plans: Mapping[int, Mapping[str, Best]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ def test_all_together_is_the_best_of_all() -> None:
 def test_every_group_can_divide_the_model_of_videos() -> None:
     """A failure means that the page's command ends in an error instead of tables."""
     task = make_wan_task()
-    job = task.subject.make_plan_job(Plan(tensor=8), task.shape)
+    job = task.subject.make_plan_job(Plan(tensor=8), task.subject.make_call_shape(task.call, 2))
     assert sum(task.subject.sharded_parameters) > 0.9 * sum(job.weights.blocks)
     plan = find_best_plans(task, CLUSTERS[1], 8)["tensor"].plan
     assert plan.tensor * plan.cfg == 8

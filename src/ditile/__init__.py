@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ditile.model.hooks.compile import set_compile_configs
     from ditile.model.registry import register
     from ditile.plan.spec import ModelSpec
-    from ditile.planner.answer import plan_for
+    from ditile.planner.choose import plan_for
     from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
     from ditile.runner.callbacks import StepWatch
     from ditile.runner.load import load
@@ -102,7 +102,7 @@ _LAZY = {
         "ditile.model.block_lists": "supported_pipelines",
         "ditile.model.registry": "register",
         "ditile.plan.spec": "ModelSpec",
-        "ditile.planner.answer": "plan_for",
+        "ditile.planner.choose": "plan_for",
         "ditile.runner.caching": "disable_cache enable_cache refresh_context strify summary",
         "ditile.runner.callbacks": "StepWatch",
         "ditile.runner.load": "load",

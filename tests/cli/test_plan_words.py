@@ -70,7 +70,7 @@ def test_the_choice_is_said_once(
 
 def test_under_torchrun_every_rank_works(measured: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure would mean a plan for three of four ranks, and one that waits for ever."""
-    from ditile.planner.answer import answer_question
+    from ditile.planner.choose import answer_question
 
     found = answer_question(PlanQuestion(devices=3), all_devices=True).result
     assert found.prices and all(price.plan.world == 3 for price in found.prices)

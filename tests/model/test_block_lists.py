@@ -18,13 +18,14 @@ from ditile.model.block_lists import (
     map_pipeline_components,
     supported_pipelines,
 )
-from ditile.model.block_table import TRANSFORMER_TABLE, find_diffusers_class, find_table_entry
+from ditile.model.block_table import find_diffusers_class, find_table_entry, read_transformer_table
 from ditile.model.source import find_latent_cuts, infer_block_flow, read_block_calls, unwrap_module
 from ditile.plan.errors import ModelError
 from ditile.plan.spec import BlockList, Flow
 from tests.families import Family
 from tests.more_families import EVERY
 
+TRANSFORMER_TABLE = read_transformer_table()
 SPECS = {"FluxTransformer2DModel", "PixArtTransformer2DModel", "SD3Transformer2DModel"}
 LISTED = sorted(name for name in EVERY if name in SPECS or not TRANSFORMER_TABLE[name].refusal)
 REFUSED = sorted(name for name, row in TRANSFORMER_TABLE.items() if row.refusal)

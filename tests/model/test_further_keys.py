@@ -11,8 +11,9 @@ from torch import Tensor, nn
 import ditile
 from ditile import Plan
 from ditile.model.anatomies import compute_source_hash, find_anatomy
-from ditile.model.derive import derive_anatomy, merge_lists
+from ditile.model.derive import derive_anatomy
 from ditile.model.hooks.kv_store import GenerationMemory
+from ditile.model.merge import merge_lists
 from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.errors import ModelError
 from ditile.runner.prove import TOLERANCE, prove_anatomy

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 
 from ditile.plan.plan import Plan
-from ditile.planner.answer import answer_question, describe_fewer_steps
+from ditile.planner.answer import describe_fewer_steps
+from ditile.planner.choose import answer_question
 from ditile.planner.footprint import DecodeWork
 from ditile.planner.profile import Link, Profile
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import (
-    FewerSteps,
+    OtherPlan,
+    PlanSearch,
     SearchRequest,
     SearchResult,
-    iterate_other_warmups,
     make_pricer,
-    price_single_plan,
+    price_given_plan,
     search_plans,
 )
 from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
@@ -44,8 +45,8 @@ def test_how_stages_share_synchronous_steps(profile: Profile, warmup: int | None
     """A second one is taken where it is nearly free, and where nobody asked for another number."""
     one, arguments = subject(TURBO), call(TURBO, height=512, width=512)
     shape, plan = one.make_call_shape(arguments, 4), Plan(pipefusion=4, patches=4, warmup=warmup or 1)
-    pricer = make_pricer(one, arguments, profile)
-    others = list(iterate_other_warmups(one, pricer, one.make_plan_job(plan, shape), warmup, None))
+    search = PlanSearch(one, arguments, profile, SearchRequest(devices=4, warmup=warmup))
+    others = list(search.iterate_other_warmups(one.make_plan_job(plan, shape)))
     assert others == [dataclasses.replace(plan, warmup_mode=mode)]
 
 
@@ -81,7 +82,8 @@ def test_text_and_decode_are_in_the_call() -> None:
     for price in search(EVEN).prices:
         assert price.call_s == price.text_s + price.latency_s + price.decode_s > price.latency_s > 0
         assert price.plan.vae == ("rows" if price.plan.world > 1 else "whole")
-    priced = price_single_plan(subject(TURBO), call(TURBO), EVEN, SearchRequest(devices=4), Plan(pipefusion=4))
+    result = price_given_plan(subject(TURBO), call(TURBO), EVEN, SearchRequest(devices=4), Plan(pipefusion=4))
+    priced = result.prices[0]
     assert priced.plan == Plan(pipefusion=4) and priced.decode_s > 0
     late = dataclasses.replace(EVEN, link=Link(latency_s=10.0, bandwidth=1e18))
     assert {price.plan.vae for price in search(late).prices} == {"whole"}
@@ -93,14 +95,16 @@ def test_fewer_steps_on_one_rank_are_named_where_they_are_as_fast() -> None:
     profile, wanted = dataclasses.replace(slow_down(3e7), matmul=RATE), SearchRequest(devices=2, all_devices=True)
     result = search_plans(one, arguments, profile, wanted)
     stale = dataclasses.replace(result.prices[0], plan=Plan(pipefusion=2, patches=4))
-    for fewer, better in ((FewerSteps(3, 4, 0.5), True), (FewerSteps(2, 4, 0.5), False)):
-        said = describe_fewer_steps(SearchResult((stale,), (), 1, None, fewer))
-        assert said.startswith(f"{fewer.steps} of 4 steps on one rank take 0.5 s") and "on 2 ranks" in said
-        assert fewer.is_better == better == ("the better bargain" in said)
-    free = search(EVEN)
-    assert free.fewer is None or free.fewer.seconds <= free.prices[0].call_s
+    half_a_second = dataclasses.replace(stale, latency_s=0.5, text_s=0.0, decode_s=0.0)
+    for steps, better in ((3, True), (2, False)):
+        said = describe_fewer_steps(OtherPlan(half_a_second, steps=steps), 4, stale)
+        assert said.startswith(f"{steps} of 4 steps on one rank take 0.5 s") and "on 2 ranks" in said
+        assert better == ("the better bargain" in said)
+    for found in (search(EVEN), result):
+        fewer = found.others.get("fewer_steps")
+        assert fewer is None or fewer.price.call_s <= found.prices[0].call_s
     if result.prices[0].plan.attends_to_stale_keys:
-        assert result.fewer is not None and result.fewer.seconds <= result.prices[0].call_s
+        assert "fewer_steps" in result.others
 
 
 @pytest.mark.parametrize(("hosts", "interlink", "is_slow"), [(1, None, False), (2, "1Gbit", True)])

@@ -15,7 +15,8 @@ from ditile.model.known import ASSETS, CONFIGS, list_known_models
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.answer import answer_question, explain_prices
+from ditile.planner.answer import explain_prices
+from ditile.planner.choose import answer_question
 from ditile.planner.footprint import count_decoder_numbers
 from ditile.planner.memory import count_peak_bytes
 from ditile.planner.ops import CacheSkips, OpPricer
@@ -54,8 +55,8 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (f"{FLUX} --hosts 3 --interlink 10Gbit", "devices=8 are not shared out evenly by hosts=3; give --devices"),
-        (f"{FLUX} --hosts 2 --interlink 1Gbit --price ulysses=3", "devices=3 are not shared out evenly"),
+        (f"{FLUX} --hosts 3 --interlink 10Gbit", "devices=8 cannot be split evenly over hosts=3; give --devices"),
+        (f"{FLUX} --hosts 2 --interlink 1Gbit --price ulysses=3", "devices=3 cannot be split evenly"),
         (f"{FLUX} --hosts 2 --interlink fast", "interlink='fast' is no bandwidth; write 10Gbit"),
         (f"{FLUX} --interlink 10Gbit", "interlink='10Gbit' joins hosts, and there is one; add --hosts N"),
         ("--hosts 2", "hosts=2 are joined by a link; measure it with `ditile calibrate`"),

@@ -18,7 +18,8 @@ from torch import nn
 
 import ditile
 from ditile.model.anatomies import forget_anatomy, remember_anatomy, write_row
-from ditile.model.derive import derive_anatomy, merge_anatomies
+from ditile.model.derive import derive_anatomy
+from ditile.model.merge import merge_kinds, merge_lists
 from ditile.model.record import capture_call
 from ditile.parallel.tensor.derive import derive_tensor_cuts
 from ditile.plan.anatomy import Anatomy
@@ -80,6 +81,29 @@ def derive_entry(one: Entry) -> Derived:
     transformer, calls = record_calls(one.make(), one)
     anatomy = derive_anatomy(transformer, list(calls.values()))
     return Derived(one.name, transformer, calls, derive_tensor_cuts(transformer, anatomy, calls["call"]))
+
+
+def merge_anatomies(one: Anatomy, other: Anatomy) -> Anatomy:
+    """The anatomy of a class from those of two pipelines that call it with other arguments.
+
+    Raises:
+        ModelError: if they say different things of the same argument or module.
+    """
+    if one.lists.keys() != other.lists.keys():
+        raise ModelError(f"blocks are in {list(one.lists)} and in {list(other.lists)}")
+    if "none" not in (one.joint, other.joint) and one.joint != other.joint:
+        raise ModelError(f"keys are {one.joint} and {other.joint}")
+    inputs = {}
+    for name in {**one.inputs, **other.inputs}:
+        inputs[name] = merge_kinds(name, one.inputs.get(name), other.inputs.get(name))
+    return Anatomy(
+        lists={name: merge_lists(name, blocks, other.lists[name]) for name, blocks in one.lists.items()},
+        joint=other.joint if one.joint == "none" else one.joint,
+        inputs=inputs,
+        modes={**one.modes, **other.modes},
+        outside=tuple(dict.fromkeys((*one.outside, *other.outside))),
+        tensor={**one.tensor, **other.tensor},
+    )
 
 
 def derive_rows(derived: Iterable[Derived]) -> dict[str, list[dict[str, Any]]]:

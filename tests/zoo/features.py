@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import ditile
 from ditile import ModelError, Plan
-from ditile.model.anatomies import load_table
+from ditile.model.block_table import read_anatomy_rows
 from ditile.plan.errors import PlanError, StateError
 from ditile.runner.load import load_partial_components
 from tests.zoo.rows import ENOUGH, EVERY, compare_drawings, counted_steps, list_tensors
@@ -69,7 +69,7 @@ def refuse_unknown_rows(name: str) -> str:
     entry = EVERY[name]
     pipe, plan = entry.make(), {**STAGES, "warmup": 1, "warmup_mode": "pipelined"}
     with pytest.MonkeyPatch.context() as patch, counted_steps() as steps, pytest.raises(ModelError) as refused:
-        for row in load_table()[type(pipe.transformer).__name__]:
+        for row in read_anatomy_rows()[type(pipe.transformer).__name__]:
             patch.setitem(row["inputs"], "encoder_hidden_states_mask", [".T"])
         draw(pipe, plan, entry.padded_prompt())
     assert not steps

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import ditile
 from ditile.cli import flag_aliases
-from ditile.cli.plan_choice import choose_within_budget, resolve_plan_option
 from ditile.distributed import env
 from ditile.distributed.heartbeat import RankFailure, describe_error, is_out_of_memory
 from ditile.distributed.launch import launch
@@ -35,6 +34,7 @@ from ditile.plan.extras import require_extra
 from ditile.plan.flags import FlagParser, add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.budget import Budget
+from ditile.planner.choose import choose_within_budget, resolve_plan_option
 from ditile.planner.question import PlanQuestion
 from ditile.runner.model_files import check_weight_source, defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
@@ -479,7 +479,7 @@ def _run_plan_command(arguments: argparse.Namespace) -> int:
         check_output_files([("json", Path(question.json))], question)
     question.check_without_torch()
     _silence_libraries()
-    from ditile.planner.answer import answer_question
+    from ditile.planner.choose import answer_question
 
     plan_answer = answer_question(question)
     print_tables_and_json(plan_answer.render_tables(), plan_answer.to_json(), question.json)

@@ -6,28 +6,23 @@ not count, and the class is derived anew.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import inspect
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from importlib import resources
 from typing import Any
 
 from torch import nn
 
 from ditile.model.block_lists import get_module_list
+from ditile.model.block_table import AnatomyRow, read_anatomy_rows
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.plan.anatomy import Anatomy, Kinds, ListAnatomy
 from ditile.plan.errors import ModelError
 from ditile.plan.spec import ModelSpec
 
-Row = Mapping[str, Any]
-
-
-_DERIVED: dict[type[nn.Module], list[Row]] = {}
+_DERIVED: dict[type[nn.Module], list[AnatomyRow]] = {}
 """Rows of classes that were derived in this process."""
 
 
@@ -37,7 +32,7 @@ def find_anatomy(transformer: nn.Module) -> Anatomy | None:
         if row["source"] == compute_source_hash(transformer, row["lists"]) and _list_settings(transformer) <= row["of"]:
             return read_row(row)
     for cls in type(transformer).__mro__:
-        for row in load_table().get(cls.__name__, ()):
+        for row in read_anatomy_rows().get(cls.__name__, ()):
             if row["source"] == compute_source_hash(transformer, row["lists"]):
                 return read_row(row)
     return None
@@ -77,14 +72,6 @@ def forget_anatomy(transformer: nn.Module) -> None:
     _DERIVED.pop(type(transformer), None)
 
 
-@functools.cache
-def load_table() -> Mapping[str, list[Row]]:
-    """Class name -> a row for each set of classes of blocks that its config may choose."""
-    text = resources.files("ditile.model").joinpath("anatomies.json").read_text("utf-8")
-    table: Mapping[str, list[Row]] = json.loads(text)
-    return table
-
-
 def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
     """The hash of the forwards of a transformer and the blocks of its lists; empty where a source cannot be read.
 
@@ -119,7 +106,7 @@ def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value or name not in ("modes", "outside", "tensor")}
 
 
-def read_row(row: Row) -> Anatomy:
+def read_row(row: AnatomyRow) -> Anatomy:
     """The anatomy of a row."""
     lists = {
         name: ListAnatomy(
@@ -152,7 +139,7 @@ def make_unknown_error(transformer: nn.Module, advice: str) -> ModelError:
 def refuse_wrapper(transformer: nn.Module) -> None:
     """Raises `ModelError` for a model around a transformer that is in the table."""
     for module in transformer.modules():
-        if module is not transformer and (inside := type(module).__name__) in load_table():
+        if module is not transformer and (inside := type(module).__name__) in read_anatomy_rows():
             raise ModelError(
                 f"{type(transformer).__name__} wraps a {inside}, which alone can be cut into stages; set "
                 "pipe.transformer to what is inside (peft: get_base_model(), which keeps its LoRAs)"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import diffusers
 from torch import nn
 
-from ditile.model.block_table import TRANSFORMER_TABLE, TransformerEntry, find_table_entry
+from ditile.model.block_table import TransformerEntry, find_table_entry, read_transformer_table
 from ditile.model.source import (
     BlockCall,
     find_token_parameters,
@@ -97,7 +97,7 @@ def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.Modul
 
 def supported_pipelines() -> tuple[int, list[str]]:
     """The diffusers pipelines whose transformer has known lists: how many they are, and their names."""
-    known = {name for name, row in TRANSFORMER_TABLE.items() if not row.refusal}
+    known = {name for name, row in read_transformer_table().items() if not row.refusal}
     names = sorted(name for name, models in map_pipeline_components().items() if models & known)
     return len(names), names
 

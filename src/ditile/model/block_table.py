@@ -1,24 +1,33 @@
 """diffusers' transformers by name: which lists have their blocks, in order of execution, and how these pass tokens on.
 
-Lists that prepare tokens once (refiners of text or noise, control branches) run ahead of the chain and are not in it.
-Where a joint sequence of both streams goes through a block, that sequence counts as the image, and there is no text.
+The table of anatomies says it of most classes. Written by hand is what it does not have: classes that were never
+derived, notes, and blocks that may not be left out. Lists that prepare tokens once (refiners of text or noise, control
+branches) run ahead of the chain and are not in it. Where a joint sequence of both streams goes through a block, that
+sequence counts as the image, and there is no text.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from typing import Any
 
 import diffusers
 from diffusers.models import transformers
 from torch import nn
 
+from ditile.model.source import TEXT_PARAMETERS
 from ditile.plan.spec import Flow
 
 IMAGE_TEXT = Flow(("image", "text"))
-TEXT_IMAGE = Flow(("text", "image"))
 IMAGE = Flow()
 JOINT = Flow(text=None)
+
+AnatomyRow = Mapping[str, Any]
+"""An anatomy as JSON, see `anatomies.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,80 +57,46 @@ def define_one_list(flow: Flow, name: str = "transformer_blocks", note: str = ""
     return TransformerEntry(lists={name: flow}, note=note)
 
 
-def define_two_lists(double: Flow, single: Flow, note: str = "") -> TransformerEntry:
-    """A row with double and single blocks."""
-    return TransformerEntry(lists={"transformer_blocks": double, "single_transformer_blocks": single}, note=note)
-
-
 _CHUNKS = "a call of the pipeline denoises one chunk after the other"
 _KEYS = "a call that fills a cache of keys (kv_cache) must compute every block"
 _BETWEEN = "its forward adds to the tokens between blocks"
 
-TRANSFORMER_TABLE: Mapping[str, TransformerEntry] = {
-    "AceStepTransformer1DModel": define_one_list(IMAGE, "layers"),
-    "AllegroTransformer3DModel": define_one_list(IMAGE),
+_NOTES = {
+    "BriaFiboTransformer2DModel": TransformerEntry(note="each block is given new features of the text"),
+    "ErnieImageTransformer2DModel": TransformerEntry(has_rows=False, note="tokens are [S, B, C]"),
+    "Flux2Transformer2DModel": TransformerEntry(note=_KEYS),
+    "GlmImageTransformer2DModel": TransformerEntry(note=_KEYS),
+    "HiDreamImageTransformer2DModel": TransformerEntry(
+        note="each block is given more text, and what it returns of that is dropped"
+    ),
+    "Kandinsky6Transformer3DModel": TransformerEntry(note="the second stream is sound, or None"),
+    "LTX2VideoTransformer3DModel": TransformerEntry(note="the second stream is sound"),
+    "QwenImage21Transformer2DModel": TransformerEntry(
+        has_rows=False, note=f"modulation has a row more than tokens; {_KEYS}"
+    ),
+    "WanAnimateTransformer3DModel": TransformerEntry(note=_BETWEEN),
+    "WanVACETransformer3DModel": TransformerEntry(note=_BETWEEN),
+}
+"""What classes with an anatomy have besides their lists."""
+
+_WITHOUT_ANATOMY = {
     "AnyFlowFARTransformer3DModel": TransformerEntry(
         refusal="each block keeps keys of earlier chunks for the next ones"
     ),
-    "AnyFlowTransformer3DModel": define_one_list(IMAGE, "blocks"),
-    "AuraFlowTransformer2DModel": TransformerEntry(
-        lists={"joint_transformer_blocks": TEXT_IMAGE, "single_transformer_blocks": JOINT}
-    ),
-    "BriaFibo2Transformer2DModel": define_one_list(Flow(image="x"), "layers"),
-    "BriaFiboTransformer2DModel": define_two_lists(TEXT_IMAGE, JOINT, "each block is given new features of the text"),
-    "BriaTransformer2DModel": define_two_lists(TEXT_IMAGE, TEXT_IMAGE),
-    "ChromaTransformer2DModel": define_two_lists(TEXT_IMAGE, JOINT),
-    "ChronoEditTransformer3DModel": define_one_list(IMAGE, "blocks"),
-    "CogVideoXTransformer3DModel": define_one_list(IMAGE_TEXT),
-    "CogView3PlusTransformer2DModel": define_one_list(IMAGE_TEXT),
-    "CogView4Transformer2DModel": define_one_list(IMAGE_TEXT),
     "ConsisIDTransformer3DModel": define_one_list(IMAGE_TEXT, note=_BETWEEN),
     "Cosmos3OmniTransformer": TransformerEntry(
         lists={"layers": Flow(("text", "image"), "gen_seq", "und_seq")}, has_rows=False, note="tokens have no batch"
     ),
-    "CosmosTransformer3DModel": define_one_list(IMAGE),
-    "DiTTransformer2DModel": define_one_list(JOINT),
-    "EasyAnimateTransformer3DModel": define_one_list(IMAGE_TEXT),
-    "ErnieImageTransformer2DModel": TransformerEntry(
-        lists={"layers": Flow(image="x", text=None)}, has_rows=False, note="tokens are [S, B, C]"
-    ),
-    "Flux2Transformer2DModel": define_two_lists(TEXT_IMAGE, JOINT, _KEYS),
-    "Flux3Transformer2DModel": define_one_list(TEXT_IMAGE, "single_transformer_blocks"),
-    "FluxTransformer2DModel": define_two_lists(TEXT_IMAGE, TEXT_IMAGE),
-    "GlmImageTransformer2DModel": define_one_list(IMAGE_TEXT, note=_KEYS),
     "HeliosTransformer3DModel": define_one_list(IMAGE, "blocks", _CHUNKS),
-    "HiDreamImageTransformer2DModel": TransformerEntry(
-        lists={"double_stream_blocks": IMAGE_TEXT, "single_stream_blocks": JOINT},
-        note="each block is given more text, and what it returns of that is dropped",
-    ),
     "HunyuanDiT2DModel": TransformerEntry(
         lists={"blocks": IMAGE}, mirrored=True, note="the last blocks read what the first return"
     ),
-    "HunyuanImageTransformer2DModel": define_two_lists(IMAGE_TEXT, IMAGE_TEXT),
-    "HunyuanVideo15Transformer3DModel": define_one_list(IMAGE_TEXT),
-    "HunyuanVideoFramepackTransformer3DModel": define_two_lists(IMAGE_TEXT, IMAGE_TEXT, _CHUNKS),
-    "HunyuanVideoTransformer3DModel": define_two_lists(IMAGE_TEXT, IMAGE_TEXT),
-    "Ideogram4Transformer2DModel": define_one_list(JOINT, "layers"),
-    "JoyImageEditPlusTransformer3DModel": define_one_list(IMAGE_TEXT, "double_blocks"),
-    "JoyImageEditTransformer3DModel": define_one_list(IMAGE_TEXT, "double_blocks"),
-    "Kandinsky5Transformer3DModel": define_one_list(
-        Flow(image="visual_embed", text="text_embed"), "visual_transformer_blocks"
+    "HunyuanVideoFramepackTransformer3DModel": TransformerEntry(
+        lists={"transformer_blocks": IMAGE_TEXT, "single_transformer_blocks": IMAGE_TEXT}, note=_CHUNKS
     ),
     "Kandinsky6SRTransformer3DModel": define_one_list(JOINT, "visual_transformer_blocks"),
-    "Kandinsky6Transformer3DModel": define_one_list(
-        Flow(("image", "text"), "vis", "aud"), "visual_transformer_blocks", "the second stream is sound, or None"
-    ),
-    "Krea2Transformer2DModel": define_one_list(JOINT),
-    "LTX2VideoTransformer3DModel": define_one_list(
-        Flow(("image", "text"), text="audio_hidden_states"), note="the second stream is sound"
-    ),
-    "LTXVideoTransformer3DModel": define_one_list(IMAGE),
     "LatteTransformer3DModel": TransformerEntry(refusal="two lists are called in turns, on frames and on places"),
-    "LongCatAudioDiTTransformer": define_one_list(Flow(text="cond"), "blocks"),
-    "LongCatImageTransformer2DModel": define_two_lists(TEXT_IMAGE, TEXT_IMAGE),
-    "Lumina2Transformer2DModel": define_one_list(JOINT, "layers"),
     "LuminaNextDiT2DModel": define_one_list(IMAGE, "layers"),
-    "MiniMaxH3Transformer3DModel": define_one_list(JOINT),
     "MiniMaxMusic3Transformer1DModel": define_one_list(JOINT),
     "MochiTransformer3DModel": define_one_list(IMAGE_TEXT),
     "MotifVideoTransformer3DModel": TransformerEntry(
@@ -131,46 +106,61 @@ TRANSFORMER_TABLE: Mapping[str, TransformerEntry] = {
     ),
     "NucleusMoEImageTransformer2DModel": define_one_list(IMAGE),
     "OmniGenTransformer2DModel": define_one_list(JOINT, "layers"),
-    "OvisImageTransformer2DModel": define_two_lists(TEXT_IMAGE, TEXT_IMAGE),
-    "PRXTransformer2DModel": define_one_list(IMAGE, "blocks"),
-    "PixArtTransformer2DModel": define_one_list(IMAGE),
     "PriorTransformer": define_one_list(JOINT),
-    "QwenImage21Transformer2DModel": TransformerEntry(
-        lists={"transformer_blocks": JOINT}, has_rows=False, note=f"modulation has a row more than tokens; {_KEYS}"
-    ),
-    "QwenImageTransformer2DModel": define_one_list(TEXT_IMAGE),
     "RFD4ProteinaTransformer": TransformerEntry(
         refusal="features of pairs are updated between blocks from what these return"
     ),
-    "SD3Transformer2DModel": define_one_list(TEXT_IMAGE),
     "SanaTransformer2DModel": define_one_list(IMAGE),
     "SanaVideoTransformer3DModel": define_one_list(IMAGE),
     "SanaWMLTX2RefinerTransformer3DModel": define_one_list(IMAGE, note=_KEYS),
     "SanaWMTransformer3DModel": define_one_list(Flow(image="x", text="y"), "blocks"),
-    "SkyReelsV2Transformer3DModel": define_one_list(IMAGE, "blocks"),
-    "StableAudio3DiTModel": define_one_list(Flow(text="context")),
-    "StableAudioDiTModel": define_one_list(IMAGE),
     "Transformer2DModel": define_one_list(IMAGE),
     "UVit2DModel": define_one_list(IMAGE, "transformer_layers"),
     "WanAnimate2Transformer3DModel": TransformerEntry(
         refusal="its calls do not all run the same blocks, and keep keys of a first one"
     ),
-    "WanAnimateTransformer3DModel": define_one_list(IMAGE, "blocks", _BETWEEN),
-    "WanTransformer3DModel": define_one_list(IMAGE, "blocks"),
-    "WanVACETransformer3DModel": define_one_list(IMAGE, "blocks", _BETWEEN),
-    "ZImageTransformer2DModel": define_one_list(Flow(image="x", text=None), "layers"),
 }
+
+
+@functools.cache
+def read_anatomy_rows() -> Mapping[str, list[AnatomyRow]]:
+    """Class name -> a row of `anatomies.json` for each set of classes of blocks that its config may choose."""
+    text = resources.files("ditile.model").joinpath("anatomies.json").read_text("utf-8")
+    rows: Mapping[str, list[AnatomyRow]] = json.loads(text)
+    return rows
+
+
+@functools.cache
+def read_transformer_table() -> Mapping[str, TransformerEntry]:
+    """Class name -> what is known of its blocks."""
+    table = dict(_WITHOUT_ANATOMY)
+    for name, rows in read_anatomy_rows().items():
+        # Rows of a class differ in the classes of its blocks, and not in its lists.
+        lists = {path: _read_flow(blocks) for path, blocks in rows[0]["lists"].items()}
+        table[name] = replace(_NOTES.get(name, TransformerEntry()), lists=lists)
+    return table
+
+
+def _read_flow(blocks: AnatomyRow) -> Flow:
+    """The flow of a list in an anatomy, in which a text that blocks do not return is an argument among others."""
+    whole_texts = [name for name in (*TEXT_PARAMETERS, "cond") if name in blocks["arguments"]]
+    text = blocks["text"] or next(iter(whole_texts), None)
+    return Flow(tuple(blocks["returns"]), blocks["image"], text)
 
 
 def find_diffusers_class(name: str) -> type[nn.Module] | None:
     """The class of that name in the diffusers that is installed; None if it has none."""
     attribute = getattr(diffusers, name, None) or getattr(transformers, name, None)
-    return attribute if isinstance(attribute, type) and issubclass(attribute, nn.Module) else None
+    if isinstance(attribute, type) and issubclass(attribute, nn.Module):
+        return attribute
+    return None
 
 
 def find_table_entry(transformer: type[nn.Module]) -> TransformerEntry | None:
     """The row of a class, or of the nearest of its bases that is diffusers' own class of that name."""
+    table = read_transformer_table()
     for cls in transformer.__mro__:
-        if cls.__name__ in TRANSFORMER_TABLE and find_diffusers_class(cls.__name__) is cls:
-            return TRANSFORMER_TABLE[cls.__name__]
+        # A class of somebody else may have the name of one of diffusers.
+        if cls.__name__ in table and find_diffusers_class(cls.__name__) is cls:
+            return table[cls.__name__]
     return None

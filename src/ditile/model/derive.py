@@ -1,6 +1,6 @@
 """Derives an `Anatomy` from recorded calls of a transformer, with no word about its family.
 
-Calls that differ in the size of the picture, in the text and in the number of pictures say what each dimension of each
+Calls that differ in the size of the image, in the text and in the number of images say what each dimension of each
 argument counts: its length follows that of the image tokens, of the text, of both, or of the batch. One more call, with
 latents of NaN and blocks that pass on what they are given, says where the image is in a sequence that has both.
 """
@@ -21,7 +21,9 @@ from ditile.model.block_lists import find_model_entry
 from ditile.model.hooks.overrides import find_latents_parameter
 from ditile.model.hooks.pieces import find_nan_tokens, poison_latents
 from ditile.model.hooks.token_arguments import Runs, cut_argument, is_cut, take_runs
+from ditile.model.merge import merge_lists
 from ditile.model.record import (
+    AttentionCall,
     AttentionWatch,
     BlockRecord,
     Call,
@@ -41,7 +43,6 @@ from ditile.plan.anatomy import (
     Kinds,
     ListAnatomy,
     describe_mode,
-    drop_further_keys,
 )
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import DUMMY_TEXT, Joint
@@ -52,22 +53,30 @@ def derive_anatomy(transformer: nn.Module, calls: Sequence[Call]) -> Anatomy:
 
     Args:
         transformer: with all its blocks; a small twin of the class will do.
-        calls: that differ in size, in text and, where the pipeline can, in the number of pictures; lengths of image,
+        calls: that differ in size, in text and, where the pipeline can, in the number of images; lengths of image,
             text and batch must differ from each other.
 
     Raises:
         ModelError: if something in it cannot be divided; the message names the block and the argument.
     """
-    chain, first = list_chain(transformer), find_latents_parameter(transformer)
-    if apart := find_model_entry(transformer).apart:
+    apart = find_model_entry(transformer).apart
+    if apart:
         raise ModelError(f"{type(transformer).__name__}: the last blocks of {next(iter(apart))} are not in the chain")
+    chain = list_chain(transformer)
+    latents = find_latents_parameter(transformer)
     records = [record_blocks(transformer, chain, call) for call in calls]
-    poisoned = [record_blocks(transformer, chain, poison_latents(call, first), bypass=True) for call in calls]
+    poisoned = [record_blocks(transformer, chain, poison_latents(call, latents), bypass=True) for call in calls]
     return _Derivation(transformer, chain, calls, records, poisoned).derive()
 
 
 class _Derivation:
-    """The lengths that each call has, and what follows from them."""
+    """The lengths that each call has, and what follows from them.
+
+    Args:
+        transformer, chain, calls: the model, its blocks, and the arguments of its calls.
+        records: of each call, what each block was given.
+        poisoned: the same with latents of NaN.
+    """
 
     def __init__(
         self,
@@ -77,28 +86,33 @@ class _Derivation:
         records: Sequence[Sequence[BlockRecord]],
         poisoned: Sequence[Sequence[BlockRecord]],
     ) -> None:
-        self._transformer, self._chain, self._calls = transformer, chain, calls
-        self._records, self._poisoned = records, poisoned
+        self._transformer = transformer
+        self._chain = chain
+        self._calls = calls
+        self._records = records
+        self._poisoned = poisoned
         self._name = type(transformer).__name__
 
     def derive(self) -> Anatomy:
         self._refuse_convolutions()
+        # What blocks are given is matched with these lengths, so they come first.
         self._lengths = self._measure_lengths()
         lists: dict[str, ListAnatomy] = {}
         joint: Joint = "none"
         for index, block in enumerate(self._chain):
-            found, order = self._derive_block(index, block)
-            joint = self._agree(f"{block.name}: the order of keys", joint, order, "none")
-            lists[block.list_name] = (
-                found if block.list_name not in lists else merge_lists(block.name, lists[block.list_name], found)
-            )
-        inputs = {
-            name: kinds
-            for name in dict.fromkeys(name for call in self._calls for name in call)
-            if any(kinds := self._match_argument(f"{self._name}.{name}", [call.get(name) for call in self._calls]))
-        }
-        if joint == "none" and any(each.text is not None for each in lists.values()):
-            joint = "text_first"  # no attention sees both in one sequence: either order will do
+            anatomy, block_joint = self._derive_block(index, block)
+            joint = self._agree_on_order(block.name, joint, block_joint)
+            if block.list_name in lists:
+                anatomy = merge_lists(block.name, lists[block.list_name], anatomy)
+            lists[block.list_name] = anatomy
+        inputs = {}
+        for name in dict.fromkeys(name for call in self._calls for name in call):
+            kinds = self._match_argument(f"{self._name}.{name}", [call.get(name) for call in self._calls])
+            if any(kinds):
+                inputs[name] = kinds
+        # Where no attention sees image and text in one sequence, either order will do.
+        if joint == "none" and any(anatomy.text is not None for anatomy in lists.values()):
+            joint = "text_first"
         return Anatomy(lists, joint, inputs, self._list_modes(), self._list_outside())
 
     def _list_outside(self) -> tuple[str, ...]:
@@ -107,20 +121,26 @@ class _Derivation:
         Raises:
             ModelError: if one is not in the first block of its list: a model with more blocks would have it elsewhere.
         """
-        paths = [
-            (block, path)
-            for block, *records in zip(self._chain, *self._records, strict=True)
-            for path in dict.fromkeys(path for record in records for path in record.outside)
-        ]
-        for block, path in paths:
-            if block.name != f"{block.list_name}.0":
-                raise ModelError(f"{self._name} computes with {block.name}.{path} outside of its block")
-        return tuple(f"{block.name}.{path}" for block, path in paths)
+        paths = []
+        for index, block in enumerate(self._chain):
+            called_outside: dict[str, None] = {}
+            for record in self._records:
+                called_outside |= record[index].outside
+            for path in called_outside:
+                if block.name != f"{block.list_name}.0":
+                    raise ModelError(f"{self._name} computes with {block.name}.{path} outside of its block")
+                paths.append(f"{block.name}.{path}")
+        return tuple(paths)
 
     def _list_modes(self) -> dict[str, bool]:
         """The modes of calls, where those of the first step have another one."""
-        before = {describe_mode(call.before) for call in self._calls if isinstance(call, CapturedCall) and call.before}
-        return dict.fromkeys(before, True) | ({describe_mode(call): False for call in self._calls} if before else {})
+        modes: dict[str, bool] = {}
+        for call in self._calls:
+            if isinstance(call, CapturedCall) and call.before:
+                modes[describe_mode(call.before)] = True
+        if not modes:
+            return {}
+        return modes | {describe_mode(call): False for call in self._calls}
 
     def _refuse_convolutions(self) -> None:
         for block in self._chain:
@@ -131,42 +151,50 @@ class _Derivation:
     # Lengths
 
     def _measure_lengths(self) -> dict[str, tuple[int, ...]]:
-        """The lengths of each kind over the calls."""
-        flow = self._chain[0].flow
-        images = [record[0].arguments[flow.image] for record in self._records]
+        """Letter of a kind -> its lengths in the calls."""
+        images = [record[0].arguments[self._chain[0].flow.image] for record in self._records]
         self._tokens_dim = self._find_tokens_dim(images)
-        has_text = [block.flow.text is not None and "text" in block.flow.returns for block in self._chain]
-        self._one_sequence = not any(has_text)
-        lengths: dict[str, tuple[int, ...]] = {}
-        if self._one_sequence:
-            lengths["N"] = tuple(x.shape[self._tokens_dim] for x in images)
-        else:
-            first = has_text.index(True)
-            names = (self._chain[first].flow.image, self._chain[first].flow.text or "")
-            pairs = [tuple(record[first].arguments[name] for name in names) for record in self._records]
-            lengths["N"], lengths["T"] = (
-                tuple(x.shape[self._tokens_dim] for x in xs) for xs in zip(*pairs, strict=True)
-            )
-            lengths["J"] = tuple(map(sum, zip(lengths["N"], lengths["T"], strict=True)))
-        rows = [x.shape[1 - self._tokens_dim] if x.ndim > 2 else 1 for x in images]
+        lengths = self._measure_streams(images)
+        self._one_sequence = "T" not in lengths
+        rows = tuple(x.shape[1 - self._tokens_dim] if x.ndim > 2 else 1 for x in images)
         if len(set(rows)) > 1:
-            lengths["B"] = tuple(rows)
-        for some, other in ((a, b) for a in lengths for b in lengths if a < b):
-            if lengths[some] == lengths[other]:
-                raise ModelError(f"{self._name}: recorded calls do not tell {some} from {other}: both {lengths[some]}")
+            lengths["B"] = rows
+        for kind in lengths:
+            for other in lengths:
+                if kind < other and lengths[kind] == lengths[other]:
+                    raise ModelError(
+                        f"{self._name}: recorded calls do not tell {kind} from {other}: both {lengths[kind]}"
+                    )
         return lengths
 
+    def _measure_streams(self, images: Sequence[Tensor]) -> dict[str, tuple[int, ...]]:
+        """Lengths of the image, of the text and of both; where no block returns a text, all is the image."""
+        dim = self._tokens_dim
+        for index, block in enumerate(self._chain):
+            if block.flow.text is None or "text" not in block.flow.returns:
+                continue
+            arguments = [record[index].arguments for record in self._records]
+            image_lengths = tuple(call[block.flow.image].shape[dim] for call in arguments)
+            text_lengths = tuple(call[block.flow.text].shape[dim] for call in arguments)
+            both = tuple(map(sum, zip(image_lengths, text_lengths, strict=True)))
+            return {"N": image_lengths, "T": text_lengths, "J": both}
+        return {"N": tuple(x.shape[dim] for x in images)}
+
     def _find_tokens_dim(self, images: Sequence[Tensor]) -> int:
-        """The dimension that changes with the size of the picture: the second call has another size alone.
+        """The dimension that changes with the size of the image: the second call has another size alone.
 
         Where the size is the model's, the dimension that is as long as the queries of attention.
         """
-        first, second = images[0].shape, images[1].shape
+        first = images[0].shape
+        second = images[1].shape
         dims = [dim for dim in range(len(first)) if first[dim] != second[dim]]
-        queries = {call.queries for calls in self._records[0][0].attention.values() for call in calls}
-        text = self._records[0][0].arguments.get(self._chain[0].flow.text or "")
+        record = self._records[0][0]
+        queries = {call.queries for calls in record.attention.values() for call in calls}
         # Queries are those of the image, or of the text too.
-        lengths = {first[1], first[1] + text.shape[1]} if isinstance(text, Tensor) and text.ndim == 3 else {first[1]}
+        lengths = {first[1]}
+        text = record.arguments.get(self._chain[0].flow.text or "")
+        if isinstance(text, Tensor) and text.ndim == 3:
+            lengths.add(first[1] + text.shape[1])
         if dims in ([], [0]) and len(first) == 3 and lengths & queries:
             dims = [1]
         if len(first) != len(second) or len(dims) != 1:
@@ -178,86 +206,98 @@ class _Derivation:
 
     def _match_argument(self, where: str, values: Sequence[Any]) -> Kinds:
         """The kinds of the leaves of an argument, from its values in the calls; None where a call had none."""
-        rows = self._lengths.get("B")
-        if rows and all(isinstance(value, list) for value in values if value is not None):
-            counts = {(len(value), rows[c]) for c, value in enumerate(values) if value is not None}
-            if len(counts) > 1 and all(count == row for count, row in counts):
-                return ("*",)
+        if self._has_item_for_each_row(values):
+            return ("*",)
         leaves = [None if value is None else pytree.tree_leaves(value) for value in values]
-        sizes = {len(each) for each in leaves if each is not None}
-        if len(sizes) > 1:
+        counts = {len(call_leaves) for call_leaves in leaves if call_leaves is not None}
+        if len(counts) > 1:
             return ("",)
-        return tuple(
-            self._match_leaf(where, [None if each is None else each[k] for each in leaves])
-            for k in range(next(iter(sizes), 0))
-        )
+        kinds = []
+        for leaf in range(next(iter(counts), 0)):
+            leaf_values = [None if call_leaves is None else call_leaves[leaf] for call_leaves in leaves]
+            kinds.append(self._match_leaf(where, leaf_values))
+        return tuple(kinds)
+
+    def _has_item_for_each_row(self, values: Sequence[Any]) -> bool:
+        """Whether an argument is a list, in each call as long as the batch."""
+        rows = self._lengths.get("B")
+        if rows is None or not all(isinstance(value, list) for value in values if value is not None):
+            return False
+        counts = {(len(value), rows[call]) for call, value in enumerate(values) if value is not None}
+        return len(counts) > 1 and all(count == row for count, row in counts)
 
     def _match_leaf(self, where: str, values: Sequence[Any]) -> str:
-        given = [c for c, value in enumerate(values) if value is not None]
-        if given and all(type(values[c]) is int for c in given):
-            kind = self._match_length(where, given, [values[c] for c in given])
+        calls = [call for call, value in enumerate(values) if value is not None]
+        if calls and all(type(values[call]) is int for call in calls):
+            kind = self._match_length(where, calls, [values[call] for call in calls])
             return f"#{kind}" if kind in TOKENS else ""
-        tensors = [c for c in given if isinstance(values[c], Tensor)]
-        if not tensors or len(tensors) != len(given):
+        if not calls or not all(isinstance(values[call], Tensor) for call in calls):
             return ""
-        if len({values[c].ndim for c in tensors}) > 1:
+        if len({values[call].ndim for call in calls}) > 1:
             raise ModelError(f"{where} has other dimensions from call to call")
-        dims = range(values[tensors[0]].ndim)
-        return "".join(self._match_length(where, tensors, [values[c].shape[dim] for c in tensors]) for dim in dims)
+        word = ""
+        for dim in range(values[calls[0]].ndim):
+            word += self._match_length(where, calls, [values[call].shape[dim] for call in calls])
+        return word
 
     def _match_length(self, where: str, calls: Sequence[int], sizes: Sequence[int]) -> str:
         """The letter of a dimension that had these lengths in these calls."""
         if set(sizes) == {1}:
             return "1"
-        lengths = {kind: [each[c] for c in calls] for kind, each in self._lengths.items()}
-        fits = [
-            kind
-            for kind, each in lengths.items()
-            # A table that serves all tokens where it has length 1.
-            if all(size in (length, 1) for size, length in zip(sizes, each, strict=True))
-        ]
-        if len(set(sizes)) == 1 and (not fits or fits == ["B"]):
+        matching = []
+        for kind, lengths in self._lengths.items():
+            # A table that serves all tokens has length 1.
+            if all(size in (lengths[call], 1) for call, size in zip(calls, sizes, strict=True)):
+                matching.append(kind)
+        if len(set(sizes)) == 1 and matching in ([], ["B"]):
             return "."
         # A number of tokens that no call changes is taken for one wherever it occurs; the proof says whether it is.
-        if len(fits) > 1:
+        if len(matching) > 1:
             raise ModelError(f"{where}: recorded calls do not say what its lengths {tuple(sizes)} count")
-        return fits[0] if fits else "C"
+        return matching[0] if matching else "C"
 
     # Blocks
 
     def _derive_block(self, index: int, block: ChainBlock) -> tuple[ListAnatomy, Joint]:
-        flow, records = block.flow, [record[index] for record in self._records]
-        text = flow.text if "text" in flow.returns and records[0].arguments.get(flow.text or "") is not None else None
+        flow = block.flow
+        records = [record[index] for record in self._records]
+        text = flow.text
+        if "text" not in flow.returns or records[0].arguments.get(text or "") is None:
+            text = None
         joint = self._find_text_in_sequence(index, block, text)
-        streams = (flow.image, text)
-        arguments = {
-            name: self._match_argument(f"{block.name}.{name}", [record.arguments.get(name) for record in records])
-            for name in dict.fromkeys(name for record in records for name in record.arguments)
-            if name not in streams
-        }
+        arguments = {}
+        for name in dict.fromkeys(name for record in records for name in record.arguments):
+            kinds: Kinds = ()
+            if name not in (flow.image, text):
+                kinds = self._match_argument(f"{block.name}.{name}", [record.arguments.get(name) for record in records])
+            if any(kinds):
+                arguments[name] = kinds
         attention: dict[str, Kinds] = {}
         order: Joint = "none"
         for path in records[0].attention:
-            attention[path], found = self._derive_attention(index, block, path)
-            order = self._agree(f"{block.name}.{path}: the order of keys", order, found, "none")
+            attention[path], module_order = self._derive_attention(index, block, path)
+            order = self._agree_on_order(f"{block.name}.{path}", order, module_order)
         if not attention:
             raise ModelError(
                 f"{self._name}: {block.name} computes attention in a way of its own, and not by torch's "
                 "scaled_dot_product_attention or MultiheadAttention, or diffusers' dispatch"
             )
-        returns = flow.returns if text is not None or "text" not in flow.returns else ("image",)
         outputs = records[0].outputs
-        if outputs is not None and len(outputs) != len(flow.returns):
-            raise ModelError(f"{self._name}: {block.name} returns {len(outputs)} values, and {flow.returns} are known")
+        returns = flow.returns
+        if outputs is not None and len(outputs) != len(returns):
+            raise ModelError(f"{self._name}: {block.name} returns {len(outputs)} values, and {returns} are known")
+        # A block that could return a text, but is given none, returns the image alone.
+        if outputs is None and text is None and "text" in returns:
+            returns = ("image",)
         anatomy = ListAnatomy(
             image=flow.image,
             text=text,
-            returns=flow.returns if outputs is not None else returns,
+            returns=returns,
             is_tuple=outputs is not None,
             tokens=self._tokens_dim,
             has_no_batch=records[0].arguments[flow.image].ndim == 2,
             joint=joint,
-            arguments={name: kinds for name, kinds in arguments.items() if any(kinds)},
+            arguments=arguments,
             attention=attention,
         )
         anatomy = self._mark_keys(index, block, anatomy)
@@ -270,49 +310,44 @@ class _Derivation:
             return "none"
         orders: set[Joint] = set()
         for call, (record, poisoned) in enumerate(zip(self._records, self._poisoned, strict=True)):
+            num_image = self._lengths["N"][call]
             tokens = record[index].arguments[block.flow.image].shape[self._tokens_dim]
             image = find_nan_tokens(poisoned[index].arguments[block.flow.image], self._tokens_dim)
-            if tokens == self._lengths["N"][call] and image == range(tokens):
+            if tokens == num_image and image == range(tokens):
                 orders.add("none")
-            elif tokens == self._lengths["J"][call] and image is not None and len(image) == self._lengths["N"][call]:
+            elif tokens == self._lengths["J"][call] and image is not None and len(image) == num_image:
                 orders.add("image_first" if image.start == 0 else "text_first")
             else:
                 raise ModelError(
                     f"{self._name}: {block.name} is given {tokens} tokens, the image in {image}, and there are "
-                    f"{self._lengths['N'][call]} of the image and {self._lengths['T'][call]} of the text"
+                    f"{num_image} of the image and {self._lengths['T'][call]} of the text"
                 )
         if len(orders) > 1:
             raise ModelError(f"{self._name}: {block.name} has the text in several places: {sorted(orders)}")
         return orders.pop()
 
     def _derive_attention(self, index: int, block: ChainBlock, path: str) -> tuple[Kinds, Joint]:
+        """The kind of each attention call of a module, and where the text is among keys that have both."""
         kinds: list[str] = []
         order: Joint = "none"
         where = f"{self._name}: {block.name}.{path}".rstrip(".")
+        every = range(len(self._records))
         for turn, first in enumerate(self._records[0][index].attention[path]):
             calls = [record[index].attention[path][turn] for record in self._records]
             if first.causal:
                 raise ModelError(f"{where} is causal")
-            every = range(len(calls))
             queries = self._match_length(f"{where}, queries", every, [call.queries for call in calls])
-            if queries in "NJ" and (further := self._find_further_keys(index, path, turn)):
+            further = self._find_further_keys(index, path, turn) if queries in "NJ" else ""
+            if further:
                 kinds.append(further)
                 continue
             keys = self._match_length(f"{where}, keys", every, [call.keys for call in calls])
             is_shared = keys in "NJ" or (keys == "T" and self._has_text_keys(index, path, turn))
             if queries in TOKENS and is_shared:
-                has_pairs = [
-                    call.real_pairs
-                    for call in calls
-                    if call.mask is not None and len(call.mask) > 2 and call.mask[-2] > 1
-                ]
                 kind = queries if queries == keys else queries + keys
-                kinds.append(kind + (REAL_PAIRS if has_pairs and all(has_pairs) else ""))
+                kinds.append(kind + REAL_PAIRS if _have_real_pairs(calls) else kind)
                 if keys == "J":
-                    image = self._poisoned[0][index].attention[path][turn].poisoned
-                    if image is not None and 0 < len(image) < first.keys:
-                        found: Joint = "image_first" if image.start == 0 else "text_first"
-                        order = self._agree(f"{where}: the order of keys", order, found, "none")
+                    order = self._agree_on_order(where, order, self._find_key_order(index, path, turn))
             elif keys in "TC.1" and not self._has_image_keys(index, path, turn):
                 kinds.append(LOCAL)
             else:
@@ -324,24 +359,35 @@ class _Derivation:
                 )
         return tuple(kinds), order
 
+    def _find_key_order(self, index: int, path: str, turn: int) -> Joint:
+        """Where the text is among the keys of an attention call; "none" where these do not show the image."""
+        call = self._poisoned[0][index].attention[path][turn]
+        if call.poisoned is None or not 0 < len(call.poisoned) < call.keys:
+            return "none"
+        return "image_first" if call.poisoned.start == 0 else "text_first"
+
     def _find_further_keys(self, index: int, path: str, turn: int) -> str:
         """The kind of an attention call whose keys are those of its own tokens and others; empty if it is none."""
         calls = [record[index].attention[path][turn] for record in self._records]
-        kinds = set[str]()
         if all(call.keys <= call.queries for call in calls):
             return ""
+        kinds = set[str]()
         for number, call in enumerate(calls):
+            # Keys that are finite although all streams are NaN are made of something else.
             finite = self._without_streams[number][index].attention[path][turn].finite
             if finite is None or len(finite) != call.keys - call.queries:
                 return ""
-            whole = "J" if "J" in self._lengths and self._lengths["J"][number] == call.queries else "N"
-            places = {call.queries: whole + FURTHER, 0: FURTHER + whole}
-            if whole == "J":
+            is_joint = "J" in self._lengths and self._lengths["J"][number] == call.queries
+            whole = "J" if is_joint else "N"
+            kind_at = {call.queries: whole + FURTHER, 0: FURTHER + whole}
+            if is_joint:
                 image = self._poisoned[number][index].attention[path][turn].poisoned
-                is_last = image is not None and image.stop == call.keys
-                places[self._lengths["T" if is_last else "N"][number]] = "T+N" if is_last else "N+T"
+                if image is not None and image.stop == call.keys:
+                    kind_at[self._lengths["T"][number]] = "T+N"
+                else:
+                    kind_at[self._lengths["N"][number]] = "N+T"
             if finite:
-                kinds.add(places.get(finite.start, ""))
+                kinds.add(kind_at.get(finite.start, ""))
         return kinds.pop() if len(kinds) == 1 else ""
 
     @functools.cached_property
@@ -364,45 +410,65 @@ class _Derivation:
 
     @functools.cached_property
     def _text_poisoned(self) -> list[BlockRecord]:
-        """The first call, in which the text tokens in front of each block are NaN."""
+        """The first call, in which the text tokens before each block are NaN."""
         return record_blocks(self._transformer, self._chain, self._calls[0], bypass=True, poisons=("text",))
 
     def _mark_keys(self, index: int, block: ChainBlock, anatomy: ListAnatomy) -> ListAnatomy:
         """Finds the arguments that stand for keys, by calling the block on a part of its tokens with them whole."""
-        arguments = {
-            name: tuple(_leave_pairs_whole(word) for word in kinds) for name, kinds in anatomy.arguments.items()
-        }
+        arguments = {}
+        for name, kinds in anatomy.arguments.items():
+            arguments[name] = tuple(map(_leave_pairs_whole, kinds))
         record = self._records[0][index]
-        has_mask = any(call.mask is not None for calls in record.attention.values() for call in calls)
-        for name in [name for name, kinds in arguments.items() if is_cut(kinds) and has_mask]:
-            whole = tuple(_leave_whole(word) for word in arguments[name])
-            if self._run_on_part(index, block, anatomy, arguments) is None and (
-                self._run_on_part(index, block, anatomy, {**arguments, name: whole}) is not None
-            ):
-                arguments[name] = whole
+        if any(call.mask is not None for calls in record.attention.values() for call in calls):
+            for name in [name for name, kinds in arguments.items() if is_cut(kinds)]:
+                # Only what makes the block run where it did not run before is whole.
+                if self._run_on_part(index, block, anatomy, arguments) is not None:
+                    break
+                with_whole = {**arguments, name: tuple(map(_leave_whole, arguments[name]))}
+                if self._run_on_part(index, block, anatomy, with_whole) is not None:
+                    arguments = with_whole
         return replace(anatomy, arguments=arguments)
 
     def _refuse_mixing(self, index: int, block: ChainBlock, anatomy: ListAnatomy) -> None:
-        """Raises `ModelError` if a token depends on others beside attention, as where experts choose their tokens."""
-        n, t = self._lengths["N"][0], self._lengths["T"][0] if "T" in self._lengths else 0
+        """Raises `ModelError` if a token depends on others besides attention, as where experts choose their tokens."""
         part = self._run_on_part(index, block, anatomy, anatomy.arguments)
         if part is None:
             return
-        whole = self._run_on_part(index, block, anatomy, anatomy.arguments, range(n), range(t))
-        runs = list_runs(*self._choose_part(), n, t, self._order_hint(anatomy))
-        want = (
-            None if whole is None else take_runs(whole, runs["N" if anatomy.joint == "none" else "J"], anatomy.tokens)
-        )
-        if want is not None and not torch.allclose(part, want, rtol=1e-3, atol=1e-3 * float(want.abs().max())):
+        every_token = range(self._num_image), range(self._num_text)
+        whole = self._run_on_part(index, block, anatomy, anatomy.arguments, *every_token)
+        if whole is None:
+            return
+        runs = self._list_runs(anatomy, *self._choose_part())
+        expected = take_runs(whole, runs["N" if anatomy.joint == "none" else "J"], anatomy.tokens)
+        if not torch.allclose(part, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ModelError(
                 f"{self._name}: {block.name} computes a token from others, and not by torch's or diffusers' attention "
                 "alone, as attention does that is written out, and experts that choose among all tokens"
             )
 
+    @property
+    def _num_image(self) -> int:
+        return self._lengths["N"][0]
+
+    @property
+    def _num_text(self) -> int:
+        return self._lengths["T"][0] if "T" in self._lengths else 0
+
     def _choose_part(self) -> tuple[range, range]:
         """Some tokens of the image, and some of the text."""
-        n, t = self._lengths["N"][0], self._lengths["T"][0] if "T" in self._lengths else 0
-        return range(n // 3, n // 3 * 2), range(min(DUMMY_TEXT, t))
+        third = self._num_image // 3
+        return range(third, 2 * third), range(min(DUMMY_TEXT, self._num_text))
+
+    def _list_runs(self, anatomy: ListAnatomy, image: range, text: range) -> Runs:
+        """Where the tokens of a part are among those of each kind."""
+        # Where no text is in the sequence, either order will do.
+        is_image_first = anatomy.joint == "image_first"
+        image_at = 0 if is_image_first else self._num_text
+        text_at = self._num_image if is_image_first else 0
+        image_run = range(image_at + image.start, image_at + image.stop)
+        text_run = range(text_at + text.start, text_at + text.stop)
+        both = [image_run, text_run] if is_image_first else [text_run, image_run]
+        return {"N": [image], "T": [text], "J": [run for run in both if run]}
 
     def _run_on_part(
         self,
@@ -420,21 +486,21 @@ class _Derivation:
         """
         if image is None or text is None:
             image, text = self._choose_part()
-        n, t = self._lengths["N"][0], self._lengths["T"][0] if "T" in self._lengths else 0
-        runs = list_runs(image, text, n, t, self._order_hint(anatomy))
+        runs = self._list_runs(anatomy, image, text)
         call = dict(self._records[0][index].arguments)
         for name, kinds in arguments.items():
             if call.get(name) is not None:
                 call[name] = cut_argument(call[name], kinds, runs)
-        dim = anatomy.tokens
-        for stream, letter in ((anatomy.image, "N" if anatomy.joint == "none" else "J"), (anatomy.text, "T")):
-            if stream is not None:
-                call[stream] = take_runs(call[stream], runs[letter], dim)
-        fits, sequence = list[bool](), self._lengths["J" if "J" in self._lengths else "N"][0]
+        image_runs = runs["N" if anatomy.joint == "none" else "J"]
+        call[anatomy.image] = take_runs(call[anatomy.image], image_runs, anatomy.tokens)
+        if anatomy.text is not None:
+            call[anatomy.text] = take_runs(call[anatomy.text], runs["T"], anatomy.tokens)
+        usable = list[bool]()
+        sequence = self._lengths["J" if "J" in self._lengths else "N"][0]
 
         def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
             further = max(0, key.shape[-2] - query.shape[-2])
-            fits.append(mask is None or _is_usable_mask(mask, key.shape[-2], sequence + further))
+            usable.append(mask is None or _is_usable_mask(mask, key.shape[-2], sequence + further))
             return torch.zeros_like(query)
 
         try:
@@ -443,114 +509,25 @@ class _Derivation:
                 out = type(block.block).forward(block.block, *args, **kwargs)
         except (RuntimeError, ValueError, IndexError):
             return None
-        return _select_stream(out, anatomy) if all(fits) else None
+        if not all(usable):
+            return None
+        image_out: Tensor = out[anatomy.returns.index("image")] if anatomy.is_tuple else out
+        return image_out
 
-    def _order_hint(self, anatomy: ListAnatomy) -> Joint:
-        return anatomy.joint if anatomy.joint != "none" else "text_first"
-
-    def _agree(self, where: str, one: Any, other: Any, neutral: Any) -> Any:
-        if neutral not in (one, other) and one != other:
-            raise ModelError(f"{self._name}: {where} is {other}, and elsewhere {one}")
-        return other if one == neutral else one
-
-
-def merge_anatomies(one: Anatomy, other: Anatomy) -> Anatomy:
-    """The anatomy of a class from those of two pipelines that call it with other arguments.
-
-    Raises:
-        ModelError: if they say different things of the same argument or module.
-    """
-    if one.lists.keys() != other.lists.keys():
-        raise ModelError(f"blocks are in {list(one.lists)} and in {list(other.lists)}")
-    if "none" not in (one.joint, other.joint) and one.joint != other.joint:
-        raise ModelError(f"keys are {one.joint} and {other.joint}")
-    return Anatomy(
-        {name: merge_lists(name, each, other.lists[name]) for name, each in one.lists.items()},
-        other.joint if one.joint == "none" else one.joint,
-        {
-            name: _merge_kinds(name, one.inputs.get(name), other.inputs.get(name))
-            for name in {**one.inputs, **other.inputs}
-        },
-        {**one.modes, **other.modes},
-        tuple(dict.fromkeys((*one.outside, *other.outside))),
-        {**one.tensor, **other.tensor},
-    )
+    def _agree_on_order(self, where: str, known: Joint, order: Joint) -> Joint:
+        """The order of keys that two places have, of which "none" says nothing."""
+        if "none" not in (known, order) and known != order:
+            raise ModelError(f"{self._name}: {where}: the order of keys is {order}, and elsewhere {known}")
+        return order if known == "none" else known
 
 
-def merge_lists(where: str, one: ListAnatomy, other: ListAnatomy) -> ListAnatomy:
-    """The anatomy of two blocks of a list, which may differ only in what one of them does not have."""
-    for what in ("image", "tokens", "has_no_batch", "is_tuple", "joint"):
-        if getattr(one, what) != getattr(other, what):
-            raise ModelError(f"{where} has {what}={getattr(one, what)!r} and {getattr(other, what)!r}")
-    attention = {**one.attention, **other.attention}
-    for path in one.attention.keys() & other.attention.keys():
-        attention[path] = _merge_attention(f"{where}.{path}", one.attention[path], other.attention[path])
-    arguments = {
-        name: _merge_kinds(f"{where}.{name}", one.arguments.get(name), other.arguments.get(name))
-        for name in {**one.arguments, **other.arguments}
-    }
-    richer = one if len(one.returns) >= len(other.returns) else other
-    return replace(
-        one,
-        text=one.text or other.text,
-        returns=richer.returns,
-        arguments=arguments,
-        attention=attention,
-    )
-
-
-def _merge_attention(where: str, one: Kinds, other: Kinds) -> Kinds:
-    """The kinds of a module's attention calls, which have further keys in one pipeline and may have none in another."""
-    if {*one, *other} == {LOCAL}:  # nothing is done in such calls, however many a config makes
-        return min(one, other, key=len)
-    if any(kind.endswith(REAL_PAIRS) for kind in one) != any(kind.endswith(REAL_PAIRS) for kind in other):
-        # A mask of pairs that says more than which keys are real: it is whole in every pipeline then.
-        one, other = (tuple(kind.removesuffix(REAL_PAIRS) for kind in kinds) for kinds in (one, other))
-    pairs = list(zip(one, other, strict=False))
-    if len(one) != len(other) or any(
-        a not in (b, drop_further_keys(b)) and b != drop_further_keys(a) for a, b in pairs
-    ):
-        raise ModelError(f"{where} attends to {one} and to {other}")
-    return tuple(b if a == drop_further_keys(b) else a for a, b in pairs)
-
-
-def _merge_kinds(where: str, one: Kinds | None, other: Kinds | None) -> Kinds:
-    if not one or not other or one == other:
-        return one or other or ()
-    if len(one) != len(other):
-        raise ModelError(f"{where} has {len(one)} values and {len(other)}")
-    return tuple(_merge_words(where, *pair) for pair in zip(one, other, strict=True))
-
-
-def _merge_words(where: str, one: str, other: str) -> str:
-    if not one or not other:
-        return one or other
-    if "|" in one + other or len(one) != len(other):
-        words = {len(word): word for word in one.split("|")}
-        for word in other.split("|"):
-            words[len(word)] = _merge_words(where, words[len(word)], word) if len(word) in words else word
-        return "|".join(words[length] for length in sorted(words))
-    return "".join(_merge_letters(f"{where} ({one}, {other})", *pair) for pair in zip(one, other, strict=True))
-
-
-def _merge_letters(where: str, one: str, other: str) -> str:
-    """A length that did not change in the calls of one pipeline may do so in those of another."""
-    for weak in ("1", ".", "C"):
-        if weak in (one, other):
-            return other if one == weak else one
-    if "K" in (one, other):  # whole for a mask of pairs, from which attention picks
-        return "K"
-    if one != other:
-        raise ModelError(f"{where} has kinds that contradict each other")
-    return one
-
-
-def list_runs(image: range, text: range, image_tokens: int, text_tokens: int, joint: Joint) -> Runs:
-    """Where the tokens of a part are among those of each kind."""
-    text_at, image_at = (image_tokens, 0) if joint == "image_first" else (0, text_tokens)
-    words = [range(text_at + text.start, text_at + text.stop)] if text else []
-    pixels = [range(image_at + image.start, image_at + image.stop)]
-    return {"N": [image], "T": [text], "J": pixels + words if joint == "image_first" else words + pixels}
+def _have_real_pairs(calls: Sequence[AttentionCall]) -> bool:
+    """Whether calls have masks of pairs, and each of them pairs a query and a key that are both real."""
+    pairs = []
+    for call in calls:
+        if call.mask is not None and len(call.mask) > 2 and call.mask[-2] > 1:
+            pairs.append(call.real_pairs)
+    return bool(pairs) and all(pairs)
 
 
 def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
@@ -567,17 +544,14 @@ def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
     return rows == mask.shape[-1] == sequence
 
 
-def _select_stream(out: Any, anatomy: ListAnatomy) -> Tensor:
-    """The image of what a block returned."""
-    image: Tensor = out[anatomy.returns.index("image")] if anatomy.is_tuple else out
-    return image
-
-
 def _leave_pairs_whole(word: str) -> str:
-    """Pairs of queries and keys are whole: attention picks those of its own queries."""
-    return _leave_whole(word) if sum(letter in TOKENS for letter in word) > 1 else word
+    """A word in which pairs of queries and keys are whole: attention picks those of its own queries."""
+    num_token_dims = sum(letter in TOKENS for letter in word)
+    return _leave_whole(word) if num_token_dims > 1 else word
 
 
 def _leave_whole(word: str) -> str:
     """A word whose token dimensions are left as they are."""
-    return word if word.startswith("#") else "".join("K" if letter in TOKENS else letter for letter in word)
+    if word.startswith("#"):
+        return word
+    return "".join("K" if letter in TOKENS else letter for letter in word)

@@ -1,12 +1,13 @@
 """The `ModelSpec` of each family of transformers; the only place that knows their classes.
 
-`register` adds a family from user code. What a pipeline gets depends on what is known of it (docs/design.md).
+The spec of a class holds for the classes derived from it too. A subclass that changes the forward needs one of its own.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,10 @@ import diffusers
 from diffusers import FluxTransformer2DModel, PixArtTransformer2DModel, SD3Transformer2DModel
 from torch import nn
 
-from ditile.model.block_table import TRANSFORMER_TABLE, find_diffusers_class
-from ditile.model.flux import FLUX
+from ditile.model.block_table import find_diffusers_class, read_transformer_table
 from ditile.model.known import ASSETS
 from ditile.model.pipeline_calls import find_denoisers, list_call_parameters
-from ditile.model.pixart import PIXART
-from ditile.model.sd3 import SD3
+from ditile.model.refinements import FLUX, PIXART, SD3
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.spec import ModelSpec
@@ -36,6 +35,8 @@ UNKNOWN_MODEL = ModelSpec(
 """Nothing is known, so nothing is cut but the batch."""
 
 _CLASS_SUFFIX = re.compile(r"(?<=\w)(Transformer([123]D)?(Model)?|[23]DModel|Model)$")
+_SEQUENCE = {"ulysses", "ring", "distrifusion"}
+_RUNGS = ("PipeFusion, ulysses, ring", "ulysses, ring", "caches", "data, cfg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +82,50 @@ def list_model_specs() -> dict[type[nn.Module], ModelSpec]:
 
 def list_families() -> list[Family]:
     """Every family with the rung of the ladder that it is on, and why."""
-    known = [
-        Family(spec.name, cls.__name__, spec.pipelines, "PipeFusion", "has a ModelSpec") for cls, spec in _SPECS.items()
-    ]
-    proven = read_proven_columns()
-    lists = [name for name in TRANSFORMER_TABLE if not TRANSFORMER_TABLE[name].refusal]
-    found = {cls.__name__ for cls in _SPECS}
-    names = sorted(name for name in {*proven, *lists} - found if find_diffusers_class(name) is not None)
-    tables = [
-        Family(_CLASS_SUFFIX.sub("", name), name, *_describe_rung(name, *proven.get(name, ((), frozenset()))))
-        for name in names
-    ]
-    tables.sort(key=lambda family: _RUNGS.index(family.rung.removesuffix(", caches")))
-    others = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
-    return [*known, *tables, Family("any other", "any, U-Nets too", others, "data, cfg", "nothing need be known")]
+    families = []
+    for cls, spec in _SPECS.items():
+        families.append(Family(spec.name, cls.__name__, spec.pipelines, _RUNGS[0].split(",")[0], "has a ModelSpec"))
+    proven = _read_proven_families()
+    with_lists = {name for name, entry in read_transformer_table().items() if not entry.refusal}
+    names = {*proven, *with_lists} - {cls.__name__ for cls in _SPECS}
+    described = [_describe_family(name, proven) for name in sorted(names) if find_diffusers_class(name) is not None]
+    described.sort(key=lambda family: _RUNGS.index(family.rung.removesuffix(", caches")))
+    unets = ("StableDiffusionPipeline", "StableDiffusionXLPipeline", "...")
+    return [*families, *described, Family("any other", "any, U-Nets too", unets, "data, cfg", "nothing need be known")]
 
 
-def read_proven_columns() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
+def _describe_family(name: str, proven: dict[str, tuple[tuple[str, ...], set[str]]]) -> Family:
+    """A family without a `ModelSpec`, by the name of its transformer."""
+    pipelines, columns = proven.get(name, ((), set()))
+    rungs = []
+    notes = []
+    if columns >= _SEQUENCE:
+        rungs.append(_RUNGS[0] if columns >= {"pipefusion", "stale"} else _RUNGS[1])
+        notes.append("its anatomy is derived")
+    entry = read_transformer_table().get(name)
+    if entry is not None and not entry.refusal:
+        rungs.append("caches")
+        notes.append("its blocks are listed")
+    if entry is not None and entry.note:
+        notes.append(entry.note)
+    rung = ", ".join(rungs) or _RUNGS[-1]
+    return Family(_CLASS_SUFFIX.sub("", name), name, pipelines, rung, "; ".join(notes))
+
+
+def _read_family_table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    return table
+
+
+def _read_proven_families() -> dict[str, tuple[tuple[str, ...], set[str]]]:
     """Transformer class -> its pipelines, and the columns of `assets/families.json` that one of their calls holds."""
-    table = json.loads((ASSETS / "families.json").read_text("utf-8"))
-    proven: dict[str, tuple[tuple[str, ...], frozenset[str]]] = {}
+    table = _read_family_table()
+    proven: dict[str, tuple[tuple[str, ...], set[str]]] = {}
     for family in table["families"]:
-        pipelines, columns = proven.get(family["transformer"], ((), frozenset()))
-        names = tuple(dict.fromkeys((*pipelines, family["pipeline"])))
-        proven[family["transformer"]] = (
-            names,
-            columns | {each for each in table["columns"] if each not in family["holes"]},
-        )
+        pipelines, columns = proven.get(family["transformer"], ((), set()))
+        if family["pipeline"] not in pipelines:
+            pipelines = (*pipelines, family["pipeline"])
+        proven[family["transformer"]] = (pipelines, columns | (set(table["columns"]) - set(family["holes"])))
     return proven
 
 
@@ -117,7 +135,7 @@ def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
     Where the pipeline is not in the table, other pipelines of the class speak for it; a class that is not in it holds
     `data` and `cfg`.
     """
-    table = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    table = _read_family_table()
     columns = {*table["columns"], "tensor"}
     rows = [row for row in table["families"] if row["transformer"] == transformer.__name__]
     rows = [row for row in rows if row["pipeline"] == pipeline] or rows
@@ -133,26 +151,6 @@ def name_family(transformer: type) -> str:
     return _CLASS_SUFFIX.sub("", transformer.__name__)
 
 
-_SEQUENCE = {"ulysses", "ring", "distrifusion"}
-_RUNGS = ("PipeFusion, ulysses, ring", "ulysses, ring", "caches", "data, cfg")
-
-
-def _describe_rung(name: str, pipelines: tuple[str, ...], columns: frozenset[str]) -> tuple[tuple[str, ...], str, str]:
-    """The pipelines of a transformer without a `ModelSpec`, the rung that it is on, and why."""
-    row = TRANSFORMER_TABLE.get(name)
-    rungs = []
-    notes = []
-    if columns >= _SEQUENCE:
-        rungs = [_RUNGS[0] if columns >= {"pipefusion", "stale"} else _RUNGS[1]]
-        notes = ["its anatomy is derived"]
-    if row is not None and not row.refusal:
-        rungs = [*rungs, "caches"]
-        notes = [*notes, "its blocks are listed"]
-    if row is not None and row.note:
-        notes.append(row.note)
-    return pipelines, ", ".join(rungs) or _RUNGS[-1], "; ".join(notes)
-
-
 def find_loop_model(pipe: diffusers.DiffusionPipeline) -> nn.Module:
     """The first model that a pipeline calls in its loop; raises as `find_denoisers`."""
     return next(iter(find_denoisers(pipe).values()))
@@ -162,26 +160,30 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
     """The `ModelSpec` of the model of a pipeline, or `UNKNOWN_MODEL` where it has none.
 
     Raises:
-        ModelError: if the pipeline runs what a patch pipeline cannot honour.
-        PlanError: if guidance branches are to be shared out that the model itself compares.
+        ModelError: if the pipeline runs what a patch pipeline cannot honor.
+        PlanError: if guidance branches are to be split that the model itself compares.
     """
     model = find_loop_model(pipe)
     name = type(pipe).__name__
-    parameters = list_call_parameters(pipe)
-    if plan.cfg > 1 and "pag_scale" in parameters:
+    is_guided_in_attention = "pag_scale" in list_call_parameters(pipe)
+    if plan.cfg > 1 and is_guided_in_attention:
         raise PlanError(f"cfg={plan.cfg}: {name} tells branches of guidance apart inside attention; use data instead")
     if plan.divides_the_batch_alone:
         return choose_model_spec(model)
-    if "pag_scale" in parameters and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
+    if is_guided_in_attention and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
         raise ModelError(
             f"{name} puts an attention of its own into the transformer while it runs, which would see this rank's "
             "tokens alone; use data or tensor"
         )
-    called = list(find_denoisers(pipe).values())
-    others = [part for part in pipe.components.values() if type(part) is type(model) and part not in called]
-    if others and plan.pipefusion * plan.num_patches > 1:
+    if plan.pipefusion * plan.num_patches > 1 and _has_uncalled_twin(pipe, model):
         raise ModelError(
             f"{name} calls a second {type(model).__name__} in its loop, which needs the whole fresh latents on every "
             "stage; use a plan with pipefusion=1 and patches=1"
         )
     return choose_model_spec(model)
+
+
+def _has_uncalled_twin(pipe: Any, model: nn.Module) -> bool:
+    """Whether a component of the model's class is none of those that are called in turns."""
+    denoisers: Collection[nn.Module] = find_denoisers(pipe).values()
+    return any(type(part) is type(model) and part not in denoisers for part in pipe.components.values())

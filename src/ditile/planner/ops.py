@@ -60,7 +60,7 @@ class CacheSkips:
 
 
 @dataclass(frozen=True)
-class Basis:
+class MachineWork:
     """One model on one machine, with the seconds of its work, which are computed once.
 
     Attributes:
@@ -128,12 +128,12 @@ class OpPricer:
         skips: what a cache leaves out.
     """
 
-    def __init__(self, basis: Basis, job: PlannedCall, skips: CacheSkips) -> None:
+    def __init__(self, basis: MachineWork, job: PlannedCall, skips: CacheSkips) -> None:
         self._basis = basis
         self.job = job
         self.skips = skips
         self._profile = basis.profile
-        self.op_schedule = job.step_schedule
+        self.schedule = job.step_schedule
         self._places = [RankCoordinates(0, 0, stage, 0, 0, 0, 0) for stage in range(job.plan.pipefusion)]
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = compute_slowdown(basis.profile, self._host)
@@ -146,7 +146,7 @@ class OpPricer:
         """For each stage the first one that does the same work."""
         first_stages: dict[Any, int] = {}
         last = self.job.plan.pipefusion - 1
-        group_size = self.op_schedule.warmup_group_size
+        group_size = self.schedule.warmup_group_size
 
         def find_first_alike(stage: int, blocks: range) -> int:
             num_skippable = sum(map(self._is_skippable_block, blocks)) if self.skips.steps else 0
@@ -158,29 +158,52 @@ class OpPricer:
     def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         """Seconds for which an op occupies its stage; with `free`, messages take no time."""
         stage = self.first_alike_stages[stage]
-        key = (stage, op.kind, self.step_kinds[op.step], op.patch, op.branch == 0, op.micro_batch, free)
+        patch = self._find_alike_patch(op.patch)
+        key = (stage, op.kind, self.step_kinds[op.step], patch, op.branch == 0, op.micro_batch, free)
         seconds = self._seen.get(key)
         if seconds is None:
             seconds = self._seen[key] = self._compute_op_seconds(stage, op, free=free)
         return seconds
 
+    def _find_alike_patch(self, patch: int | None) -> int | None:
+        """The first patch with the same work and messages."""
+        return None if patch is None else self._first_alike_patches[patch]
+
+    @cached_property
+    def _first_alike_patches(self) -> list[int]:
+        layout = self.job.image_layout
+        first_patches: dict[tuple[Any, ...], int] = {}
+        alike = []
+        for patch in range(layout.num_patches):
+            # The first patch of a step has the work that is done once in a step. Where references are left out, that
+            # is the first patch of the latents.
+            is_first_of_step = patch <= layout.num_references
+            kind = (
+                layout.count_rows(patch),
+                layout.carries_text(patch),
+                self.job.count_stepped_share(patch),
+                patch if is_first_of_step else None,
+            )
+            alike.append(first_patches.setdefault(kind, patch))
+        return alike
+
     @cached_property
     def step_kinds(self) -> Sequence[tuple[bool, ...]]:
         """A key for each step; steps with equal keys have the same work and messages."""
-        return _list_step_kinds(self.op_schedule, self.skips.steps)
+        return _list_step_kinds(self.schedule, self.skips.steps)
 
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         micro = self._make_micro_step(op)
         if op.kind is OpKind.COMPUTE:
             place = self._places[stage]
-            is_group = bool(self.op_schedule.select_warmup_group(micro))
+            is_group = bool(self.schedule.select_warmup_group(micro))
             load = DeviceLoad(0.0, 0.0).combine_loads(self._compute_stage_load(place, micro, op), self._slowdown)
             if not free:
                 load = (self._add_warmup_exchanges if is_group else self._add_exchanges)(place, micro, load)
                 load = load._replace(device=max(load.device, self._get_offload_seconds(place.stage)))
             return load.get_busy_seconds(self._profile)
         if op.kind is OpKind.STEP:
-            patches = len(self.op_schedule.list_stepped_patches(micro))
+            patches = len(self.schedule.list_stepped_patches(micro))
             taken = self._profile.micro_s / (patches if op.patch is not None and micro.patch is None else 1)
             return taken if free else taken + self._compute_guidance_seconds(micro) / patches
         if free or op.kind not in SENDS:
@@ -201,7 +224,8 @@ class OpPricer:
 
     def get_travel_seconds(self, stage: int, op: Op) -> float:
         """Seconds of a message on its way, after those for which it occupies its sender."""
-        key = ("travel", self.first_alike_stages[stage], op.kind, op.patch, op.micro_batch, self.step_kinds[op.step])
+        patch = self._find_alike_patch(op.patch)
+        key = ("travel", self.first_alike_stages[stage], op.kind, patch, op.micro_batch, self.step_kinds[op.step])
         if key not in self._seen:
             link = self.get_axis_link("pipefusion")
             self._seen[key] = link.latency_s + link.overlap * self._count_message_bytes(stage, op) / link.bandwidth
@@ -212,11 +236,11 @@ class OpPricer:
         job = self.job
         place = self._places[stage]
         if op.kind is OpKind.SEND and op.patch is not None:
-            num_micro_batches = len(self.op_schedule.split_micro_batches(self._make_micro_step(op)))
+            num_micro_batches = len(self.schedule.split_micro_batches(self._make_micro_step(op)))
             size = cost.count_activation_bytes(job, place, op.patch) / num_micro_batches
         elif op.kind is OpKind.SEND_KEYS:
             # Stages get messages of different sizes, but the schedule has one op for all: it gets the mean.
-            owners = range(self.op_schedule.warmup_group_size, job.plan.pipefusion)
+            owners = range(self.schedule.warmup_group_size, job.plan.pipefusion)
             size = sum(
                 n * cost.count_owner_key_bytes(job, owner, joint=joint)
                 for owner in owners
@@ -229,7 +253,7 @@ class OpPricer:
         return size
 
     def _make_micro_step(self, op: Op) -> MicroStep:
-        stale = self.op_schedule.reads_stale_keys(op.step) and self.job.plan.distrifusion == 1
+        stale = self.schedule.reads_stale_keys(op.step) and self.job.plan.distrifusion == 1
         return MicroStep(op.step, op.patch if stale else None)
 
     def _compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
@@ -237,7 +261,7 @@ class OpPricer:
         job = self.job
         counted = self._basis.transformer_work
         tokens = self._make_rank_tokens(place, micro, op)
-        group_size = len(self.op_schedule.select_warmup_group(micro))
+        group_size = len(self.schedule.select_warmup_group(micro))
         skips = self.skips if op.step in self.skips.steps and not group_size else None
         mix = self._basis.mix_blocks(range(len(counted.blocks)) if group_size else job.stages[place.stage], skips)
         parts = [(counted.every, 1.0), *mix.blocks]
@@ -246,7 +270,7 @@ class OpPricer:
             ends.append((counted.first, 1.0))
         if place.stage == job.plan.pipefusion - 1 or group_size:
             ends.append((counted.last, 1.0))
-        if op.branch == 0 and op.micro_batch == 0 and micro == self.op_schedule.list_micro_steps(micro.step)[0]:
+        if op.branch == 0 and op.micro_batch == 0 and micro == self.schedule.list_micro_steps(micro.step)[0]:
             parts += [(counted.step, 1.0), *mix.steps]
         if op.step == 0:
             parts += [(counted.once, 1.0), *mix.once]
@@ -274,13 +298,13 @@ class OpPricer:
         job = self.job
         plan = self.job.plan
         image, text = cost.count_micro_step_tokens(job, place, micro)
-        group_size = len(self.op_schedule.select_warmup_group(micro))
+        group_size = len(self.schedule.select_warmup_group(micro))
         if group_size:
             image = -(-job.image_layout.image_tokens // group_size)
             text = -(-text // group_size)
         batch = job.compute_replica_shape(place.data).batch
-        if self.op_schedule.mode == "pipelined":
-            batch = len(self.op_schedule.split_micro_batches(micro)[op.micro_batch])
+        if self.schedule.mode == "pipelined":
+            batch = len(self.schedule.split_micro_batches(micro)[op.micro_batch])
         keys = job.image_layout
         subgroup_tokens = cost.count_ulysses_tokens(job, place, micro) if plan.ulysses > 1 else 0
         return RankTokens(
@@ -292,7 +316,7 @@ class OpPricer:
             heads=job.count_heads(place) / job.shape.heads,
             split=plan.tensor,
             share=subgroup_tokens / (image + text) if subgroup_tokens else 1.0,
-            fused=self._fuses and (plan.rounds_otherwise or self.op_schedule.reads_stale_keys(micro.step)),
+            fused=self._fuses and (plan.rounds_otherwise or self.schedule.reads_stale_keys(micro.step)),
         )
 
     def _add_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
@@ -306,7 +330,7 @@ class OpPricer:
             made = 1.0 if kind == "prediction" else self._get_computed_share(place, micro.step)
             calls = made * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
             sending = made * sent / (link.bandwidth * get_bandwidth_share(link, kind, n)) + calls * link.latency_s
-            if kind == "distrifusion" and self.op_schedule.reads_stale_keys(micro.step):
+            if kind == "distrifusion" and self.schedule.reads_stale_keys(micro.step):
                 sending = compute_exposed_seconds(sending, link.overlap, own.device)
             elif kind == "ring":
                 sending = compute_exposed_seconds(sending, link.overlap, self._get_ring_attention_seconds(place, micro))
@@ -320,9 +344,9 @@ class OpPricer:
         """The load of a warmup group's call: weights arrive while it computes, and it waits for keys of each layer."""
         job = self.job
         counted = self._basis.transformer_work
-        streams_weights = self.op_schedule.mode == "sequence"
+        streams_weights = self.schedule.mode == "sequence"
         link = self.get_axis_link("pipefusion")
-        n = len(self.op_schedule.select_warmup_group(micro))
+        n = len(self.schedule.select_warmup_group(micro))
         rate = link.bandwidth * get_bandwidth_share(link, "pipefusion", n)
         tokens = self._make_rank_tokens(place, micro, Op(OpKind.COMPUTE, *micro))
         blocks = []

@@ -229,7 +229,7 @@ class PlanSubject:
     def _record(self, call: Mapping[str, Any]) -> RecordedStep:
         """The first step of a call."""
         assert self.recorder is not None
-        filled = self._fill_arguments(call)
+        filled = self.fill_arguments(call)
         key = tuple(
             sorted((name, size) for name, value in filled.items() if (size := _describe_argument(value)) is not None)
         )
@@ -395,7 +395,8 @@ class PlanSubject:
         heads, _ = self.attention_heads
         return round(heads * self.transformer_work.key_heads) % plan.tensor == 0
 
-    def _fill_arguments(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def fill_arguments(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call, completed by the defaults of the pipeline."""
         config: Any = self.transformer.config
         return fill_call_defaults(list_call_parameters(self.pipeline), config, self.vae_scale, call)
 
@@ -406,7 +407,7 @@ class PlanSubject:
             ModelError: if a side is not a whole number of tokens, or there are frames that the model does not make.
         """
         config: Any = self.transformer.config
-        filled = self._fill_arguments(call)
+        filled = self.fill_arguments(call)
         check_image_size(filled, self.token_side)
         frames = call.get("num_frames")
         if frames is not None and not self.makes_videos:

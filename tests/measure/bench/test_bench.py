@@ -21,7 +21,7 @@ from ditile.measure.palette import name_plan_methods
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
-from ditile.planner.answer import answer_question
+from ditile.planner.choose import answer_question
 from ditile.planner.question import PlanQuestion
 
 MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditile.model.derive import merge_lists
 from ditile.model.hooks.attention_hooks import MaskOfRealPairs
+from ditile.model.merge import merge_lists
 from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.errors import ModelError
 

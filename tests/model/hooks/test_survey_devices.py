@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 
 from ditile.model.anatomies import find_anatomy
-from ditile.model.flux import read_flux_grid
 from ditile.model.hooks.block_calls import _SurveyPass
 from ditile.model.hooks.block_policy import BlockHook, advise_whole_tokens
 from ditile.model.hooks.generation import Generation
+from ditile.model.refinements import read_flux_grid
 from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 from tests.zoo.entry import transformer

@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor
 from torch.nn import functional
 
-from ditile.model.pixart import PixArtCrossAttention, trim_key_mask
+from ditile.model.refinements import PixArtCrossAttention, trim_key_mask
 
 LENGTH, WIDTH = 200, 32
 

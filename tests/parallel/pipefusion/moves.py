@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ditile.cache.config import Calibration, DBCacheConfig
-from ditile.model.block_table import TRANSFORMER_TABLE
+from ditile.model.block_table import read_transformer_table
 from ditile.runner import caching
 from tests.more_families import EVERY
 
-RUN = [
-    name for name, family in EVERY.items() if family.inputs and not getattr(TRANSFORMER_TABLE.get(name), "refusal", "")
-]
+REFUSED = {name for name, entry in read_transformer_table().items() if entry.refusal}
+RUN = [name for name, family in EVERY.items() if family.inputs and name not in REFUSED]
 Moves = Sequence[tuple[int, float]]
 MOVES: Moves = ((0, 1.0), (0, 1.02), (1, 1.0), (1, 1.02), (2, 1.0))
 """The input of each step: which, and times what."""

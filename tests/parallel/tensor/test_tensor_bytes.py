@@ -14,7 +14,7 @@ from diffusers import DiTTransformer2DModel
 from tests.parallel.tensor.shardings import axis, forward, inputs, sharded, with_heads
 
 from ditile.distributed.transport import Traffic
-from ditile.model.pixart import PIXART_TENSOR_PLAN
+from ditile.model.refinements import PIXART_TENSOR_PLAN
 from ditile.parallel.tensor.sharding import shard_weights
 from tests import tiny
 from tests.pool import Pool
