@@ -19,7 +19,8 @@ from ditile.model.block_lists import (
     supported_pipelines,
 )
 from ditile.model.block_table import find_diffusers_class, find_table_entry, read_transformer_table
-from ditile.model.source import find_latent_cuts, infer_block_flow, read_block_calls, unwrap_module
+from ditile.model.loop_source import find_latent_cuts
+from ditile.model.source import infer_block_flow, read_block_calls, unwrap_module
 from ditile.plan.errors import ModelError
 from ditile.plan.spec import BlockList, Flow
 from tests.families import Family

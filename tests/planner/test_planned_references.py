@@ -194,7 +194,7 @@ def test_memory_has_the_tokens_of_references(subject_of: Any) -> None:
 def test_what_is_not_known_is_refused(subject_of: Any, tmp_path: Path) -> None:
     subject = subject_of("flux-kontext")
     shape = replace(make_shape(subject, "flux-kontext"), references=0)
-    with pytest.raises(PlanError, match="references=0: no tokens of reference pictures are known"):
+    with pytest.raises(PlanError, match="references=0: no tokens of reference images are known"):
         subject.make_plan_job(Plan(references=0, patches=2), shape)
     for image, said in (
         (("0x5",), "is not a whole number of at least 1"),

@@ -309,7 +309,7 @@ def test_holes_are_those_of_the_table() -> None:
 
 
 def test_a_picture_has_no_frames() -> None:
-    with pytest.raises(ModelError, match="frames=9: QwenImagePipeline makes pictures; leave it out"):
+    with pytest.raises(ModelError, match="frames=9: QwenImagePipeline makes images; leave it out"):
         known_subject("qwen-image").make_call_shape({"num_frames": 9})
 
 

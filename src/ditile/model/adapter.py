@@ -143,7 +143,7 @@ def validate_adapter(adapter: BlockAdapter) -> None:
         raise ModelError(f"blocks_policy={adapter.blocks_policy!r} is unknown; it is 'max' or 'min'")
     for pattern in _flatten_nested(adapter.forward_pattern):
         if pattern is not None and not isinstance(pattern, ForwardPattern):
-            names = ", ".join(each.name for each in ForwardPattern)
+            names = ", ".join(ForwardPattern.__members__)
             raise ModelError(f"forward_pattern={pattern!r} is unknown; ForwardPattern has {names}")
     if adapter.blocks is not None and adapter.auto:
         raise ModelError("BlockAdapter has blocks and auto=True, which looks for blocks; give one of them")
@@ -183,9 +183,10 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
     if isinstance(pipe, nn.Module):
         return [pipe]
     modules = {name: part for name, part in list_pipeline_parts(pipe).items() if isinstance(part, nn.Module)}
-    transformers = [
-        part for name, part in modules.items() if "transformer" in name or find_table_entry(type(unwrap_module(part)))
-    ]
+    transformers = []
+    for name, part in modules.items():
+        if "transformer" in name or find_table_entry(type(unwrap_module(part))):
+            transformers.append(part)
     if not transformers:
         raise ModelError(
             f"{type(pipe).__name__} has no transformer, and only the blocks of one can be left out; give a pipeline, a "
@@ -199,15 +200,16 @@ def _split_by_transformer(adapter: BlockAdapter) -> list[_AdapterFields]:
     named = adapter.transformer
     transformers = [named] if isinstance(named, nn.Module) else list(named or find_transformers(adapter.pipe))
     if named is not None and adapter.pipe is not None:
-        called = [unwrap_module(each) for each in find_transformers(adapter.pipe)]
-        for stranger in (each for each in transformers if unwrap_module(each) not in called):
-            raise ModelError(
-                f"the {type(unwrap_module(stranger)).__name__} of BlockAdapter is not that of its "
-                f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
-            )
+        called = [unwrap_module(transformer) for transformer in find_transformers(adapter.pipe)]
+        for transformer in map(unwrap_module, transformers):
+            if transformer not in called:
+                raise ModelError(
+                    f"the {type(transformer).__name__} of BlockAdapter is not that of its "
+                    f"{type(adapter.pipe).__name__}; give pipe.transformer, or leave out pipe"
+                )
     count = len(transformers)
-    given = adapter.blocks if adapter.blocks is not None else adapter.blocks_name
-    blocks = _split_adapter_field("blocks", given, count)
+    blocks_or_names = adapter.blocks if adapter.blocks is not None else adapter.blocks_name
+    blocks = _split_adapter_field("blocks", blocks_or_names, count)
     patterns = _split_adapter_field("forward_pattern", adapter.forward_pattern, count)
     modifiers = _split_adapter_field("params_modifiers", adapter.params_modifiers, count)
     return [
@@ -223,25 +225,33 @@ def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | 
     if not value:
         raise ModelError(f"{what} is empty; leave it out, or name one")
     if count == 1:
-        nested = len(value) == 1 and isinstance(value[0], (list, tuple)) and not _is_list_of_blocks(value[0])
-        return [_list_field_entries(value[0] if nested else value)]
+        # A list with one list in it is one for each transformer, of which there is one.
+        if len(value) == 1 and isinstance(value[0], (list, tuple)) and not _is_list_of_blocks(value[0]):
+            value = value[0]
+        return [_list_field_entries(value)]
     if len(value) != count:
         raise ModelError(f"{what} has {len(value)} entries for {count} transformers; give a list with one for each")
-    return [_list_field_entries(each) for each in value]
+    return [_list_field_entries(entries) for entries in value]
 
 
 def _list_field_entries(value: Any) -> list[Any]:
     """The entries for one transformer; blocks in a plain list are one entry."""
-    return list(value) if isinstance(value, (list, tuple)) and not _is_list_of_blocks(value) else [value]
+    if isinstance(value, (list, tuple)) and not _is_list_of_blocks(value):
+        return list(value)
+    return [value]
 
 
 def _is_list_of_blocks(value: Any) -> bool:
     """Whether a list holds blocks, rather than lists of them."""
-    return bool(value) and all(isinstance(each, nn.Module) and not isinstance(each, nn.ModuleList) for each in value)
+    if any(isinstance(item, nn.ModuleList) for item in value):
+        return False
+    return bool(value) and all(isinstance(item, nn.Module) for item in value)
 
 
 def _flatten_nested(value: Any) -> list[Any]:
-    return [item for each in value for item in _flatten_nested(each)] if isinstance(value, (list, tuple)) else [value]
+    if not isinstance(value, (list, tuple)):
+        return [value]
+    return [item for part in value for item in _flatten_nested(part)]
 
 
 def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> TransformerBlockLists:
@@ -249,26 +259,32 @@ def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> Trans
     # First of all: what it edits may be the blocks.
     undo = _apply_functor(model, adapter.patch_functor)
     # Also if the adapter names the blocks: this refuses a transformer whose blocks may not be left out.
-    every = look_up_block_lists(model)
-    for name in adapter.dummy_blocks_names or ():
+    known_lists = look_up_block_lists(model)
+    dummies = adapter.dummy_blocks_names or ()
+    for name in dummies:
         get_module_list(model, name)
     parts: list[list[NamedBlocks]]
     if adapter.auto:
         parts = [[_search_block_list(adapter, model, fields.patterns[0])]]
     elif fields.blocks is None:
-        parts = [[(each.name, each.blocks)] for each in every or find_block_lists(model)]
+        parts = [[(name, blocks)] for name, blocks, _ in known_lists or find_block_lists(model)]
     else:
-        parts = [_group_by_owner(model, each) for each in fields.blocks]
+        parts = [_group_by_owner(model, blocks) for blocks in fields.blocks]
     patterns = _repeat_for_lists("forward_pattern", fields.patterns, len(parts))
-    modifiers = _repeat_for_lists("params_modifiers", fields.modifiers, len(parts)) if fields.modifiers else []
+    modifiers = []
+    if fields.modifiers:
+        modifiers = _repeat_for_lists("params_modifiers", fields.modifiers, len(parts))
     lists = []
     settings = []
     for index, part in enumerate(parts):
         for name, blocks in part:
-            if name not in (adapter.dummy_blocks_names or ()) or len(part) > 1:
-                flow = _resolve_flow(adapter, model, name, blocks, patterns[index])
-                lists.append(BlockList(name, tuple(blocks), flow))
-                settings += modifiers[index : index + 1]
+            # A list that joins several of the transformer keeps all of them.
+            if name in dummies and len(part) == 1:
+                continue
+            flow = _resolve_flow(adapter, model, name, blocks, patterns[index])
+            lists.append(BlockList(name, tuple(blocks), flow))
+            if modifiers:
+                settings.append(modifiers[index])
     if not lists:
         raise ModelError(f"dummy_blocks_names={adapter.dummy_blocks_names} leaves no block of {type(model).__name__}")
     return TransformerBlockLists(model, lists, settings, adapter.has_separate_cfg, undo)
@@ -282,20 +298,24 @@ def _repeat_for_lists(what: str, values: list[Any], count: int) -> list[Any]:
 
 
 def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
-    """Given blocks by the lists of the transformer that own them; a list may join several of these."""
+    """Blocks by the lists of the transformer that own them; a list may join several of these."""
     if isinstance(blocks, str):
         return [(blocks, tuple(get_module_list(model, blocks)))]
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList):
         raise ModelError(f"blocks is a {type(blocks).__name__}; it must be a ModuleList of {type(model).__name__}")
     members = list(blocks)
-    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList)]
-    owners = {id(member): name for name, each in reversed(lists) for member in each}
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    owners: dict[int, str] = {}
+    for name, block_list in lists.items():
+        for member in block_list:
+            # A block that is in several lists is that of the first.
+            owners.setdefault(id(member), name)
     strangers = [type(unwrap_module(member)).__name__ for member in members if id(member) not in owners]
     if strangers or not members:
-        names = ", ".join(name for name, _ in lists if "." not in name)
+        names = ", ".join(name for name in lists if "." not in name)
         what = f"{strangers[0]} in blocks is" if strangers else "blocks is empty, so nothing is"
         raise ModelError(f"{what} not in a ModuleList of {type(model).__name__}; its lists are {names or 'none'}")
-    return [(name, list(each)) for name, each in groupby(members, lambda member: owners[id(member)])]
+    return [(name, list(group)) for name, group in groupby(members, lambda member: owners[id(member)])]
 
 
 def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: ForwardPattern | None) -> NamedBlocks:
@@ -313,14 +333,15 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
         classes = [type(unwrap_module(block)).__name__ for block in blocks]
         is_named = not adapter.check_prefixes or name.startswith(prefixes)
         is_classed = not adapter.check_suffixes or all(cls.endswith(suffixes) for cls in classes)
-        if flow is None or pattern is None:
-            is_alike = not (flow is None and pattern is None)
-        else:
-            is_alike = adapter.check_forward_pattern is False or pattern.flow.returns == flow.returns
+        # Either the source or the pattern must say how blocks pass tokens on; if both do, they must agree.
+        is_alike = flow is not None or pattern is not None
+        if flow is not None and pattern is not None and adapter.check_forward_pattern is not False:
+            is_alike = pattern.flow.returns == flow.returns
         is_usable = (call is None or call.alone) and name not in (adapter.dummy_blocks_names or ())
         if is_named and is_classed and is_alike and is_usable:
             matches.append((name, tuple(blocks)))
-        others.append(f"{name} ({find_flow_pattern(flow).name if flow else 'of no known pattern'})")
+        pattern_name = "of no known pattern" if flow is None else find_flow_pattern(flow).name
+        others.append(f"{name} ({pattern_name})")
     if not matches:
         raise ModelError(
             f"auto=True finds no list of {type(model).__name__} with forward_pattern="
@@ -328,7 +349,7 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
             f"it has {', '.join(others) or 'no list of blocks'}"
         )
     best = max if adapter.blocks_policy == "max" else min
-    return best(matches, key=lambda each: len(each[1]))
+    return best(matches, key=lambda match: len(match[1]))
 
 
 def _resolve_flow(
@@ -381,20 +402,19 @@ def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
         raise ModelError(
             f"{type(functor).__name__}.apply returned another module; edit the one it is given, and return it"
         )
-    edits = [
-        (module, name, old.get(name), name in old, value)
-        for module, old in before
-        for name, value in vars(module).items()
-        if name not in old or old[name] is not value
-    ]
+    edits: list[tuple[nn.Module, dict[str, Any], str, Any]] = []
+    for module, attributes in before:
+        for name, value in vars(module).items():
+            if name not in attributes or attributes[name] is not value:
+                edits.append((module, attributes, name, value))
 
     def undo_edits() -> None:
-        for module, name, old, was, value in edits:
+        for module, attributes, name, value in edits:
             # Only if it was not set again since.
             if vars(module).get(name) is value:
                 vars(module).pop(name)
-                if was:
-                    vars(module)[name] = old
+                if name in attributes:
+                    vars(module)[name] = attributes[name]
 
     return undo_edits
 
@@ -417,7 +437,9 @@ class ForwardPattern(Enum):
     @property
     def takes(self) -> tuple[str, ...]:
         """Parameters that take tokens."""
-        return ("hidden_states",) if self.flow.text is None else ("hidden_states", "encoder_hidden_states")
+        if self.flow.text is None:
+            return ("hidden_states",)
+        return ("hidden_states", "encoder_hidden_states")
 
     @property
     def gives(self) -> tuple[str, ...]:

@@ -1,14 +1,14 @@
 """The anatomies that ship with ditile: a generated table, a row for each class of diffusers.
 
 A row belongs to the sources of the forwards that it was derived from. Where diffusers has other ones now, the row does
-not count, and the class is derived anew.
+not count, and the class is derived again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -46,21 +46,21 @@ def find_derived_cuts(transformer: nn.Module) -> Mapping[str, Any]:
 
 def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
     """Keeps the anatomy of a class for this process, in place of one that is kept."""
-    row = {**write_row(transformer, anatomy), "of": _list_settings(transformer)}
-    known = row["source"], row["of"]
-    others = [each for each in _DERIVED.get(type(transformer), ()) if (each["source"], each["of"]) != known]
-    _DERIVED[type(transformer)] = [row, *others]
+    new_row = {**write_row(transformer, anatomy), "of": _list_settings(transformer)}
+    rows: list[AnatomyRow] = [new_row]
+    for row in _DERIVED.get(type(transformer), ()):
+        if row["source"] != new_row["source"] or row["of"] != new_row["of"]:
+            rows.append(row)
+    _DERIVED[type(transformer)] = rows
 
 
 def _list_settings(transformer: nn.Module) -> frozenset[tuple[Any, ...]]:
     """What the modules of a model are told by plain attributes: a twin of few blocks has some of these."""
-    return frozenset(
-        (
-            type(module).__qualname__,
-            *((name, value) for name, value in sorted(vars(module).items()) if _is_setting(name, value)),
-        )
-        for module in transformer.modules()
-    )
+    settings = set()
+    for module in transformer.modules():
+        values = [(name, value) for name, value in sorted(vars(module).items()) if _is_setting(name, value)]
+        settings.add((type(module).__qualname__, *values))
+    return frozenset(settings)
 
 
 def _is_setting(name: str, value: Any) -> bool:
@@ -79,25 +79,35 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
     among tokens, as experts do, and attention processors that are not those of the class.
     """
     blocks = [block for name in lists for block in get_module_list(transformer, name)]
-    classes = [type(transformer), *sorted({type(block) for block in blocks}, key=lambda cls: cls.__qualname__)]
+    block_classes = sorted({type(block) for block in blocks}, key=lambda cls: cls.__qualname__)
+    classes = [type(transformer), *block_classes]
     inside = {type(module) for block in blocks for module in block.modules()} - set(classes)
-    processors = {
-        type(module.processor).__call__
-        for block in blocks
-        for module in block.modules()
-        if type(getattr(module, "processor", None)) is not getattr(module, "_default_processor_cls", None)
-        and hasattr(module, "_default_processor_cls")
-        # It does what the class's own does, and attends to its pictures besides.
-        and not isinstance(module.processor, ADAPTER_PROCESSORS)
-    }
+    processors = {call for block in blocks for call in _iterate_foreign_processors(block)}
     try:
-        text = "".join(inspect.getsource(inspect.unwrap(cls.forward)) for cls in classes)
-        others = [inspect.getsource(inspect.unwrap(cls.forward)) for cls in inside]
-        text += "".join(sorted(source for source in others if ".topk(" in source))
+        text = "".join(_read_forward_source(cls) for cls in classes)
+        inside_sources = [_read_forward_source(cls) for cls in inside]
+        # What chooses among tokens decides how these depend on each other.
+        text += "".join(sorted(source for source in inside_sources if ".topk(" in source))
         text += "".join(sorted(inspect.getsource(call) for call in processors))
     except (OSError, TypeError):
         return ""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _read_forward_source(cls: type[nn.Module]) -> str:
+    return inspect.getsource(inspect.unwrap(cls.forward))
+
+
+def _iterate_foreign_processors(block: nn.Module) -> Iterator[Any]:
+    """The calls of attention processors that are not those of their class."""
+    for module in block.modules():
+        if not hasattr(module, "processor") or not hasattr(module, "_default_processor_cls"):
+            continue
+        processor: Any = module.processor
+        default: Any = module._default_processor_cls
+        # An adapter's does what the class's own does, and attends to its images in addition.
+        if type(processor) is not default and not isinstance(processor, ADAPTER_PROCESSORS):
+            yield type(processor).__call__
 
 
 def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
@@ -108,24 +118,26 @@ def write_row(transformer: nn.Module, anatomy: Anatomy) -> dict[str, Any]:
 
 def read_row(row: AnatomyRow) -> Anatomy:
     """The anatomy of a row."""
-    lists = {
-        name: ListAnatomy(
-            **{
-                **each,
-                "returns": tuple(each["returns"]),
-                "arguments": _freeze_kinds(each["arguments"]),
-                "attention": _freeze_kinds(each["attention"]),
-            }
-        )
-        for name, each in row["lists"].items()
-    }
-    modes = row.get("modes", {})
-    outside = tuple(row.get("outside", ()))
-    return Anatomy(lists, row["joint"], _freeze_kinds(row["inputs"]), modes, outside, row.get("tensor", {}))
+    lists = {}
+    for name, values in row["lists"].items():
+        frozen = {
+            "returns": tuple(values["returns"]),
+            "arguments": _freeze_kinds(values["arguments"]),
+            "attention": _freeze_kinds(values["attention"]),
+        }
+        lists[name] = ListAnatomy(**{**values, **frozen})
+    return Anatomy(
+        lists,
+        joint=row["joint"],
+        inputs=_freeze_kinds(row["inputs"]),
+        modes=row.get("modes", {}),
+        outside=tuple(row.get("outside", ())),
+        tensor=row.get("tensor", {}),
+    )
 
 
 def _freeze_kinds(kinds: Mapping[str, list[str]]) -> dict[str, Kinds]:
-    return {name: tuple(each) for name, each in kinds.items()}
+    return {name: tuple(words) for name, words in kinds.items()}
 
 
 def make_unknown_error(transformer: nn.Module, advice: str) -> ModelError:
@@ -139,7 +151,8 @@ def make_unknown_error(transformer: nn.Module, advice: str) -> ModelError:
 def refuse_wrapper(transformer: nn.Module) -> None:
     """Raises `ModelError` for a model around a transformer that is in the table."""
     for module in transformer.modules():
-        if module is not transformer and (inside := type(module).__name__) in read_anatomy_rows():
+        inside = type(module).__name__
+        if module is not transformer and inside in read_anatomy_rows():
             raise ModelError(
                 f"{type(transformer).__name__} wraps a {inside}, which alone can be cut into stages; set "
                 "pipe.transformer to what is inside (peft: get_base_model(), which keeps its LoRAs)"

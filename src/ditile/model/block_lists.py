@@ -45,22 +45,36 @@ def look_up_block_lists(transformer: nn.Module) -> list[BlockList]:
     """
     model = unwrap_module(transformer)
     entry = find_table_entry(type(model))
-    return _build_lists_from_entry(model, entry) if entry is not None else []
+    if entry is None:
+        return []
+    if entry.refusal:
+        raise ModelError(
+            f"{type(model).__name__}: {entry.refusal}, so its blocks cannot be left out; run it without a cache"
+        )
+    lists = []
+    for name, flow in entry.lists.items():
+        blocks = tuple(get_module_list(model, name))
+        # The last blocks of a list may be called on another stream.
+        if name in entry.apart:
+            blocks = blocks[: len(blocks) - int(getattr(model, entry.apart[name]))]
+        if blocks:
+            lists.append(BlockList(name, blocks, flow))
+    return lists
 
 
 def find_list_flow(transformer: nn.Module, name: str, blocks: Iterable[nn.Module]) -> Flow | None:
     """How the blocks of a list pass tokens on, by table or source; None if they differ, or it is not known."""
     model = unwrap_module(transformer)
-    for each in look_up_block_lists(model):
-        if each.name == name:
-            return each.flow
+    for block_list in look_up_block_lists(model):
+        if block_list.name == name:
+            return block_list.flow
     return _infer_common_flow(blocks, read_block_calls(model).get(name))
 
 
 def _infer_common_flow(blocks: Iterable[nn.Module], call: BlockCall | None) -> Flow | None:
     """The flow of the blocks of a list by their sources; None if they differ."""
-    kinds = {type(unwrap_module(block)): block for block in blocks}
-    flows = {infer_block_flow(block, call) for block in kinds.values()}
+    classes = {type(unwrap_module(block)): block for block in blocks}
+    flows = {infer_block_flow(block, call) for block in classes.values()}
     return flows.pop() if len(flows) == 1 else None
 
 
@@ -88,9 +102,13 @@ def discover_block_lists(transformer: nn.Module) -> list[BlockList]:
 def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.ModuleList, BlockCall | None]]:
     """The lists of a transformer that can have its chain of blocks, in order of execution, and how they are called."""
     calls = read_block_calls(transformer)
-    children = transformer.named_children()
-    lists = {name: child for name, child in children if isinstance(child, nn.ModuleList) and _has_custom_blocks(child)}
-    for name in [name for name in calls if name in lists] or list(lists):
+    lists: dict[str, nn.ModuleList] = {}
+    for name, child in transformer.named_children():
+        if isinstance(child, nn.ModuleList) and _has_custom_blocks(child):
+            lists[name] = child
+    called = [name for name in calls if name in lists]
+    # Where no call can be read, the order is that of the attributes.
+    for name in called or lists:
         if not _only_prepares_tokens(name, lists[name], calls.get(name)):
             yield name, lists[name], calls.get(name)
 
@@ -106,24 +124,14 @@ def map_pipeline_components() -> dict[str, set[str]]:
     """Each diffusers pipeline, and the names of the classes that its components may have."""
     components = {}
     for name in dir(diffusers):
-        cls = getattr(diffusers, name) if name.endswith("Pipeline") else None
+        if not name.endswith("Pipeline"):
+            continue
+        cls = getattr(diffusers, name)
         if isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline):
-            annotations = [str(p.annotation) for p in inspect.signature(cls.__init__).parameters.values()]
-            components[name] = {word for annotation in annotations for word in re.findall(r"\w+", annotation)}
+            parameters = inspect.signature(cls.__init__).parameters.values()
+            annotations = " ".join(str(parameter.annotation) for parameter in parameters)
+            components[name] = set(re.findall(r"\w+", annotations))
     return components
-
-
-def _build_lists_from_entry(model: nn.Module, entry: TransformerEntry) -> list[BlockList]:
-    if entry.refusal:
-        raise ModelError(
-            f"{type(model).__name__}: {entry.refusal}, so its blocks cannot be left out; run it without a cache"
-        )
-    lists = []
-    for name, flow in entry.lists.items():
-        blocks = get_module_list(model, name)
-        apart = int(getattr(model, entry.apart[name])) if name in entry.apart else 0
-        lists.append(BlockList(name, tuple(blocks)[: len(blocks) - apart], flow))
-    return [each for each in lists if len(each.blocks)]
 
 
 def get_module_list(model: nn.Module, name: str) -> nn.ModuleList:
@@ -160,17 +168,22 @@ def _build_discovered_list(model: nn.Module, name: str, blocks: nn.ModuleList, c
 
 def _has_custom_blocks(modules: nn.ModuleList) -> bool:
     """Whether the modules of a list are more than PyTorch's own layers."""
-    kinds = {type(unwrap_module(module)): module for module in modules}
-    own = all(not cls.__module__.startswith("torch.") and cls.forward is not nn.Module.forward for cls in kinds)
-    return bool(kinds) and own and all(list_forward_parameters(module) for module in kinds.values())
+    classes = {type(unwrap_module(module)): module for module in modules}
+    for cls, module in classes.items():
+        if cls.__module__.startswith("torch.") or cls.forward is nn.Module.forward:
+            return False
+        if not list_forward_parameters(module):
+            return False
+    return bool(classes)
 
 
 def _only_prepares_tokens(name: str, blocks: nn.ModuleList, call: BlockCall | None) -> bool:
-    """Whether a list only prepares tokens for the lists behind it, or does not pass on its own tokens."""
+    """Whether a list only prepares tokens for the lists after it, or does not pass on its own tokens."""
     if _PREPARES.search(name):
         return True
     if call is None or not call.results:
         return False
     parameters = list_forward_parameters(blocks[0])
-    tokens = call.bind_arguments(parameters).get(find_token_parameters(parameters)[0], "")
+    image, _ = find_token_parameters(parameters)
+    tokens = call.bind_arguments(parameters).get(image, "")
     return tokens == "encoder_hidden_states" or _PREPARES.search(tokens) is not None or tokens not in call.results

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,13 @@ class KnownModel:
         transformer: the class of its transformer.
         blocks, heads: of the transformer.
         token_side: pixels of a token's side.
-        height, width: the size of a picture by default.
+        height, width: the size of an image by default.
         has_spec: whether its family has a `ModelSpec`.
-        bins_sizes: whether its pipeline draws the nearest of some sizes instead of the given one, by default.
-        is_video: whether it draws videos; said of bundled models alone.
+        bins_sizes: whether its pipeline takes the nearest of some sizes instead of the given one, by default.
+        is_video: whether it makes videos; said of bundled models alone.
         base: the bundled model whose components it takes where it has none of its own.
         words: of which a prompt must have one; empty if it knows more than can be listed.
-        example: a prompt that it can draw.
+        example: a prompt that it knows.
     """
 
     name: str
@@ -61,8 +61,10 @@ class KnownModel:
         return (ASSETS if self.hub_id is None else CONFIGS) / self.name
 
     def knows_word_of(self, prompt: str) -> bool:
-        """Whether a prompt names something that it can draw."""
-        return not self.words or re.search(rf"\b({'|'.join(self.words)})s?\b", prompt, re.IGNORECASE) is not None
+        """Whether a prompt names something that the model knows."""
+        if not self.words:
+            return True
+        return re.search(rf"\b({'|'.join(self.words)})s?\b", prompt, re.IGNORECASE) is not None
 
     def check_call(self, plan: Plan, call: Mapping[str, Any]) -> None:
         """Checks a call under a plan, as far as that needs no torch; the runner checks all of it.
@@ -71,26 +73,31 @@ class KnownModel:
             ModelError: if a side is not a whole number of tokens.
             PlanError: if the plan does not fit.
         """
-        if self.has_spec:
-            check_image_size(call, self.token_side)
-        if plan.divides_the_batch_alone:
-            return
         if not self.has_spec:
             return
-        sides = (int(call.get(name) or getattr(self, name)) // self.token_side for name in ("height", "width"))
-        rows, columns = (None, None) if call.get("use_resolution_binning", self.bins_sizes) else sides
-        plan.check(
-            Facts(model=self.transformer, blocks=self.blocks, heads=self.heads, rows=rows, tokens_per_row=columns)
-        )
+        check_image_size(call, self.token_side)
+        if plan.divides_the_batch_alone:
+            return
+        facts = Facts(model=self.transformer, blocks=self.blocks, heads=self.heads)
+        # Which size is taken is not known before the pipeline chose it.
+        if not call.get("use_resolution_binning", self.bins_sizes):
+            facts = replace(
+                facts,
+                rows=int(call.get("height") or self.height) // self.token_side,
+                tokens_per_row=int(call.get("width") or self.width) // self.token_side,
+            )
+        plan.check(facts)
 
 
 @lru_cache(maxsize=1)
 def list_known_models() -> tuple[KnownModel, ...]:
     """All of them: those that come with this package first."""
     table = json.loads((ASSETS / "models.json").read_text("utf-8"))
-    return tuple(
-        KnownModel(name=name, **facts | {"words": tuple(facts.get("words", ()))}) for name, facts in table.items()
-    )
+    models = []
+    for name, facts in table.items():
+        words = tuple(facts.get("words", ()))
+        models.append(KnownModel(name=name, **facts | {"words": words}))
+    return tuple(models)
 
 
 def find_known_model(name: str) -> KnownModel | None:
@@ -109,7 +116,9 @@ def find_component_folder(source: Path, name: str) -> Path:
 
 def name_component_source(source: Path | str, name: str) -> tuple[str, dict[str, str]]:
     """What `from_pretrained` and `load_config` take for a component: its folder, or a hub id with its `subfolder`."""
-    return (str(find_component_folder(source, name)), {}) if isinstance(source, Path) else (source, {"subfolder": name})
+    if isinstance(source, Path):
+        return str(find_component_folder(source, name)), {}
+    return source, {"subfolder": name}
 
 
 def list_bundled_models() -> list[str]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ditile.model.hooks.compile import unwrap_compiled
 from ditile.model.hooks.overrides import list_replaced_methods, replace_globals
 from ditile.model.hooks.pieces import RehearsedPrediction
-from ditile.model.source import find_timed_guidance
+from ditile.model.loop_source import find_timed_guidance
 from ditile.plan.errors import ModelError
 from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import suggest_whole_images
@@ -37,13 +37,13 @@ from ditile.plan.plan import suggest_whole_images
 TRIED_SCALES = {0.5: 0.0, 1.5: 1.0}
 """Scales of guidance that a class is asked about, the smallest first -> the largest one that is not guided then."""
 COUNT_NAME = re.compile(r"num_inference_steps|height|width|num_frames|video_length|num_\w+_per_prompt")
-"""Of an argument without which, at zero, nothing is drawn."""
+"""Names of arguments with which, at zero, nothing is generated."""
 CONTENT_NAME = re.compile(r"(prompt|timesteps|sigmas)(_\d|_embeds)*")
-"""Of an argument that must not be empty, where it is given."""
+"""Names of arguments that must not be empty, where they are given."""
 DENOISER_NAME = re.compile(r"(transformer|unet)(_\w+)?")
-"""Of a component that a pipeline calls in its loop."""
+"""Names of components that a pipeline calls in its loop."""
 _BESIDE_THE_LOOP = re.compile(r"vae|encoder|decoder|checker|embed|project|adapter|control")
-"""In the name of a component of a pipeline of one's own that it does not call in its loop."""
+"""In names of components of a user's own pipeline that it does not call in its loop."""
 
 
 def is_modular(pipe: Any) -> bool:
@@ -58,14 +58,15 @@ def find_call_owner(pipe: Any) -> Any:
 
 def list_output_names(pipe: Any) -> list[str]:
     """What a modular pipeline's call may return."""
-    return [each.name for each in pipe._blocks.outputs]
+    return [output.name for output in pipe._blocks.outputs]
 
 
 def list_required_inputs(pipe: Any) -> set[str]:
-    """The arguments without which no call of a pipeline, or of a class of pipelines, can draw."""
+    """The arguments without which no call of a pipeline, or of a class of pipelines, can generate."""
     if is_modular(pipe):
-        return {each.name for each in pipe._blocks.inputs if each.required}
-    return {name for name, each in list_call_parameters(pipe).items() if each.default is Parameter.empty}
+        return {argument.name for argument in pipe._blocks.inputs if argument.required}
+    parameters = list_call_parameters(pipe)
+    return {name for name, parameter in parameters.items() if parameter.default is Parameter.empty}
 
 
 def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
@@ -75,31 +76,39 @@ def list_call_parameters(pipe: Any) -> dict[str, Parameter]:
         pipe: a pipeline, or a class of pipelines.
     """
     if not is_modular(pipe):
-        parameters = inspect.signature(pipe.__call__).parameters
-        return {name: each for name, each in parameters.items() if name != "self"}
+        parameters = dict(inspect.signature(pipe.__call__).parameters)
+        parameters.pop("self", None)
+        return parameters
     # Which of them are needed depends on the others, and on what earlier blocks make.
-    inputs = [each for each in pipe._blocks.inputs if each.name is not None]
-    return {
-        each.name: Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type_hint)
-        for each in inputs
-    }
+    parameters = {}
+    for argument in pipe._blocks.inputs:
+        if argument.name is not None:
+            parameters[argument.name] = Parameter(
+                argument.name, Parameter.KEYWORD_ONLY, default=argument.default, annotation=argument.type_hint
+            )
+    return parameters
 
 
 def read_call_values(call: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, with those that it hands over in the state of another modular pipeline."""
     values = getattr(call.get("state"), "values", None)
-    return {**(values if isinstance(values, dict) else {}), **call}
+    if not isinstance(values, dict):
+        return dict(call)
+    return {**values, **call}
 
 
 def list_progress_bar_owners(pipe: Any) -> list[Any]:
     """What shows the progress of a pipeline's loop: itself, or its blocks."""
-    return [each for each in (pipe, *iterate_blocks(pipe)) if hasattr(each, "progress_bar")]
+    return [owner for owner in (pipe, *iterate_blocks(pipe)) if hasattr(owner, "progress_bar")]
 
 
 def list_schedulers(pipe: Any) -> list[Any]:
     """The schedulers that a pipeline may step, the one that drives its loop first."""
-    found = [each for each in vars(pipe).values() if hasattr(each, "set_timesteps") and hasattr(each, "step")]
-    return list({id(each): each for each in (pipe.scheduler, *found)}.values())
+    schedulers = [pipe.scheduler]
+    for part in vars(pipe).values():
+        if hasattr(part, "set_timesteps") and hasattr(part, "step") and all(part is not known for known in schedulers):
+            schedulers.append(part)
+    return schedulers
 
 
 def list_denoiser_names(pipe: Any) -> list[str]:
@@ -110,21 +119,23 @@ def list_denoiser_names(pipe: Any) -> list[str]:
     names = ["transformer", "transformer_2", "unet", "unet_2"]
     if is_modular(pipe):
         names = sorted(filter(DENOISER_NAME.fullmatch, pipe.component_names))
-    held = [name for name in names if isinstance(getattr(pipe, name, None), nn.Module)]
-    if not held and not is_modular(pipe):
-        held = _list_own_models(pipe)[:1]
-    return [name for name in held if name[0] == held[0][0]]
+    names = [name for name in names if isinstance(getattr(pipe, name, None), nn.Module)]
+    if not names and not is_modular(pipe):
+        names = _list_own_models(pipe)
+    # Transformers before U-Nets: a pipeline with both calls the first in its loop.
+    return [name for name in names if name[0] == names[0][0]]
 
 
 def _list_own_models(pipe: Any) -> list[str]:
-    """The attributes of a pipeline that hold a model of nobody's library; none if there are several."""
-    held = [
-        name
-        for name, part in (getattr(pipe, "components", None) or {}).items()
-        if isinstance(part, nn.Module) and type(part).__module__.partition(".")[0] not in ("diffusers", "transformers")
-    ]
-    models = [name for name in held if not _BESIDE_THE_LOOP.search(name)]
-    return models if len(models) == 1 else []
+    """The attribute of a pipeline that holds a model of no library; none if there are several."""
+    names = []
+    for name, part in (getattr(pipe, "components", None) or {}).items():
+        if not isinstance(part, nn.Module) or _BESIDE_THE_LOOP.search(name):
+            continue
+        library, _, _ = type(part).__module__.partition(".")
+        if library not in ("diffusers", "transformers"):
+            names.append(name)
+    return names if len(names) == 1 else []
 
 
 def find_pipeline_device(pipe: Any) -> torch.device:
@@ -146,21 +157,23 @@ def find_denoisers(pipe: Any) -> dict[str, nn.Module]:
     if len({type(model) for model in models.values()}) > 1:
         raise ModelError(f"{type(pipe).__name__} calls models of two classes in turns, {' and '.join(models)}")
     if not models:
+        remedy = "give the model of its loop one of these names"
+        if is_modular(pipe):
+            remedy = "load_components() loads them"
         raise ModelError(
-            f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; "
-            f"{'load_components() loads them' if is_modular(pipe) else 'give the model of its loop one of these names'}"
+            f"{type(pipe).__name__} has no transformer and no unet, so there is no call to divide; {remedy}"
         )
     return models
 
 
 def find_offload_devices(pipe: Any) -> dict[str, torch.device]:
     """The components that a ComponentsManager keeps on the CPU until they are called -> where it moves them then."""
-    hooks = {name: vars(part).get("_hf_hook") for name, part in pipe.components.items() if isinstance(part, nn.Module)}
-    return {
-        name: torch.device(hook.execution_device or "cpu")
-        for name, hook in hooks.items()
-        if isinstance(hook, CustomOffloadHook)
-    }
+    devices = {}
+    for name, part in pipe.components.items():
+        hook = vars(part).get("_hf_hook") if isinstance(part, nn.Module) else None
+        if isinstance(hook, CustomOffloadHook):
+            devices[name] = torch.device(hook.execution_device or "cpu")
+    return devices
 
 
 def explain_manager_refusal(pipe: Any, device: torch.device, reader: str = "") -> str | None:
@@ -196,13 +209,15 @@ def count_most_iterations(pipe: Any, call: Mapping[str, Any], steps: int | None)
     Returns:
         None too where timesteps or sigmas have no length.
     """
-    given = [call[name] for name in ("timesteps", "sigmas") if call.get(name) is not None]
+    schedules = [call[name] for name in ("timesteps", "sigmas") if call.get(name) is not None]
     try:
-        lengths = [len(each) for each in given]
-    # A number, or a tensor of one: the pipeline says what it thinks of it.
+        lengths = [len(schedule) for schedule in schedules]
+    # A number, or a tensor of one: validation is left to the pipeline.
     except TypeError:
         return None
-    return None if steps is None else max([steps, *lengths]) * getattr(pipe.scheduler, "order", 1)
+    if steps is None:
+        return None
+    return int(max([steps, *lengths]) * getattr(pipe.scheduler, "order", 1))
 
 
 def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
@@ -215,10 +230,13 @@ def describe_stale_statistics(pipe: Any, call: Mapping[str, Any]) -> str | None:
     Returns:
         A line for the user; None if there is nothing of the kind.
     """
-    scales = {name: value for name, value in call.items() if name.endswith("guidance_rescale")}
-    named = [f"{name}={value}" for name, value in scales.items() if isinstance(value, int | float) and value]
-    guiders = {name: part for name, part in vars(pipe).items() if isinstance(part, BaseGuidance)}
-    named += [f"{type(part).__name__} ({name})" for name, part in guiders.items() if not _guides_each_place_alone(part)]
+    named = []
+    for name, value in call.items():
+        if name.endswith("guidance_rescale") and isinstance(value, int | float) and value:
+            named.append(f"{name}={value}")
+    for name, part in vars(pipe).items():
+        if isinstance(part, BaseGuidance) and not _guides_each_place_alone(part):
+            named.append(f"{type(part).__name__} ({name})")
     if not named:
         return None
     return (
@@ -252,7 +270,9 @@ def read_guidance_rule(pipeline: Any, config: Mapping[str, Any]) -> GuidanceRule
         return None
     rule = _try_guidance_scales(decision.fget, config)
     # Of a scale that changes from frame to frame, the call has the ends alone.
-    return rule if rule is not None and list_call_parameters(kind).keys() >= {*rule.scales} else None
+    if rule is None or not list_call_parameters(kind).keys() >= {*rule.scales}:
+        return None
+    return rule
 
 
 def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule | None:
@@ -264,7 +284,8 @@ def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule
     scales = tuple(name.removeprefix("_") for name in attributes)
 
     def is_guided_at(scale: float) -> bool:
-        return bool(decide(SimpleNamespace(config=SimpleNamespace(**config), **dict.fromkeys(attributes, scale))))
+        pipe = SimpleNamespace(config=SimpleNamespace(**config), **dict.fromkeys(attributes, scale))
+        return bool(decide(pipe))
 
     try:
         guided = {scale: is_guided_at(scale) for scale in (0.0, *TRIED_SCALES)}
@@ -278,11 +299,13 @@ def _try_guidance_scales(decide: Any, config: Mapping[str, Any]) -> GuidanceRule
 
 
 def explain_empty_call(call: Mapping[str, Any]) -> str | None:
-    """Why a call asks for nothing that could be drawn, or None."""
+    """Why a call asks for nothing that could be generated, or None."""
     for name, value in call.items():
         if COUNT_NAME.fullmatch(name) and isinstance(value, Real) and value < 1:
             return f"{name}={value} leaves nothing to draw; give 1 or more, or leave it out for the pipeline's own"
-        is_empty = not value if isinstance(value, list | tuple) else getattr(value, "shape", (1,))[:1] == (0,)
+        is_empty = getattr(value, "shape", (1,))[:1] == (0,)
+        if isinstance(value, list | tuple):
+            is_empty = not value
         if is_empty and CONTENT_NAME.fullmatch(name):
             return f"{name} is empty, so there is nothing to draw; give one or more, or leave it out"
     return None
@@ -298,16 +321,19 @@ def explain_callback_refusal(pipe: Any, call: Mapping[str, Any], steps: int | No
     """
     if not hasattr(type(pipe), "do_classifier_free_guidance"):
         return None
-    callback = call.get("callback_on_step_end")
-    for each in getattr(callback, "callbacks", [callback]):
-        name = _find_ended_guidance(each)
-        scale = None if name is None else call.get(name.lstrip("_"), 2)
-        if scale is None or scale <= 1 or _comes_too_late(each, steps):
+    given_callback = call.get("callback_on_step_end")
+    for callback in getattr(given_callback, "callbacks", [given_callback]):
+        name = _find_ended_guidance(callback)
+        if name is None:
             continue
+        # A call that says no scale has a default above 1.
+        scale = call.get(name.lstrip("_"), 2)
+        if scale is None or scale <= 1 or _comes_too_late(callback, steps):
+            continue
+        callback_name = getattr(callback, "__name__", type(callback).__name__)
         return (
-            f"{getattr(each, '__name__', type(each).__name__)} sets {name} so that guidance ends in mid-run, which "
-            "cannot be divided into patches; guide all steps, or use "
-            f"{suggest_whole_images(stale_keys=True)}"
+            f"{callback_name} sets {name} so that guidance ends in mid-run, which cannot be divided "
+            f"into patches; guide all steps, or use {suggest_whole_images(stale_keys=True)}"
         )
     return None
 
@@ -316,18 +342,19 @@ def _find_ended_guidance(callback: Any) -> str | None:
     """The scale of guidance that the code of a callback sets to a number of at most 1, or None."""
     function = getattr(callback, "func", callback)
     functions = [function, getattr(function, "callback_fn", None), getattr(type(function), "__call__", None)]  # noqa: B004
-    codes = [each.__code__ for each in functions if hasattr(each, "__code__")]
+    codes = [function.__code__ for function in functions if hasattr(function, "__code__")]
     for code in codes:
         instructions = list(dis.get_instructions(code))
         # Functions within it come next.
-        codes += [each.argval for each in instructions if isinstance(each.argval, CodeType)]
+        codes += [instruction.argval for instruction in instructions if isinstance(instruction.argval, CodeType)]
         for at, instruction in enumerate(instructions):
             if not str(instruction.argval).endswith("guidance_scale"):
                 continue
             # The number is loaded before the attribute is stored, or after its name for `setattr`.
-            is_store = instruction.opname == "STORE_ATTR"
-            near = instructions[max(at - 3, 0) : at] if is_store else instructions[at + 1 : at + 2]
-            numbers = [each.argval for each in near if each.opname.startswith("LOAD_")]
+            near = instructions[at + 1 : at + 2]
+            if instruction.opname == "STORE_ATTR":
+                near = instructions[max(at - 3, 0) : at]
+            numbers = [loaded.argval for loaded in near if loaded.opname.startswith("LOAD_")]
             if any(isinstance(number, int | float) and number <= 1 for number in numbers):
                 return str(instruction.argval)
     return None
@@ -340,8 +367,9 @@ def _comes_too_late(callback: Any, steps: int | None) -> bool:
     ratio = config.get("cutoff_step_ratio")
     if steps is None or (index is None and ratio is None):
         return False
-    cutoff = int(steps * (ratio or 0)) if index is None else index
-    return bool(cutoff >= steps - 1)
+    if index is None:
+        index = int(steps * (ratio or 0))
+    return bool(index >= steps - 1)
 
 
 def is_guidance_timed(pipe: Any, call: Mapping[str, Any]) -> bool:
@@ -401,7 +429,7 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | No
     Args:
         pipe: the pipeline.
         partial: whether tokens are cut, and belong to branches of guidance.
-        fresh: whether all of a prediction is of the step at hand, wherever it counts.
+        fresh: whether all of a prediction is of the current step, wherever it counts.
     """
     for name, part in vars(pipe).items():
         if not isinstance(part, BaseGuidance):
@@ -434,14 +462,20 @@ def explain_guider_refusal(pipe: Any, *, partial: bool, fresh: bool) -> str | No
 
 def _guides_each_place_alone(guider: BaseGuidance) -> bool:
     """Whether what a guider makes at a place of a prediction depends on nothing but what it is given there."""
-    tried = _try_guider(guider)
-    return tried is not None and all(torch.equal(each[:, :4], one[:, :4]) for one, *others in tried for each in others)
+    results = _try_guider(guider)
+    if results is None:
+        return False
+    for first, *others in results:
+        for other in others:
+            if not torch.equal(other[:, :4], first[:, :4]):
+                return False
+    return True
 
 
 def _remembers_predictions(guider: BaseGuidance) -> bool:
-    """Whether a guider makes something else of the same prediction behind another one; so is one that raises."""
-    tried = _try_guider(guider)
-    return tried is None or any(not torch.equal(first, last) for first, _, last in tried)
+    """Whether a guider makes something else of the same prediction after another one; also true of one that raises."""
+    results = _try_guider(guider)
+    return results is None or any(not torch.equal(first, last) for first, _, last in results)
 
 
 def _try_guider(guider: BaseGuidance) -> list[list[Tensor]] | None:
@@ -451,19 +485,21 @@ def _try_guider(guider: BaseGuidance) -> list[list[Tensor]] | None:
     None if it cannot be asked.
     """
     twin: Any = copy.deepcopy(guider)
-    twin._start, twin._stop = 0.0, 1.0
+    twin._start = 0.0
+    twin._stop = 1.0
     random = torch.Generator().manual_seed(0)
     one, other = torch.randn(2, 1, 8, 4, generator=random)
     changed = torch.cat([one[:, :4], torch.randn(1, 4, 4, generator=random)], dim=1)
-    found = []
+    results = []
     try:
         for step in (0, 1, 98):
             twin.set_state(step=step, num_inference_steps=100, timestep=torch.tensor(500.0))
-            found.append([twin(_name_predictions(twin, each, other)).pred for each in (one, changed, one)])
+            of_step = [twin(_name_predictions(twin, conditional, other)).pred for conditional in (one, changed, one)]
+            results.append(of_step)
     # What cannot be asked of a made-up prediction is not known of it.
     except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
         return None
-    return found
+    return results
 
 
 def _shows_patches(guider: BaseGuidance) -> bool:
@@ -483,8 +519,8 @@ def _shows_patches(guider: BaseGuidance) -> bool:
 def _name_predictions(guider: Any, conditional: Tensor, unconditional: Tensor) -> list[Any]:
     """Predictions as blocks hand them to a guider."""
     inputs: list[Any] = guider.prepare_inputs({"given": (None, None)})
-    for each, prediction in zip(inputs, (conditional, unconditional), strict=False):
-        each.noise_pred = prediction
+    for data, prediction in zip(inputs, (conditional, unconditional), strict=False):
+        data.noise_pred = prediction
     return inputs
 
 
@@ -513,9 +549,12 @@ def replace_call_globals(
     """
     for block in iterate_blocks(pipe):
         kind = type(block)
-        # Not static methods, which would become methods of the instance.
-        methods = {name: inspect.getattr_static(kind, name) for name in dir(kind)}
-        functions = {name: method for name, method in methods.items() if _uses_globals(method, values)}
+        functions = {}
+        for name in dir(kind):
+            # Not static methods, which would become methods of the instance.
+            method = inspect.getattr_static(kind, name)
+            if _uses_globals(method, values):
+                functions[name] = method
         hidden = any(_uses_globals(vars(cls).get("__call__"), values) for cls in kind.__mro__)
         if hidden and "__call__" not in functions and _uses_globals(kind.__call__, {"super": None}):
             raise ModelError(
@@ -523,24 +562,27 @@ def replace_call_globals(
                 f"give it a loop of its own, or use {suggest_whole_images()}"
             )
         if functions:
-            copies = {name: replace_globals(each, values) for name, each in functions.items()}
+            copies = {name: replace_globals(function, values) for name, function in functions.items()}
             block.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **copies})
             stack.callback(setattr, block, "__class__", kind)
     return replace_globals(pipeline_call, values)
 
 
 def skip_decode_blocks(stack: ExitStack, pipe: Any) -> None:
-    """Until the stack is closed, a modular pipeline's call ends behind the last block that uses a model of its loop.
+    """Until the stack is closed, a modular pipeline's call ends after the last block that uses a model of its loop.
 
-    What comes behind it, such as the decoder, leaves the state as it is. A tree whose blocks do not follow each other
+    What comes after it, such as the decoder, leaves the state as it is. A tree whose blocks do not follow each other
     is run as it is.
     """
-    blocks: list[Any] = []
-    if isinstance(pipe._blocks, SequentialPipelineBlocks):
-        blocks = [*vars(pipe)["_blocks"].sub_blocks.values()]
-    denoisers = {*list_denoiser_names(pipe)}
-    used = [k for k, each in enumerate(blocks) if denoisers & {spec.name for spec in each.expected_components}]
-    for block in blocks[used[-1] + 1 :] if used else ():
+    if not isinstance(pipe._blocks, SequentialPipelineBlocks):
+        return
+    blocks: list[Any] = [*vars(pipe)["_blocks"].sub_blocks.values()]
+    denoisers = set(list_denoiser_names(pipe))
+    after_loop = len(blocks)
+    for index, block in enumerate(blocks):
+        if any(spec.name in denoisers for spec in block.expected_components):
+            after_loop = index + 1
+    for block in blocks[after_loop:]:
         kind = type(block)
         block.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": _return_state})
         stack.callback(setattr, block, "__class__", kind)
@@ -565,5 +607,7 @@ def hide_block_tracebacks(stack: ExitStack, errors: type[Exception]) -> None:
 
 
 def _uses_globals(function: Any, names: Mapping[str, Any]) -> bool:
-    code = getattr(inspect.unwrap(function) if inspect.isfunction(function) else None, "__code__", None)
+    if not inspect.isfunction(function):
+        return False
+    code = getattr(inspect.unwrap(function), "__code__", None)
     return code is not None and not names.keys().isdisjoint(code.co_names)

@@ -28,7 +28,7 @@ from ditile.plan.errors import ModelError
 
 SHORT_TEXT, LONG_TEXT = "a red ring", "a small red ring on the left of a large blue square above a green circle"
 SIZES = ((6, 10), (10, 14))
-"""Rows and columns of the small and the large picture, in `UNIT` pixels of the VAE's latents."""
+"""Rows and columns of the small and the large image, in `UNIT` pixels of the VAE's latents."""
 UNIT = 2
 SEQUENCE_LENGTHS = (19, 29)
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
@@ -45,7 +45,7 @@ def derive_from_pipeline(
     """The anatomy of a pipeline's transformer, and the calls that it was derived from.
 
     Args:
-        pipe: a pipeline that makes pictures or videos.
+        pipe: a pipeline that makes images or videos.
         transformer: its model.
         twin: a copy of it with few blocks, on which calls are run.
         example: the arguments of a call of the pipeline; without them it is called with a prompt and a size.
@@ -54,7 +54,10 @@ def derive_from_pipeline(
         ProbeError: if the pipeline cannot be called so.
         ModelError: if something in the transformer cannot be divided.
     """
-    capture = functools.partial(_capture_call, pipe, transformer, twin)
+
+    def capture(arguments: Mapping[str, Any]) -> CapturedCall:
+        return _convert_call(capture_call(pipe, transformer, arguments, functools.partial(_run_twin, twin)))
+
     if example is None:
         calls = _capture_known_calls(pipe, transformer, capture)
     else:
@@ -63,7 +66,8 @@ def derive_from_pipeline(
         return derive_anatomy(twin, calls), calls
     except ModelError as error:
         raise ModelError(f"{error}; use a plan of data or cfg") from error
-    except Exception as error:  # whatever the model runs into where its calls are made without the pipeline
+    # Whatever the model runs into where its calls are made without the pipeline.
+    except Exception as error:
         raise ModelError(
             f"{type(transformer).__name__} could not be called to learn what its dimensions count: "
             f"{_describe_error(error)}; {_advise(transformer)}"
@@ -73,28 +77,25 @@ def derive_from_pipeline(
 Capture = Callable[[Mapping[str, Any]], CapturedCall]
 
 
-def _capture_call(pipe: Any, transformer: nn.Module, twin: nn.Module, arguments: Mapping[str, Any]) -> CapturedCall:
-    return _convert_call(capture_call(pipe, transformer, arguments, functools.partial(_run_twin, twin)))
-
-
 def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def _capture_known_calls(pipe: Any, transformer: nn.Module, capture: Capture) -> list[CapturedCall]:
-    """The calls of a pipeline that draws what a prompt says, in a size."""
+    """The calls of a pipeline that generates what a prompt says, in a size."""
     calls = []
-    for what, arguments in list_probe_arguments(pipe).items():
+    for variant, arguments in list_probe_arguments(pipe).items():
         try:
             calls.append(capture(arguments))
         except ModelError:
             raise
         except Exception as error:
-            if what not in ("small", "large"):
+            # Calls of two sizes are needed; others say more where the pipeline takes them.
+            if variant not in ("small", "large"):
                 continue
             raise ProbeError(
                 f"{type(transformer).__name__} is not in the table of known anatomies, and {type(pipe).__name__} "
-                f"could not be called with a {what} picture to look at it: {_describe_error(error)}; {REMEDY}"
+                f"could not be called with a {variant} image to look at it: {_describe_error(error)}; {REMEDY}"
             ) from error
     return calls
 
@@ -104,7 +105,7 @@ def _capture_variations(
 ) -> list[CapturedCall]:
     """The calls of a pipeline with the arguments of an example, and with one thing of them changed.
 
-    Small pictures are preferred. Where no change of the arguments changes the size, the size is the model's.
+    Small images are preferred. Where no change of the arguments changes the size, the size is the model's.
     """
     latents = find_latents_parameter(transformer)
     try:
@@ -130,7 +131,8 @@ def _try_call(capture: Capture, arguments: Mapping[str, Any]) -> CapturedCall | 
     """The call of the model; None where the pipeline does not take such arguments together."""
     try:
         return capture(arguments)
-    except Exception:  # it was asked what it was not made for
+    # It was asked for what it was not made for.
+    except Exception:
         return None
 
 
@@ -145,7 +147,8 @@ def _capture_changes(
     changes = dict[str, CapturedCall]()
     for arguments in _list_variations(pipe, example):
         call = _try_call(capture, arguments)
-        if call is not None and (change := describe_change(first, call, latents)):
+        change = "" if call is None else describe_change(first, call, latents)
+        if call is not None and change:
             changes.setdefault(change, call)
         if len(changes) == 3:
             break
@@ -159,17 +162,22 @@ def describe_change(first: Mapping[str, Any], other: Mapping[str, Any], latents:
         first, other: the arguments, by parameter.
         latents: the parameter of the latents.
     """
-    before, after = (_list_shapes(call.get(latents)) for call in (first, other))
+    before = _list_shapes(first.get(latents))
+    after = _list_shapes(other.get(latents))
     if before != after:
         if isinstance(first.get(latents), list):
             return "rows" if set(before) == set(after) else "size"
         # Latents of two dimensions are the tokens of all rows.
         is_longer = any(len(shape) > 2 for shape in before) and _drop_rows(before) == _drop_rows(after)
         return "rows" if is_longer else "size"
-    before, after = (_list_shapes(list(call.values())) for call in (first, other))
+    before = _list_shapes(list(first.values()))
+    after = _list_shapes(list(other.values()))
     # Rows of one argument alone are no other text: what they are joined with may be as many.
-    rows = [[shape[0] for shape in shapes if len(shape) > 2] for shapes in (before, after)]
-    return "text" if before != after and rows[0] == rows[1] else ""
+    return "text" if before != after and _list_rows(before) == _list_rows(after) else ""
+
+
+def _list_rows(shapes: list[tuple[int, ...]]) -> list[int]:
+    return [shape[0] for shape in shapes if len(shape) > 2]
 
 
 def _drop_rows(shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -187,28 +195,37 @@ def _clean_example(pipe: Any, example: Mapping[str, Any]) -> dict[str, Any]:
     def copy_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Generator):
             return torch.Generator(device).manual_seed(0)
-        return leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf
+        if isinstance(leaf, Tensor):
+            return leaf.detach().to(device, copy=True)
+        return leaf
 
-    kept = {name: value for name, value in example.items() if value is not None and not name.startswith("callback")}
-    return {name: pytree.tree_map(copy_leaf, value) for name, value in kept.items()}
+    cleaned = {}
+    for name, value in example.items():
+        if value is not None and not name.startswith("callback"):
+            cleaned[name] = pytree.tree_map(copy_leaf, value)
+    return cleaned
 
 
 def _shrink_example(pipe: Any, example: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with which a pipeline makes a small picture, where it says what a token of latents is in pixels."""
+    """Arguments with which a pipeline makes a small image, where it says what a token of latents is in pixels."""
     scale = _find_scale(pipe)
     if scale is None:
         return {}
-    given = _list_known_arguments(*(side * scale for side in SIZES[0]))
+    known = _list_known_arguments(SIZES[0], scale)
     if not isinstance(example.get("prompt"), str | list):
-        del given["prompt"], given["max_sequence_length"]
-    return {name: value for name, value in given.items() if name in list_call_parameters(pipe)}
+        del known["prompt"]
+        del known["max_sequence_length"]
+    return {name: value for name, value in known.items() if name in list_call_parameters(pipe)}
 
 
 def _list_variations(pipe: Any, example: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Calls in which one thing of an example is changed; what says most comes first."""
     defaults = {name: parameter.default for name, parameter in list_call_parameters(pipe).items()}
-    numbers = {name: value for name, value in {**defaults, **example}.items() if type(value) is int and value}
-    wider = {"width": 2 * numbers["width"]} if "width" in numbers else {}
+    values = {**defaults, **example}
+    numbers = {name: value for name, value in values.items() if type(value) is int and value}
+    wider: dict[str, Any] = {}
+    if "width" in numbers:
+        wider["width"] = 2 * numbers["width"]
     yield {**example, **wider}
     yield {**example, **wider, **{name: _widen(name, value) for name, value in example.items()}}
     texts = {name: _replace_text(value) for name, value in example.items() if "prompt" in name}
@@ -227,13 +244,13 @@ def _list_variations(pipe: Any, example: Mapping[str, Any]) -> Iterator[dict[str
         yield {**example, name: 2 * value}
         if name in example:
             yield {**example, name: [value, value]}
-    for name, value in {**defaults, **example}.items():
-        if isinstance(value, tuple) and value and all(type(each) is int for each in value):
+    for name, value in values.items():
+        if isinstance(value, tuple) and value and all(type(number) is int for number in value):
             yield {**example, name: (*value[:-1], 2 * value[-1])}
 
 
 def _widen(name: str, value: Any) -> Any:
-    """A picture, a video, or latents, twice as wide."""
+    """An image, a video, or latents, twice as wide."""
 
     def widen_leaf(leaf: Any) -> Any:
         if isinstance(leaf, Image.Image):
@@ -242,9 +259,10 @@ def _widen(name: str, value: Any) -> Any:
             return leaf.repeat(2, axis=-2)
         if not isinstance(leaf, Tensor) or leaf.ndim < 3:
             return leaf
-        is_packed = leaf.ndim == 3 and "latents" in name
-        if leaf.ndim > 3 or "image" in name or "mask" in name or is_packed:
-            return leaf.repeat_interleave(2, dim=1 if is_packed else -1)
+        if leaf.ndim == 3 and "latents" in name:
+            return leaf.repeat_interleave(2, dim=1)
+        if leaf.ndim > 3 or "image" in name or "mask" in name:
+            return leaf.repeat_interleave(2, dim=-1)
         return leaf
 
     return pytree.tree_map(widen_leaf, value)
@@ -258,8 +276,8 @@ def _list_text_lengths(example: Mapping[str, Any]) -> list[int]:
     """The lengths that embeddings of an example have: [B, T, C], or in a list [T, C] for each row."""
     lengths = dict[int, None]()
     for value in example.values():
+        least = 2 if isinstance(value, list | tuple) else 3
         for leaf in pytree.tree_leaves(value):
-            least = 2 if isinstance(value, list | tuple) else 3
             if isinstance(leaf, Tensor) and least <= leaf.ndim <= 3 and leaf.shape[-2] > 1:
                 lengths[leaf.shape[-2]] = None
     return list(lengths)
@@ -278,37 +296,37 @@ def _lengthen(value: Any, length: int) -> Any:
 
 def _count_rows(example: Mapping[str, Any]) -> int:
     """The number of rows that most of what has rows has."""
-    sizes = [len(value) for value in example.values() if isinstance(value, Tensor | list) and _has_rows(value)]
-    return Counter(sizes).most_common(1)[0][0] if sizes else 1
+    sizes = Counter(len(value) for value in example.values() if _has_rows(value))
+    return sizes.most_common(1)[0][0] if sizes else 1
 
 
-def _has_rows(value: Tensor | list[Any]) -> bool:
-    return isinstance(value, list) or value.ndim > 0
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, list) or (isinstance(value, Tensor) and value.ndim > 0)
 
 
 def _repeat_rows(value: Any, rows: int) -> Any:
     """An argument with each of so many rows twice."""
     if isinstance(value, dict):
-        return {name: _repeat_rows(each, rows) for name, each in value.items()}
-    if isinstance(value, Tensor | list):
-        if not _has_rows(value) or len(value) != rows:
-            return value
+        return {name: _repeat_rows(part, rows) for name, part in value.items()}
+    if _has_rows(value) and len(value) == rows:
         return [*value, *value] if isinstance(value, list) else torch.cat([value, value])
-    return [value, value] if rows == 1 and isinstance(value, str | Image.Image) else value
+    if rows == 1 and isinstance(value, str | Image.Image):
+        return [value, value]
+    return value
 
 
 def _advise(transformer: nn.Module) -> str:
     for path, module in transformer.named_modules():
-        if isinstance(processor := getattr(module, "processor", None), nn.Module):
+        processor = getattr(module, "processor", None)
+        if isinstance(processor, nn.Module):
             return f"unload the IP-adapter that brought {type(processor).__name__} to {path}"
     return "use a plan of data or cfg"
 
 
 def _convert_call(call: CapturedCall) -> CapturedCall:
     converted = CapturedCall(pytree.tree_map_only(Tensor, _convert_to_float32, dict(call)))
-    converted.before = (
-        None if call.before is None else pytree.tree_map_only(Tensor, _convert_to_float32, dict(call.before))
-    )
+    if call.before is not None:
+        converted.before = pytree.tree_map_only(Tensor, _convert_to_float32, dict(call.before))
     return converted
 
 
@@ -320,7 +338,8 @@ def _run_twin(twin: nn.Module, **call: Any) -> Any:
 
 
 def _convert_to_float32(x: Tensor) -> Tensor:
-    return x.detach().cpu().float() if x.is_floating_point() else x.detach().cpu()
+    x = x.detach().cpu()
+    return x.float() if x.is_floating_point() else x
 
 
 def list_probe_arguments(pipe: Any) -> dict[str, dict[str, Any]]:
@@ -331,8 +350,8 @@ def list_probe_arguments(pipe: Any) -> dict[str, dict[str, Any]]:
     """
     parameters = list_call_parameters(pipe)
     scale = _find_scale(pipe) or 8 * UNIT
-    small = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[0]))
-    large = _fill_arguments(pipe, parameters, *(side * scale for side in SIZES[1]))
+    small = _fill_arguments(pipe, parameters, SIZES[0], scale)
+    large = _fill_arguments(pipe, parameters, SIZES[1], scale)
     calls = {"small": small, "large": large}
     if "prompt" in parameters:
         calls["text"] = {**small, "prompt": LONG_TEXT}
@@ -350,10 +369,10 @@ def _find_scale(pipe: Any) -> int | None:
     return int(factor) * UNIT if factor else None
 
 
-def _list_known_arguments(height: int, width: int) -> dict[str, Any]:
+def _list_known_arguments(size: tuple[int, int], scale: int) -> dict[str, Any]:
     return {
-        "height": height,
-        "width": width,
+        "height": size[0] * scale,
+        "width": size[1] * scale,
         "prompt": SHORT_TEXT,
         "num_inference_steps": 2,
         "output_type": "latent",
@@ -363,14 +382,14 @@ def _list_known_arguments(height: int, width: int) -> dict[str, Any]:
     }
 
 
-def _fill_arguments(pipe: Any, parameters: Mapping[str, inspect.Parameter], height: int, width: int) -> dict[str, Any]:
-    known = _list_known_arguments(height, width)
+def _fill_arguments(
+    pipe: Any, parameters: Mapping[str, inspect.Parameter], size: tuple[int, int], scale: int
+) -> dict[str, Any]:
+    known = _list_known_arguments(size, scale)
     arguments = {name: value for name, value in known.items() if name in parameters}
     for name, parameter in parameters.items():
-        is_needed = parameter.default is parameter.empty and parameter.kind not in (
-            parameter.VAR_KEYWORD,
-            parameter.VAR_POSITIONAL,
-        )
+        is_rest = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        is_needed = parameter.default is parameter.empty and not is_rest
         if name in arguments or not (is_needed or name == "image"):
             continue
         if "image" not in name:
@@ -378,6 +397,6 @@ def _fill_arguments(pipe: Any, parameters: Mapping[str, inspect.Parameter], heig
                 f"{type(pipe).__name__} needs {name}, and its transformer is not in the table of known anatomies; "
                 f"{REMEDY}"
             )
-        pixels = numpy.random.default_rng(0).integers(0, 256, (height, width, 3), dtype="uint8")
+        pixels = numpy.random.default_rng(0).integers(0, 256, (known["height"], known["width"], 3), dtype="uint8")
         arguments[name] = Image.fromarray(pixels)
     return arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from ditile.model.hooks.pieces import find_run, has_nan
 from ditile.model.pipeline_calls import hide_block_tracebacks
 from ditile.plan.anatomy import describe_mode
 from ditile.plan.errors import ModelError
-from ditile.plan.spec import BlockList, Flow
+from ditile.plan.spec import Flow
 
 Call = Mapping[str, Any]
 """The arguments of a call of the transformer, by parameter."""
@@ -69,13 +69,11 @@ class ChainBlock(NamedTuple):
 
 def list_chain(transformer: nn.Module) -> list[ChainBlock]:
     """The blocks of a transformer, in order of execution; raises `ModelError` if they are not known."""
-    return [ChainBlock(*each) for each in _iterate_chain(find_block_lists(transformer))]
-
-
-def _iterate_chain(lists: Sequence[BlockList]) -> Iterator[tuple[str, str, nn.Module, Flow]]:
-    for each in lists:
-        for index, block in enumerate(each.blocks):
-            yield each.name, f"{each.name}.{index}", block, each.flow
+    chain = []
+    for name, blocks, flow in find_block_lists(transformer):
+        for index, block in enumerate(blocks):
+            chain.append(ChainBlock(name, f"{name}.{index}", block, flow))
+    return chain
 
 
 class AttentionWatch(TorchFunctionMode):
@@ -88,14 +86,16 @@ class AttentionWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.scaled_dot_product_attention:
-            return self._note_and_attend(*args, **(kwargs or {}))
-        if func is functional.multi_head_attention_forward:
-            return self._multi_head(*args, **(kwargs or {}))
+            func = self._note_and_attend
+        elif func is functional.multi_head_attention_forward:
+            func = self._multi_head
         return func(*args, **(kwargs or {}))
 
     def _note_and_attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        instead = self._note_call(*args, **kwargs)
-        return functional.scaled_dot_product_attention(*args, **kwargs) if instead is None else instead
+        replacement = self._note_call(*args, **kwargs)
+        if replacement is not None:
+            return replacement
+        return functional.scaled_dot_product_attention(*args, **kwargs)
 
     def _note_call(
         self,
@@ -132,14 +132,16 @@ def record_blocks(
     path: list[tuple[BlockRecord, str]] = []
 
     def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> None:
-        if path:
-            record, name = path[-1]
-            shape = None if mask is None else tuple(mask.shape)
-            attention = AttentionCall(query.shape[-2], key.shape[-2], shape, has_real_pairs(mask), causal)
-            if bypass:
-                bad = torch.isnan(key).movedim(-2, 0).flatten(1).any(1)
-                attention = attention._replace(poisoned=find_run(bad), finite=find_run(~bad))
-            record.attention.setdefault(name, []).append(attention)
+        # Attention outside of all blocks is not theirs.
+        if not path:
+            return
+        record, name = path[-1]
+        shape = None if mask is None else tuple(mask.shape)
+        attention = AttentionCall(query.shape[-2], key.shape[-2], shape, has_real_pairs(mask), causal)
+        if bypass:
+            bad = torch.isnan(key).movedim(-2, 0).flatten(1).any(1)
+            attention = attention._replace(poisoned=find_run(bad), finite=find_run(~bad))
+        record.attention.setdefault(name, []).append(attention)
 
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -169,7 +171,7 @@ def has_real_pairs(mask: Tensor | None) -> bool:
 
 def _note_outside(path: Sequence[tuple[BlockRecord, str]], place: tuple[BlockRecord, str]) -> None:
     record, name = place
-    if all(each is not record for each, _ in path):
+    if all(outer is not record for outer, _ in path):
         record.outside[name] = None
 
 
@@ -207,7 +209,8 @@ def _record_block(
     poisons: Collection[str],
 ) -> None:
     track_path(stack, path, (record, ""), block)
-    forward, signature = block.forward, inspect.signature(type(block).forward)
+    forward = block.forward
+    signature = inspect.signature(type(block).forward)
 
     @functools.wraps(forward)
     def forward_and_record(*args: Any, **kwargs: Any) -> Any:
@@ -232,9 +235,14 @@ def spread_arguments(block: nn.Module, arguments: Call) -> tuple[tuple[Any, ...]
 
 
 def _poison_streams(arguments: Call, flow: Flow, poisons: Collection[str]) -> dict[str, Any]:
-    names = {"image": flow.image, "text": flow.text if "text" in flow.returns else None}
-    given = {name: x for kind in poisons if isinstance(x := arguments.get(name := names[kind] or ""), Tensor)}
-    return {**arguments, **{name: torch.full_like(x, float("nan")) for name, x in given.items()}}
+    poisoned = dict(arguments)
+    names = {"image": flow.image}
+    if flow.text is not None and "text" in flow.returns:
+        names["text"] = flow.text
+    for stream, name in names.items():
+        if stream in poisons and isinstance(arguments.get(name), Tensor):
+            poisoned[name] = torch.full_like(arguments[name], float("nan"))
+    return poisoned
 
 
 def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
@@ -246,7 +254,7 @@ def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
 
 
 def find_skip(transformer: nn.Module, chain: Sequence[ChainBlock], call: Call) -> tuple[str, str] | None:
-    """A block whose tokens come to something else than the next block, and what that is; None if there is none."""
+    """A block whose tokens reach something besides the next block, and what that is; None if there is none."""
     for at, source in enumerate(chain[:-1]):
         receivers: list[str] = []
         with ExitStack() as stack:
@@ -275,8 +283,8 @@ def _replace_outputs(stack: ExitStack, block: nn.Module, fill: float, receiver: 
     override_attribute(stack, block, "forward", forward_and_fill)
 
 
-class _Recorded(Exception):
-    """The call that was wanted has been recorded: the pipeline is left."""
+class StopAfterCall(Exception):  # noqa: N818
+    """Raised to leave a pipeline when the call has been captured."""
 
 
 class CapturedCall(dict[str, Any]):
@@ -291,10 +299,13 @@ class CapturedCall(dict[str, Any]):
 
 def bind_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call of a module's own forward, by parameter."""
-    signature, call = inspect.signature(type(module).forward), dict[str, Any]()
+    signature = inspect.signature(type(module).forward)
+    call = dict[str, Any]()
     for name, value in signature.bind(module, *args, **kwargs).arguments.items():
-        is_rest = signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        call.update(value if is_rest else {name: value})
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            call.update(value)
+        else:
+            call[name] = value
     call.pop(next(iter(signature.parameters)))
     return call
 
@@ -314,7 +325,8 @@ def capture_call(
     Raises:
         ModelError: if the pipeline never calls it, or with arguments that it does not take.
     """
-    captured, stepped = list[CapturedCall](), list[bool]()
+    captured = list[CapturedCall]()
+    stepped = list[bool]()
     forward: Callable[..., Any] = run or transformer.forward
 
     @functools.wraps(transformer.forward)
@@ -326,12 +338,13 @@ def capture_call(
                 f"{type(transformer).__name__} does not fit its pipeline: {type(pipe).__name__} could not be called to "
                 f"look at it, as it gives its model other arguments than this takes ({error}); give it its own model"
             ) from error
+        # A call of another mode reads what the one of the step before kept.
         if stepped and describe_mode(call) != describe_mode(captured[0]):
             call.before = captured[0]
             captured.insert(0, call)
         captured.append(call)
         if stepped or not describe_mode(call):
-            raise _Recorded
+            raise StopAfterCall
         return forward(**call)
 
     def step_and_note(*args: Any, **kwargs: Any) -> Any:
@@ -345,8 +358,8 @@ def capture_call(
         if step is not None:
             override_attribute(stack, pipe.scheduler, "step", functools.wraps(step)(step_and_note))
         stack.enter_context(torch.no_grad())
-        hide_block_tracebacks(stack, _Recorded)
-        with suppress(_Recorded):
+        hide_block_tracebacks(stack, StopAfterCall)
+        with suppress(StopAfterCall):
             pipe(**arguments)
     if not captured:
         raise ModelError(f"{type(pipe).__name__} did not call its {type(transformer).__name__}")

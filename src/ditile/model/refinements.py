@@ -7,7 +7,7 @@ Every family is divided by the anatomy that is derived of it. What is here makes
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -52,8 +52,6 @@ JOINT_TENSOR_TOKENS = {
 }
 """Their token streams under tensor parallelism, as `ModelSpec.tensor_tokens` has them."""
 
-Forward = Callable[..., Tensor]
-
 
 def build_tensor_plan(columns: Sequence[str], rows: Sequence[str]) -> dict[str, str]:
     """A table of tensor parallelism in the format of `_tp_plan`, for Linears of every transformer block."""
@@ -87,7 +85,9 @@ def defer_projections(
 
     def project_heads(linear: Any, norm: Any) -> Tensor:
         projection: Tensor = linear(x).unflatten(-1, heads)
-        return projection if norm is None else norm(projection)
+        if norm is not None:
+            projection = norm(projection)
+        return projection
 
     return [partial(project_heads, *pair) for pair in zip(linears, norms, strict=True)]
 
@@ -98,24 +98,27 @@ def defer_joint_projections(
     """The same for the joint attention of diffusers' MM-DiT blocks, over image `[B, S, C]` and text `[B, T, C]`."""
     linears = (attn.to_q, attn.to_k, attn.to_v)
     norms = (attn.norm_q, attn.norm_k, None)
-    makes = defer_projections(image, linears, norms, heads)
+    of_image = defer_projections(image, linears, norms, heads)
     if text is None:
-        return makes
+        return of_image
     linears = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
     norms = (attn.norm_added_q, attn.norm_added_k, None)
     of_text = defer_projections(text, linears, norms, heads)
-    pairs = zip(*((of_text, makes) if joint == "text_first" else (makes, of_text)), strict=True)
-    return [partial(_concatenate_tokens, *pair) for pair in pairs]
+    if joint == "text_first":
+        return list(map(_defer_concatenation, of_text, of_image))
+    return list(map(_defer_concatenation, of_image, of_text))
 
 
-def _concatenate_tokens(first: DeferredTensor, second: DeferredTensor) -> Tensor:
-    return torch.cat([first(), second()], dim=1)
+def _defer_concatenation(first: DeferredTensor, second: DeferredTensor) -> DeferredTensor:
+    return lambda: torch.cat([first(), second()], dim=1)
 
 
 def attend_to_projections(core: Any, makers: Sequence[DeferredTensor]) -> Tensor:
     """Attends to q, k and v: to all at once, or, if the core overlaps, each is sent while the next is computed."""
-    out: Tensor = core.attend_overlapped(makers) if core.overlaps else core.attend(*(make() for make in makers))
-    return out
+    if core.overlaps:
+        return core.attend_overlapped(makers)  # type: ignore[no-any-return]
+    q, k, v = (make() for make in makers)
+    return core.attend(q, k, v)  # type: ignore[no-any-return]
 
 
 def explain_ip_adapter_refusal(call: Mapping[str, Any]) -> str | None:
@@ -158,7 +161,8 @@ class FluxOverlappedProcessor:
         heads = (-1, attn.head_dim)
         makers = defer_joint_projections(attn, hidden_states, encoder_hidden_states, heads, "text_first")
         if image_rotary_emb is not None:
-            makers = [*(partial(_apply_rotary, make, image_rotary_emb) for make in makers[:2]), makers[2]]
+            q, k, v = makers
+            makers = [partial(_apply_rotary, q, image_rotary_emb), partial(_apply_rotary, k, image_rotary_emb), v]
         out = self._core.attend_overlapped(makers, mask=attention_mask).flatten(2).to(hidden_states.dtype)
         if encoder_hidden_states is None:
             return out  # type: ignore[no-any-return]
@@ -177,14 +181,21 @@ def read_flux_grid(transformer: nn.Module, inputs: Mapping[str, Any]) -> Grid:
     Positions may be rounded, as in bfloat16 above 256, but the second row is never rounded to the first one.
     """
     ids = inputs["img_ids"]
-    ids = ids[0] if ids.ndim == 3 else ids
+    # Some pipelines give each row of the batch its own positions, which are equal.
+    if ids.ndim == 3:
+        ids = ids[0]
     columns = int((ids[:, 1] == ids[0, 1]).int().cumprod(0).sum())
     return Grid(ids.shape[0] // columns, columns)
 
 
 def has_ip_adapter(pipe: Any) -> bool:
-    """Whether a pipeline makes something of pictures that are given to an IP-adapter."""
+    """Whether a pipeline has an IP-adapter, which reads image prompts."""
     return getattr(pipe.transformer, "encoder_hid_proj", None) is not None
+
+
+def explain_flux_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
+    """Why a call is refused, with image prompts for no IP-adapter; None for other calls."""
+    return None if has_ip_adapter(pipe) else explain_ip_adapter_refusal(call)
 
 
 def read_flux_conditioning(call: Mapping[str, Any]) -> Conditioning:
@@ -238,7 +249,7 @@ FLUX = ModelSpec(
     tensor=FluxTransformer2DModel._tp_plan,
     tensor_tokens=FLUX_TENSOR_TOKENS,
     batch=("img_ids", "txt_ids"),
-    refuse=lambda pipe, call: None if has_ip_adapter(pipe) else explain_ip_adapter_refusal(call),
+    refuse=explain_flux_refusal,
 )
 
 
@@ -270,13 +281,15 @@ class SD3Attention:
 
 
 def explain_sd3_refusal(pipe: Any, call: Mapping[str, Any]) -> str | None:
-    """Why a call is refused, with skip-layer guidance or pictures for no IP-adapter; None for other calls."""
+    """Why a call is refused, with skip-layer guidance or image prompts for no IP-adapter; None for other calls."""
     if call.get("skip_guidance_layers") is not None:
         return (
             "skip_guidance_layers leaves blocks out by the index of the loop's iteration, which may count patches in a "
             "divided model; use data and cfg alone, which call whole models, or leave it out"
         )
-    return None if getattr(pipe.transformer, "image_proj", None) is not None else explain_ip_adapter_refusal(call)
+    if getattr(pipe.transformer, "image_proj", None) is not None:
+        return None
+    return explain_ip_adapter_refusal(call)
 
 
 def read_sd3_conditioning(call: Mapping[str, Any]) -> Conditioning:
@@ -368,16 +381,25 @@ class PixArtCrossAttention:
         **also: Any,
     ) -> Tensor:
         """`[B, S, C]` to `[B, S, C]`; the text is `[B, L, C]`, its additive mask `[B, 1, L]`."""
-        pairs = ((attn.to_q, hidden_states), (attn.to_k, encoder_hidden_states), (attn.to_v, encoder_hidden_states))
-        q, k, v = (linear(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for linear, x in pairs)
+        q = _project_heads(attn.to_q, hidden_states, attn.heads)
+        k = _project_heads(attn.to_k, encoder_hidden_states, attn.heads)
+        v = _project_heads(attn.to_v, encoder_hidden_states, attn.heads)
         mask = attention_mask
         if mask is not None:
+            # How many keys are seen is a number of the mask, by which a compiled graph cannot be cut.
             if not torch.compiler.is_compiling():
                 length, mask = self._constant(("text", mask.shape), functools.partial(trim_key_mask, mask))
                 k = k[:, :, :length]
                 v = v[:, :, :length]
-            mask = None if mask is None else mask[:, None]
-        return _project_output(attn, functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2))
+            if mask is not None:
+                mask = mask[:, None]
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return _project_output(attn, attended.transpose(1, 2))
+
+
+def _project_heads(linear: Any, x: Tensor, heads: int) -> Tensor:
+    projection: Tensor = linear(x)
+    return projection.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def trim_key_mask(mask: Tensor) -> tuple[int, Tensor | None]:
@@ -398,7 +420,9 @@ def trim_key_mask(mask: Tensor) -> tuple[int, Tensor | None]:
 
 def _project_output(attn: Attention, attended: Tensor) -> Tensor:
     out: Tensor = attn.to_out[0](attended.flatten(2))
-    return out if attn.rescale_output_factor == 1 else out / attn.rescale_output_factor
+    if attn.rescale_output_factor != 1:
+        out = out / attn.rescale_output_factor
+    return out
 
 
 def make_pixart_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:

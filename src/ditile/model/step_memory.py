@@ -22,12 +22,12 @@ from ditile.plan.plan import Plan
 _OF_LAYERS = (PyramidAttentionBroadcastHook, TaylorSeerCacheHook)
 """They count steps, and remember what one layer made of the tokens that it was given."""
 _OF_BLOCKS = (*_OF_LAYERS, MagCacheHeadHook)
-"""They count steps; some leave out all blocks behind the first."""
+"""They count steps; some leave out all blocks after the first."""
 _REMEDY = "call disable_cache() on the model, and ditile.enable_cache(pipe) in place of it"
 
 
 def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | None = None) -> str | None:
-    """Why hooks on models give another picture under a plan than without one, or None.
+    """Why hooks on models give another image under a plan than without one, or None.
 
     Args:
         models: what the pipeline calls in its loop, not compiled.
@@ -38,13 +38,20 @@ def explain_hook_refusal(models: Iterable[nn.Module], plan: Plan, steps: int | N
     for model in models:
         for where, hook in _list_hooks(model):
             looks_at_tokens = hook._is_stateful or isinstance(hook, SmoothedEnergyGuidanceHook)
-            if looks_at_tokens and not isinstance(hook, fitting):
-                axes = "data, cfg and tensor" if hasattr(hook, "state_manager") else "data and tensor"
-                scheme = " with split_scheme=row" if plan.split_scheme != "row" else ""
-                return (
-                    f"{where} has diffusers' {type(hook).__name__}, which remembers or compares tokens of whole calls, "
-                    f"and '{plan}' divides these; {_REMEDY}, or use a plan of {axes} alone{scheme}"
-                )
+            if not looks_at_tokens or isinstance(hook, fitting):
+                continue
+            axes = "data and tensor"
+            # What remembers by branch does not mind that each rank has one of them.
+            if hasattr(hook, "state_manager"):
+                axes = "data, cfg and tensor"
+            if plan.split_scheme != "row":
+                axes += " alone with split_scheme=row"
+            else:
+                axes += " alone"
+            return (
+                f"{where} has diffusers' {type(hook).__name__}, which remembers or compares tokens of whole calls, "
+                f"and '{plan}' divides these; {_REMEDY}, or use a plan of {axes}"
+            )
     return None
 
 
@@ -55,7 +62,7 @@ def explain_branch_refusal(model: nn.Module) -> str | None:
         if hook._is_stateful and not hasattr(hook, "state_manager"):
             return (
                 f"{where} has diffusers' {type(hook).__name__}, which takes the calls of all branches of guidance for "
-                f"one series, and cfg shares them out; {_REMEDY}, or use data"
+                f"one series, and cfg splits them; {_REMEDY}, or use data"
             )
     return None
 
@@ -78,4 +85,5 @@ def _list_hooks(model: nn.Module) -> Iterator[tuple[str, ModelHook]]:
         registry = vars(module).get("_diffusers_hook")
         if registry is not None:
             where = f"{type(model).__name__}.{path}".rstrip(".")
-            yield from ((where, hook) for hook in registry.hooks.values())
+            for hook in registry.hooks.values():
+                yield where, hook

@@ -33,14 +33,14 @@ LOCAL = "-"
 """The kind of an attention call whose keys every rank has: to a text that does not go through the blocks."""
 
 FURTHER = "+"
-"""In the kind of an attention call: where further keys are among its own, which every rank has whole.
+"""In the kind of an attention call: where extra keys are among its own, which every rank has whole.
 
-`+N` and `N+` are in front of the image and behind it, `+J` and `J+` so with image and text; `T+N` and `N+T` are
+`+N` and `N+` are before the image and after it, `+J` and `J+` so with image and text; `T+N` and `N+T` are
 between. Some calls may have none.
 """
 
 REAL_PAIRS = "&"
-"""Behind the kind of an attention call: its mask has a pair for each query and key that are both real."""
+"""After the kind of an attention call: its mask has a pair for each query and key that are both real."""
 
 Kinds = tuple[str, ...]
 """A word for each leaf of an argument."""
@@ -49,11 +49,14 @@ Kinds = tuple[str, ...]
 @functools.lru_cache(maxsize=4096)
 def select_word(words: str, num_dims: int) -> str | None:
     """The word for a tensor of so many dimensions; None if none is known."""
-    return next((word for word in words.split("|") if len(word) == num_dims and not word.startswith("#")), None)
+    for word in words.split("|"):
+        if len(word) == num_dims and not word.startswith("#"):
+            return word
+    return None
 
 
 def drop_further_keys(kind: str) -> str:
-    """The kind of an attention call without its further keys."""
+    """The kind of an attention call without its extra keys."""
     if FURTHER not in kind:
         return kind
     return "J" if sees_text(kind) else "N"
@@ -95,7 +98,8 @@ class ListAnatomy:
 
 def describe_mode(inputs: Mapping[str, Any]) -> str:
     """The mode of a call, which is what its arguments say in words, as in `kv_cache_mode=cached`."""
-    return " ".join(f"{name}={value}" for name, value in inputs.items() if isinstance(value, str))
+    words = [f"{name}={value}" for name, value in inputs.items() if isinstance(value, str)]
+    return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,4 +126,4 @@ class Anatomy:
     @property
     def is_one_sequence(self) -> bool:
         """Whether no block has text of its own, so that all of the sequence counts as the image."""
-        return all(each.text is None and each.joint == "none" for each in self.lists.values())
+        return all(blocks.text is None and blocks.joint == "none" for blocks in self.lists.values())

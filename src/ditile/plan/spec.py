@@ -92,7 +92,7 @@ class ModelSpec:
         batch: arguments of the transformer that have no rows, whatever their length.
         text_modules: patterns of sub-modules of blocks that see the text alone.
         anatomy: what its dimensions count, where that cannot be derived.
-        refuse: (pipeline, call arguments) -> why they cannot be honoured exactly, or None.
+        refuse: (pipeline, call arguments) -> why they cannot be honored exactly, or None.
     """
 
     name: str

@@ -10,6 +10,7 @@ slow, another process slowed the cores, and the measurement is repeated. No othe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -34,12 +35,15 @@ HEADS = 8
 HEAD = 64
 WIDTH = 256
 HEAD_SIZES = (16, 32, 64, 128)
-PARTS, LINK_PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES), 10
+PARTS = len(ROWS) + len(LENGTHS) + 1 + len(SIZES)
+LINK_PARTS = 10
 """Parts that a progress bar shows of the curves and of a link."""
 LARGEST = 2**33
 """Operations of the largest call that is timed."""
-BUDGET, REPEATS = 0.03, 5
-"""Seconds for which a call is repeated, and the number of parts that they are divided into."""
+BUDGET = 0.03
+"""Seconds for which a call is repeated."""
+REPEATS = 5
+"""The number of parts that these seconds are divided into."""
 
 LIMIT = 1.1
 """A product that takes more than this times its shortest was disturbed; on an idle machine it is within 1.05."""
@@ -116,7 +120,8 @@ class DisturbanceGuard:
         self._pauses = pauses
         self.num_repeats = 0
         self.last = 1.0
-        self.seconds = self.disturbed_s = 0.0
+        self.seconds = 0.0
+        self.disturbed_s = 0.0
 
     @property
     def disturbed_share(self) -> float:
@@ -132,9 +137,11 @@ class DisturbanceGuard:
             result = measure()
             seconds = time.perf_counter() - began
             self.last = self._slower()
-            if self.last <= LIMIT or self.num_repeats == self._times or not self._wait_until_quiet():
+            is_disturbed = self.last > LIMIT
+            if not is_disturbed or self.num_repeats == self._times or not self._wait_until_quiet():
                 self.seconds += seconds
-                self.disturbed_s += seconds if self.last > LIMIT else 0.0
+                if is_disturbed:
+                    self.disturbed_s += seconds
                 return result
             self.num_repeats += 1
 
@@ -168,7 +175,9 @@ class Bench:
     ) -> None:
         self.device = device
         self.dtype = dtype
-        self.done, self.group, self._again = done, group, again or DisturbanceGuard(lambda: 1.0, 0, 0)
+        self.done = done
+        self.group = group
+        self._again = again or DisturbanceGuard(lambda: 1.0, 0, 0)
 
     def make_random_tensor(self, *shape: int) -> torch.Tensor:
         """Random numbers."""
@@ -228,7 +237,8 @@ def measure_attention(bench: Bench) -> Curve:
     """Operations a second of attention, over (queries, keys)."""
 
     def prepare_attention(queries: int, keys: int) -> Callable[[], Any]:
-        q, k = (bench.make_random_tensor(1, HEADS, length, HEAD) for length in (queries, keys))
+        q = bench.make_random_tensor(1, HEADS, queries, HEAD)
+        k = bench.make_random_tensor(1, HEADS, keys, HEAD)
         return lambda: functional.scaled_dot_product_attention(q, k, k)
 
     return _tabulate_rates(bench, LENGTHS, LENGTHS, lambda q, k: 4 * q * k * HEADS * HEAD, prepare_attention)
@@ -247,7 +257,10 @@ def _tabulate_rates(
         row: list[float] = []
         for y in ys:
             work = count_operations(x, y)
-            row.append(row[-1] if work > LARGEST else work / bench.measure_seconds(prepare(x, y)))
+            if work > LARGEST:
+                row.append(row[-1])
+            else:
+                row.append(work / bench.measure_seconds(prepare(x, y)))
         rows.append(tuple(row))
         bench.done()
     return Curve(tuple(map(float, xs)), tuple(rows), tuple(map(float, ys)))
@@ -256,12 +269,14 @@ def _tabulate_rates(
 def measure_head_sizes(bench: Bench) -> Curve:
     """Operations a second of attention over channels of a head, as a share of those with `HEAD`."""
     length = LENGTHS[-2]
-    rates = []
+    rates = {}
     for size in HEAD_SIZES:
-        q, k = (bench.make_random_tensor(1, HEADS * HEAD // size, length, size) for _ in range(2))
-        rates.append(1 / bench.measure_seconds(lambda q=q, k=k: functional.scaled_dot_product_attention(q, k, k)))  # type: ignore[misc]
+        q = bench.make_random_tensor(1, HEADS * HEAD // size, length, size)
+        k = bench.make_random_tensor(1, HEADS * HEAD // size, length, size)
+        attend = functools.partial(functional.scaled_dot_product_attention, q, k, k)
+        rates[size] = 1 / bench.measure_seconds(attend)
     bench.done()
-    return Curve(tuple(map(float, HEAD_SIZES)), tuple(rate / rates[HEAD_SIZES.index(HEAD)] for rate in rates))
+    return Curve(tuple(map(float, HEAD_SIZES)), tuple(rate / rates[HEAD] for rate in rates.values()))
 
 
 def measure_pointwise(bench: Bench) -> dict[str, Curve]:
@@ -275,7 +290,9 @@ def measure_pointwise(bench: Bench) -> dict[str, Curve]:
 
 
 def _measure_pointwise_rates(bench: Bench, rows: int) -> dict[str, float]:
-    x, y, scale = (bench.make_random_tensor(count, WIDTH) for count in (rows, rows, 1))
+    x = bench.make_random_tensor(rows, WIDTH)
+    y = bench.make_random_tensor(rows, WIDTH)
+    scale = bench.make_random_tensor(1, WIDTH)
     both = bench.measure_seconds(lambda: x + y) + bench.measure_seconds(lambda: x * scale)
     gelu = bench.measure_seconds(lambda: functional.gelu(x, approximate="tanh"))
     tensors_and_seconds = {
@@ -299,7 +316,8 @@ def measure_link(bench: Bench) -> Link:
     world = dist.get_world_size(bench.group)
     group = bench.group or dist.group.WORLD
     assert group is not None
-    small, large = (_time_one_way(bench, size) for size in (MESSAGES[0], MESSAGES[-1]))
+    small = _time_one_way(bench, MESSAGES[0])
+    large = _time_one_way(bench, MESSAGES[-1])
     bandwidth = MESSAGES[-1] / max(large - small, 1e-9)
     x = bench.make_message(MESSAGES[-2], world)
     tiny = bench.make_random_tensor(world)
@@ -315,13 +333,8 @@ def measure_link(bench: Bench) -> Link:
     summed = _time_on_all_ranks(bench, lambda: dist.all_reduce(x, group=group))
     sum_started = _time_between_work(bench, lambda: dist.all_reduce(tiny, group=group))
     gathered = _time_on_all_ranks(bench, lambda: dist.all_gather(list(out.chunk(world)), parts[0], group=group))
-    shorter, longer = (
-        _time_on_all_ranks(
-            bench,
-            lambda y=y: start_shift(y, y.shape, group, Traffic(), "ring").wait_for_tensors(),  # type: ignore[misc]
-        )
-        for y in map(bench.make_message, MESSAGES[-2:])
-    )
+    shorter = _time_shift(bench, group, MESSAGES[-2])
+    longer = _time_shift(bench, group, MESSAGES[-1])
     return Link(
         latency_s=small,
         bandwidth=bandwidth,
@@ -333,6 +346,12 @@ def measure_link(bench: Bench) -> Link:
         reduce=get_achieved_share(2 * sent, summed - sum_started),
         overlap=_measure_overlap(bench),
     )
+
+
+def _time_shift(bench: Bench, group: dist.ProcessGroup, size: int) -> float:
+    """Seconds in which each rank sends a message to the next one."""
+    x = bench.make_message(size)
+    return _time_on_all_ranks(bench, lambda: start_shift(x, x.shape, group, Traffic(), "ring").wait_for_tensors())
 
 
 def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
@@ -351,7 +370,8 @@ def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
         differences = []
         for _ in range(REPEATS):
             dist.barrier(bench.group)
-            both, alone = (bench.time_average_call(each, 40) for each in (compute_and_call, compute_linears))
+            both = bench.time_average_call(compute_and_call, 40)
+            alone = bench.time_average_call(compute_linears, 40)
             differences.append(both - alone)
         return max(statistics.median(differences), 1e-7)
 
@@ -361,8 +381,10 @@ def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
 
 def _get_end_ranks(bench: Bench) -> tuple[int, int, int]:
     """This rank in the group, and the numbers that its first two ranks have among all."""
-    first, second = (rank if bench.group is None else dist.get_global_rank(bench.group, rank) for rank in (0, 1))
-    return dist.get_rank(bench.group), first, second
+    own = dist.get_rank(bench.group)
+    if bench.group is None:
+        return own, 0, 1
+    return own, dist.get_global_rank(bench.group, 0), dist.get_global_rank(bench.group, 1)
 
 
 def _time_one_way(bench: Bench, size: int) -> float:
@@ -422,7 +444,7 @@ def _measure_overlap(bench: Bench) -> float:
         if work is not None:
             work.wait()
 
-    calls = compute_meanwhile, send_message, compute_while_sending
+    calls = (compute_meanwhile, send_message, compute_while_sending)
 
     def measure_hidden_share() -> float:
         shares = []
@@ -448,7 +470,8 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
         profile: with curves.
         measured: for each call its seconds in the transformer, the seconds that the curves predict, and its kernels.
     """
-    work, kernels = (torch.tensor([call[k] / call[0] for call in measured], dtype=torch.float64) for k in (1, 2))
+    work = torch.tensor([predicted / seconds for seconds, predicted, _ in measured], dtype=torch.float64)
+    kernels = torch.tensor([count / seconds for seconds, _, count in measured], dtype=torch.float64)
     terms = torch.stack([work, kernels], 1)
     ones = torch.ones(len(work), 1, dtype=work.dtype)
     slower, kernel_s = torch.linalg.lstsq(terms, ones, driver="gelsd").solution.flatten().tolist()
@@ -469,6 +492,8 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
 
 def _slow_down_curve(curve: Curve, slower: float) -> Curve:
     def divide_rates(row: Any) -> Any:
-        return tuple(divide_rates(rate) for rate in row) if isinstance(row, tuple) else row / slower
+        if isinstance(row, tuple):
+            return tuple(map(divide_rates, row))
+        return row / slower
 
     return dataclasses.replace(curve, rates=divide_rates(curve.rates))

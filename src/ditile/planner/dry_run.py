@@ -31,11 +31,11 @@ from ditile.runner.table import describe_plan
 STEPS_SHOWN = 2
 
 
-def describe_dry_run(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any], engine: EngineOptions) -> str:
+def describe_dry_run(options: GenerateOptions, plan: Plan, configs: Mapping[str, Any], engine: EngineOptions) -> str:
     """The table and the schedule of a call of a model under a plan, as text.
 
     Args:
-        wanted: the picture. For a hub id only configs are fetched. Options of the model and its pipeline fill gaps.
+        options: the request. For a hub id only configs are fetched. Options of the model and its pipeline fill gaps.
         plan: the plan.
         configs: the keyword arguments of `enable_cache`.
         engine: how ranks compute: what of it stays in the host's memory is counted.
@@ -44,53 +44,62 @@ def describe_dry_run(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, 
         LoadError, ModelError, PlanError: if the model is not there, has no spec, does not take an option that is
             given, or does not fit the plan or the cache.
     """
-    subject, call = _read_planned_call(wanted)
+    subject, call = _read_planned_call(options)
     job = build_subject_job(subject, plan, call, configs)
-    table = describe_plan(wanted.model, job, ["any"] * plan.world)
-    shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps) if plan.least_warmup < 2 else STEPS_SHOWN
+    table = describe_plan(options.model, job, ["any"] * plan.world)
+    shown = STEPS_SHOWN
+    if plan.least_warmup < 2:
+        shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps)
     chart = render_gantt_chart(job.step_schedule, shown, job.count_calls_in_step(1))
-    host = _describe_host_memory(wanted, subject, plan, call, engine)
-    return f"{_describe_class(wanted)}{table}\n{host}\n{chart}"
+    host = _describe_host_memory(options, subject, plan, call, engine)
+    return f"{_describe_class(options)}{table}\n{host}\n{chart}"
 
 
-def build_dry_run_job(wanted: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> PlannedCall:
+def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> PlannedCall:
     """The call as numbers; arguments and errors are those of `describe_dry_run`."""
-    subject, call = _read_planned_call(wanted)
+    subject, call = _read_planned_call(options)
     return build_subject_job(subject, plan, call, configs)
 
 
-def _read_planned_call(wanted: GenerateOptions) -> tuple[PlanSubject, dict[str, Any]]:
+def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, dict[str, Any]]:
     """A model without its weights, and the arguments of the call that is asked for."""
-    source, base = find_model_source(wanted.model, weights=False), defaults(wanted.model)
-    has_controlnet = wanted.controlnet is not None
-    subject = PlanSubject.from_configs(wanted.model, source, [*wanted.conditions], has_controlnet=has_controlnet)
-    returns_videos(subject.pipeline)  # or refuses it
-    merge_call_arguments(choose_requested_class(wanted)[0] or subject.pipeline, wanted, base)
-    pictures = [read_picture(path, "image") for path in wanted.image or ()]
-    return subject, build_dry_run_call(wanted, base) | subject.bind_pictures(pictures)
+    source = find_model_source(options.model, weights=False)
+    base = defaults(options.model)
+    has_controlnet = options.controlnet is not None
+    subject = PlanSubject.from_configs(options.model, source, [*options.conditions], has_controlnet=has_controlnet)
+    # It refuses what makes neither images nor videos.
+    returns_videos(subject.pipeline)
+    merge_call_arguments(choose_requested_class(options)[0] or subject.pipeline, options, base)
+    pictures = [read_picture(path, "image") for path in options.image or ()]
+    return subject, build_dry_run_call(options, base) | subject.bind_pictures(pictures)
 
 
 def _describe_host_memory(
-    wanted: GenerateOptions, subject: PlanSubject, plan: Plan, call: Mapping[str, Any], engine: EngineOptions
+    options: GenerateOptions, subject: PlanSubject, plan: Plan, call: Mapping[str, Any], engine: EngineOptions
 ) -> str:
     """Lines on the weights that stay in the host's memory, for all ranks together; empty if there are none."""
     offloads_text = engine.text_after == "offload"
     if plan.offload == "none" and not offloads_text:
         return ""
-    dtype = choose_dtype_name(find_model_source(wanted.model, weights=False), engine.dtype, on_gpu=True)
+    dtype = choose_dtype_name(find_model_source(options.model, weights=False), engine.dtype, on_gpu=True)
     job = subject.make_plan_job(plan, subject.make_call_shape(call, getattr(torch, dtype).itemsize))
-    host, there = count_host_memory(subject, job, offloads_text=offloads_text), count_memory_bytes()
-    short = f"; this machine has {format_bytes(there)}" if max(host) > there else ""
+    host = count_host_memory(subject, job, offloads_text=offloads_text)
+    machine_bytes = count_memory_bytes()
+    short = ""
+    if max(host) > machine_bytes:
+        short = f"; this machine has {format_bytes(machine_bytes)}"
     return (
         f"\nhost's memory, of all ranks together in {dtype}: {format_bytes(host.kept)} of weights stay there,\n"
         f"and up to {format_bytes(host.loading)} are needed while they load{short}\n"
     )
 
 
-def _describe_class(wanted: GenerateOptions) -> str:
-    """A line on the class that draws from the conditions of a request; nothing without."""
-    kind, own = choose_requested_class(wanted) if wanted.conditions else (None, None)
-    return "" if own is None else f"pipeline: {describe_choice(kind, own, [*wanted.conditions])}\n"
+def _describe_class(options: GenerateOptions) -> str:
+    """A line on the class that generates from the conditions of a request; nothing without."""
+    if not options.conditions:
+        return ""
+    kind, own = choose_requested_class(options)
+    return "" if own is None else f"pipeline: {describe_choice(kind, own, [*options.conditions])}\n"
 
 
 def build_subject_job(
@@ -108,8 +117,10 @@ def build_subject_job(
 
 def _check_cache_config(transformer: nn.Module, configs: Mapping[str, Any], steps: int) -> None:
     """Raises `ModelError` for a cache that can never leave anything out."""
-    if (config := configs["cache_config"]) is None:
+    config = configs["cache_config"]
+    if config is None:
         return
     for context in build_transformer_cache(transformer, find_block_lists(transformer), config).contexts:
-        if reason := context.idle or explain_idle_steps(context.config, steps):
+        reason = context.idle or explain_idle_steps(context.config, steps)
+        if reason:
             raise ModelError(reason)

@@ -13,6 +13,7 @@ all moments that no other exceeds in every kind. The peak of a call is the large
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,10 @@ FRAMES = (3, 4)
 
 CHANNELS = ("z_dim", "latent_channels")
 """Names of the latent channels in configs."""
-_SIDE = 8  # latent pixels of a VAE whose scale is measured
+SCALE_SIDE = 8
+"""Latent pixels of the side of what is decoded to measure a VAE's scale."""
+COUNTED_SIDE = 16
+"""The same of what is decoded to count its work and memory."""
 
 
 class LiveNumbers(NamedTuple):
@@ -57,10 +61,14 @@ class LiveNumbers(NamedTuple):
         return self.once + self.image * image + self.text * text + self.both * (image + text)
 
     def __add__(self, other: tuple[float, ...]) -> LiveNumbers:  # type: ignore[override]
-        return LiveNumbers(*(a + b for a, b in zip(self, other, strict=True)))
+        return LiveNumbers(*map(operator.add, self, other))
 
     def __sub__(self, other: LiveNumbers) -> LiveNumbers:
-        return LiveNumbers(*(a - b for a, b in zip(self, other, strict=True)))
+        return LiveNumbers(*map(operator.sub, self, other))
+
+    def divide_by_ranks(self, whole: int, ranks: int) -> LiveNumbers:
+        """The same on one rank, which has `whole` numbers of each kind undivided."""
+        return LiveNumbers(*(min(count, whole) + max(count - whole, 0) / ranks for count in self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +92,14 @@ class Footprint:
         whole = WHOLE * channels
 
         def divide_moments(moments: tuple[LiveNumbers, ...], whole: int) -> tuple[LiveNumbers, ...]:
-            return tuple(LiveNumbers(*(min(x, whole) + max(x - whole, 0) / ranks for x in each)) for each in moments)
+            return tuple(moment.divide_by_ranks(whole, ranks) for moment in moments)
 
-        moments, fused, attending = (divide_moments(each, whole) for each in (self.moments, self.fused, self.attending))
-        return Footprint(moments, fused, attending, divide_moments(self.kept, 0))
+        return Footprint(
+            moments=divide_moments(self.moments, whole),
+            fused=divide_moments(self.fused, whole),
+            attending=divide_moments(self.attending, whole),
+            kept=divide_moments(self.kept, 0),
+        )
 
 
 class StorageTracker(TorchDispatchMode):
@@ -99,9 +111,11 @@ class StorageTracker(TorchDispatchMode):
 
     def __init__(self, on_create: Callable[[Tensor], Callable[[], None]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_create, self._known = on_create, dict[int, weakref.ref[Any]]()
+        self._on_create = on_create
+        self._known = dict[int, weakref.ref[Any]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What an operator is given was made outside of the tracker, or is followed already.
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._follow_storage(leaf, lambda _: lambda: None)
@@ -134,8 +148,13 @@ class FootprintTracker(StorageTracker):
 
     def __init__(self, count_tensor: Callable[[Tensor], LiveNumbers]) -> None:
         super().__init__(self._count_storage)
-        self._count_tensor, self._live_numbers, self._is_gelu = count_tensor, LiveNumbers(), False
-        self._fused, self._gelu, self._attending = set[LiveNumbers](), set[LiveNumbers](), set[LiveNumbers]()
+        self._count_tensor = count_tensor
+        self._live_numbers = LiveNumbers()
+        self._is_gelu = False
+        # Moments after a storage that a GELU made, after any other, and in which attention is computed.
+        self._gelu = set[LiveNumbers]()
+        self._fused = set[LiveNumbers]()
+        self._attending = set[LiveNumbers]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._is_gelu = func is torch.ops.aten.gelu.default
@@ -144,7 +163,8 @@ class FootprintTracker(StorageTracker):
     def _count_storage(self, tensor: Tensor) -> Callable[[], None]:
         numbers = self._count_tensor(tensor)
         self._live_numbers += numbers
-        (self._gelu if self._is_gelu else self._fused).add(self._live_numbers)
+        moments = self._gelu if self._is_gelu else self._fused
+        moments.add(self._live_numbers)
 
         def subtract_storage() -> None:
             self._live_numbers -= numbers
@@ -157,9 +177,12 @@ class FootprintTracker(StorageTracker):
 
     def make_footprint(self, kept: Sequence[LiveNumbers]) -> Footprint:
         """The footprint of all that ran within the tracker; `kept` is that of `Footprint`."""
-        every = (self._fused | self._gelu, self._fused, self._attending)
-        moments, fused, attending = (tuple(find_pareto_front(candidates)) for candidates in every)
-        return Footprint(moments, fused, attending, tuple(kept))
+        return Footprint(
+            moments=find_pareto_front(self._fused | self._gelu),
+            fused=find_pareto_front(self._fused),
+            attending=find_pareto_front(self._attending),
+            kept=tuple(kept),
+        )
 
 
 def count_decoder_numbers(config: Mapping[str, Any], kind: Any = AutoencoderKL) -> float:
@@ -179,7 +202,8 @@ def make_frame_decode_counter(kind: Any, config: Mapping[str, Any], channels: st
 
     def count_frame_numbers(frames: int) -> float:
         if frames > FRAMES[1]:
-            few, more = map(count_frame_numbers, FRAMES)
+            few = count_frame_numbers(FRAMES[0])
+            more = count_frame_numbers(FRAMES[1])
             return more + (more - few) / (FRAMES[1] - FRAMES[0]) * (frames - FRAMES[1])
         if frames not in peak_of_frames:
             peak_of_frames[frames] = _count_decoding_peak(kind, config, channels, (frames,))
@@ -189,16 +213,17 @@ def make_frame_decode_counter(kind: Any, config: Mapping[str, Any], channels: st
 
 
 def _count_decoding_peak(kind: Any, config: Mapping[str, Any], channels: str, frames: tuple[int, ...] = ()) -> float:
-    side = 16
-    watch = FootprintTracker(
-        lambda tensor: LiveNumbers(image=tensor.untyped_storage().nbytes() / tensor.element_size() / side**2)
-    )
+    def count_by_pixel(tensor: Tensor) -> LiveNumbers:
+        numbers = tensor.untyped_storage().nbytes() / tensor.element_size()
+        return LiveNumbers(image=numbers / COUNTED_SIDE**2)
+
+    tracker = FootprintTracker(count_by_pixel)
     with init_on_meta_device(), torch.no_grad():
         vae: Any = kind.from_config(config)
-        latents = torch.empty(1, vae.config[channels], *frames, side, side)
-        with watch:
+        latents = torch.empty(1, vae.config[channels], *frames, COUNTED_SIDE, COUNTED_SIDE)
+        with tracker:
             vae.decode(latents)
-    return max(moment.image for moment in watch.make_footprint(()).moments)
+    return max(moment.image for moment in tracker.make_footprint(()).moments)
 
 
 class DecodeWork(NamedTuple):
@@ -214,21 +239,22 @@ class DecodeWork(NamedTuple):
 
 
 def count_decode_work(kind: Any, config: Mapping[str, Any], channels: str, frames: int = 0) -> DecodeWork:
-    """The work of a decode of so many latent frames; 0 is a picture. Above `FRAMES` it is on the line through both."""
+    """The work of a decode of so many latent frames; 0 is an image. Above `FRAMES` it is on the line through both."""
     if frames > FRAMES[1]:
-        few, more = (count_decode_work(kind, config, channels, each) for each in FRAMES)
+        few = count_decode_work(kind, config, channels, FRAMES[0])
+        more = count_decode_work(kind, config, channels, FRAMES[1])
         slope = (more.operations - few.operations) / (FRAMES[1] - FRAMES[0])
         return more._replace(operations=more.operations + slope * (frames - FRAMES[1]))
-    side = 16
+    dims = (frames, COUNTED_SIDE, COUNTED_SIDE) if frames else (COUNTED_SIDE, COUNTED_SIDE)
     with init_on_meta_device(), torch.no_grad(), FlopCounterMode(display=False) as counter:
         vae: Any = kind.from_config(config)
-        vae.decode(torch.empty(1, vae.config[channels], *[frames] * bool(frames), side, side))
-    exchanges = sum(
-        max(getattr(layer, "kernel_size", (1,))) > 1 or isinstance(layer, nn.GroupNorm)
-        for layer in vae.decoder.modules()
-        if isinstance(layer, (nn.Conv2d, nn.Conv3d, nn.GroupNorm))
-    )
-    return DecodeWork(counter.get_total_flops() / side**2, exchanges)
+        vae.decode(torch.empty(1, vae.config[channels], *dims))
+    exchanges = 0
+    for layer in vae.decoder.modules():
+        # Rows of the neighbours are needed where a convolution is wider than one pixel, and sums in each group norm.
+        is_wide = isinstance(layer, (nn.Conv2d, nn.Conv3d)) and max(layer.kernel_size) > 1
+        exchanges += is_wide or isinstance(layer, nn.GroupNorm)
+    return DecodeWork(counter.get_total_flops() / COUNTED_SIDE**2, exchanges)
 
 
 class VaeScale(NamedTuple):
@@ -252,8 +278,8 @@ class VaeScale(NamedTuple):
             return 1
         if (frames - self.first) % self.frames:
             near = max(0, frames - self.first) // self.frames * self.frames + self.first
-            more = "and one more" if self.first == 1 else f"and {self.first} more"
-            raise ModelError(f"frames={frames} are not a multiple of {self.frames} {more}; try frames={near}")
+            first = "one" if self.first == 1 else str(self.first)
+            raise ModelError(f"frames={frames} are not a multiple of {self.frames} and {first} more; try frames={near}")
         return (frames - self.first) // self.frames + 1
 
 
@@ -264,19 +290,20 @@ def measure_vae_scale(kind: Any, config: Mapping[str, Any]) -> VaeScale:
         channels = next(name for name in CHANNELS if name in vae.config)
 
         def decode(*frames: int) -> torch.Size:
-            latents = torch.empty(1, vae.config[channels], *frames, _SIDE, _SIDE)
+            latents = torch.empty(1, vae.config[channels], *frames, SCALE_SIDE, SCALE_SIDE)
             shape: torch.Size = vae.decode(latents, return_dict=False)[0].shape
             return shape
 
         if not _has_frames(vae):
             # Some that were made of a VAE of frames take one frame.
-            one = (1,) if "temperal_downsample" in vae.config else ()
-            return VaeScale(decode(*one)[-1] // _SIDE, len(one), channels=channels)
+            if "temperal_downsample" in vae.config:
+                return VaeScale(decode(1)[-1] // SCALE_SIDE, 1, channels=channels)
+            return VaeScale(decode()[-1] // SCALE_SIDE, channels=channels)
         # Some decode runs of two frames, or of three at the beginning.
         three = decode(3)
         five = decode(5)
     frames = (five[2] - three[2]) // 2
-    return VaeScale(three[-1] // _SIDE, frames, three[2] - 2 * frames, channels)
+    return VaeScale(three[-1] // SCALE_SIDE, frames, three[2] - 2 * frames, channels)
 
 
 def _has_frames(vae: nn.Module) -> bool:
@@ -284,13 +311,13 @@ def _has_frames(vae: nn.Module) -> bool:
     return any(p.ndim == 5 for p in vae.parameters())
 
 
-def find_pareto_front(moments: Iterable[LiveNumbers]) -> Sequence[LiveNumbers]:
+def find_pareto_front(moments: Iterable[LiveNumbers]) -> tuple[LiveNumbers, ...]:
     """The moments that no other one exceeds in every kind."""
     front: list[LiveNumbers] = []
-    for one in sorted(moments, reverse=True):
-        if not any(all(a <= b for a, b in zip(one, other, strict=True)) for other in front):
-            front.append(one)
-    return front
+    for moment in sorted(moments, reverse=True):
+        if not any(all(map(operator.le, moment, larger)) for larger in front):
+            front.append(moment)
+    return tuple(front)
 
 
 class LiveBytes(StorageTracker):
@@ -304,12 +331,15 @@ class LiveBytes(StorageTracker):
 
     def __init__(self) -> None:
         super().__init__(self._count_storage)
-        self.now = self.peak = self.largest = 0
+        self.now = 0
+        self.peak = 0
+        self.largest = 0
 
     def _count_storage(self, tensor: Tensor) -> Callable[[], None]:
         size = tensor.untyped_storage().nbytes()
         self.now += size
-        self.peak, self.largest = max(self.peak, self.now), max(self.largest, size)
+        self.peak = max(self.peak, self.now)
+        self.largest = max(self.largest, size)
 
         def subtract_storage() -> None:
             self.now -= size

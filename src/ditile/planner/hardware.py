@@ -178,22 +178,22 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
 
 def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Profile:
     """The profile of a device that reaches the shares `gets` of its datasheet."""
-    matmul = tuple(
-        tuple(sheet.flops * gets.matmul * rows * width / (rows * width + gets.matmul_half) for width in WIDTHS)
-        for rows in SIZES
-    )
     half = gets.attention_half
-    attention = tuple(
-        tuple(sheet.flops * gets.attention * q / (q + half) * k / (k + half) for k in SIZES) for q in SIZES
-    )
+    matmul = []
+    attention = []
+    for rows in SIZES:
+        sizes = [rows * width for width in WIDTHS]
+        matmul.append(tuple(sheet.flops * gets.matmul * size / (size + gets.matmul_half) for size in sizes))
+        rate = sheet.flops * gets.attention * rows / (rows + half)
+        attention.append(tuple(rate * keys / (keys + half) for keys in SIZES))
     numbers = Curve((1.0,), (sheet.bandwidth * gets.memory,))
     return Profile(
         name=name,
         source=f"{sheet.source}; shares fitted by benchmarks.published",
         memory_bytes=sheet.memory_gb * 10**9,
         element_size=2,
-        matmul=Curve(SIZES, matmul, WIDTHS),
-        attention=Curve(SIZES, attention, SIZES),
+        matmul=Curve(SIZES, tuple(matmul), WIDTHS),
+        attention=Curve(SIZES, tuple(attention), SIZES),
         pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
         kernel_s=gets.kernel_s,
         block_s=sheet.block_s,
@@ -248,4 +248,10 @@ def parse_byte_amount(text: str, name: str = "memory") -> int:
 def _parse_amount(text: str, unit: str) -> float:
     """A number with a unit; the groups of `unit` are the prefix and the "i" of powers of 1024. 0 if nothing matches."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*{unit}", text.strip().lower())
-    return float(match[1]) * (1024 if match[3] else 1000) ** (1 + "kmgt".index(match[2])) if match else 0.0
+    if match is None:
+        return 0.0
+    amount = float(match[1])
+    thousand = 1024.0 if match[3] else 1000.0
+    for _ in range(1 + "kmgt".index(match[2])):
+        amount *= thousand
+    return amount

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditile.model.anatomies import build_block_hooks
+from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook
 from ditile.model.hooks.overrides import list_parameter_names, match_modules, override_attribute
 from ditile.plan.anatomy import ListAnatomy
@@ -33,9 +34,12 @@ from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
 Stream = Literal["image", "text", "both", "once"]
-"""Whose tokens a kernel works on; `once` is none, for work that is the same for any picture."""
+"""Whose tokens a kernel works on; `once` is none, for work that is the same for any image."""
 
-GRID, TEXT = Grid(19, 37), 59
+STREAMS: tuple[Stream, ...] = ("both", "image", "text")
+"""The streams with tokens, that with the most first."""
+GRID = Grid(19, 37)
+TEXT = 59
 """703 tokens of the image and 59 of the text: neither is a width of a model, or a multiple of the other."""
 MATMULS = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
 """The places of the two factors."""
@@ -68,17 +72,18 @@ class StreamSizes(NamedTuple):
 
     def match_stream(self, size: int) -> Stream:
         """The stream that has so many tokens; "once" if none has."""
-        own: dict[int, Stream] = {**self.others, self.image: "image"}
-        if self.text:
-            own |= {self.text: "text", self.image + self.text: "both"}
-        return own.get(size, "once")
+        if self.text and size == self.image + self.text:
+            return "both"
+        if self.text and size == self.text:
+            return "text"
+        return "image" if size == self.image else self.others.get(size, "once")
 
     def match_rows(self, rows: int) -> tuple[Stream, int]:
         """The stream that so many rows of a product belong to, and the rows for each token."""
         stream = self.match_stream(rows)
         if stream != "once" or not self.many:
             return stream, 1
-        for stream in ("both", "image", "text"):
+        for stream in STREAMS:
             tokens = self.count_tokens(stream)
             if tokens > 1 and rows % tokens == 0:
                 return stream, rows // tokens
@@ -91,14 +96,17 @@ class StreamSizes(NamedTuple):
     def find_widest_stream(self, tensors: Sequence[Tensor]) -> Stream:
         """The stream with the most tokens that dimensions of some tensors count."""
         streams = {self.match_stream(size) for tensor in tensors for size in tensor.shape}
-        return next((stream for stream in ("both", "image", "text") if stream in streams), "once")
+        for stream in STREAMS:
+            if stream in streams:
+                return stream
+        return "once"
 
     def count_live_numbers(self, tensor: Tensor) -> LiveNumbers:
         """The numbers of a tensor, by the streams that its shape shows."""
         numbers = tensor.untyped_storage().nbytes() / tensor.element_size()
         stream = self.find_widest_stream([tensor])
-        if stream == "once" and numbers >= (image := self.count_tokens("image")) and numbers % image == 0:
-            # A tensor with the image's tokens as rows and columns, such as a latent.
+        # A tensor with the image's tokens as rows and columns, such as a latent.
+        if stream == "once" and numbers >= self.image and numbers % self.image == 0:
             stream = "image"
         return LiveNumbers(**{stream: numbers / self.count_tokens(stream)})
 
@@ -156,8 +164,8 @@ class TransformerWork:
 
     Attributes:
         blocks, block_steps, block_once: work of each block: in every call, once in a step, once in a generation.
-        first: work in front of the blocks, on the first stage: the embedding of the latents.
-        last: work behind the blocks, on the last stage: the head.
+        first: work before the blocks, on the first stage: the embedding of the latents.
+        last: work after the blocks, on the last stage: the head.
         every, step, once: work of every rank: in every call, once in a step, once in a generation.
         footprint: the numbers that are alive meanwhile.
         before: for each block, its work up to its first attention.
@@ -181,19 +189,21 @@ class TransformerWork:
     def mix_blocks(self, blocks: range, runs: Sequence[float]) -> WorkMix:
         """The work of some blocks; `runs` is the share of the calls in which each of them runs."""
         ones = [1.0] * len(blocks)
-        work_lists = [
-            _merge_same_work([work[block] for block in blocks], times)
-            for work, times in ((self.blocks, runs), (self.block_steps, ones), (self.block_once, ones))
-        ]
-        return WorkMix(*work_lists)
+        return WorkMix(
+            blocks=_merge_same_work([self.blocks[block] for block in blocks], runs),
+            steps=_merge_same_work([self.block_steps[block] for block in blocks], ones),
+            once=_merge_same_work([self.block_once[block] for block in blocks], ones),
+        )
 
 
 def _merge_same_work(works: Sequence[Work], times: Sequence[float]) -> list[tuple[Work, float]]:
     """Each different work once, with the sum of its times."""
-    merged: dict[int, tuple[Work, float]] = {}
+    # Blocks that are built alike share one object.
+    totals: dict[int, float] = {}
+    work_by_id = {id(work): work for work in works}
     for work, count in zip(works, times, strict=True):
-        merged[id(work)] = work, count + merged.get(id(work), (work, 0.0))[1]
-    return list(merged.values())
+        totals[id(work)] = totals.get(id(work), 0.0) + count
+    return [(work_by_id[key], total) for key, total in totals.items()]
 
 
 def make_counted_call(transformer: nn.Module, spec: ModelSpec) -> CountedCall:
@@ -202,14 +212,15 @@ def make_counted_call(transformer: nn.Module, spec: ModelSpec) -> CountedCall:
     Raises:
         ModelError: if the spec has no `example`, which says how to call the forward.
     """
-    example, config = spec.example, dict(transformer.config)  # type: ignore[arg-type]
+    example = spec.example
+    config = dict(transformer.config)  # type: ignore[arg-type]
     if example is None:
         raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
 
     def make_inputs() -> dict[str, Any]:
         return {**example(config, GRID, TEXT), "return_dict": False}
 
-    return CountedCall(make_inputs, StreamSizes(GRID.rows * GRID.tokens_per_row, TEXT))
+    return CountedCall(make_inputs, StreamSizes(GRID.num_tokens, TEXT))
 
 
 def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: CountedCall | None = None) -> TransformerWork:
@@ -227,34 +238,17 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
     hooks = build_block_hooks(transformer, spec)
     tracker = FootprintTracker(call.sizes.count_live_numbers)
     recorder = _KernelRecorder(call, tracker.attend_to_keys)
-    kinds: dict[tuple[Any, ...], int] = {}
     with ExitStack() as stack:
-        for hook in hooks.chain:
-            kind = (type(hook.block), *((name, tuple(p.shape)) for name, p in hook.block.named_parameters()))
-            # A block that is built like an earlier one does not run: it passes its inputs on.
-            if kind in kinds:
-                override_attribute(stack, hook.block, "forward", make_passthrough(hook.block, hook.anatomy))
-            else:
-                recorder.watch_modules(stack, hook)
-            first = kinds.setdefault(kind, hook.index)
-            recorder.alike[hook.index] = first
-            for name in ("block step", "block once"):
-                recorder.work.setdefault((name, first), Counter())
-            stack.enter_context(recorder.record_module(hook.block, ("block", first)))
-        ends = {"first": (spec.image_tokens,), "last": (spec.out,), "step": spec.per_step, "once": spec.constant}
-        if call.splits_outside:
-            ends = {}
-        for place, pattern in ((place, pattern) for place, patterns in ends.items() for pattern in patterns):
-            for path, module in match_modules(transformer, pattern):
-                block = next((hook.index for hook in hooks.chain if path.startswith(f"{hook.name}.")), None)
-                key = (place, 0) if block is None else (f"block {place}", recorder.alike[block])
-                stack.enter_context(recorder.record_module(module, key))
+        _watch_blocks(stack, recorder, hooks)
+        # Without a spec's word, what is computed outside of the blocks is told apart by where it is.
+        if not call.splits_outside:
+            _watch_ends(stack, recorder, hooks, spec)
         with call.mode(), torch.no_grad(), recorder, recorder.attention, tracker:
             transformer(**call.make_inputs())
-    kinds_in_order = [first for _, first in sorted(recorder.alike.items())]
+    first_alike = [first for _, first in sorted(recorder.alike.items())]
 
-    def collect_work(name: str) -> tuple[Work, ...]:
-        return tuple(recorder.work[name, k] for k in kinds_in_order)
+    def collect_work(place: str) -> tuple[Work, ...]:
+        return tuple(recorder.work[place, block] for block in first_alike)
 
     return TransformerWork(
         blocks=collect_work("block"),
@@ -265,11 +259,42 @@ def count_transformer_work(transformer: nn.Module, spec: ModelSpec, call: Counte
         every=recorder.work["every", 0],
         step=recorder.work["step", 0],
         once=recorder.work["once", 0],
-        footprint=tracker.make_footprint([recorder.kept.get(k, LiveNumbers()) for k in kinds_in_order]),
-        before=tuple(recorder.before.get(k, Counter()) for k in kinds_in_order),
+        footprint=tracker.make_footprint([recorder.kept.get(block, LiveNumbers()) for block in first_alike]),
+        before=tuple(recorder.before.get(block, Counter()) for block in first_alike),
         key_heads=recorder.key_heads or 1.0,
-        streams=tuple(recorder.streams[k] for k in kinds_in_order),
+        streams=tuple(recorder.streams[block] for block in first_alike),
     )
+
+
+def _watch_blocks(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks) -> None:
+    """Records the kernels of blocks; a block that is built like an earlier one passes its inputs on."""
+    first_of_kind: dict[tuple[Any, ...], int] = {}
+    for hook in hooks.chain:
+        kind = (type(hook.block), *((name, tuple(p.shape)) for name, p in hook.block.named_parameters()))
+        first = first_of_kind.setdefault(kind, hook.index)
+        recorder.alike[hook.index] = first
+        if first == hook.index:
+            recorder.watch_modules(stack, hook)
+        else:
+            override_attribute(stack, hook.block, "forward", make_passthrough(hook.block, hook.anatomy))
+        for place in ("block step", "block once"):
+            recorder.work.setdefault((place, first), Counter())
+        stack.enter_context(recorder.record_module(hook.block, ("block", first)))
+
+
+def _watch_ends(stack: ExitStack, recorder: _KernelRecorder, hooks: TransformerHooks, spec: ModelSpec) -> None:
+    """Records the kernels of the modules that a spec names: those of the ends, and those that seldom compute."""
+    patterns = {"first": (spec.image_tokens,), "last": (spec.out,), "step": spec.per_step, "once": spec.constant}
+    modules = []
+    for place, names in patterns.items():
+        for name in names:
+            modules += [(place, path, module) for path, module in match_modules(hooks.transformer, name)]
+    for place, path, module in modules:
+        block = next((hook.index for hook in hooks.chain if path.startswith(f"{hook.name}.")), None)
+        key = (place, 0)
+        if block is not None:
+            key = (f"block {place}", recorder.alike[block])
+        stack.enter_context(recorder.record_module(module, key))
 
 
 class _KernelRecorder(TorchDispatchMode):
@@ -289,7 +314,8 @@ class _KernelRecorder(TorchDispatchMode):
         self.attention = _AttentionRecorder(self._sizes, self._count_attention, attend)
         self.key_heads = 0.0
         self.streams: dict[int, dict[str, Stream]] = {}
-        self._at: list[tuple[str, int]] = [("every", 0)]
+        # The modules to record that run now, the innermost last.
+        self._places: list[tuple[str, int]] = [("every", 0)]
 
     @contextmanager
     def record_module(self, module: nn.Module, place: tuple[str, int]) -> Iterator[None]:
@@ -307,7 +333,7 @@ class _KernelRecorder(TorchDispatchMode):
 
         def watch(path: str, module: nn.Module) -> None:
             def note_rows(_: nn.Module, args: Any, out: Tensor) -> None:
-                streams[path] = self._sizes.match_rows(out.numel() // out.shape[-1])[0]
+                streams[path], _rows = self._sizes.match_rows(out.numel() // out.shape[-1])
 
             stack.callback(module.register_forward_hook(note_rows).remove)
 
@@ -316,14 +342,15 @@ class _KernelRecorder(TorchDispatchMode):
                 watch(path, module)
 
     def _enter_module(self, place: tuple[str, int]) -> None:
-        self._at.append(place)
+        self._places.append(place)
         self._num_calls += place[0] == "block"
 
     def _leave_module(self, out: Any) -> None:
-        place, block = self._at.pop()
+        place, block = self._places.pop()
         if place == "block once":
-            numbers = map(self._sizes.count_live_numbers, _iterate_tensors(out))
-            self.kept[block] = sum(numbers, self.kept.get(block, LiveNumbers()))
+            for tensor in _iterate_tensors(out):
+                numbers = self._sizes.count_live_numbers(tensor)
+                self.kept[block] = self.kept.get(block, LiveNumbers()) + numbers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -332,16 +359,17 @@ class _KernelRecorder(TorchDispatchMode):
         return out
 
     def _count_kernel(self, kernel: RooflineKernel) -> None:
-        place = self._at[-1]
+        place = self._places[-1]
         if self._splits_outside and place[0] == "every" and self._num_calls in (0, len(self.alike)):
-            # What the latents are no part of is computed once in a step.
-            embeds = kernel.stream in ("image", "both")
-            end = "last" if self._num_calls else "first"
-            place = (end if embeds else "step", 0)
+            # Without the tokens of the image, it is computed once in a step.
+            if kernel.stream not in ("image", "both"):
+                place = ("step", 0)
+            else:
+                place = ("last" if self._num_calls else "first", 0)
         self.work[place][kernel] += 1
 
     def _count_attention(self, kernel: RooflineKernel, key_heads: float) -> None:
-        place, block = self._at[-1]
+        place, block = self._places[-1]
         if place == "block":
             self.key_heads = max(self.key_heads, key_heads)
             self.before.setdefault(block, Counter(self.work[place, block]))
@@ -363,10 +391,15 @@ class _AttentionRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
-        query, key = (args[k] if len(args) > k else kwargs[name] for k, name in enumerate(("query", "key")))
-        streams = [self._sizes.match_stream(each.shape[2]) for each in (query, key)]
-        size = query.shape[3]
-        kernel = RooflineKernel("attention", streams[0], (query.shape[1] * size, size), streams[1])
+        query = args[0] if args else kwargs["query"]
+        key = args[1] if len(args) > 1 else kwargs["key"]
+        head_dim = query.shape[3]
+        kernel = RooflineKernel(
+            "attention",
+            self._sizes.match_stream(query.shape[2]),
+            (query.shape[1] * head_dim, head_dim),
+            self._sizes.match_stream(key.shape[2]),
+        )
         self._add(kernel, key.shape[1] / query.shape[1])
         out = torch.empty_like(query)
         self._attend()
@@ -375,7 +408,9 @@ class _AttentionRecorder(TorchFunctionMode):
 
 def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> RooflineKernel:
     if name in MATMULS:
-        left, right = (args[k] for k in MATMULS[name])
+        left_at, right_at = MATMULS[name]
+        left = args[left_at]
+        right = args[right_at]
         stream, rows = sizes.match_rows(left.shape[0])
         return RooflineKernel("matmul", stream, (int(right.shape[0]) * rows, int(right.shape[1])))
     if name == "aten.convolution.default":
@@ -385,7 +420,9 @@ def _classify_kernel(sizes: StreamSizes, name: str, args: Any, out: Any) -> Roof
     tensors = [*_iterate_tensors(args), *_iterate_tensors(out)]
     stream = sizes.find_widest_stream(tensors)
     numbers = sum(tensor.numel() for tensor in tensors) / sizes.count_tokens(stream)
-    kind: Kind = "interleave" if name in JOINING and _is_interleaving(args) else HEAVY.get(name, "pointwise")
+    kind = HEAVY.get(name, "pointwise")
+    if name in JOINING and _is_interleaving(args):
+        kind = "interleave"
     return RooflineKernel(kind, stream, (numbers, 0))
 
 
@@ -419,7 +456,8 @@ def make_passthrough(block: nn.Module, anatomy: ListAnatomy) -> Callable[..., An
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = dict(zip(names, args, strict=False)) | kwargs
-        out = tuple(call[anatomy.text or ""] if stream == "text" else call[anatomy.image] for stream in anatomy.returns)
+        parameters = {"text": anatomy.text or "", "image": anatomy.image}
+        out = tuple(call[parameters[stream]] for stream in anatomy.returns)
         return out if anatomy.is_tuple else out[0]
 
     return forward

@@ -1,6 +1,6 @@
 """Predicts the bytes that a rank needs at its peak: weights, kept keys, tensors of a call, and the process itself.
 
-`HostMemory` is what the ranks of a host need of its own memory, beside those of their devices.
+`HostMemory` is what the ranks of a host need of its own memory, besides those of their devices.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HostMemory(NamedTuple):
     """Bytes of a host's memory that all of its ranks need together.
 
     Attributes:
-        kept: weights that stay there while the ranks draw; with `offload=blocks` they are pinned.
+        kept: weights that stay there while the ranks generate; with `offload=blocks` they are pinned.
         loading: the most while the ranks load: all that they read, which goes through the host's memory on its way to
             the devices. Files that are mapped count in full.
     """
@@ -76,7 +76,7 @@ def count_host_memory(
     Args:
         subject, job: the call under its plan.
         host: the number of ranks on a host; None if all are on one.
-        offloads_text: whether text encoders wait in the host's memory while the ranks draw.
+        offloads_text: whether text encoders wait in the host's memory while the ranks generate.
     """
     world = job.plan.world
     size = min(host or world, world)
@@ -94,7 +94,8 @@ def _count_host_bytes_of_rank(
     subject: PlanSubject, job: PlannedCall, rank: int, offloads_text: bool
 ) -> tuple[int, int]:
     """Bytes that a rank keeps in the host's memory, and those that it reads."""
-    plan, size = job.plan, job.shape.element_size
+    plan = job.plan
+    size = job.shape.element_size
     owned = select_local_blocks(job.stages, job.locate_rank(rank).stage, plan.num_whole_stages)
     text = _count_text_parameters(subject, plan, rank) * size
     kept = text if offloads_text else 0
@@ -116,15 +117,18 @@ def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int) -> i
 
 def _count_text_parameters(subject: PlanSubject, plan: Plan, rank: int) -> int:
     """Parameters of the text encoders on a rank."""
-    text = {"each": subject.text, "first": subject.text if rank == 0 else 0, "split": -(-subject.text // plan.world)}
-    return text[plan.text]
+    if plan.text == "split":
+        return -(-subject.text // plan.world)
+    return subject.text if plan.text == "each" or rank == 0 else 0
 
 
 def count_rank_memory(
     subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int = 0, text_tokens: int = 0
 ) -> RankMemory:
     """The memory of a rank in a call; `text_tokens` is what its cross attention sees."""
-    place, plan, size = job.locate_rank(rank), job.plan, job.shape.element_size
+    place = job.locate_rank(rank)
+    plan = job.plan
+    size = job.shape.element_size
     owned = select_local_blocks(job.stages, place.stage, plan.num_whole_stages)
     weights = job.weights.shared + subject.replicated_numbers
     buffers = 0
@@ -133,8 +137,9 @@ def count_rank_memory(
     else:
         weights += subject.count_parameters(owned, plan.tensor)
     if job.step_schedule.mode == "sequence":
-        every = range(len(job.weights.blocks))
-        buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, every, plan.tensor)
+        # Any block may be the next whose weights another stage sends.
+        all_blocks = range(len(job.weights.blocks))
+        buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, all_blocks, plan.tensor)
     # Transformers that are called in turns are both there, and stages are cut alike in both; buffers serve either.
     weights = weights * subject.models + buffers
     return RankMemory(
@@ -156,29 +161,30 @@ def _count_largest_block(subject: PlanSubject, blocks: range, ranks: int) -> int
 
 def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0) -> int:
     """Bytes of the rank that needs most. Only first ranks of stages are counted: they have the largest shares."""
-    plan, last = job.plan, job.plan.pipefusion - 1
-    step = plan.world // (plan.data * plan.cfg * plan.pipefusion)
+    plan = job.plan
+    last = plan.pipefusion - 1
+    ranks_of_stage = plan.world // (plan.data * plan.cfg * plan.pipefusion)
     heaviest = max(range(1, last), key=lambda stage: subject.count_parameters(job.stages[stage], 1), default=0)
-    return max(
-        count_rank_memory(subject, job, profile, stage * step, text_tokens).peak_bytes for stage in {0, heaviest, last}
-    )
+    first_ranks = {stage * ranks_of_stage for stage in (0, heaviest, last)}
+    return max(count_rank_memory(subject, job, profile, rank, text_tokens).peak_bytes for rank in first_ranks)
 
 
 def _count_activation_bytes(
     subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int, text_tokens: int
 ) -> int:
     """What is computed, sent and received ahead at the largest micro-step, and what is kept between steps."""
-    plan, place, schedule = job.plan, job.locate_rank(rank), job.step_schedule
+    plan = job.plan
+    place = job.locate_rank(rank)
+    schedule = job.step_schedule
     footprint = subject.get_footprint(plan.tensor)
     if plan.rounds_otherwise and FUSED in profile.pointwise:
         # GELU is fused in every step of such a plan; other plans have steps in which it is not.
         footprint = replace(footprint, moments=footprint.fused)
     row = job.compute_replica_shape(place.data).batch * job.shape.element_size
-    computed = max(
-        row * _count_micro_step_peak(footprint, job, place, micro, text_tokens)
-        + _count_prefetch_bytes(job, place, micro)
-        for micro in _list_largest_micro_steps(schedule)
-    )
+    computed = 0.0
+    for micro in _list_largest_micro_steps(schedule):
+        numbers = _count_micro_step_peak(footprint, job, place, micro, text_tokens)
+        computed = max(computed, row * numbers + _count_prefetch_bytes(job, place, micro))
     _, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
     kept = subject.count_kept_numbers(
         job.stages[place.stage], plan.tensor, job.image_layout.image_tokens, text or text_tokens
@@ -200,15 +206,20 @@ def _list_largest_micro_steps(schedule: Schedule) -> list[MicroStep]:
     steps = {0, max(schedule.warmup - 1, 0), min(schedule.warmup + 2, schedule.steps - 1)}
     if schedule.num_references:
         steps |= {step for step in range(schedule.warmup, schedule.steps) if schedule.computes_references(step)}
-    micros = [micro for step in sorted(steps) for micro in schedule.list_micro_steps(step)]
-    return list({m.patch: m for m in micros if m.patch in (None, 0, schedule.num_references)}.values())
+    micro_by_patch: dict[int | None, MicroStep] = {}
+    for step in sorted(steps):
+        for micro in schedule.list_micro_steps(step):
+            if micro.patch in (None, 0, schedule.num_references):
+                micro_by_patch[micro.patch] = micro
+    return list(micro_by_patch.values())
 
 
 def _count_micro_step_peak(
     footprint: Footprint, job: PlannedCall, place: RankCoordinates, micro: MicroStep, text_tokens: int
 ) -> float:
     """Numbers of a row at the peak of a micro-step, with what was sent to the next stage before it."""
-    plan, schedule = job.plan, job.step_schedule
+    plan = job.plan
+    schedule = job.step_schedule
     micro_batches = schedule.split_micro_batches(micro)
     image, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
     steps = 0.0
@@ -219,32 +230,39 @@ def _count_micro_step_peak(
         sent /= plan.tensor
     if micro.patch is not None:
         image, text = cost.count_micro_step_tokens(job, place, micro)
-    elif group_size := schedule.warmup_group_size:
-        image, text = -(-image // group_size), -(-text // group_size)
+    elif schedule.warmup_group_size:
+        image = -(-image // schedule.warmup_group_size)
+        text = -(-text // schedule.warmup_group_size)
     exchanged = _count_exchange_numbers(job) / plan.tensor * (image + text)
-    most = max(moment.count_numbers(image, text or text_tokens) for moment in footprint.moments)
-    attending = max(moment.count_numbers(image, text or text_tokens) for moment in footprint.attending) + exchanged
+    # Without text in the sequence, cross attention reads it.
+    text = text or text_tokens
+    most = max(moment.count_numbers(image, text) for moment in footprint.moments)
+    attending = max(moment.count_numbers(image, text) for moment in footprint.attending) + exchanged
     return max(most, attending) * len(micro_batches[0]) / schedule.batch + sent
 
 
 def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoordinates, rank: int) -> int:
-    """Bytes of decoding a replica's pictures, on its first rank; with `vae=rows` those of each rank's rows."""
-    shape, plan = job.compute_replica_shape(place.data), job.plan
-    if plan.vae == "whole" and rank % (plan.world // plan.data):
-        return 0
+    """Bytes of decoding a replica's images, on its first rank; with `vae=rows` those of each rank's rows."""
+    shape = job.compute_replica_shape(place.data)
+    ranks = job.plan.world // job.plan.data
+    if job.plan.vae == "whole":
+        if rank % ranks:
+            return 0
+        ranks = 1
     pixels = (shape.height // subject.vae_scale) * (shape.width // subject.vae_scale)
-    ranks = 1 if plan.vae == "whole" else plan.world // plan.data
     return int(shape.images * pixels * subject.count_decode_numbers(shape.frames) * shape.element_size / ranks)
 
 
 def _count_exchange_numbers(job: PlannedCall) -> float:
     """Numbers of a token that an exchange around attention adds to those that are alive then."""
-    plan, channels = job.plan, job.shape.token_channels
-    if plan.ulysses > 1:
+    tensors = 0
+    if job.plan.ulysses > 1:
         # Queries, keys and values exist as sent, as received, and in order. The 5 with stale keys is fitted.
-        return (9 if plan.num_patches == 1 else 5) * channels
-    # The keys and values that a ring passes on, the next ones, and the sum so far.
-    return 6 * channels if plan.ring > 1 else 0
+        tensors = 9 if job.plan.num_patches == 1 else 5
+    elif job.plan.ring > 1:
+        # The keys and values that a ring passes on, the next ones, and the sum so far.
+        tensors = 6
+    return tensors * job.shape.token_channels
 
 
 def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:

@@ -35,7 +35,7 @@ from ditile.planner.seconds import (
 )
 
 TOKEN_AXES = ("ring", "distrifusion", "ulysses")
-"""Axes that share out tokens, over all of which the prediction is gathered; the outermost first."""
+"""Axes that split tokens, over all of which the prediction is gathered; the outermost first."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION, OpKind.SEND_KEYS}
 PACKED_SENDS = {OpKind.SEND, OpKind.SEND_KEYS}
 """Messages that are sent in eight bits a number with `Plan.wire_dtype`."""
@@ -83,23 +83,26 @@ class MachineWork:
     def select_attention(self, blocks: range) -> Work:
         """The attention of some blocks."""
         if blocks not in self._attentions:
-            every = merge_work([self.transformer_work.blocks[block] for block in blocks])
-            self._attentions[blocks] = {kernel: n for kernel, n in every.items() if kernel.kind == "attention"}
+            work = merge_work([self.transformer_work.blocks[block] for block in blocks])
+            self._attentions[blocks] = {kernel: n for kernel, n in work.items() if kernel.kind == "attention"}
         return self._attentions[blocks]
 
     def fingerprint_work(self, blocks: range) -> frozenset[Any]:
         """A key that is equal for blocks with the same work."""
         if blocks not in self._alike:
-            counted = self.transformer_work
-            work = Counter((id(counted.blocks[block]), id(counted.block_steps[block])) for block in blocks)
-            self._alike[blocks] = frozenset(work.items())
+            # Blocks that are built alike share one object, so their ids are equal.
+            works = self.transformer_work
+            ids = Counter((id(works.blocks[block]), id(works.block_steps[block])) for block in blocks)
+            self._alike[blocks] = frozenset(ids.items())
         return self._alike[blocks]
 
     def mix_blocks(self, blocks: range, skips: CacheSkips | None) -> WorkMix:
         """The work of some blocks, without those that a cache leaves out."""
         if (blocks, skips) not in self._mixes:
             num_blocks = len(self.transformer_work.blocks)
-            runs = [0.0 if skips and skips.can_skip_block(block, num_blocks) else 1.0 for block in blocks]
+            runs = [1.0] * len(blocks)
+            if skips:
+                runs = [float(not skips.can_skip_block(block, num_blocks)) for block in blocks]
             self._mixes[blocks, skips] = self.transformer_work.mix_blocks(blocks, runs)
         return self._mixes[blocks, skips]
 
@@ -108,7 +111,9 @@ class MachineWork:
         key = id(work)
         if key not in self._attends:
             self._attends[key] = any(kernel.kind == "attention" for kernel in work)
-        key_of_load = key, tokens if self._attends[key] else tokens[:3] + (tokens.split, tokens.fused)
+        # Without attention, keys and heads say nothing.
+        relevant = tokens if self._attends[key] else tokens[:3] + (tokens.split, tokens.fused)
+        key_of_load = key, relevant
         if key_of_load not in self._loads:
             self._loads[key_of_load] = self.roofline_device.compute_load(work, tokens)
         return self._loads[key_of_load]
@@ -148,12 +153,13 @@ class OpPricer:
         last = self.job.plan.pipefusion - 1
         group_size = self.schedule.warmup_group_size
 
-        def find_first_alike(stage: int, blocks: range) -> int:
+        alike = []
+        for stage, blocks in enumerate(self.job.stages):
             num_skippable = sum(map(self._is_skippable_block, blocks)) if self.skips.steps else 0
             place = stage == 0, stage == last, stage < group_size
-            return first_stages.setdefault((self._basis.fingerprint_work(blocks), num_skippable, place), stage)
-
-        return [find_first_alike(stage, blocks) for stage, blocks in enumerate(self.job.stages)]
+            kind = self._basis.fingerprint_work(blocks), num_skippable, place
+            alike.append(first_stages.setdefault(kind, stage))
+        return alike
 
     def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         """Seconds for which an op occupies its stage; with `free`, messages take no time."""
@@ -193,19 +199,10 @@ class OpPricer:
         return _list_step_kinds(self.schedule, self.skips.steps)
 
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
-        micro = self._make_micro_step(op)
         if op.kind is OpKind.COMPUTE:
-            place = self._places[stage]
-            is_group = bool(self.schedule.select_warmup_group(micro))
-            load = DeviceLoad(0.0, 0.0).combine_loads(self._compute_stage_load(place, micro, op), self._slowdown)
-            if not free:
-                load = (self._add_warmup_exchanges if is_group else self._add_exchanges)(place, micro, load)
-                load = load._replace(device=max(load.device, self._get_offload_seconds(place.stage)))
-            return load.get_busy_seconds(self._profile)
+            return self._compute_call_seconds(stage, op, free=free)
         if op.kind is OpKind.STEP:
-            patches = len(self.schedule.list_stepped_patches(micro))
-            taken = self._profile.micro_s / (patches if op.patch is not None and micro.patch is None else 1)
-            return taken if free else taken + self._compute_guidance_seconds(micro) / patches
+            return self._compute_step_seconds(op, free=free)
         if free or op.kind not in SENDS:
             return 0.0
         link = self.get_axis_link("pipefusion")
@@ -213,10 +210,33 @@ class OpPricer:
         packing = self._compute_packing_load(size if op.kind in PACKED_SENDS else 0.0, 1)
         return (1 - link.overlap) * size / link.bandwidth + packing.get_busy_seconds(self._profile)
 
+    def _compute_call_seconds(self, stage: int, op: Op, *, free: bool) -> float:
+        """Seconds of a call of the transformer on a stage, or of a micro-batch of it."""
+        micro = self._make_micro_step(op)
+        place = self._places[stage]
+        load = DeviceLoad(0.0, 0.0).combine_loads(self._compute_stage_load(place, micro, op), self._slowdown)
+        if not free:
+            if self.schedule.select_warmup_group(micro):
+                load = self._add_warmup_exchanges(place, micro, load)
+            else:
+                load = self._add_exchanges(place, micro, load)
+            # Weights that are offloaded arrive while others compute.
+            load = load._replace(device=max(load.device, self._get_offload_seconds(place.stage)))
+        return load.get_busy_seconds(self._profile)
+
+    def _compute_step_seconds(self, op: Op, *, free: bool) -> float:
+        """Seconds of the scheduler for a patch; a synchronous step has all patches in one iteration of the loop."""
+        micro = self._make_micro_step(op)
+        patches = len(self.schedule.list_stepped_patches(micro))
+        seconds = self._profile.micro_s
+        if op.patch is not None and micro.patch is None:
+            seconds /= patches
+        return seconds if free else seconds + self._compute_guidance_seconds(micro) / patches
+
     def _get_offload_seconds(self, stage: int) -> float:
         """Seconds in which the weights of a stage's blocks come from the host's memory, under what is computed."""
         job = self.job
-        blocks = self.job.stages[stage]
+        blocks = job.stages[stage]
         if job.plan.offload == "none" or len(blocks) <= NUM_BUFFERS:
             return 0.0
         numbers = sum(job.weights.blocks[block] for block in blocks) / job.plan.tensor
@@ -241,11 +261,11 @@ class OpPricer:
         elif op.kind is OpKind.SEND_KEYS:
             # Stages get messages of different sizes, but the schedule has one op for all: it gets the mean.
             owners = range(self.schedule.warmup_group_size, job.plan.pipefusion)
-            size = sum(
-                n * cost.count_owner_key_bytes(job, owner, joint=joint)
-                for owner in owners
-                for joint, n in job.count_layers(self._places[owner]).items()
-            ) / len(owners)
+            size = 0.0
+            for owner in owners:
+                for joint, layers in job.count_layers(self._places[owner]).items():
+                    size += layers * cost.count_owner_key_bytes(job, owner, joint=joint)
+            size /= len(owners)
         elif op.kind is OpKind.SEND_PREDICTION:
             size = cost.count_prediction_bytes(job, place)
         else:
@@ -259,27 +279,28 @@ class OpPricer:
     def _compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
         """The load of a stage's blocks and of the model's ends that it has, in one call or a micro-batch of it."""
         job = self.job
-        counted = self._basis.transformer_work
+        work = self._basis.transformer_work
         tokens = self._make_rank_tokens(place, micro, op)
-        group_size = len(self.schedule.select_warmup_group(micro))
-        skips = self.skips if op.step in self.skips.steps and not group_size else None
-        mix = self._basis.mix_blocks(range(len(counted.blocks)) if group_size else job.stages[place.stage], skips)
-        parts = [(counted.every, 1.0), *mix.blocks]
-        ends = list[tuple[Work, float]]()
-        if place.stage == 0 or group_size:
-            ends.append((counted.first, 1.0))
-        if place.stage == job.plan.pipefusion - 1 or group_size:
-            ends.append((counted.last, 1.0))
-        if op.branch == 0 and op.micro_batch == 0 and micro == self.schedule.list_micro_steps(micro.step)[0]:
-            parts += [(counted.step, 1.0), *mix.steps]
+        is_group = bool(self.schedule.select_warmup_group(micro))
+        blocks = range(len(work.blocks)) if is_group else job.stages[place.stage]
+        skips = self.skips if op.step in self.skips.steps and not is_group else None
+        mix = self._basis.mix_blocks(blocks, skips)
+        parts: list[tuple[Work, float]] = [(work.every, 1.0), *mix.blocks]
+        is_first_call = op.branch == 0 and op.micro_batch == 0
+        if is_first_call and micro == self.schedule.list_micro_steps(micro.step)[0]:
+            parts += [(work.step, 1.0), *mix.steps]
         if op.step == 0:
-            parts += [(counted.once, 1.0), *mix.once]
+            parts += [(work.once, 1.0), *mix.once]
+        total = DeviceLoad(0.0, 0.0)
+        for part, times in parts:
+            total = total.combine_loads(self._basis.compute_load(part, tokens), times)
         # Outside of its blocks a forward has all tokens, in the call of each patch. That is next to nothing in families
         # with a `ModelSpec`, by whose published latencies the profiles were fitted without it.
-        whole = tokens if job.spec.example else tokens.count_all_tokens()
-        total = DeviceLoad(0.0, 0.0)
-        for work, times, seen in (*((*part, tokens) for part in parts), *((*part, whole) for part in ends)):
-            total = total.combine_loads(self._basis.compute_load(work, seen), times)
+        end_tokens = tokens if job.spec.example else tokens.count_all_tokens()
+        if place.stage == 0 or is_group:
+            total = total.combine_loads(self._basis.compute_load(work.first, end_tokens))
+        if place.stage == job.plan.pipefusion - 1 or is_group:
+            total = total.combine_loads(self._basis.compute_load(work.last, end_tokens))
         # A patch may be so small that its kernels are done before the host has started the next ones.
         started = sum(times for _, times in mix.blocks) * self._profile.block_s
         return total._replace(host=max(total.host, started))
@@ -296,7 +317,7 @@ class OpPricer:
 
     def _make_rank_tokens(self, place: RankCoordinates, micro: MicroStep, op: Op) -> RankTokens:
         job = self.job
-        plan = self.job.plan
+        plan = job.plan
         image, text = cost.count_micro_step_tokens(job, place, micro)
         group_size = len(self.schedule.select_warmup_group(micro))
         if group_size:
@@ -327,23 +348,28 @@ class OpPricer:
             axes = [axis for axis in crossed if getattr(self.job.plan, axis) > 1]
             link = self.get_axis_link(axes[0])
             n = math.prod(getattr(self.job.plan, axis) for axis in axes)
-            made = 1.0 if kind == "prediction" else self._get_computed_share(place, micro.step)
-            calls = made * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
-            sending = made * sent / (link.bandwidth * get_bandwidth_share(link, kind, n)) + calls * link.latency_s
+            # Blocks that a cache leaves out exchange nothing.
+            share = 1.0 if kind == "prediction" else self._get_computed_share(place, micro.step)
+            # A ring exchanges with each of the others, and Ulysses there and back.
+            calls = share * exchanges * {"ring": n - 1, "ulysses": 2}.get(kind, 1)
+            size = share * sent
+            sending = size / (link.bandwidth * get_bandwidth_share(link, kind, n)) + calls * link.latency_s
             if kind == "distrifusion" and self.schedule.reads_stale_keys(micro.step):
                 sending = compute_exposed_seconds(sending, link.overlap, own.device)
             elif kind == "ring":
                 sending = compute_exposed_seconds(sending, link.overlap, self._get_ring_attention_seconds(place, micro))
             if kind in cost.PACKED_KINDS:
-                total = total.combine_loads(self._compute_packing_load(made * sent, calls))
-            started = link.call_s if link.sum_s is None or kind != "tensor" else link.sum_s
-            total = total.combine_loads(DeviceLoad(sending, calls * started))
+                total = total.combine_loads(self._compute_packing_load(size, calls))
+            starting = link.call_s
+            if kind == "tensor" and link.sum_s is not None:
+                starting = link.sum_s
+            total = total.combine_loads(DeviceLoad(sending, calls * starting))
         return total
 
     def _add_warmup_exchanges(self, place: RankCoordinates, micro: MicroStep, own: DeviceLoad) -> DeviceLoad:
         """The load of a warmup group's call: weights arrive while it computes, and it waits for keys of each layer."""
         job = self.job
-        counted = self._basis.transformer_work
+        work = self._basis.transformer_work
         streams_weights = self.schedule.mode == "sequence"
         link = self.get_axis_link("pipefusion")
         n = len(self.schedule.select_warmup_group(micro))
@@ -352,19 +378,19 @@ class OpPricer:
         blocks = []
         exchanges = 0
         for block, layers in enumerate(job.weights.layers):
-            whole, before = (
-                self._basis.compute_load(work, tokens).device * self._slowdown
-                for work in (counted.blocks[block], counted.before[block])
-            )
+            whole = self._basis.compute_load(work.blocks[block], tokens).device * self._slowdown
+            before = self._basis.compute_load(work.before[block], tokens).device * self._slowdown
             sent = (n - 1) * sum(cost.count_group_key_bytes(job, place, joint=joint) for joint in layers)
             gathers = len(layers) if n > 1 else 0
-            weights = cost.count_weight_stream_bytes(job, block) / rate + link.latency_s if streams_weights else 0.0
+            weights = 0.0
+            if streams_weights:
+                weights = cost.count_weight_stream_bytes(job, block) / rate + link.latency_s
             blocks.append(WarmupBlock(weights, before, sent / rate + gathers * link.latency_s, whole - before))
             exchanges += gathers + streams_weights
         alone = sum(block.before + block.after for block in blocks)
-        took = compute_warmup_seconds(blocks, BLOCKS_AHEAD, link.overlap)
+        together = compute_warmup_seconds(blocks, BLOCKS_AHEAD, link.overlap)
         packing = self._compute_packing_load(sum(block.keys for block in blocks) * rate, exchanges)
-        return DeviceLoad(own.device - alone + took, own.host + exchanges * link.call_s).combine_loads(packing)
+        return DeviceLoad(own.device - alone + together, own.host + exchanges * link.call_s).combine_loads(packing)
 
     def _compute_packing_load(self, sent: float, messages: float) -> DeviceLoad:
         """The load of packing and unpacking messages of so many bytes; none where they travel as they are."""

@@ -36,14 +36,21 @@ class Curve:
     def interpolate(self, x: float, y: float = 1.0) -> float:
         """The rate at some sizes."""
         k, part = _locate_on_log_scale(self.x, x)
-        low, high = self.rates[k], self.rates[min(k + 1, len(self.x) - 1)]
+        low = self.rates[k]
+        high = self.rates[min(k + 1, len(self.x) - 1)]
         if self.y:
-            low, high = (_interpolate_rate(*_locate_on_log_scale(self.y, y), row) for row in (low, high))
-        return math.exp((1 - part) * math.log(low) + part * math.log(high))
+            low = _interpolate_row(self.y, y, low)
+            high = _interpolate_row(self.y, y, high)
+        return _mix_on_log_scale(low, high, part)
 
 
-def _interpolate_rate(k: int, part: float, row: Sequence[float]) -> float:
-    return math.exp((1 - part) * math.log(row[k]) + part * math.log(row[min(k + 1, len(row) - 1)]))
+def _interpolate_row(points: tuple[float, ...], value: float, rates: Sequence[float]) -> float:
+    k, part = _locate_on_log_scale(points, value)
+    return _mix_on_log_scale(rates[k], rates[min(k + 1, len(rates) - 1)], part)
+
+
+def _mix_on_log_scale(low: float, high: float, part: float) -> float:
+    return math.exp((1 - part) * math.log(low) + part * math.log(high))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +86,7 @@ class Link:
 
 
 FUSED = "fused gelu"
-"""The kind of GELU in one kernel with the product in front of it (`fuse_linear_gelu`), as in stale steps on CPUs."""
+"""The kind of GELU in one kernel with the product before it (`fuse_linear_gelu`), as in stale steps on CPUs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,18 +203,22 @@ _POINTWISE = ("pointwise", "norm", "gelu")
 
 def _check_fields(cls: type, values: Mapping[str, Any], what: str, apart: Sequence[str] = ()) -> None:
     """Raises `ValueError` unless the numbers of a class are finite and not below 0, and its texts are texts."""
-    for each in dataclasses.fields(cls):
-        value: Any = values.get(each.name)
-        kind = str(each.type)
-        if each.name in apart or each.name not in values or (value is None and "None" in kind):
+    for field_of_class in dataclasses.fields(cls):
+        name = field_of_class.name
+        type_name = str(field_of_class.type)
+        if name in apart or name not in values:
             continue
-        if kind.startswith(("float", "int")):
-            is_right = is_whole_number(value) if kind == "int" else is_number(value)
-            is_right = is_right and (_RANGE[0] if each.name in _DIVISORS else 0) <= value <= _RANGE[1]
+        value: Any = values[name]
+        if value is None and "None" in type_name:
+            continue
+        if type_name.startswith(("float", "int")):
+            is_right = is_whole_number(value) if type_name == "int" else is_number(value)
+            least = _RANGE[0] if name in _DIVISORS else 0
+            is_right = is_right and least <= value <= _RANGE[1]
         else:
-            is_right = isinstance(value, {"str": str, "bool": bool}.get(kind, Mapping))
+            is_right = isinstance(value, {"str": str, "bool": bool}.get(type_name, Mapping))
         if not is_right:
-            raise ValueError(f"{what} has {each.name}={value!r:.80}")
+            raise ValueError(f"{what} has {name}={value!r:.80}")
 
 
 def _parse_link(values: Mapping[str, Any], name: str) -> Link:
@@ -217,21 +228,25 @@ def _parse_link(values: Mapping[str, Any], name: str) -> Link:
 
 def _parse_curve(values: Mapping[str, Any], name: str) -> Curve:
     """A curve. Raises `ValueError` unless sizes rise, rates are above 0, and there is one for each size."""
-    x, y = (tuple(_check_sizes(values[side], f"{name}.{side}")) for side in ("x", "y"))
-    rows = tuple(tuple(row) if isinstance(row, list) else row for row in values["rates"])
+    x = tuple(_check_sizes(values["x"], f"{name}.x"))
+    y = tuple(_check_sizes(values["y"], f"{name}.y"))
+    rows: list[Any] = []
+    for row in values["rates"]:
+        is_row = isinstance(row, list)
+        for rate in row if is_row else [row]:
+            if not is_number(rate) or not _RANGE[0] <= rate <= _RANGE[1]:
+                raise ValueError(f"{name} has the rate {rate!r:.80}")
+        rows.append(tuple(row) if is_row else row)
     shape = {len(row) if isinstance(row, tuple) else 0 for row in rows}
     if not x or len(rows) != len(x) or shape != {len(y)}:
         raise ValueError(f"{name} has not one rate for each of its sizes")
-    for rate in (each for row in rows for each in (row if isinstance(row, tuple) else (row,))):
-        if not is_number(rate) or not _RANGE[0] <= rate <= _RANGE[1]:
-            raise ValueError(f"{name} has the rate {rate!r:.80}")
-    return Curve(x, rows, y)
+    return Curve(x, tuple(rows), y)
 
 
 def _check_sizes(sizes: Sequence[Any], what: str) -> Sequence[float]:
     for low, size in zip((0.0, *sizes), sizes, strict=False):
         if not is_number(size) or not low < size <= _RANGE[1]:
-            raise ValueError(f"{what} are no rising sizes: {size!r:.80} is behind {low!r:.80}")
+            raise ValueError(f"{what} are no rising sizes: {size!r:.80} is after {low!r:.80}")
     return sizes
 
 
@@ -243,5 +258,4 @@ def _locate_on_log_scale(points: tuple[float, ...], value: float) -> tuple[int, 
     if value >= points[-1]:
         return len(points) - 1, 0.0
     k = bisect.bisect_right(points, value) - 1
-    low, high = points[k], points[k + 1]
-    return k, math.log(value / low) / math.log(high / low)
+    return k, math.log(value / points[k]) / math.log(points[k + 1] / points[k])

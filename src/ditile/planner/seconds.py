@@ -26,13 +26,13 @@ class RankTokens(NamedTuple):
     """The tokens of a rank in a micro-step, for one call.
 
     Attributes:
-        batch: pictures that it computes together.
+        batch: images that it computes together.
         image, text: tokens that it computes.
         image_keys, text_keys: tokens that they attend to.
         heads: share of the heads for which it computes attention.
-        split: ranks that share out every matrix.
+        split: ranks that split every matrix.
         share: tokens for which it computes attention, over those that it computes: Ulysses has more, of fewer heads.
-        fused: whether GELU is one kernel with the product in front of it.
+        fused: whether GELU is one kernel with the product before it.
     """
 
     batch: int
@@ -70,7 +70,9 @@ class DeviceLoad(NamedTuple):
 
     def get_busy_seconds(self, profile: Profile) -> float:
         """Seconds until both are done: a host runs ahead of a GPU, but a CPU is device and host at once."""
-        return max(self.device, self.host) if profile.runs_ahead else self.device + self.host
+        if profile.runs_ahead:
+            return max(self.device, self.host)
+        return self.device + self.host
 
 
 class RooflineDevice:
@@ -113,8 +115,10 @@ class RooflineDevice:
             return 2 * rows * k * n / split / profile.matmul.interpolate(rows, (k * n / split) ** 0.5)
         size = kernel.size[0] * rows * profile.element_size
         curves = profile.pointwise
-        kind = FUSED if fused and kernel.kind == "gelu" else kernel.kind
-        return size / curves.get(kind, curves["pointwise"]).interpolate(size)
+        curve = curves.get(kernel.kind, curves["pointwise"])
+        if fused and kernel.kind == "gelu":
+            curve = curves.get(FUSED, curves["pointwise"])
+        return size / curve.interpolate(size)
 
 
 def merge_work(works: Iterable[Work]) -> Work:
@@ -145,9 +149,12 @@ def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Lin
 
 def compute_slowdown(profile: Profile, ranks: int) -> float:
     """The factor by which work takes longer while so many ranks of a host compute."""
+    slowdown = max(1.0, ranks / profile.devices)
+    if profile.devices == 1:
+        return slowdown
+    # Between one device and all of them, the factor grows with each.
     busy = min(ranks, profile.devices)
-    slower = (profile.together - 1) * (busy - 1) / (profile.devices - 1) if profile.devices > 1 else 0.0
-    return max(1.0, ranks / profile.devices) * (1 + slower)
+    return slowdown * (1 + (profile.together - 1) * (busy - 1) / (profile.devices - 1))
 
 
 def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
@@ -158,8 +165,11 @@ def get_bandwidth_share(link: Link, kind: str, n: int) -> float:
         return link.neighbours
     if kind in ("distrifusion", "pipefusion"):
         return link.neighbours if link.gather is None else link.gather
-    crowded = n**2 / 4 / (n - 1) / link.crossing if 0 < link.socket < n else 0.0
-    return min(link.collective, 1 / crowded) if crowded else link.collective
+    if not 0 < link.socket < n:
+        return link.collective
+    # Half of an all-to-all of n ranks crosses the link between two sockets: n^2 / 4 messages, of n - 1 that each sends.
+    crowded = n**2 / 4 / (n - 1) / link.crossing
+    return min(link.collective, 1 / crowded)
 
 
 def compute_exposed_seconds(sending: float, overlap: float, compute: float) -> float:
@@ -180,7 +190,7 @@ def compute_packing_load(profile: Profile, sent: float, messages: float) -> Devi
 def compute_text_seconds(parameters: int, tokens: int, profile: Profile) -> float:
     """Seconds of text encoders on one rank, each of whose weights is read once, and multiplied with every token.
 
-    Ranks that share out the layers (text=split) compute one after the other, and take as long.
+    Ranks that split the layers (text=split) compute one after the other, and take as long.
     """
     if not parameters * tokens:
         return 0.0
@@ -222,7 +232,9 @@ def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: f
     One process group sends weights and keys in the order in which they are started, so a gather of keys waits for the
     weights that were started before it.
     """
-    now = line = 0.0
+    now = 0.0
+    # When the line is free again, and when the weights of each block are there.
+    line = 0.0
     arrived: list[float] = []
 
     def start_weights(index: int) -> None:
@@ -238,6 +250,7 @@ def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: f
             start_weights(index + ahead)
         now = max(now, arrived[index]) + block.before
         if block.keys:
-            now = line = max(line, now) + block.keys
+            now = max(line, now) + block.keys
+            line = now
         now += block.after
     return now

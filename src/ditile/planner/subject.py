@@ -57,13 +57,17 @@ from ditile.runner.load import convert_build_errors
 from ditile.runner.requests.conditions import bind_conditions, check_picture_count, read_call_conditions
 
 PROBED = Grid(22, 32)
-"""Token rows and columns of the picture with which a model without a `ModelSpec` is counted."""
+"""Token rows and columns of the image with which a model without a `ModelSpec` is counted."""
 PROBED_TEXT = 384
 """Tokens of its text. Both are multiples of 32, to which some families pad, and neither is a width of a large model."""
 PROMPT_TOKENS = 512
 """Tokens of a prompt where a call does not say how many."""
 SIDES = (32, 64)
 """Latent pixels of the sides of the squares whose tokens say how many pixels a token has."""
+EXCHANGE_OF_STYLE = {"rowwise": "sum", "rms_norm": "norm"}
+"""How tensor parallelism cuts a module -> what its ranks exchange."""
+STREAM_NAMES: Mapping[str, str] = {"image": "image", "text": "text", "both": "text+image"}
+"""Stream of a counted kernel -> what `Weights.exchanges` calls it."""
 COLUMNS = {name: (name,) for name in AXES} | {"pipefusion": ("pipefusion", "stale")}
 """Axis -> the columns of `model/assets/families.json` that a family must hold."""
 
@@ -80,13 +84,12 @@ class PlanSubject:
         text, vae: parameters of the text encoders together, and of the VAE.
         encoders: the classes of the text encoders; None of one that is not known here.
         decoder: the config of the VAE, if there is one.
-        family: its `ModelSpec`, if none is registered for its class.
         uncounted: text encoders whose configs could not be read, and which `text` does not include.
         recorder: records the calls of a family without a `ModelSpec`, and those of a class that a spec does not name.
         scale: what the VAE makes of latent frames, for such a family.
         coder: the class of the VAE.
         models: transformers that are called in turns, each on every rank.
-        decodes: numbers that are alive at once for each latent pixel of a decoded picture, if a file says so.
+        decodes: numbers that are alive at once for each latent pixel of a decoded image, if a file says so.
     """
 
     name: str
@@ -97,7 +100,6 @@ class PlanSubject:
     vae: int = 0
     encoders: tuple[Any, ...] = ()
     decoder: Mapping[str, Any] | None = None
-    family: ModelSpec | None = None
     uncounted: tuple[str, ...] = ()
     recorder: PipelineRecorder | None = None
     scale: VaeScale = VaeScale(1)
@@ -120,9 +122,9 @@ class PlanSubject:
         Args:
             name: of the model.
             source: the folder or hub id.
-            given: what its calls start from besides words, as `image`: the class of its family that draws from that is
-                taken, if its calls can be recorded.
-            has_controlnet: whether there is a ControlNet beside the model's own parts.
+            given: what its calls start from besides words, as `image`: the class of its family that generates from
+                it is taken, if its calls can be recorded.
+            has_controlnet: whether there is a ControlNet besides the model's own parts.
 
         Raises:
             LoadError: if configs cannot be read.
@@ -134,36 +136,37 @@ class PlanSubject:
 
     @classmethod
     def _build_from_configs(cls, name: str, configs: PipelineConfigs) -> PlanSubject:
-        vae, kind, transformer_model = configs.vae, configs.coder, configs.build_transformer()
-        spec, recorder = find_model_spec(transformer_model), None
+        transformer = configs.build_transformer()
+        spec = find_model_spec(transformer)
+        recorder = None
         if configs.is_recorded(spec):
-            recorder = configs.make_recorder(*configs.build_parts(transformer_model))
-        # Specs are of pictures, whose VAEs halve them between their blocks.
-        blocks = None if spec is None or spec.example is None else vae["block_out_channels"]
-        scale = measure_vae_scale(kind, vae) if blocks is None else VaeScale(2 ** (len(blocks) - 1))
+            recorder = configs.make_recorder(*configs.build_parts(transformer))
+        if spec is None or spec.example is None:
+            scale = measure_vae_scale(configs.coder, configs.vae)
+        else:
+            # Families with an example make images, whose VAEs halve them between their blocks.
+            scale = VaeScale(2 ** (len(configs.vae["block_out_channels"]) - 1))
         other_parts = configs.count_other_parts()
         return cls(
             name,
             configs.pipeline,
-            transformer_model,
+            transformer,
             scale.side,
             other_parts.text,
             other_parts.vae,
             encoders=configs.encoders,
-            decoder=vae,
+            decoder=configs.vae,
             uncounted=other_parts.uncounted,
             recorder=recorder,
             scale=scale,
-            coder=kind,
+            coder=configs.coder,
             models=1 + configs.has_second,
             decodes=other_parts.decodes,
         )
 
     @cached_property
     def model_spec(self) -> ModelSpec:
-        """The spec of its family; where it has none, what its anatomy says."""
-        if self.family is not None:
-            return self.family
+        """The spec of its family; where that says nothing of its work, what its anatomy says."""
         if self.is_derived:
             return make_derived_spec(self.transformer)
         return find_model_spec(self.transformer) or UNKNOWN_MODEL
@@ -185,30 +188,32 @@ class PlanSubject:
         weights = self.block_hooks.describe_weights()
         if not self.is_derived:
             return weights
-        layers = tuple(
-            tuple(hook.sees_text(path) for path, _ in hook.list_attentions() if _has_image_keys(hook, path))
-            for hook in self.block_hooks.chain
-        )
+        layers = []
+        for hook in self.block_hooks.chain:
+            paths = [path for path, _ in hook.list_attentions() if _has_image_keys(hook, path)]
+            layers.append(tuple(hook.sees_text(path) for path in paths))
         call = self._record_probe().calls[0]
-        each, rest = divmod(call.out, call.rows * call.image)
+        out, rest = divmod(call.out, call.rows * call.image)
         # Where text is in the sequence, there is no prediction of it.
-        out = call.out // (call.rows * math.prod(PROBED)) if rest else each
-        return replace(weights, layers=layers, out=out, exchanges=self._find_tensor_exchanges())
+        if rest:
+            out = call.out // (call.rows * PROBED.num_tokens)
+        return replace(weights, layers=tuple(layers), out=out, exchanges=self._find_tensor_exchanges())
 
     def _find_tensor_exchanges(self) -> tuple[tuple[tuple[str, str], ...], ...]:
-        """Of each block, the sums behind its row-parallel Linears and within its norms across heads."""
+        """Of each block, the sums after its row-parallel Linears and within its norms across heads."""
+        chain = self.block_hooks.chain
         if "tensor" in find_holes(type(self.transformer), self.pipeline.__name__):
-            return tuple(() for _ in self.block_hooks.chain)
-        names: dict[str, str] = {"image": "image", "text": "text", "both": "text+image"}
-        styles, kinds = self._tensor_cuts.styles, {"rowwise": "sum", "rms_norm": "norm"}
-        return tuple(
-            tuple(
-                (kinds[style.kind], names[stream])
-                for path, stream in streams.items()
-                if stream in names and (style := styles.get(f"{hook.name}.{path}")) and style.kind in kinds
-            )
-            for hook, streams in zip(self.block_hooks.chain, self.transformer_work.streams, strict=True)
-        )
+            return tuple(() for _ in chain)
+        styles = self._tensor_cuts.styles
+        exchanges = []
+        for hook, streams in zip(chain, self.transformer_work.streams, strict=True):
+            of_block = []
+            for path, stream in streams.items():
+                style = styles.get(f"{hook.name}.{path}")
+                if style is not None and style.kind in EXCHANGE_OF_STYLE and stream in STREAM_NAMES:
+                    of_block.append((EXCHANGE_OF_STYLE[style.kind], STREAM_NAMES[stream]))
+            exchanges.append(tuple(of_block))
+        return tuple(exchanges)
 
     @cached_property
     def transformer_work(self) -> TransformerWork:
@@ -221,38 +226,42 @@ class PlanSubject:
         """Pixels of the side of a token."""
         if not self.is_derived:
             return self.vae_scale * self.model_spec.latent_per_token(self.transformer.config)  # type: ignore[arg-type]
-        # What a picture has besides, such as references, is the same at both sizes.
+        # What a call has besides the image, such as references, is the same at both sizes.
         sides = [side * self.vae_scale for side in SIDES]
-        small, large = (self._record({"height": side, "width": side, "num_frames": 1}).calls[0] for side in sides)
-        return round(math.sqrt((sides[1] ** 2 - sides[0] ** 2) / (large.image - small.image)))
+        calls = [self._record({"height": side, "width": side, "num_frames": 1}).calls[0] for side in sides]
+        more_pixels = sides[1] ** 2 - sides[0] ** 2
+        return round(math.sqrt(more_pixels / (calls[1].image - calls[0].image)))
 
     def _record(self, call: Mapping[str, Any]) -> RecordedStep:
         """The first step of a call."""
         assert self.recorder is not None
         filled = self.fill_arguments(call)
-        key = tuple(
-            sorted((name, size) for name, value in filled.items() if (size := _describe_argument(value)) is not None)
-        )
+        sizes = {name: _describe_argument(value) for name, value in filled.items()}
+        key = tuple(sorted((name, size) for name, size in sizes.items() if size is not None))
         if key not in self._steps:
             self._steps[key] = self.recorder.record_step(filled)
         return self._steps[key]
 
     def _record_probe(self) -> RecordedStep:
-        """The step of the call that is counted: one branch of one picture."""
-        height, width = (count * self.token_side for count in (PROBED.rows, PROBED.tokens_per_row))
-        size = {"height": height, "width": width, "num_frames": 1, "max_sequence_length": PROBED_TEXT}
+        """The step of the call that is counted: one branch of one image."""
+        size = {
+            "height": PROBED.rows * self.token_side,
+            "width": PROBED.tokens_per_row * self.token_side,
+            "num_frames": 1,
+            "max_sequence_length": PROBED_TEXT,
+        }
         step = self._record(size | NO_GUIDANCE)
         if step.calls[0].rows != 1:
             raise ModelError(
                 f"{self.pipeline.__name__} calls {type(self.transformer).__name__} with {step.calls[0].rows} rows for "
-                "one picture without guidance, so that its work cannot be counted"
+                "one image without guidance, so that its work cannot be counted"
             )
         return step
 
     def _make_counted_call(self) -> CountedCall:
         step = self._record_probe()
         call = step.calls[0]
-        others: dict[int, Stream] = {PROBED_TEXT: "text", math.prod(PROBED): "image"}
+        others: dict[int, Stream] = {PROBED_TEXT: "text", PROBED.num_tokens: "image"}
         sizes = StreamSizes(call.image, call.text or PROBED_TEXT, others, many=True)
         return CountedCall(lambda: tree_map(_renew_numbers, call.arguments), sizes, lambda: step.mode, True)
 
@@ -265,8 +274,8 @@ class PlanSubject:
                 f"{type(self.transformer).__name__} attends otherwise than by scaled_dot_product_attention, so that "
                 "its work cannot be counted"
             )
-        channels, each = max(kernel.size for kernel in kernels)
-        return int(channels) // each, each
+        channels, head_dim = max(kernel.size for kernel in kernels)
+        return int(channels) // head_dim, head_dim
 
     @cached_property
     def replicated_numbers(self) -> int:
@@ -276,10 +285,10 @@ class PlanSubject:
     def get_footprint(self, ranks: int) -> Footprint:
         """The numbers that are alive in its forward, on each of so many ranks of tensor parallelism."""
         if ranks not in self._footprints:
-            whole_footprint = self.transformer_work.footprint
-            self._footprints[ranks] = (
-                whole_footprint.divide_by_ranks(self._token_channels, ranks) if ranks > 1 else whole_footprint
-            )
+            footprint = self.transformer_work.footprint
+            if ranks > 1:
+                footprint = footprint.divide_by_ranks(self._token_channels, ranks)
+            self._footprints[ranks] = footprint
         return self._footprints[ranks]
 
     @property
@@ -293,8 +302,8 @@ class PlanSubject:
         """Numbers that some blocks keep for a whole generation, on each of so many ranks of tensor parallelism."""
         key = blocks, ranks, image, text
         if key not in self._kept:
-            each = self.get_footprint(ranks).kept
-            self._kept[key] = sum(each[block].count_numbers(image, text) for block in blocks)
+            kept = self.get_footprint(ranks).kept
+            self._kept[key] = sum(kept[block].count_numbers(image, text) for block in blocks)
         return self._kept[key]
 
     @cached_property
@@ -305,19 +314,23 @@ class PlanSubject:
     @cached_property
     def sharded_parameters(self) -> tuple[int, ...]:
         """Parameters of each block that tensor parallelism divides."""
-        cuts = self._tensor_cuts
-        named = [(hook.name, hook.block.named_parameters()) for hook in self.block_hooks.chain]
-        return tuple(
-            sum(p.numel() for name, p in parameters if cuts.select_shard(f"{block}.{name}", p.shape))
-            for block, parameters in named
-        )
+        counts = []
+        for hook in self.block_hooks.chain:
+            count = 0
+            for name, parameter in hook.block.named_parameters():
+                if self._tensor_cuts.select_shard(f"{hook.name}.{name}", parameter.shape):
+                    count += parameter.numel()
+            counts.append(count)
+        return tuple(counts)
 
     def count_parameters(self, blocks: range, ranks: int) -> int:
         """Parameters of some blocks on each of so many ranks of tensor parallelism."""
         if (blocks, ranks) not in self._parameters:
-            cut = [self.sharded_parameters[block] if ranks > 1 else 0 for block in blocks]
-            whole = sum(self.parameter_counts.blocks[block] for block in blocks)
-            self._parameters[blocks, ranks] = whole - sum(cut) + sum(-(-each // ranks) for each in cut)
+            count = sum(self.parameter_counts.blocks[block] for block in blocks)
+            if ranks > 1:
+                cut = [self.sharded_parameters[block] for block in blocks]
+                count += sum(-(-parameters // ranks) - parameters for parameters in cut)
+            self._parameters[blocks, ranks] = count
         return self._parameters[blocks, ranks]
 
     @cached_property
@@ -330,7 +343,9 @@ class PlanSubject:
             return lambda frames: 0.0
         if self.scale.frames:
             return make_frame_decode_counter(self.coder, self.decoder, self.scale.channels)
-        numbers = count_decoder_numbers(self.decoder, self.coder) if self.decodes is None else self.decodes
+        numbers = self.decodes
+        if numbers is None:
+            numbers = count_decoder_numbers(self.decoder, self.coder)
         return lambda frames: numbers
 
     def count_decode_numbers(self, frames: int = 1) -> float:
@@ -340,16 +355,17 @@ class PlanSubject:
     def count_decode_work(self, frames: int = 1) -> DecodeWork:
         """The work of a decode of so many latent frames."""
         if frames not in self._decodes:
-            has_frames, work = bool(self.scale.frames), DecodeWork(0.0, 0)
-            if self.decoder is not None:
-                channels = self.scale.channels if has_frames else "latent_channels"
-                work = count_decode_work(self.coder, self.decoder, channels, frames if has_frames else 0)
+            work = DecodeWork(0.0, 0)
+            if self.decoder is not None and self.scale.frames:
+                work = count_decode_work(self.coder, self.decoder, self.scale.channels, frames)
+            elif self.decoder is not None:
+                work = count_decode_work(self.coder, self.decoder, "latent_channels")
             self._decodes[frames] = work
         return self._decodes[frames]
 
     @staticmethod
     def count_prompt_tokens(call: Mapping[str, Any], shape: Shape) -> int:
-        """Tokens that text encoders read for a picture: those of its prompt, and of what guides away from it."""
+        """Tokens that text encoders read for an image: those of its prompt, and of the negative one."""
         prompts = min(shape.branches_per_call * shape.calls, 2)
         return int(call.get("max_sequence_length") or PROMPT_TOKENS) * prompts
 
@@ -375,9 +391,9 @@ class PlanSubject:
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
         """(field of a plan, value) with which a rank needs less memory, at no cost in the loop."""
         options: list[tuple[str, Any]] = []
-        if not self.is_derived or self.coder.__name__ in PROVEN:
+        if not self.is_derived or self.divides_decode:
             options.append(("vae", "rows"))
-        if all(kind is not None and can_split_encoder(kind) for kind in self.encoders):
+        if all(encoder is not None and can_split_encoder(encoder) for encoder in self.encoders):
             options.append(("text", "split"))
         return tuple(options)
 
@@ -387,9 +403,14 @@ class PlanSubject:
 
     def _find_holes(self, plan: Plan) -> dict[str, str]:
         """Each axis of a plan that its family does not hold -> the reason."""
-        used = [name for name in AXES if getattr(plan, name) > 1]
         holes = find_holes(type(self.transformer), self.pipeline.__name__)
-        return {name: holes[column] for name in used for column in COLUMNS[name] if column in holes}
+        reasons = {}
+        for axis in AXES:
+            columns = COLUMNS[axis] if getattr(plan, axis) > 1 else ()
+            for column in columns:
+                if column in holes:
+                    reasons[axis] = holes[column]
+        return reasons
 
     def _divides_keys(self, plan: Plan) -> bool:
         heads, _ = self.attention_heads
@@ -411,7 +432,7 @@ class PlanSubject:
         check_image_size(filled, self.token_side)
         frames = call.get("num_frames")
         if frames is not None and not self.makes_videos:
-            raise ModelError(f"frames={frames}: {self.pipeline.__name__} makes pictures; leave it out")
+            raise ModelError(f"frames={frames}: {self.pipeline.__name__} makes images; leave it out")
         if self.recorder is None:
             return Shape.from_call(self.model_spec, config, self.vae_scale, element_size, filled)
         return self._make_recorded_shape(filled, element_size)
@@ -429,16 +450,21 @@ class PlanSubject:
         """
         taken = read_call_conditions(self.pipeline)
         check_picture_count(self.pipeline.__name__, taken.max_pictures, len(pictures))
-        return bind_conditions(taken, {"image": list(pictures)}) if pictures and "image" in taken.arguments else {}
+        if not pictures or "image" not in taken.arguments:
+            return {}
+        return bind_conditions(taken, {"image": list(pictures)})
 
     def _make_recorded_shape(self, call: Mapping[str, Any], element_size: int) -> Shape:
-        frames = int(call.get("num_frames") or 1) if self.makes_videos else 1
-        latent_frames = self.scale.count_latent_frames(frames)
-        step, (heads, head_dim) = self._record(call), self.attention_heads
-        images, rows = count_images({"prompt": "", **call}), [each.rows for each in step.calls]
-        first, latents = max(step.calls, key=lambda each: each.rows), step.latents // images
+        latent_frames = self.scale.count_latent_frames(int(call.get("num_frames") or 1)) if self.makes_videos else 1
+        step = self._record(call)
+        heads, head_dim = self.attention_heads
+        images = count_images({"prompt": "", **call})
+        latents = step.latents // images
+        rows = [recorded.rows for recorded in step.calls]
+        first = max(step.calls, key=lambda recorded: recorded.rows)
         references = self._count_references(first, latents)
-        height, width = int(call["height"]), int(call["width"])
+        height = int(call["height"])
+        width = int(call["width"])
         if references is not None and latent_frames == 1:
             height, width = self._fit_size(height, width, first.image - references)
         # Calls with unlike numbers of rows count as one for each row.
@@ -463,14 +489,14 @@ class PlanSubject:
         )
 
     def _count_references(self, first: RecordedCall, latents: int) -> int | None:
-        """Tokens of reference pictures, which latents of so many numbers are not made of; None if that is not known."""
-        each = self.parameter_counts.out
+        """Tokens of reference images, which latents of so many numbers are not made of; None if that is not known."""
+        out = self.parameter_counts.out
         # Where text is in the sequence, or a second stream is predicted, the numbers are not those of the image alone.
-        is_alone = first.out == first.rows * first.image * each and latents % each == 0
-        return first.image - latents // each if is_alone else None
+        is_alone = first.out == first.rows * first.image * out and latents % out == 0
+        return first.image - latents // out if is_alone else None
 
     def _fit_size(self, height: int, width: int, tokens: int) -> tuple[int, int]:
-        """Pixels of a picture of so many tokens: some pipelines draw as many as they were trained on, in its shape."""
+        """Pixels of an image of so many tokens: some pipelines make as many as they were trained on, in its shape."""
         side = self.token_side
         if tokens * side**2 == height * width:
             return height, width
@@ -478,16 +504,19 @@ class PlanSubject:
         return round(tokens / columns) * side, columns * side
 
     def _find_grid(self, height: int, width: int, first: RecordedCall) -> Grid:
-        """The rows that patches are cut at: of every frame of latents `[B, .., H, W]`, else of the flattened order."""
-        latents = first.arguments.get(find_latents_parameter(self.transformer))
-        rows, columns = height // self.token_side, width // self.token_side
+        """The rows that patches are cut at: of every frame of latents `[B, .., H, W]`, or of the flattened tokens."""
+        flat = Grid(first.image, 1)
         if not self.is_derived:
             read_grid = self.model_spec.grid
-            grid = None if read_grid is None else read_grid(self.transformer, first.arguments)
-            return grid if grid is not None and grid.num_tokens == first.image else Grid(first.image, 1)
+            grid = flat if read_grid is None else read_grid(self.transformer, first.arguments)
+            return grid if grid.num_tokens == first.image else flat
+        latents = first.arguments.get(find_latents_parameter(self.transformer))
+        rows = height // self.token_side
+        columns = width // self.token_side
         frames, rest = divmod(first.image, rows * columns)
-        has_frames = isinstance(latents, Tensor) and latents.ndim == 5 and not rest and frames > 1
-        return Grid(rows, columns, frames) if has_frames else Grid(first.image, 1)
+        if isinstance(latents, Tensor) and latents.ndim == 5 and not rest and frames > 1:
+            return Grid(rows, columns, frames)
+        return flat
 
     def make_plan_job(self, plan: Plan, shape: Shape) -> PlannedCall:
         """The call under a plan.
@@ -501,8 +530,8 @@ class PlanSubject:
             self._check_derived_plan(plan)
         if plan.references is not None and not shape.references:
             raise PlanError(
-                f"references={plan.references}: no tokens of reference pictures are known of this call of "
-                f"{self.pipeline.__name__}; give pictures (--image 1024x1024) to a model that refers to them, or leave "
+                f"references={plan.references}: no tokens of reference images are known of this call of "
+                f"{self.pipeline.__name__}; give images (--image 1024x1024) to a model that refers to them, or leave "
                 "references out"
             )
         if plan.text == "split" and plan.world > 1:
@@ -513,18 +542,22 @@ class PlanSubject:
         key = (plan.pipefusion, plan.num_patches, plan.stage_blocks, plan.stage_weights, size)
         if key not in self._stages:
             # The numbers of a call are of the type that weights will be loaded in; here they are of torch's default.
-            costs = None if self.is_derived else replace(self._cost_model, itemsize=min(size, 4))
+            costs = None
+            if not self.is_derived:
+                costs = replace(self._cost_model, itemsize=min(size, 4))
             self._stages[key] = divide_blocks(self.block_hooks, plan, costs)
-        weights, stages = self.parameter_counts, self._stages[key]
-        return PlannedCall(plan=plan, spec=self.model_spec, shape=shape, weights=weights, stages=stages)
+        return PlannedCall(
+            plan=plan, spec=self.model_spec, shape=shape, weights=self.parameter_counts, stages=self._stages[key]
+        )
 
     def _check_derived_plan(self, plan: Plan) -> None:
-        kind, coder = type(self.transformer).__name__, self.coder.__name__
+        kind = type(self.transformer).__name__
         for axis, reason in self._find_holes(plan).items():
             raise PlanError(f"{axis}={getattr(plan, axis)}: {kind} {reason}; `ditile models` says what it holds")
-        if plan.vae == "rows" and coder not in PROVEN:
+        if plan.vae == "rows" and not self.divides_decode:
             raise PlanError(
-                f"vae=rows: whether {coder} can be divided by rows is only seen when it is loaded; use vae=whole"
+                f"vae=rows: whether {self.coder.__name__} can be divided by rows is only seen when it is loaded; "
+                "use vae=whole"
             )
 
 
@@ -537,19 +570,21 @@ def make_derived_spec(transformer: nn.Module) -> ModelSpec:
 
 def _renew_numbers(value: Any) -> Any:
     """Another tensor of the same size, where one has numbers that decide nothing."""
-    is_large = isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1
-    return torch.empty_like(value) if is_large else value
+    if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1:
+        return torch.empty_like(value)
+    return value
 
 
 def _describe_argument(value: Any) -> Any:
-    """A number or a word, and of pictures their sizes; None of all else, which says nothing of a call's size."""
+    """A number or a word, and of images their sizes; None of anything else, which says nothing of a call's size."""
     if isinstance(value, Image.Image):
         return value.size
     if isinstance(value, list):
-        return tuple(each.size for each in value if isinstance(each, Image.Image)) or None
+        return tuple(item.size for item in value if isinstance(item, Image.Image)) or None
     return value if isinstance(value, str | int | float) else None
 
 
 def _has_image_keys(hook: BlockHook, path: str) -> bool:
     """Whether a module attends to tokens of the image, and not to those of a second stream alone."""
-    return any(drop_further_keys(kind.rstrip(REAL_PAIRS))[-1:] in ("N", "J") for kind in hook.anatomy.attention[path])
+    kinds = [drop_further_keys(kind.rstrip(REAL_PAIRS)) for kind in hook.anatomy.attention[path]]
+    return any(kind.endswith(("N", "J")) for kind in kinds)

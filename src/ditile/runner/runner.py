@@ -40,6 +40,7 @@ from ditile.model.hooks.attention_processors import restore_processors_on_error
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.hooks.overrides import WatchedMethod, override_attribute
 from ditile.model.hooks.placeholders import list_quantized_parameters
+from ditile.model.loop_source import find_latent_cuts
 from ditile.model.pipeline_calls import (
     count_most_iterations,
     describe_stale_statistics,
@@ -59,7 +60,6 @@ from ditile.model.pipeline_calls import (
     skip_decode_blocks,
 )
 from ditile.model.probe import ProbeError
-from ditile.model.source import find_latent_cuts
 from ditile.model.step_memory import explain_hook_refusal
 from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.graphs import BlockGraphs, CudaGraphRecorder

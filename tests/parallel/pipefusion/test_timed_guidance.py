@@ -9,8 +9,8 @@ import diffusers
 import pytest
 from diffusers.callbacks import SD3CFGCutoffCallback
 
+from ditile.model.loop_source import find_timed_guidance
 from ditile.model.pipeline_calls import explain_callback_refusal, is_guidance_timed
-from ditile.model.source import find_timed_guidance
 from ditile.plan.errors import DitileError, ModelError, StateError
 from tests.parallel.batch.test_batch import close
 from tests.pool import Pool

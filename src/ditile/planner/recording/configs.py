@@ -87,19 +87,21 @@ class PipelineConfigs:
             vae = load_component_config(diffusers.AutoencoderKL, places.get("vae", source), "vae")
         except (OSError, KeyError, AttributeError, TypeError) as error:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
-        for part, values in (("transformer", transformer), ("vae", vae)):
-            check_config_counts(values, f"the config of {part} in {source}")
+        check_config_counts(transformer, f"the config of transformer in {source}")
+        check_config_counts(vae, f"the config of vae in {source}")
         coder = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
         return cls(source, pipeline, index, kind, transformer, coder, vae, places)
 
     def choose_class(self, given: Collection[str], *, has_controlnet: bool = False) -> PipelineConfigs:
-        """These configs for the class that draws from what is given, if its calls can be recorded.
+        """These configs for the class that generates from what is given, if its calls can be recorded.
 
         Raises:
-            ModelError: if no class of the family draws from that.
+            ModelError: if no class of the family generates from that.
         """
         kind = choose_pipeline_class(self.pipeline, given, self.index, has_controlnet=has_controlnet)
-        return replace(self, pipeline=kind) if kind.__name__ in read_prompt_table() else self
+        if kind.__name__ not in read_prompt_table():
+            return self
+        return replace(self, pipeline=kind)
 
     def is_recorded(self, spec: ModelSpec | None) -> bool:
         """Whether a call is recorded to know its shape: those of a spec's own pipelines it says itself."""
@@ -116,7 +118,8 @@ class PipelineConfigs:
     @property
     def _encoder_names(self) -> dict[str, str]:
         """Text encoder -> the name of its class."""
-        return {name: entry[1] for name in TEXT if (entry := self.index.get(name) or [None])[0]}
+        entries = {name: self.index.get(name) or [None] for name in TEXT}
+        return {name: entry[1] for name, entry in entries.items() if entry[0]}
 
     @property
     def encoders(self) -> tuple[Any, ...]:
@@ -125,13 +128,14 @@ class PipelineConfigs:
         Where the index does not name them, as in the configs that come with this package, the pipeline's own code does.
         """
         parameters = inspect.signature(self.pipeline.__init__).parameters
-        found = [getattr(transformers, name, None) for name in self._encoder_names.values()]
+        classes = [getattr(transformers, name, None) for name in self._encoder_names.values()]
         for name in TEXT:
             if name in parameters and name not in self.index:
                 annotation = parameters[name].annotation
                 # It may be a union of several classes.
-                found.append(getattr(transformers, getattr(annotation, "__name__", str(annotation)), None))
-        return tuple(found)
+                class_name = getattr(annotation, "__name__", str(annotation))
+                classes.append(getattr(transformers, class_name, None))
+        return tuple(classes)
 
     def build_transformer(self) -> nn.Module:
         """The transformer without weights."""
@@ -144,7 +148,7 @@ class PipelineConfigs:
             parts = {"transformer": transformer, "vae": self.coder.from_config(self.vae)}
             if self.has_second:
                 parts["transformer_2"] = build_meta_model(transformer)
-        return parts, [build_block_hooks(each, UNKNOWN_MODEL) for name, each in parts.items() if name != "vae"]
+        return parts, [build_block_hooks(part, UNKNOWN_MODEL) for name, part in parts.items() if name != "vae"]
 
     def make_recorder(self, parts: Mapping[str, nn.Module], hooks: Sequence[TransformerHooks]) -> PipelineRecorder:
         """Records calls of a pipeline of these models."""
@@ -156,18 +160,23 @@ class PipelineConfigs:
         return self.places.get(name, self.source)
 
     def count_other_parts(self) -> OtherParts:
-        """Reads the parameters of other parts from a file, or else counts them on models made from configs."""
+        """Reads the parameters of other parts from a file, or counts them on models made from configs."""
         facts = Path(self.source, FACTS)
         if facts.exists():
             counts = read_json_object(facts)
             decoded = counts.get("decoded_numbers")
             return OtherParts(counts["text_parameters"], counts["vae_parameters"], decodes=decoded)
-        kinds = self._encoder_names
-        sizes = {name: _count_encoder_parameters(self.locate_component(name), name, kinds[name]) for name in kinds}
+        text = 0
+        uncounted = []
+        for name, kind in self._encoder_names.items():
+            size = _count_encoder_parameters(self.locate_component(name), name, kind)
+            if size is None:
+                uncounted.append(name)
+            else:
+                text += size
         with init_on_meta_device():
             coder = _count_module_parameters(self.coder.from_config(self.vae))
-        uncounted = tuple(name for name, size in sizes.items() if size is None)
-        return OtherParts(sum(size or 0 for size in sizes.values()), coder, uncounted)
+        return OtherParts(text, coder, tuple(uncounted))
 
 
 def _read_modular_index(source: Path | str, index: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path | str]]:
@@ -187,9 +196,9 @@ def _read_modular_index(source: Path | str, index: Mapping[str, Any]) -> tuple[d
     for part, entry in index.items():
         if part not in parts and isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict):
             where = entry[2].get("pretrained_model_name_or_path")
-            hint = entry[2].get("type_hint") or entry[:2]
             if where is not None and entry[2].get("subfolder") == part:
-                parts[part], places[part] = hint, Path(where) if Path(where).exists() else where
+                parts[part] = entry[2].get("type_hint") or entry[:2]
+                places[part] = Path(where) if Path(where).exists() else where
     return {"_class_name": name, **parts}, places
 
 

@@ -75,15 +75,15 @@ class RecordedStep(NamedTuple):
     mode: SizesOnly
 
 
-class _Stepped(Exception):
-    """The first step has ended: the pipeline is left."""
+class StopAfterFirstStep(Exception):  # noqa: N818
+    """Raised to leave the pipeline after its first step."""
 
 
 @lru_cache(maxsize=1)
 def read_prompt_table() -> Mapping[str, Mapping[str, Any]]:
     """Pipeline -> each argument that stands for a prompt, and its shape without rows: sizes by their names in configs.
 
-    A shape in a list is that of a list's item for each row. `picture` and `film` are of the size of the call, and
+    A shape in a list is that of a list's item for each row. `picture` and `film` have the size of the call, and
     `ends` are where the texts of rows in one sequence begin and end. What is null is not given: the pipeline takes it
     with a prompt alone.
     """
@@ -103,7 +103,8 @@ class PipelineRecorder:
     """
 
     def __init__(self, pipe: Any, *hooks: TransformerHooks) -> None:
-        self.pipe, self._hooks = pipe, hooks
+        self.pipe = pipe
+        self._hooks = hooks
         pipe.set_progress_bar_config(disable=True)
         name = type(pipe).__name__
         if name not in read_prompt_table():
@@ -122,8 +123,10 @@ class PipelineRecorder:
 
     def count_text_tokens(self, call: Mapping[str, Any]) -> int:
         """Tokens of the text that a call has."""
+        tokens = call.get("max_sequence_length")
         own = self._parameters.get("max_sequence_length")
-        tokens = call.get("max_sequence_length") or (own.default if own is not None else None)
+        if not tokens and own is not None:
+            tokens = own.default
         return int(tokens or getattr(self.pipe, "tokenizer_max_length", None) or 512)
 
     def record_step(self, call: Mapping[str, Any]) -> RecordedStep:
@@ -135,14 +138,14 @@ class PipelineRecorder:
         Raises:
             ModelError: if the pipeline refuses it, or decides by numbers that nobody knows.
         """
-        calls, latents = list[RecordedCall](), list[int]()
+        calls = list[RecordedCall]()
+        latents = list[int]()
         sizes = SizesOnly()
-
         step = inspect.signature(self.pipe.scheduler.step)
 
         def end_step(*args: Any, **kwargs: Any) -> Any:
             latents.append(step.bind(*args, **kwargs).arguments["sample"].numel())
-            raise _Stepped
+            raise StopAfterFirstStep
 
         with ExitStack() as stack:
             for hooks in self._hooks:
@@ -152,14 +155,16 @@ class PipelineRecorder:
             stack.enter_context(convert_build_errors(type(self.pipe).__name__, "cannot be called for its sizes alone"))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sizes)
-            with suppress(_Stepped):
+            with suppress(StopAfterFirstStep):
                 self.pipe(**self.make_arguments(call, sizes.make_unknown))
         if not calls or not latents:
             raise ModelError(f"{type(self.pipe).__name__} ended without a step, so that its calls cannot be counted")
         return RecordedStep(tuple(calls), latents[0], sizes)
 
     def _watch_model(self, stack: ExitStack, hooks: TransformerHooks, calls: list[RecordedCall]) -> None:
-        model, forward, seen = hooks.transformer, hooks.transformer.forward, dict[int, dict[str, Any]]()
+        model = hooks.transformer
+        forward = model.forward
+        seen = dict[int, dict[str, Any]]()
 
         def forward_and_record(*args: Any, **kwargs: Any) -> Any:
             seen.clear()
@@ -179,31 +184,38 @@ class PipelineRecorder:
             call: others; the words of a prompt among them are not read.
             make_unknown: makes a tensor of a shape, whose numbers decide nothing.
         """
-        own = next((name for name in FRAME_COUNTS if name in self._parameters), "num_frames")
-        named = {own if name == "num_frames" else name: value for name, value in call.items()}
-        given = {name: value for name, value in named.items() if name in self._parameters and value is not None}
-        given = {name: value for name, value in given.items() if "prompt" not in name}
-
+        arguments: dict[str, Any] = {}
+        for name, value in call.items():
+            if name == "num_frames":
+                # Each class has its own name for the number of frames.
+                name = next((own for own in FRAME_COUNTS if own in self._parameters), name)
+            if name in self._parameters and value is not None and "prompt" not in name:
+                arguments[name] = value
         for name, shape in self._prompt.items():
             if shape is None:
-                given.pop(name, None)
+                arguments.pop(name, None)
                 continue
-            if shape in ("picture", "film") and name in given:
+            if shape in ("picture", "film") and name in arguments:
                 continue
+            # A model with a length of None takes none.
             if isinstance(shape, list) and None in [self._sizes.get(str(size), size) for size in shape]:
-                continue  # the model takes none
+                continue
+            names = [name]
             # Embeddings of a negative prompt are guidance to a class that takes no empty one by itself.
-            for argument in (name, f"negative_{name}") if self._takes_negative_prompt(call) else (name,):
+            if self._takes_negative_prompt(call):
+                names.append(f"negative_{name}")
+            for argument in names:
                 if argument in self._parameters:
-                    given[argument] = self._make_prompt(shape, call, make_unknown, is_mask="mask" in name)
-        # A pipeline's default may be a text, which is refused beside embeddings.
-        given |= {name: None for name in self._parameters if f"{name}_embeds" in given}
-        return given | {"num_inference_steps": 2, "output_type": "latent"}
+                    arguments[argument] = self._make_prompt(shape, call, make_unknown, is_mask="mask" in name)
+        # A pipeline's default may be a text, which is refused in addition to embeddings.
+        arguments |= {name: None for name in self._parameters if f"{name}_embeds" in arguments}
+        return arguments | {"num_inference_steps": 2, "output_type": "latent"}
 
     def _takes_negative_prompt(self, call: Mapping[str, Any]) -> bool:
         """Whether the pipeline encodes a negative prompt in a call, be it an empty one of its own."""
-        needs_one = self._guidance is not None and self._guidance.needs_negative_prompt
-        return not needs_one or call.get("negative_prompt") is not None
+        if self._guidance is None or not self._guidance.needs_negative_prompt:
+            return True
+        return call.get("negative_prompt") is not None
 
     def _make_prompt(
         self, shape: Any, call: Mapping[str, Any], make_unknown: Callable[..., Tensor], *, is_mask: bool
@@ -219,7 +231,9 @@ class PipelineRecorder:
         if isinstance(shape[0], list):
             return [make_unknown(*self._read_shape(shape[0], call)) for _ in range(rows)]
         lengths = (rows, *self._read_shape(shape, call))
-        return torch.ones(lengths, dtype=torch.bool) if is_mask else make_unknown(*lengths)
+        if is_mask:
+            return torch.ones(lengths, dtype=torch.bool)
+        return make_unknown(*lengths)
 
     def _read_shape(self, shape: Sequence[str], call: Mapping[str, Any]) -> list[int]:
         """The lengths of names, some of which are products or sums."""
@@ -257,29 +271,35 @@ def _describe_call(
     """A call, of whose blocks `seen` has the arguments."""
     if not seen:
         raise ModelError(f"{type(hooks.transformer).__name__} called none of its blocks")
-    first, text = min(seen), 0
-    given, anatomy = seen[first], hooks.chain[first].anatomy
-    image = given[anatomy.image]
+    first = min(seen)
+    anatomy = hooks.chain[first].anatomy
+    image = seen[first][anatomy.image]
+    text = 0
     for hook in hooks.chain:
-        stream = seen[hook.index].get(hook.anatomy.text or "") if hook.index in seen else None
+        stream = seen.get(hook.index, {}).get(hook.anatomy.text or "")
         if stream is not None:
             text = stream.shape[hook.anatomy.tokens]
             break
-    rows = 1 if anatomy.has_no_batch else image.shape[0 if anatomy.tokens else 1]
-    parts = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    image_tokens = image.shape[anatomy.tokens]
+    # The parameter of the image may have the text too.
+    if anatomy.joint != "none":
+        image_tokens -= text
+    rows = 1
+    if not anatomy.has_no_batch:
+        rows = image.shape[0 if anatomy.tokens else 1]
     return RecordedCall(
         arguments=arguments,
         rows=rows,
-        image=image.shape[anatomy.tokens] - (text if anatomy.joint != "none" else 0),
+        image=image_tokens,
         text=text,
         channels=image.shape[-1],
-        out=sum(part.numel() for part in parts),
+        out=sum(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor)),
     )
 
 
 @contextmanager
 def silence_libraries() -> Iterator[None]:
-    """Warnings of diffusers and transformers are about a call that nobody makes."""
+    """Silences warnings of diffusers and transformers, which are about a call that nobody makes."""
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -302,18 +322,24 @@ def build_recorded_pipeline(
         index: its `model_index.json`.
         parts: its models that are made already.
     """
-    known = inspect.signature(pipeline.__init__).parameters
-    made = {name: parts.get(name, _Unread() if name == "processor" else None) for name in list(known)[1:]}
-    for name, given in index.items():
-        if name not in known or parts.get(name) is not None:
+    parameters = inspect.signature(pipeline.__init__).parameters
+    made: dict[str, Any] = {name: parts.get(name) for name in list(parameters)[1:]}
+    if "processor" in made and made["processor"] is None:
+        made["processor"] = _Unread()
+    for name, entry in index.items():
+        if name not in parameters or parts.get(name) is not None:
             continue
-        if not isinstance(given, list | tuple) or len(given) != 2 or not isinstance(given[0], str | None):
-            made[name] = given
-        elif given[0] not in (None, "transformers"):
-            made[name] = _build_part(locate(name), name, *given)
-    needed = [name for name in made if made[name] is not None or known[name].default is inspect.Parameter.empty]
+        is_component = isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str | None)
+        if not is_component:
+            made[name] = entry
+        elif entry[0] not in (None, "transformers"):
+            made[name] = _build_part(locate(name), name, *entry)
+    needed = {}
+    for name, part in made.items():
+        if part is not None or parameters[name].default is inspect.Parameter.empty:
+            needed[name] = part
     with silence_libraries():
-        return pipeline(**{name: made[name] for name in needed})
+        return pipeline(**needed)
 
 
 class _Unread:

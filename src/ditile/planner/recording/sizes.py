@@ -1,7 +1,7 @@
 """Runs code for the sizes of its tensors alone: what follows from weights or noise is never computed.
 
-A model's parameters are on the meta device, and its inputs are on the CPU. An operator that reads a number which nobody
-knows makes an uninitialized tensor of the right shape, whose memory nothing touches. All others are computed, such as
+A model's parameters are on the meta device, and its inputs are on the CPU. An operator that reads an unknown number
+makes an uninitialized tensor of the right shape, whose memory nothing touches. All others are computed, such as
 lengths, masks, and positions, by which a pipeline or a forward decides what to do.
 
     with SizesOnly() as sizes, torch.no_grad():
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 LARGE = 2**24
 """Numbers above which an unknown tensor has no memory of its own."""
@@ -54,37 +54,42 @@ class SizesOnly(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if kwargs.get("device") is not None and torch.device(kwargs["device"]) == _META:
-            kwargs["device"] = _CPU  # pipelines make tensors on the device of their models
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(map(self._is_unknown, given)):
+            # Pipelines make tensors on the device of their models.
+            kwargs["device"] = _CPU
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(map(self._is_unknown, tensors)):
             return func(*args, **kwargs)
-        if func in CONSTANTS and not kwargs.get("dtype", given[0].dtype).is_floating_point:
+        if func in CONSTANTS and not kwargs.get("dtype", tensors[0].dtype).is_floating_point:
             return func(*args, **kwargs | {"device": _CPU})
         if func is torch.ops.aten.view_as_complex.default:
             # Both parts of a number must be side by side, which they are not in a tensor without memory of its own.
-            (parts,) = given
+            (parts,) = tensors
             return self._mark_unknown(_make_empty(parts.shape[:-1], None, parts.dtype.to_complex()))
-        if func.is_view and not any(tensor.is_meta for tensor in given):
+        if func.is_view and not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
                 return self._mark_unknown(value)
+        return self._compute_on_meta(func, args, kwargs, tensors)
+
+    def _compute_on_meta(self, func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
+        """What an operator makes, computed on the meta device."""
         if "device" in kwargs:
             kwargs["device"] = _META
         try:
             out = func(*tree_map(_copy_to_meta, args), **tree_map(_copy_to_meta, kwargs))
         except (NotImplementedError, RuntimeError):
             # A shape that depends on numbers, such as those of a mask: these must be known.
-            if any(tensor.is_meta or (self._is_unknown(tensor) and not _is_float(tensor)) for tensor in given):
+            if any(tensor.is_meta or (self._is_unknown(tensor) and not _is_float(tensor)) for tensor in tensors):
                 raise
-            return tree_map(lambda x: self._mark_unknown(x) if isinstance(x, Tensor) else x, func(*args, **kwargs))
+            return tree_map_only(Tensor, self._mark_unknown, func(*args, **kwargs))
         if func is torch.ops.aten.convolution.default:
-            out = out.contiguous()  # only on the meta device channels may be last
-        return tree_map(self._make_like, out)
+            # Only on the meta device channels may be last.
+            out = out.contiguous()
+        return tree_map_only(Tensor, self._make_like, out)
 
-    def _make_like(self, out: Any) -> Any:
-        if not isinstance(out, Tensor):
-            return out
+    def _make_like(self, out: Tensor) -> Tensor:
+        """An unknown tensor on the CPU like one on the meta device."""
         if _is_float(out):
             return self._mark_unknown(_make_empty(out.shape, out.stride(), out.dtype))
         # Whole numbers may be indices: they must be in the range of any table.

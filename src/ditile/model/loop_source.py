@@ -1,0 +1,171 @@
+"""What the source of a pipeline's loop says: where it cuts latents, and what changes its calls from step to step."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ditile.model.source import parse_function, read_name, read_own_attribute
+
+_NUMBER_FUNCTIONS = ("float", "int", "bool", "min", "max", "abs", "round")
+"""Functions whose result depends on their arguments as numbers, and not on what these are made of."""
+_ROW_FUNCTIONS = ("repeat", "cat", "concat", "stack", "tile", "repeat_interleave")
+"""Methods that repeat or join tensors, as for the branches of guidance."""
+
+
+@functools.cache
+def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozenset[str]]:
+    """The lines of a pipeline's loop in which it goes on with a part of the latents that it denoises.
+
+    Returns:
+        Each line -> the names of which none may be false for it to be run.
+    """
+    cuts = dict[str, frozenset[str]]()
+    for loop in _list_loops(pipeline_call):
+        stepped = {read_name(argument) for step in _list_step_calls(loop) for argument in step.args[2:3]} - {""}
+        for node, names in _walk_guarded(loop.body, frozenset()):
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Subscript):
+                continue
+            # A part of the latents is assigned to the name that they have.
+            sides = {read_name(side) for side in (node.value.value, *node.targets)}
+            if len(sides) == 1 and sides <= stepped:
+                cuts[ast.unparse(node)] = names
+    return cuts
+
+
+@functools.cache
+def find_timed_guidance(pipeline_call: Callable[..., Any]) -> frozenset[str]:
+    """What decides, step by step, how a pipeline's loop calls its model; empty if all steps call it alike.
+
+    Returns:
+        The names in conditions that depend on the step, and decide whether the model is called, or on how many rows.
+    """
+    deciding = set[str]()
+    for loop in _list_loops(pipeline_call):
+        if _list_step_calls(loop):
+            deciding |= _TimedConditions(loop).deciding
+    return frozenset(deciding)
+
+
+def _list_loops(pipeline_call: Callable[..., Any]) -> list[ast.For]:
+    function = parse_function(pipeline_call)
+    return [] if function is None else [node for node in ast.walk(function) if isinstance(node, ast.For)]
+
+
+def _list_step_calls(loop: ast.For) -> list[ast.Call]:
+    """The calls of a scheduler's step in a loop."""
+    calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "step"]
+
+
+class _TimedConditions(ast.NodeVisitor):
+    """The conditions in a loop over timesteps that depend on the step, followed from the loop's own variables.
+
+    Attributes:
+        deciding: the names in those around calls of the model, or around what these are given.
+    """
+
+    def __init__(self, loop: ast.For) -> None:
+        self.deciding = set[str]()
+        self._timed = _list_names(loop.target)
+        self._conditions: list[set[str]] = []
+        # Name -> the names that it is made of.
+        self._sources: dict[str, set[str]] = {}
+        self._model_arguments = set[str]()
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Call) and _is_model_call(node):
+                for argument in (*node.args, *(word.value for word in node.keywords)):
+                    self._model_arguments |= _list_names(argument)
+        for statement in loop.body:
+            self.visit(statement)
+
+    def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802
+        """A name that is made of a timed one, or under a timed condition, is timed too."""
+        self.generic_visit(node)
+        names = set[str]().union(*map(_list_names, node.targets))
+        if self._conditions and names & self._model_arguments and _may_change_rows(node.value):
+            self._note_conditions()
+        read = _list_scalar_names(node.value)
+        if read & self._timed or self._conditions:
+            self._timed |= names
+            sources = self._trace_sources(read).union(*self._conditions)
+            for name in names:
+                self._sources[name] = self._sources.get(name, set()) | sources
+
+    def visit_Call(self, node: ast.Call) -> None:  # noqa: N802
+        """A call of the model under a timed condition."""
+        self.generic_visit(node)
+        if self._conditions and _is_model_call(node):
+            self._note_conditions()
+
+    def visit_If(self, node: ast.If) -> None:  # noqa: N802
+        """Both branches depend on the condition."""
+        self._visit_condition(node, (*node.body, *node.orelse))
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:  # noqa: N802
+        """So do both values of a conditional expression."""
+        self._visit_condition(node, (node.body, node.orelse))
+
+    def _visit_condition(self, node: ast.If | ast.IfExp, branches: Sequence[ast.AST]) -> None:
+        self.visit(node.test)
+        names = _list_scalar_names(node.test)
+        is_timed = bool(names & self._timed)
+        if is_timed:
+            self._conditions.append(self._trace_sources(names))
+        for branch in branches:
+            self.visit(branch)
+        if is_timed:
+            self._conditions.pop()
+
+    def _trace_sources(self, names: set[str]) -> set[str]:
+        """Some names, and those that they are made of."""
+        return names.union(*(self._sources.get(name, set()) for name in names))
+
+    def _note_conditions(self) -> None:
+        self.deciding = self.deciding.union(*self._conditions)
+
+
+def _is_model_call(node: ast.Call) -> bool:
+    """Whether a pipeline calls its transformer or U-Net."""
+    return read_own_attribute(node.func).startswith(("transformer", "unet"))
+
+
+def _may_change_rows(value: ast.AST) -> bool:
+    return any(getattr(node, "attr", None) in _ROW_FUNCTIONS for node in ast.walk(value))
+
+
+def _list_names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _list_scalar_names(node: ast.AST) -> set[str]:
+    """The names in an expression, and attributes of `self`, without those that are arguments of a call in it."""
+    attribute = read_own_attribute(node)
+    if attribute:
+        return {attribute.lstrip("_")}
+    if isinstance(node, ast.Name):
+        return {node.id}
+    parts: Sequence[ast.AST] = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.Call):
+        parts = node.args if read_name(node.func) in _NUMBER_FUNCTIONS else [node.func]
+    return set[str]().union(*map(_list_scalar_names, parts))
+
+
+def _walk_guarded(body: Sequence[ast.stmt], names: frozenset[str]) -> Iterator[tuple[ast.stmt, frozenset[str]]]:
+    """Statements, each with the names that are true where it is run; what a plain `if` asks for, and `and`."""
+    for node in body:
+        yield node, names
+        if isinstance(node, ast.If):
+            yield from _walk_guarded(node.body, names | _list_required_names(node.test))
+            yield from _walk_guarded(node.orelse, names)
+        elif isinstance(node, ast.For | ast.While | ast.With):
+            yield from _walk_guarded(node.body, names)
+
+
+def _list_required_names(test: ast.expr) -> set[str]:
+    """The names that must be true for a condition to hold."""
+    if isinstance(test, ast.BoolOp):
+        return {read_name(value) for value in test.values} - {""} if isinstance(test.op, ast.And) else set()
+    return {read_name(test)} - {""}
