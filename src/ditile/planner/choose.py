@@ -241,7 +241,7 @@ def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:
     """The result of `decide` (number of hosts), which reads files: under torchrun rank 0 decides for all ranks."""
     if env.read_torchrun_place() is None:
         return decide(1)
-    from ditile.distributed.rank0 import decide_on_first_rank
+    from ditile.distributed.torchrun import decide_on_first_rank
 
     return decide_on_first_rank(decide, run.stall_timeout)
 
