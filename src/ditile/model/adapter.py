@@ -221,7 +221,8 @@ def _split_by_transformer(adapter: BlockAdapter) -> list[_AdapterFields]:
 def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | None]:
     """A field as a list for each transformer; one value is that of all."""
     if not isinstance(value, (list, tuple)):
-        return [None if value is None else [value]] * count
+        of_each = None if value is None else [value]
+        return [of_each] * count
     if not value:
         raise ModelError(f"{what} is empty; leave it out, or name one")
     if count == 1:
@@ -229,6 +230,7 @@ def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | 
         if len(value) == 1 and isinstance(value[0], (list, tuple)) and not _is_list_of_blocks(value[0]):
             value = value[0]
         return [_list_field_entries(value)]
+    # Of several transformers, one value in a list says nothing about the others.
     if len(value) != count:
         raise ModelError(f"{what} has {len(value)} entries for {count} transformers; give a list with one for each")
     return [_list_field_entries(entries) for entries in value]
@@ -294,7 +296,9 @@ def _repeat_for_lists(what: str, values: list[Any], count: int) -> list[Any]:
     """One value for each list."""
     if len(values) not in (1, count):
         raise ModelError(f"{what} has {len(values)} entries for {count} lists of blocks; give one, or one for each")
-    return values if len(values) == count else values * count
+    if len(values) == 1:
+        return values * count
+    return values
 
 
 def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
@@ -340,16 +344,17 @@ def _search_block_list(adapter: BlockAdapter, model: nn.Module, pattern: Forward
         is_usable = (call is None or call.alone) and name not in (adapter.dummy_blocks_names or ())
         if is_named and is_classed and is_alike and is_usable:
             matches.append((name, tuple(blocks)))
-        pattern_name = "of no known pattern" if flow is None else find_flow_pattern(flow).name
-        others.append(f"{name} ({pattern_name})")
+        known_pattern = "of no known pattern" if flow is None else find_flow_pattern(flow).name
+        others.append(f"{name} ({known_pattern})")
     if not matches:
+        pattern_name = None if pattern is None else pattern.name
         raise ModelError(
             f"auto=True finds no list of {type(model).__name__} with forward_pattern="
-            f"{pattern.name if pattern else None} and allow_prefixes={list(adapter.allow_prefixes)}; "
+            f"{pattern_name} and allow_prefixes={list(adapter.allow_prefixes)}; "
             f"it has {', '.join(others) or 'no list of blocks'}"
         )
-    best = max if adapter.blocks_policy == "max" else min
-    return best(matches, key=lambda match: len(match[1]))
+    matches.sort(key=lambda match: len(match[1]), reverse=adapter.blocks_policy == "max")
+    return matches[0]
 
 
 def _resolve_flow(
@@ -358,6 +363,7 @@ def _resolve_flow(
     """How the blocks of a list pass tokens on: by the pattern, where table and source do not say otherwise."""
     known_flow = find_list_flow(model, name, blocks)
     where = f"{type(model).__name__}.{name}"
+    # Without a pattern, the source must say it.
     if pattern is None:
         if known_flow is None:
             raise ModelError(
@@ -397,6 +403,7 @@ def _apply_functor(model: nn.Module, functor: Any) -> Callable[[], None]:
     """Lets a functor edit a transformer; returns what undoes the attributes that it set on instances."""
     if functor is None:
         return lambda: None
+    # Only attributes of instances can be put back.
     before = [(module, dict(vars(module))) for module in model.modules()]
     if unwrap_module(functor.apply(model)) is not model:
         raise ModelError(

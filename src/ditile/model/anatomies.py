@@ -31,6 +31,7 @@ def find_anatomy(transformer: nn.Module) -> Anatomy | None:
     for row in _DERIVED.get(type(transformer), ()):
         if row["source"] == compute_source_hash(transformer, row["lists"]) and _list_settings(transformer) <= row["of"]:
             return read_row(row)
+    # A subclass that keeps the forwards is divided as its base is.
     for cls in type(transformer).__mro__:
         for row in read_anatomy_rows().get(cls.__name__, ()):
             if row["source"] == compute_source_hash(transformer, row["lists"]):
@@ -47,6 +48,7 @@ def find_derived_cuts(transformer: nn.Module) -> Mapping[str, Any]:
 def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
     """Keeps the anatomy of a class for this process, in place of one that is kept."""
     new_row = {**write_row(transformer, anatomy), "of": _list_settings(transformer)}
+    # The newest comes first, and replaces what was derived of the same sources and settings.
     rows: list[AnatomyRow] = [new_row]
     for row in _DERIVED.get(type(transformer), ()):
         if row["source"] != new_row["source"] or row["of"] != new_row["of"]:

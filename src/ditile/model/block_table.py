@@ -133,6 +133,7 @@ def read_anatomy_rows() -> Mapping[str, list[AnatomyRow]]:
 @functools.cache
 def read_transformer_table() -> Mapping[str, TransformerEntry]:
     """Class name -> what is known of its blocks."""
+    # A class that is derived later is in both tables; its anatomy counts.
     table = dict(_WITHOUT_ANATOMY)
     for name, rows in read_anatomy_rows().items():
         # Rows of a class differ in the classes of its blocks, and not in its lists.
@@ -150,6 +151,7 @@ def _read_flow(blocks: AnatomyRow) -> Flow:
 
 def find_diffusers_class(name: str) -> type[nn.Module] | None:
     """The class of that name in the diffusers that is installed; None if it has none."""
+    # Some transformers are not exported at the top.
     attribute = getattr(diffusers, name, None) or getattr(transformers, name, None)
     if isinstance(attribute, type) and issubclass(attribute, nn.Module):
         return attribute

@@ -156,7 +156,9 @@ class _Derivation:
         self._tokens_dim = self._find_tokens_dim(images)
         lengths = self._measure_streams(images)
         self._one_sequence = "T" not in lengths
-        rows = tuple(x.shape[1 - self._tokens_dim] if x.ndim > 2 else 1 for x in images)
+        rows = (1,) * len(images)
+        if images[0].ndim > 2:
+            rows = tuple(x.shape[1 - self._tokens_dim] for x in images)
         if len(set(rows)) > 1:
             lengths["B"] = rows
         for kind in lengths:
@@ -208,14 +210,14 @@ class _Derivation:
         """The kinds of the leaves of an argument, from its values in the calls; None where a call had none."""
         if self._has_item_for_each_row(values):
             return ("*",)
-        leaves = [None if value is None else pytree.tree_leaves(value) for value in values]
-        counts = {len(call_leaves) for call_leaves in leaves if call_leaves is not None}
+        leaves_of_call = {call: pytree.tree_leaves(value) for call, value in enumerate(values) if value is not None}
+        counts = set(map(len, leaves_of_call.values()))
         if len(counts) > 1:
             return ("",)
         kinds = []
         for leaf in range(next(iter(counts), 0)):
-            leaf_values = [None if call_leaves is None else call_leaves[leaf] for call_leaves in leaves]
-            kinds.append(self._match_leaf(where, leaf_values))
+            values_of_call = {call: leaves[leaf] for call, leaves in leaves_of_call.items()}
+            kinds.append(self._match_leaf(where, values_of_call))
         return tuple(kinds)
 
     def _has_item_for_each_row(self, values: Sequence[Any]) -> bool:
@@ -226,19 +228,22 @@ class _Derivation:
         counts = {(len(value), rows[call]) for call, value in enumerate(values) if value is not None}
         return len(counts) > 1 and all(count == row for count, row in counts)
 
-    def _match_leaf(self, where: str, values: Sequence[Any]) -> str:
-        calls = [call for call, value in enumerate(values) if value is not None]
-        if calls and all(type(values[call]) is int for call in calls):
-            kind = self._match_length(where, calls, [values[call] for call in calls])
-            return f"#{kind}" if kind in TOKENS else ""
-        if not calls or not all(isinstance(values[call], Tensor) for call in calls):
+    def _match_leaf(self, where: str, values: Mapping[int, Any]) -> str:
+        """The kind of a leaf, from its value in each call that has the argument."""
+        values = {call: value for call, value in values.items() if value is not None}
+        if not values:
             return ""
-        if len({values[call].ndim for call in calls}) > 1:
+        calls = list(values)
+        if all(type(value) is int for value in values.values()):
+            kind = self._match_length(where, calls, list(values.values()))
+            return f"#{kind}" if kind in TOKENS else ""
+        if not all(isinstance(value, Tensor) for value in values.values()):
+            return ""
+        shapes = [value.shape for value in values.values()]
+        if len(set(map(len, shapes))) > 1:
             raise ModelError(f"{where} has other dimensions from call to call")
-        word = ""
-        for dim in range(values[calls[0]].ndim):
-            word += self._match_length(where, calls, [values[call].shape[dim] for call in calls])
-        return word
+        # A word has a letter for each dimension.
+        return "".join(self._match_length(where, calls, sizes) for sizes in zip(*shapes, strict=True))
 
     def _match_length(self, where: str, calls: Sequence[int], sizes: Sequence[int]) -> str:
         """The letter of a dimension that had these lengths in these calls."""
@@ -316,7 +321,7 @@ class _Derivation:
             if tokens == num_image and image == range(tokens):
                 orders.add("none")
             elif tokens == self._lengths["J"][call] and image is not None and len(image) == num_image:
-                orders.add("image_first" if image.start == 0 else "text_first")
+                orders.add(_read_order(image))
             else:
                 raise ModelError(
                     f"{self._name}: {block.name} is given {tokens} tokens, the image in {image}, and there are "
@@ -337,15 +342,20 @@ class _Derivation:
             if first.causal:
                 raise ModelError(f"{where} is causal")
             queries = self._match_length(f"{where}, queries", every, [call.queries for call in calls])
-            further = self._find_further_keys(index, path, turn) if queries in "NJ" else ""
-            if further:
-                kinds.append(further)
-                continue
+            if queries in "NJ":
+                further = self._find_further_keys(index, path, turn)
+                if further:
+                    kinds.append(further)
+                    continue
             keys = self._match_length(f"{where}, keys", every, [call.keys for call in calls])
             is_shared = keys in "NJ" or (keys == "T" and self._has_text_keys(index, path, turn))
             if queries in TOKENS and is_shared:
-                kind = queries if queries == keys else queries + keys
-                kinds.append(kind + REAL_PAIRS if _have_real_pairs(calls) else kind)
+                kind = queries
+                if keys != queries:
+                    kind += keys
+                if _have_real_pairs(calls):
+                    kind += REAL_PAIRS
+                kinds.append(kind)
                 if keys == "J":
                     order = self._agree_on_order(where, order, self._find_key_order(index, path, turn))
             elif keys in "TC.1" and not self._has_image_keys(index, path, turn):
@@ -364,7 +374,7 @@ class _Derivation:
         call = self._poisoned[0][index].attention[path][turn]
         if call.poisoned is None or not 0 < len(call.poisoned) < call.keys:
             return "none"
-        return "image_first" if call.poisoned.start == 0 else "text_first"
+        return _read_order(call.poisoned)
 
     def _find_further_keys(self, index: int, path: str, turn: int) -> str:
         """The kind of an attention call whose keys are those of its own tokens and others; empty if it is none."""
@@ -439,7 +449,7 @@ class _Derivation:
         if whole is None:
             return
         runs = self._list_runs(anatomy, *self._choose_part())
-        expected = take_runs(whole, runs["N" if anatomy.joint == "none" else "J"], anatomy.tokens)
+        expected = take_runs(whole, runs[_name_sequence(anatomy)], anatomy.tokens)
         if not torch.allclose(part, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ModelError(
                 f"{self._name}: {block.name} computes a token from others, and not by torch's or diffusers' attention "
@@ -462,12 +472,10 @@ class _Derivation:
     def _list_runs(self, anatomy: ListAnatomy, image: range, text: range) -> Runs:
         """Where the tokens of a part are among those of each kind."""
         # Where no text is in the sequence, either order will do.
-        is_image_first = anatomy.joint == "image_first"
-        image_at = 0 if is_image_first else self._num_text
-        text_at = self._num_image if is_image_first else 0
-        image_run = range(image_at + image.start, image_at + image.stop)
-        text_run = range(text_at + text.start, text_at + text.stop)
-        both = [image_run, text_run] if is_image_first else [text_run, image_run]
+        if anatomy.joint == "image_first":
+            both = [image, range(self._num_image + text.start, self._num_image + text.stop)]
+        else:
+            both = [text, range(self._num_text + image.start, self._num_text + image.stop)]
         return {"N": [image], "T": [text], "J": [run for run in both if run]}
 
     def _run_on_part(
@@ -491,12 +499,11 @@ class _Derivation:
         for name, kinds in arguments.items():
             if call.get(name) is not None:
                 call[name] = cut_argument(call[name], kinds, runs)
-        image_runs = runs["N" if anatomy.joint == "none" else "J"]
-        call[anatomy.image] = take_runs(call[anatomy.image], image_runs, anatomy.tokens)
+        call[anatomy.image] = take_runs(call[anatomy.image], runs[_name_sequence(anatomy)], anatomy.tokens)
         if anatomy.text is not None:
             call[anatomy.text] = take_runs(call[anatomy.text], runs["T"], anatomy.tokens)
         usable = list[bool]()
-        sequence = self._lengths["J" if "J" in self._lengths else "N"][0]
+        sequence = self._num_image + self._num_text
 
         def note(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
             further = max(0, key.shape[-2] - query.shape[-2])
@@ -519,6 +526,16 @@ class _Derivation:
         if "none" not in (known, order) and known != order:
             raise ModelError(f"{self._name}: {where}: the order of keys is {order}, and elsewhere {known}")
         return order if known == "none" else known
+
+
+def _read_order(image: range) -> Joint:
+    """Where the text is in a sequence that has the image at these places."""
+    return "image_first" if image.start == 0 else "text_first"
+
+
+def _name_sequence(anatomy: ListAnatomy) -> str:
+    """The kind of the tokens in the parameter of the image."""
+    return "N" if anatomy.joint == "none" else "J"
 
 
 def _have_real_pairs(calls: Sequence[AttentionCall]) -> bool:
@@ -546,12 +563,13 @@ def _is_usable_mask(mask: Tensor, keys: int, sequence: int) -> bool:
 
 def _leave_pairs_whole(word: str) -> str:
     """A word in which pairs of queries and keys are whole: attention picks those of its own queries."""
-    num_token_dims = sum(letter in TOKENS for letter in word)
-    return _leave_whole(word) if num_token_dims > 1 else word
+    if sum(letter in TOKENS for letter in word) < 2:
+        return word
+    return _leave_whole(word)
 
 
 def _leave_whole(word: str) -> str:
     """A word whose token dimensions are left as they are."""
     if word.startswith("#"):
         return word
-    return "".join("K" if letter in TOKENS else letter for letter in word)
+    return word.translate(str.maketrans(TOKENS, "K" * len(TOKENS)))

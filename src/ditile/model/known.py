@@ -58,7 +58,9 @@ class KnownModel:
     @property
     def folder(self) -> Path:
         """Its configs, and its weights if they come with this package."""
-        return (ASSETS if self.hub_id is None else CONFIGS) / self.name
+        if self.hub_id is None:
+            return ASSETS / self.name
+        return CONFIGS / self.name
 
     def knows_word_of(self, prompt: str) -> bool:
         """Whether a prompt names something that the model knows."""

@@ -74,8 +74,9 @@ def _merge_words(where: str, one: str, other: str) -> str:
     # An argument that calls give with another number of dimensions has a word for each number.
     words = {len(word): word for word in one.split("|")}
     for word in other.split("|"):
-        known_word = words.get(len(word))
-        words[len(word)] = word if known_word is None else _merge_words(where, known_word, word)
+        if len(word) in words:
+            word = _merge_words(where, words[len(word)], word)
+        words[len(word)] = word
     return "|".join(words[length] for length in sorted(words))
 
 

@@ -123,6 +123,7 @@ def _capture_variations(
         changes = _capture_changes(pipe, capture, shrunk, small, latents)
         if "size" in changes:
             return [small, *changes.values()]
+    # The small image is not taken, or says nothing of the size: the example itself is varied.
     changes = _capture_changes(pipe, capture, example, whole, latents)
     return [whole, changes.pop("size", whole), *changes.values()]
 
@@ -150,8 +151,10 @@ def _capture_changes(
         change = "" if call is None else describe_change(first, call, latents)
         if call is not None and change:
             changes.setdefault(change, call)
+        # Size, text and rows are all that is asked for.
         if len(changes) == 3:
             break
+    # The derivation takes the second call for the one of another size.
     return {change: changes[change] for change in ("size", "text", "rows") if change in changes}
 
 
@@ -289,7 +292,8 @@ def _lengthen(value: Any, length: int) -> Any:
     def lengthen_leaf(leaf: Tensor) -> Tensor:
         if leaf.ndim < 2 or length not in leaf.shape[:2]:
             return leaf
-        return leaf.repeat_interleave(2, dim=1 if leaf.shape[1] == length else 0)
+        dim = 1 if leaf.shape[1] == length else 0
+        return leaf.repeat_interleave(2, dim=dim)
 
     return pytree.tree_map_only(Tensor, lengthen_leaf, value)
 
@@ -332,6 +336,7 @@ def _convert_call(call: CapturedCall) -> CapturedCall:
 
 def _run_twin(twin: nn.Module, **call: Any) -> Any:
     """What a twin makes of a call, on the device and in the dtype of its latents."""
+    # Results go where the pipeline has its latents.
     latents = next(x for x in pytree.tree_leaves(list(call.values())) if isinstance(x, Tensor))
     result = twin(**pytree.tree_map_only(Tensor, _convert_to_float32, call))
     return pytree.tree_map_only(Tensor, lambda x: x.to(latents.device, latents.dtype), result)

@@ -145,6 +145,7 @@ def record_blocks(
 
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        # Other backends of diffusers do not go through torch's attention, which is what is watched.
         stack.enter_context(attention_backend(AttentionBackendName.NATIVE))
         for record, (_, name, block, flow) in zip(records, chain, strict=True):
             for _, _, processor in find_attention_processors(block):
@@ -208,12 +209,15 @@ def _record_block(
     bypass: bool,
     poisons: Collection[str],
 ) -> None:
+    # The forward that records, below, wraps the one that tracks the path.
     track_path(stack, path, (record, ""), block)
     forward = block.forward
+    # That of the class: an instance may have a forward that was replaced.
     signature = inspect.signature(type(block).forward)
 
     @functools.wraps(forward)
     def forward_and_record(*args: Any, **kwargs: Any) -> Any:
+        # A second call would be mixed with the first one.
         if record.arguments:
             raise ModelError(f"block {name} is called more than once in a call of the transformer")
         record.arguments.update(signature.bind(block, *args, **kwargs).arguments)
@@ -250,7 +254,10 @@ def _pass_on(arguments: Mapping[str, Any], flow: Flow, out: Any) -> Any:
     streams = {"image": arguments[flow.image], "text": arguments.get(flow.text or "")}
     if not isinstance(out, tuple):
         return streams["image"]
-    return tuple(None if part is None else streams[name] for name, part in zip(flow.returns, out, strict=False))
+    passed = []
+    for name, part in zip(flow.returns, out, strict=False):
+        passed.append(None if part is None else streams[name])
+    return tuple(passed)
 
 
 def find_skip(transformer: nn.Module, chain: Sequence[ChainBlock], call: Call) -> tuple[str, str] | None:
@@ -260,6 +267,7 @@ def find_skip(transformer: nn.Module, chain: Sequence[ChainBlock], call: Call) -
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             for place, block in enumerate(chain):
+                # Blocks in between return zeros, so NaN that arrives elsewhere did not go through them.
                 fill = float("nan") if place == at else 0.0
                 receiver = block.name if place > at + 1 else ""
                 _replace_outputs(stack, block.block, fill, receiver, receivers)
@@ -358,6 +366,7 @@ def capture_call(
         if step is not None:
             override_attribute(stack, pipe.scheduler, "step", functools.wraps(step)(step_and_note))
         stack.enter_context(torch.no_grad())
+        # Blocks of a modular pipeline log whatever passes through them.
         hide_block_tracebacks(stack, StopAfterCall)
         with suppress(StopAfterCall):
             pipe(**arguments)

@@ -208,12 +208,13 @@ def read_flux_conditioning(call: Mapping[str, Any]) -> Conditioning:
 def make_flux_inputs(config: Mapping[str, Any], grid: Grid, text: int) -> dict[str, Any]:
     """Packed latents, T5's states, CLIP's pooled state, positions."""
     tokens = grid.rows * grid.tokens_per_row
+    guidance = torch.empty(1) if config["guidance_embeds"] else None
     return {
         "hidden_states": torch.empty(1, tokens, config["in_channels"]),
         "encoder_hidden_states": torch.empty(1, text, config["joint_attention_dim"]),
         "pooled_projections": torch.empty(1, config["pooled_projection_dim"]),
         "timestep": torch.empty(1),
-        "guidance": torch.empty(1) if config["guidance_embeds"] else None,
+        "guidance": guidance,
         "img_ids": torch.empty(tokens, 3),
         "txt_ids": torch.empty(text, 3),
     }
@@ -415,7 +416,9 @@ def trim_key_mask(mask: Tensor) -> tuple[int, Tensor | None]:
         last = int(seen.any(dim=1).any(dim=0).nonzero().max())
         length = min(length, -(-(last + 1) // KEY_UNIT) * KEY_UNIT)
     mask = mask[:, :, :length]
-    return length, mask if bool(mask.any()) else None
+    if not bool(mask.any()):
+        return length, None
+    return length, mask
 
 
 def _project_output(attn: Attention, attended: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ def _describe_family(name: str, proven: dict[str, tuple[tuple[str, ...], set[str
     rungs = []
     notes = []
     if columns >= _SEQUENCE:
-        rungs.append(_RUNGS[0] if columns >= {"pipefusion", "stale"} else _RUNGS[1])
+        has_patches = columns >= {"pipefusion", "stale"}
+        rungs.append(_RUNGS[0] if has_patches else _RUNGS[1])
         notes.append("its anatomy is derived")
     entry = read_transformer_table().get(name)
     if entry is not None and not entry.refusal:
@@ -138,6 +139,7 @@ def find_holes(transformer: type, pipeline: str) -> dict[str, str]:
     table = _read_family_table()
     columns = {*table["columns"], "tensor"}
     rows = [row for row in table["families"] if row["transformer"] == transformer.__name__]
+    # A pipeline without a row is judged by the others of its transformer.
     rows = [row for row in rows if row["pipeline"] == pipeline] or rows
     if not rows:
         return dict.fromkeys(columns - {"data", "cfg"}, "is not in the table of families")
@@ -168,13 +170,16 @@ def select_plan_spec(pipe: Any, plan: Plan) -> ModelSpec:
     is_guided_in_attention = "pag_scale" in list_call_parameters(pipe)
     if plan.cfg > 1 and is_guided_in_attention:
         raise PlanError(f"cfg={plan.cfg}: {name} tells branches of guidance apart inside attention; use data instead")
+    # The whole model is called, whatever it does with its tokens.
     if plan.divides_the_batch_alone:
         return choose_model_spec(model)
+    # Perturbed attention replaces processors in mid-run, on a model whose processors may be replaced already.
     if is_guided_in_attention and (plan.world > plan.data * plan.tensor or plan.num_patches > 1):
         raise ModelError(
             f"{name} puts an attention of its own into the transformer while it runs, which would see this rank's "
             "tokens alone; use data or tensor"
         )
+    # Only stages and patches leave a rank without the whole fresh latents.
     if plan.pipefusion * plan.num_patches > 1 and _has_uncalled_twin(pipe, model):
         raise ModelError(
             f"{name} calls a second {type(model).__name__} in its loop, which needs the whole fresh latents on every "

@@ -74,8 +74,10 @@ def find_token_parameters(parameters: Sequence[str]) -> tuple[str, str | None]:
         image = find_first_input(parameters)
     else:
         image = ""
-    texts = [name for name in TEXT_PARAMETERS if name in parameters and name != image]
-    return image, texts[0] if texts else None
+    for name in TEXT_PARAMETERS:
+        if name in parameters and name != image:
+            return image, name
+    return image, None
 
 
 def infer_block_flow(block: nn.Module, call: BlockCall | None = None) -> Flow | None:
@@ -87,15 +89,16 @@ def infer_block_flow(block: nn.Module, call: BlockCall | None = None) -> Flow | 
     """
     parameters = list_forward_parameters(block)
     image, text = find_token_parameters(parameters)
-    arguments = call.bind_arguments(parameters) if call else {}
+    arguments = {} if call is None else call.bind_arguments(parameters)
     flow = _infer_from_returns(_read_returned_names(block), parameters, image)
     if flow is None and call and call.results:
         flow = _infer_from_results(call.results, arguments, image)
     if flow is None or "text" in flow.returns:
         return flow
     # A parameter for text that the transformer gives nothing, or None, is no stream.
-    is_unused = bool(arguments) and arguments.get(text or "", NONE) == NONE
-    return Flow(flow.returns, image, None if is_unused else text)
+    if arguments and arguments.get(text or "", NONE) == NONE:
+        text = None
+    return Flow(flow.returns, image, text)
 
 
 def _read_returned_names(block: nn.Module) -> set[tuple[str, ...]]:
@@ -152,9 +155,12 @@ def _infer_from_results(results: tuple[str, ...], arguments: Mapping[str, str], 
     streams = [parameter_of.get(name) for name in results]
     if image not in streams or None in streams or len(streams) > 2:
         return None
-    texts = [stream for stream in streams if stream != image]
-    returns = tuple("image" if stream == image else "text" for stream in streams)
-    return Flow(returns, image, texts[0] if texts else None)
+    if len(streams) == 1:
+        return Flow(("image",), image, None)
+    first, second = streams
+    if second == image:
+        return Flow(("text", "image"), image, first)
+    return Flow(("image", "text"), image, second)
 
 
 def _name_returned_values(value: ast.expr) -> tuple[str, ...]:
@@ -177,7 +183,7 @@ def _name_item(item: ast.expr) -> str:
     """The name of what is returned in a tuple."""
     if isinstance(item, ast.Constant) and item.value is None:
         return NONE
-    return item.id if isinstance(item, ast.Name) else "*"
+    return read_name(item) or "*"
 
 
 def _parse_methods(cls: type, lists: set[str]) -> Iterator[ast.FunctionDef]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,7 @@ class PlanAnswer:
 
     def to_json_dict(self) -> dict[str, Any]:
         """The answer for programs."""
+        # Programs find every kind, with null where there is none.
         others = dict.fromkeys(OTHER_KINDS) | self._describe_others_for_programs()
         plans = []
         for number, why in enumerate(explain_prices(self.result.prices)):
@@ -176,7 +178,9 @@ class PlanAnswer:
         for kind in OTHER_KINDS:
             if kind in self.result.others:
                 remark = self._describe_other(kind, self.result.others[kind])
-                yield f"too large: {remark}" if kind == "too_large" else remark
+                if kind == "too_large":
+                    remark = f"too large: {remark}"
+                yield remark
         if self.call["pictures"]:
             tokens = ", and their tokens, if there are any" if self.call["references"] is None else ""
             yield (
@@ -218,6 +222,7 @@ class PlanAnswer:
         return f"{remark}: '{price.plan}' would take {seconds} s, {saved:.0%} less than plan 1 ({page})"
 
     def _list_warnings(self) -> list[str]:
+        # A datasheet has a share of 0.
         if self.disturbed <= MOSTLY_DISTURBED:
             return []
         return [
@@ -245,25 +250,31 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks as runs: 0, 2-5."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+    runs: list[str] = []
+    # Ranks that follow each other differ by as much as their places.
+    for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
+        run = [rank for _, rank in group]
+        if len(run) == 1:
+            runs.append(str(run[0]))
         else:
-            runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            runs.append(f"{run[0]}-{run[-1]}")
+    return ", ".join(runs)
 
 
 def explain_prices(prices: Sequence[Price]) -> Iterator[str]:
     """One phrase for each price: the parts of the first one's latency, and why each other plan is slower."""
     best = prices[0]
     shares = describe_shares(best)
-    yield f"the fastest: {shares}" if len(prices) > 1 else shares
+    if len(prices) > 1:
+        shares = f"the fastest: {shares}"
+    yield shares
     best_parts = _split_latency(best)
     for price in prices[1:]:
+        # Prices come in the order of latencies, or of whole calls in few steps, so this may be below 0.
         slower = price.latency_s / best.latency_s - 1
         more_memory = price.memory_bytes - best.memory_bytes
         if slower >= ALIKE:
+            # The part that grew most is named.
             more_seconds = {kind: seconds - best_parts[kind] for kind, seconds in _split_latency(price).items()}
             name = max(more_seconds, key=more_seconds.__getitem__)
             yield f"{slower:.0%} slower: {format_number(more_seconds[name], 2)} s more {name}"
@@ -278,7 +289,9 @@ def describe_shares(price: Price) -> str:
     parts = _split_latency(price)
     share = {kind: parts[kind] / price.latency_s for kind in parts}
     name = max(("exposed communication", "bubble"), key=lambda kind: share[kind])
-    return f"{share['compute']:.0%} compute, then {share[name]:.0%} {name}" if share[name] >= ALIKE else "all compute"
+    if share[name] < ALIKE:
+        return "all compute"
+    return f"{share['compute']:.0%} compute, then {share[name]:.0%} {name}"
 
 
 def describe_fewer_steps(other: OtherPlan, all_steps: int, best: Price) -> str:

@@ -77,6 +77,7 @@ class SlowdownGauge:
         if self.watches:
             rank = 0 if group is None else dist.get_rank(group)
             cores = set[int]().union(*gather_json(cpus.list_usable_cores(), group))
+            # Ranks without a core of their own would only measure each other.
             self._computes = rank < max(1, len(cores) // torch.get_num_threads())
 
     def __call__(self) -> float:
@@ -85,6 +86,7 @@ class SlowdownGauge:
             return 1.0
         own = 1.0
         if self._computes:
+            # A median, as one interruption says nothing about the next measurement.
             median = statistics.median(self._time_products())
             self.best_s = min(self.best_s, median)
             own = median / self.best_s
@@ -202,8 +204,10 @@ class Bench:
         return value
 
     def _time_shortest_run(self, call: Callable[[], Any]) -> float:
+        # The first call allocates memory and chooses kernels.
         self.time_average_call(call, 1)
         once = self.time_average_call(call, 1)
+        # A long call is its own average; three of them are enough.
         if once > BUDGET:
             return min(once, self.time_average_call(call, 1), self.time_average_call(call, 1))
         times = max(1, min(1000, int(BUDGET / REPEATS / max(once, 1e-7))))
@@ -257,6 +261,7 @@ def _tabulate_rates(
         row: list[float] = []
         for y in ys:
             work = count_operations(x, y)
+            # It would take seconds, and its rate is that of the largest one before.
             if work > LARGEST:
                 row.append(row[-1])
             else:
@@ -318,6 +323,7 @@ def measure_link(bench: Bench) -> Link:
     assert group is not None
     small = _time_one_way(bench, MESSAGES[0])
     large = _time_one_way(bench, MESSAGES[-1])
+    # The difference of two lengths leaves out what every message costs.
     bandwidth = MESSAGES[-1] / max(large - small, 1e-9)
     x = bench.make_message(MESSAGES[-2], world)
     tiny = bench.make_random_tensor(world)
@@ -372,9 +378,11 @@ def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
             dist.barrier(bench.group)
             both = bench.time_average_call(compute_and_call, 40)
             alone = bench.time_average_call(compute_linears, 40)
+            # Work before the call has the same length on every rank, so its time is taken off.
             differences.append(both - alone)
         return max(statistics.median(differences), 1e-7)
 
+    # The first call is slower: it may connect ranks and allocate memory.
     compute_and_call()
     return bench.measure_and_report(measure_added_seconds)
 
@@ -410,6 +418,7 @@ def _time_on_all_ranks(bench: Bench, call: Callable[[], Any], times: int = 10) -
     def measure_shortest() -> float:
         timings = []
         for _ in range(REPEATS):
+            # Ranks start together, or the first would wait for the last within the measurement.
             dist.barrier(bench.group)
             timings.append(bench.time_average_call(call, times))
         return min(timings)
@@ -452,6 +461,7 @@ def _measure_overlap(bench: Bench) -> float:
         for _ in range(2 * REPEATS):
             dist.barrier(bench.group)
             alone, sent, together = (bench.time_average_call(call, 5) for call in calls)
+            # What both take alone, less what they take together, was hidden.
             shares.append((alone + sent - together) / min(alone, sent))
         return min(1.0, max(0.0, statistics.median(shares)))
 
@@ -475,6 +485,7 @@ def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, fl
     terms = torch.stack([work, kernels], 1)
     ones = torch.ones(len(work), 1, dtype=work.dtype)
     slower, kernel_s = torch.linalg.lstsq(terms, ones, driver="gelsd").solution.flatten().tolist()
+    # Fitted costs must not be negative: what is left is fitted again with the bound in its place.
     if kernel_s < 0:
         slower = float(work.sum() / work.square().sum())
         kernel_s = 0.0

@@ -64,10 +64,14 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
 
     profile = load_machine_profile(question)
     source = find_model_source(question.model, weights=False)
-    subject = PlanSubject.from_configs(question.model, source, ["image"] if question.image else [])
+    conditions = ["image"] if question.image else []
+    subject = PlanSubject.from_configs(question.model, source, conditions)
     call = question.fill_call_arguments() | subject.bind_pictures(question.read_pictures())
     plan = question.priced_plan
-    devices = question.devices or (profile.devices if plan is None else plan.world)
+    devices = question.devices
+    if devices is None:
+        devices = profile.devices if plan is None else plan.world
+    # Every host has as many ranks as the others.
     if devices % question.hosts:
         raise PlanError(f"devices={devices} cannot be split evenly over hosts={question.hosts}; give --devices")
     request = SearchRequest(
@@ -84,8 +88,10 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     skips = predict_skipped_steps(cache, shape.steps, question.hit_rate)
     if plan is None:
         result = search_plans(subject, call, profile, request, skips)
+        used_devices = devices
     else:
         result = price_given_plan(subject, call, profile, request, plan, skips)
+        used_devices = plan.world
     tokens = subject.count_text_tokens(call)
     memories = []
     hosts = []
@@ -97,7 +103,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     return PlanAnswer(
         model=question.model,
         hardware=profile.name,
-        devices=devices if plan is None else plan.world,
+        devices=used_devices,
         result=result,
         call=_describe_call(subject, call, profile.element_size) | {"pictures": len(question.image or ())},
         disturbed=profile.disturbed,
@@ -160,6 +166,7 @@ def plan_for(
         return Plan.parse(row["plan"])
     known_words = [field.name for field in fields(PlanQuestion)]
     unknown = sorted(set(asked) - set(known_words))
+    # A dataclass would say only that there is an unexpected keyword.
     if unknown:
         raise PlanError(f"{unknown[0]}= is nothing that a plan is asked for by; there are {', '.join(known_words)}")
     plan_answer = answer_question(PlanQuestion(model=model, **asked))
@@ -190,6 +197,7 @@ def resolve_plan_option(text: str, options: GenerateOptions, run: RunOptions, pl
 
     def find_fastest_plan(hosts: int) -> str:
         place = env.read_torchrun_place()
+        # Under torchrun the ranks are there already, and a plan must use all of them.
         devices = None if place is None else place.world
         request = {name: getattr(options, name) for name in REQUEST_FIELDS}
         question = PlanQuestion(devices=devices, hosts=hosts, **request)

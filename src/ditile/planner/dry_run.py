@@ -47,6 +47,7 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: Mapping[str,
     subject, call = _read_planned_call(options)
     job = build_subject_job(subject, plan, call, configs)
     table = describe_plan(options.model, job, ["any"] * plan.world)
+    # The steps in which the schedule changes, and some after them.
     shown = STEPS_SHOWN
     if plan.least_warmup < 2:
         shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps)
@@ -69,6 +70,7 @@ def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, dict[str,
     subject = PlanSubject.from_configs(options.model, source, [*options.conditions], has_controlnet=has_controlnet)
     # It refuses what makes neither images nor videos.
     returns_videos(subject.pipeline)
+    # It refuses options that the class that will run does not take.
     merge_call_arguments(choose_requested_class(options)[0] or subject.pipeline, options, base)
     pictures = [read_picture(path, "image") for path in options.image or ()]
     return subject, build_dry_run_call(options, base) | subject.bind_pictures(pictures)
@@ -81,6 +83,7 @@ def _describe_host_memory(
     offloads_text = engine.text_after == "offload"
     if plan.offload == "none" and not offloads_text:
         return ""
+    # Weights wait in the host's memory only where there is a GPU, and have its type of numbers.
     dtype = choose_dtype_name(find_model_source(options.model, weights=False), engine.dtype, on_gpu=True)
     job = subject.make_plan_job(plan, subject.make_call_shape(call, getattr(torch, dtype).itemsize))
     host = count_host_memory(subject, job, offloads_text=offloads_text)

@@ -178,6 +178,7 @@ def load_profile(name: str, interlink: str | None = None) -> Profile:
 
 def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Profile:
     """The profile of a device that reaches the shares `gets` of its datasheet."""
+    # A product or an attention of this size reaches half of the rate.
     half = gets.attention_half
     matmul = []
     attention = []
@@ -187,6 +188,7 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
         rate = sheet.flops * gets.attention * rows / (rows + half)
         attention.append(tuple(rate * keys / (keys + half) for keys in SIZES))
     numbers = Curve((1.0,), (sheet.bandwidth * gets.memory,))
+    socket = SOCKET if sheet.link == "pcie" else 0
     return Profile(
         name=name,
         source=f"{sheet.source}; shares fitted by benchmarks.published",
@@ -208,7 +210,7 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
             neighbours=gets.wire.exchange,
             reduce=gets.wire.reduce,
             overlap=gets.wire.overlap,
-            socket=SOCKET if sheet.link == "pcie" else 0,
+            socket=socket,
             crossing=gets.wire.crossing,
         ),
     )
@@ -216,6 +218,7 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
 
 def add_interlink(profile: Profile, interlink: str) -> Profile:
     """The profile with hosts that a link of so many bits a second joins; messages on it overlap as within a host."""
+    # A tenth of the bandwidth is taken to be protocol, and 50 microseconds the way from host to host.
     bits = parse_bandwidth(interlink)
     host_link = Link(latency_s=5e-5, bandwidth=bits / 8 * 0.9, overlap=profile.link.overlap, call_s=profile.link.call_s)
     return dataclasses.replace(profile, interlink=host_link)
@@ -251,6 +254,7 @@ def _parse_amount(text: str, unit: str) -> float:
     if match is None:
         return 0.0
     amount = float(match[1])
+    # GiB counts in powers of 1024, GB in powers of 1000.
     thousand = 1024.0 if match[3] else 1000.0
     for _ in range(1 + "kmgt".index(match[2])):
         amount *= thousand

@@ -338,6 +338,7 @@ class _KernelRecorder(TorchDispatchMode):
             stack.callback(module.register_forward_hook(note_rows).remove)
 
         for path, module in hook.block.named_modules():
+            # These are the modules that tensor parallelism may cut.
             if isinstance(module, nn.Linear | nn.RMSNorm | RMSNorm):
                 watch(path, module)
 
@@ -354,6 +355,7 @@ class _KernelRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        # Views and bookkeeping read and write no numbers.
         if not func.is_view and func.name() not in FREE:
             self._count_kernel(_classify_kernel(self._sizes, str(func), args, out))
         return out
@@ -364,12 +366,15 @@ class _KernelRecorder(TorchDispatchMode):
             # Without the tokens of the image, it is computed once in a step.
             if kernel.stream not in ("image", "both"):
                 place = ("step", 0)
+            elif self._num_calls:
+                place = ("last", 0)
             else:
-                place = ("last" if self._num_calls else "first", 0)
+                place = ("first", 0)
         self.work[place][kernel] += 1
 
     def _count_attention(self, kernel: RooflineKernel, key_heads: float) -> None:
         place, block = self._places[-1]
+        # What a block computes up to its first attention can overlap with the exchange of keys.
         if place == "block":
             self.key_heads = max(self.key_heads, key_heads)
             self.before.setdefault(block, Counter(self.work[place, block]))
@@ -391,6 +396,7 @@ class _AttentionRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
+        # Arguments may be given by position or by name.
         query = args[0] if args else kwargs["query"]
         key = args[1] if len(args) > 1 else kwargs["key"]
         head_dim = query.shape[3]
@@ -401,6 +407,7 @@ class _AttentionRecorder(TorchFunctionMode):
             self._sizes.match_stream(key.shape[2]),
         )
         self._add(kernel, key.shape[1] / query.shape[1])
+        # The output has the shape of the queries, and its numbers are not needed.
         out = torch.empty_like(query)
         self._attend()
         return out

@@ -163,8 +163,10 @@ class OpPricer:
 
     def get_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         """Seconds for which an op occupies its stage; with `free`, messages take no time."""
+        # Stages with the same work take the same time.
         stage = self.first_alike_stages[stage]
         patch = self._find_alike_patch(op.patch)
+        # The first call of a step has more to do than those of other branches.
         key = (stage, op.kind, self.step_kinds[op.step], patch, op.branch == 0, op.micro_batch, free)
         seconds = self._seen.get(key)
         if seconds is None:
@@ -183,13 +185,10 @@ class OpPricer:
         for patch in range(layout.num_patches):
             # The first patch of a step has the work that is done once in a step. Where references are left out, that
             # is the first patch of the latents.
-            is_first_of_step = patch <= layout.num_references
-            kind = (
-                layout.count_rows(patch),
-                layout.carries_text(patch),
-                self.job.count_stepped_share(patch),
-                patch if is_first_of_step else None,
-            )
+            if patch <= layout.num_references:
+                alike.append(patch)
+                continue
+            kind = (layout.count_rows(patch), layout.carries_text(patch), self.job.count_stepped_share(patch))
             alike.append(first_patches.setdefault(kind, patch))
         return alike
 
@@ -207,8 +206,10 @@ class OpPricer:
             return 0.0
         link = self.get_axis_link("pipefusion")
         size = self._count_message_bytes(stage, op)
-        packing = self._compute_packing_load(size if op.kind in PACKED_SENDS else 0.0, 1)
-        return (1 - link.overlap) * size / link.bandwidth + packing.get_busy_seconds(self._profile)
+        seconds = (1 - link.overlap) * size / link.bandwidth
+        if op.kind in PACKED_SENDS:
+            seconds += self._compute_packing_load(size, 1).get_busy_seconds(self._profile)
+        return seconds
 
     def _compute_call_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         """Seconds of a call of the transformer on a stage, or of a micro-batch of it."""
@@ -231,12 +232,15 @@ class OpPricer:
         seconds = self._profile.micro_s
         if op.patch is not None and micro.patch is None:
             seconds /= patches
-        return seconds if free else seconds + self._compute_guidance_seconds(micro) / patches
+        if not free:
+            seconds += self._compute_guidance_seconds(micro) / patches
+        return seconds
 
     def _get_offload_seconds(self, stage: int) -> float:
         """Seconds in which the weights of a stage's blocks come from the host's memory, under what is computed."""
         job = self.job
         blocks = job.stages[stage]
+        # Blocks that fit the buffers stay on the device.
         if job.plan.offload == "none" or len(blocks) <= NUM_BUFFERS:
             return 0.0
         numbers = sum(job.weights.blocks[block] for block in blocks) / job.plan.tensor
@@ -273,8 +277,9 @@ class OpPricer:
         return size
 
     def _make_micro_step(self, op: Op) -> MicroStep:
-        stale = self.schedule.reads_stale_keys(op.step) and self.job.plan.distrifusion == 1
-        return MicroStep(op.step, op.patch if stale else None)
+        if self.schedule.reads_stale_keys(op.step) and self.job.plan.distrifusion == 1:
+            return MicroStep(op.step, op.patch)
+        return MicroStep(op.step, None)
 
     def _compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
         """The load of a stage's blocks and of the model's ends that it has, in one call or a micro-batch of it."""
@@ -289,6 +294,7 @@ class OpPricer:
         is_first_call = op.branch == 0 and op.micro_batch == 0
         if is_first_call and micro == self.schedule.list_micro_steps(micro.step)[0]:
             parts += [(work.step, 1.0), *mix.steps]
+        # What does not change during a generation is computed in its first step.
         if op.step == 0:
             parts += [(work.once, 1.0), *mix.once]
         total = DeviceLoad(0.0, 0.0)
@@ -324,10 +330,14 @@ class OpPricer:
             image = -(-job.image_layout.image_tokens // group_size)
             text = -(-text // group_size)
         batch = job.compute_replica_shape(place.data).batch
+        # Each micro-batch has some rows of the batch.
         if self.schedule.mode == "pipelined":
             batch = len(self.schedule.split_micro_batches(micro)[op.micro_batch])
         keys = job.image_layout
+        share = 1.0
         subgroup_tokens = cost.count_ulysses_tokens(job, place, micro) if plan.ulysses > 1 else 0
+        if subgroup_tokens:
+            share = subgroup_tokens / (image + text)
         return RankTokens(
             batch=batch,
             image=image,
@@ -336,7 +346,7 @@ class OpPricer:
             text_keys=keys.text or self._basis.text_tokens,
             heads=job.count_heads(place) / job.shape.heads,
             split=plan.tensor,
-            share=subgroup_tokens / (image + text) if subgroup_tokens else 1.0,
+            share=share,
             fused=self._fuses and (plan.rounds_otherwise or self.schedule.reads_stale_keys(micro.step)),
         )
 
@@ -409,7 +419,9 @@ class OpPricer:
         place = self._places[-1]
         size = cost.count_guidance_bytes(self.job, place, micro)
         link = self.get_axis_link("cfg")
-        return link.latency_s + size / link.bandwidth if size else 0.0
+        if not size:
+            return 0.0
+        return link.latency_s + size / link.bandwidth
 
     def get_axis_link(self, axis: str) -> Link:
         """The slowest link that an axis crosses, with the bandwidth that each rank has while others share it."""

@@ -36,6 +36,7 @@ class Curve:
     def interpolate(self, x: float, y: float = 1.0) -> float:
         """The rate at some sizes."""
         k, part = _locate_on_log_scale(self.x, x)
+        # The neighbours on the first axis, each interpolated on the second.
         low = self.rates[k]
         high = self.rates[min(k + 1, len(self.x) - 1)]
         if self.y:
@@ -161,10 +162,12 @@ class Profile:
             values["link"] = _parse_link(values["link"], "link")
             if values.get("interlink") is not None:
                 values["interlink"] = _parse_link(values["interlink"], "interlink")
+            # Other kinds fall back on the general curve.
             for name in _POINTWISE:
                 _ = values["pointwise"][name]  # it raises where there is none
             return cls(**values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            # A KeyError has nothing but the name.
             what = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise ModelError(f"{where} is no profile of a machine ({what}); make one with `ditile calibrate`") from None
 
@@ -206,6 +209,7 @@ def _check_fields(cls: type, values: Mapping[str, Any], what: str, apart: Sequen
     for field_of_class in dataclasses.fields(cls):
         name = field_of_class.name
         type_name = str(field_of_class.type)
+        # Missing fields have defaults, or are refused by the class itself.
         if name in apart or name not in values:
             continue
         value: Any = values[name]
@@ -231,13 +235,15 @@ def _parse_curve(values: Mapping[str, Any], name: str) -> Curve:
     x = tuple(_check_sizes(values["x"], f"{name}.x"))
     y = tuple(_check_sizes(values["y"], f"{name}.y"))
     rows: list[Any] = []
+    shape = set()
     for row in values["rates"]:
         is_row = isinstance(row, list)
-        for rate in row if is_row else [row]:
+        rates = tuple(row) if is_row else (row,)
+        for rate in rates:
             if not is_number(rate) or not _RANGE[0] <= rate <= _RANGE[1]:
                 raise ValueError(f"{name} has the rate {rate!r:.80}")
-        rows.append(tuple(row) if is_row else row)
-    shape = {len(row) if isinstance(row, tuple) else 0 for row in rows}
+        rows.append(rates if is_row else row)
+        shape.add(len(rates) if is_row else 0)
     if not x or len(rows) != len(x) or shape != {len(y)}:
         raise ValueError(f"{name} has not one rate for each of its sizes")
     return Curve(x, tuple(rows), y)
@@ -253,6 +259,7 @@ def _check_sizes(sizes: Sequence[Any], what: str) -> Sequence[float]:
 @lru_cache(maxsize=65536)
 def _locate_on_log_scale(points: tuple[float, ...], value: float) -> tuple[int, float]:
     """The point at or below a value, and how far it is to the next one on a logarithmic scale."""
+    # Outside of what was measured, the rate stays what it was at the nearest size.
     if value <= points[0]:
         return 0, 0.0
     if value >= points[-1]:

@@ -207,9 +207,11 @@ class PlanSearch:
         num_simulated = SIMULATED if self.shape.steps > FEW_STEPS else SIMULATED_OF_FEW_STEPS
         jobs_by_bound = self.sort_jobs_by_bound()
         for bound, job in jobs_by_bound:
+            # Plans come in the order of their bounds, so none of the later ones is faster than what is shown.
             if len(prices) >= num_simulated and bound > prices[SHOWN - 1].latency_s:
                 break
             sized = self.fit_plan_to_memory(job.plan)
+            # Weights that are offloaded need the memory of the host, those that are not need that of a device.
             lacks_on_host = self._count_missing_host_bytes(sized.job)
             if sized.memory > self._device_bytes:
                 too_large.append(sized)
@@ -217,18 +219,21 @@ class PlanSearch:
                 too_large_for_host.append((lacks_on_host, sized.job.plan))
             else:
                 self._insert_price(prices, sized)
+        # Offloading costs time in every step, so it is tried only where nothing fits without it.
         if not prices and self.request.offload == "none":
             return replace(self, request=replace(self.request, offload="blocks")).find_fastest_plans()
         if too_large_for_host and not prices:
             raise self._make_host_memory_error(*min(too_large_for_host, key=lambda lacking: lacking[0]))
         if not prices:
             raise self._make_memory_error(too_large)
+        # Another warmup changes the synchronous steps alone, so only plans that are fast already are worth the trial.
         for price in prices[:num_simulated]:
             for plan in self.iterate_other_warmups(self.subject.make_plan_job(price.plan, self.shape)):
                 sized = self.fit_plan_to_memory(plan)
                 if sized.memory <= self._device_bytes:
                     self._insert_price(prices, sized)
         prices = [self._complete_price(price) for price in prices[:SHOWN]]
+        # In a short call the decode and the text encoders are a large part of the time.
         if self.shape.steps <= FEW_STEPS:
             prices.sort(key=lambda price: price.call_s)
         limit = self.request.max_latency_s
@@ -283,6 +288,7 @@ class PlanSearch:
         options = self.subject.memory_saving_options
         if unchanged.memory <= self._device_bytes or plan.world == 1 or not options:
             return unchanged
+        # Saving memory may cost time outside of the loop, so the plan itself comes first, and all options last.
         smallest = self._size_plan(replace(plan, **dict(options)))
         if smallest.memory > self._device_bytes:
             return min(unchanged, smallest, key=lambda sized: sized.memory)
@@ -300,8 +306,10 @@ class PlanSearch:
         plan = job.plan
         if plan.pipefusion == 1 or plan.warmup == 0:
             return
+        # Micro-batches are rows of the batch.
         if job.shape.divide_batch(plan).batch > 1:
             yield replace(plan, warmup_mode="pipelined")
+        # Stages share a step by splitting its tokens, which excludes other splits of tokens and of weights.
         if plan.token_ranks * plan.tensor > 1 or not self.subject.streams_weights:
             return
         shared = replace(plan, warmup_mode="sequence")
@@ -372,16 +380,18 @@ class PlanSearch:
             return price
         subject = self.subject
         plan = price.plan
+        # All ranks of a replica decode its images.
         ranks = plan.world // plan.data
         images = math.ceil(shape.images / plan.data)
         pixels = images * shape.height * shape.width // subject.vae_scale**2
         work = subject.count_decode_work(shape.frames)
         whole = compute_decode_seconds(work, pixels, 1, self.profile)
         divided = compute_decode_seconds(work, pixels, ranks, self.profile)
+        decode = divided if plan.vae == "rows" else whole
         completed = replace(
             price,
             text_s=compute_text_seconds(subject.text, subject.count_prompt_tokens(self.call, shape), self.profile),
-            decode_s=divided if plan.vae == "rows" else whole,
+            decode_s=decode,
         )
         if not may_divide or not subject.divides_decode or plan.vae == "rows":
             return completed
@@ -418,6 +428,7 @@ class PlanSearch:
         steps = self.shape.steps
         if steps > FEW_STEPS or best.plan.world == 1 or not best.plan.attends_to_stale_keys:
             return None
+        # The most steps come first: fewer change images more.
         for fewer in range(steps - 1, 0, -1):
             job = self.subject.make_plan_job(Plan(), replace(self.shape, steps=fewer))
             if self._count_peak_bytes(job) > self._device_bytes:
@@ -453,6 +464,7 @@ class PlanSearch:
         """The plan with references in synchronous steps alone; None if the call has none."""
         if not self.shape.references:
             return None
+        # References are a patch of their own, so there are at least two.
         patches = 2 if plan.pipefusion * plan.distrifusion == 1 else None
         warmup = plan.warmup if plan.warmup == AUTO else max(plan.warmup, 1)
         return replace(plan, references=0, patches=patches, warmup=warmup)
@@ -485,8 +497,10 @@ def _iterate_degrees(world: int, shape: Shape) -> Iterator[dict[str, Any]]:
     branches = shape.branches_per_call * shape.calls
     for factors in _iterate_products(world, len(AXES)):
         degrees = dict(zip(AXES, factors, strict=True))
+        # cfg has two halves, data needs an image for each rank, and tensor must divide the heads.
         if degrees["cfg"] > min(branches, 2) or degrees["data"] > shape.images or shape.heads % degrees["tensor"]:
             continue
+        # DistriFusion keeps stale keys of patches as PipeFusion does, and gathers keys as a ring does.
         if degrees["distrifusion"] == 1 or degrees["pipefusion"] == degrees["ring"] == 1:
             yield degrees
 
@@ -504,7 +518,11 @@ def _iterate_products(number: int, factors: int) -> Iterator[tuple[int, ...]]:
 def _iterate_patch_counts(degrees: Mapping[str, int], warmup: int) -> Iterator[dict[str, Any]]:
     stages = degrees["pipefusion"]
     if stages == 1:
-        yield {"warmup": warmup} if degrees["distrifusion"] > 1 else {}
+        # Only stale keys need synchronous steps before them.
+        if degrees["distrifusion"] > 1:
+            yield {"warmup": warmup}
+        else:
+            yield {}
         return
     for factor in FACTORS:
         if stages * factor <= MOST_PATCHES:
@@ -545,6 +563,7 @@ def predict_skipped_steps(config: DBCacheConfig | None, steps: int, hit_rate: fl
                     "steps it is expected to leave out, such as --hit-rate 0.5"
                 )
             hits += hit_rate
+        # Hits are spread evenly over the measured steps; 1e-9 is for sums of floats.
         is_hit = verdict is RuleVerdict.MEASURE and hits >= 1 - 1e-9
         if is_hit:
             hits -= 1

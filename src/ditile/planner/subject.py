@@ -139,6 +139,7 @@ class PlanSubject:
         transformer = configs.build_transformer()
         spec = find_model_spec(transformer)
         recorder = None
+        # To record a call, the pipeline is built from its configs, which takes seconds.
         if configs.is_recorded(spec):
             recorder = configs.make_recorder(*configs.build_parts(transformer))
         if spec is None or spec.example is None:
@@ -251,6 +252,7 @@ class PlanSubject:
             "max_sequence_length": PROBED_TEXT,
         }
         step = self._record(size | NO_GUIDANCE)
+        # Work is counted for one row, and multiplied by the rows of a call.
         if step.calls[0].rows != 1:
             raise ModelError(
                 f"{self.pipeline.__name__} calls {type(self.transformer).__name__} with {step.calls[0].rows} rows for "
@@ -274,6 +276,7 @@ class PlanSubject:
                 f"{type(self.transformer).__name__} attends otherwise than by scaled_dot_product_attention, so that "
                 "its work cannot be counted"
             )
+        # A block may attend twice; the widest attention is that of its tokens.
         channels, head_dim = max(kernel.size for kernel in kernels)
         return int(channels) // head_dim, head_dim
 
@@ -341,6 +344,7 @@ class PlanSubject:
     def _decode_counter(self) -> Callable[[int], float]:
         if self.decoder is None:
             return lambda frames: 0.0
+        # A VAE of frames keeps some of them alive, so its peak depends on their number.
         if self.scale.frames:
             return make_frame_decode_counter(self.coder, self.decoder, self.scale.channels)
         numbers = self.decodes
@@ -366,11 +370,13 @@ class PlanSubject:
     @staticmethod
     def count_prompt_tokens(call: Mapping[str, Any], shape: Shape) -> int:
         """Tokens that text encoders read for an image: those of its prompt, and of the negative one."""
+        # There are two prompts at most, whatever branches are made of them.
         prompts = min(shape.branches_per_call * shape.calls, 2)
         return int(call.get("max_sequence_length") or PROMPT_TOKENS) * prompts
 
     def count_text_tokens(self, call: Mapping[str, Any]) -> int:
         """Tokens of text that cross attention sees, which are not in the sequence."""
+        # Text in the sequence is counted with its tokens.
         if self.model_spec.joint != "none":
             return 0
         if self.is_derived and self.recorder is not None:
@@ -413,6 +419,7 @@ class PlanSubject:
         return reasons
 
     def _divides_keys(self, plan: Plan) -> bool:
+        # Grouped queries have fewer heads of keys, which tensor parallelism must divide too.
         heads, _ = self.attention_heads
         return round(heads * self.transformer_work.key_heads) % plan.tensor == 0
 
@@ -429,6 +436,7 @@ class PlanSubject:
         """
         config: Any = self.transformer.config
         filled = self.fill_arguments(call)
+        # Before a call is recorded, which would only fail somewhere inside the pipeline.
         check_image_size(filled, self.token_side)
         frames = call.get("num_frames")
         if frames is not None and not self.makes_videos:
@@ -455,7 +463,8 @@ class PlanSubject:
         return bind_conditions(taken, {"image": list(pictures)})
 
     def _make_recorded_shape(self, call: Mapping[str, Any], element_size: int) -> Shape:
-        latent_frames = self.scale.count_latent_frames(int(call.get("num_frames") or 1)) if self.makes_videos else 1
+        frames = int(call.get("num_frames") or 1) if self.makes_videos else 1
+        latent_frames = self.scale.count_latent_frames(frames)
         step = self._record(call)
         heads, head_dim = self.attention_heads
         images = count_images({"prompt": "", **call})
@@ -468,16 +477,20 @@ class PlanSubject:
         if references is not None and latent_frames == 1:
             height, width = self._fit_size(height, width, first.image - references)
         # Calls with unlike numbers of rows count as one for each row.
-        is_even = len(set(rows)) == 1
+        batch = images
+        calls = sum(rows) // images
+        if len(set(rows)) == 1:
+            batch = rows[0]
+            calls = len(rows)
         return Shape(
             height=height,
             width=width,
             steps=int(call["num_inference_steps"]),
             grid=self._find_grid(height, width, first),
             text=first.text,
-            batch=rows[0] if is_even else images,
+            batch=batch,
             images=images,
-            calls=len(rows) if is_even else sum(rows) // images,
+            calls=calls,
             heads=heads,
             head_dim=head_dim,
             latent_elements=latents,
@@ -513,6 +526,7 @@ class PlanSubject:
         latents = first.arguments.get(find_latents_parameter(self.transformer))
         rows = height // self.token_side
         columns = width // self.token_side
+        # Patches of a video are the same rows of every frame.
         frames, rest = divmod(first.image, rows * columns)
         if isinstance(latents, Tensor) and latents.ndim == 5 and not rest and frames > 1:
             return Grid(rows, columns, frames)
@@ -535,6 +549,7 @@ class PlanSubject:
                 "references out"
             )
         if plan.text == "split" and plan.world > 1:
+            # It raises where the layers of an encoder are not known.
             for encoder in filter(None, self.encoders):
                 find_encoder_modules(encoder)
         plan.check(shape.collect_facts(kind, len(self.block_hooks.chain)))

@@ -75,6 +75,7 @@ class PipelineConfigs:
         """
         index = read_model_index(source)
         places = dict[str, Path | str]()
+        # A modular pipeline says in an index of its own where its parts are.
         if MODULAR_MARK in index:
             index, places = _read_modular_index(source, index)
         try:
@@ -87,6 +88,7 @@ class PipelineConfigs:
             vae = load_component_config(diffusers.AutoencoderKL, places.get("vae", source), "vae")
         except (OSError, KeyError, AttributeError, TypeError) as error:
             raise LoadError(f"the configs of {str(source)!r} cannot be read: {' '.join(str(error).split())}") from error
+        # A count in a broken config could ask for a model that no memory holds.
         check_config_counts(transformer, f"the config of transformer in {source}")
         check_config_counts(vae, f"the config of vae in {source}")
         coder = getattr(diffusers, index.get("vae", ("", "AutoencoderKL"))[1])
@@ -130,6 +132,7 @@ class PipelineConfigs:
         parameters = inspect.signature(self.pipeline.__init__).parameters
         classes = [getattr(transformers, name, None) for name in self._encoder_names.values()]
         for name in TEXT:
+            # The index of configs that come with this package has no text encoders.
             if name in parameters and name not in self.index:
                 annotation = parameters[name].annotation
                 # It may be a union of several classes.
@@ -147,6 +150,7 @@ class PipelineConfigs:
         with init_on_meta_device():
             parts = {"transformer": transformer, "vae": self.coder.from_config(self.vae)}
             if self.has_second:
+                # Both checkpoints of such a pipeline have one architecture.
                 parts["transformer_2"] = build_meta_model(transformer)
         return parts, [build_block_hooks(part, UNKNOWN_MODEL) for name, part in parts.items() if name != "vae"]
 
@@ -161,6 +165,7 @@ class PipelineConfigs:
 
     def count_other_parts(self) -> OtherParts:
         """Reads the parameters of other parts from a file, or counts them on models made from configs."""
+        # Configs of published models come without those of their text encoders.
         facts = Path(self.source, FACTS)
         if facts.exists():
             counts = read_json_object(facts)

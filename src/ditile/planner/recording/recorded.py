@@ -105,6 +105,7 @@ class PipelineRecorder:
     def __init__(self, pipe: Any, *hooks: TransformerHooks) -> None:
         self.pipe = pipe
         self._hooks = hooks
+        # It would show a call that nobody made.
         pipe.set_progress_bar_config(disable=True)
         name = type(pipe).__name__
         if name not in read_prompt_table():
@@ -155,6 +156,7 @@ class PipelineRecorder:
             stack.enter_context(convert_build_errors(type(self.pipe).__name__, "cannot be called for its sizes alone"))
             stack.enter_context(torch.no_grad())
             stack.enter_context(sizes)
+            # Only the first step is run; guidance and rows are the same in the others.
             with suppress(StopAfterFirstStep):
                 self.pipe(**self.make_arguments(call, sizes.make_unknown))
         if not calls or not latents:
@@ -167,6 +169,7 @@ class PipelineRecorder:
         seen = dict[int, dict[str, Any]]()
 
         def forward_and_record(*args: Any, **kwargs: Any) -> Any:
+            # What blocks were given belongs to one call of the transformer.
             seen.clear()
             out = forward(*args, **kwargs)
             calls.append(_describe_call(hooks, bind_arguments(model, args, kwargs), seen, out))
@@ -223,6 +226,7 @@ class PipelineRecorder:
         rows = int(call.get("num_images_per_prompt") or call.get("num_videos_per_prompt") or 1)
         if isinstance(shape, int):
             return shape
+        # Texts of all rows in one sequence begin and end at whole texts.
         if shape == "ends":
             return torch.arange(rows + 1, dtype=torch.int32) * self.count_text_tokens(call)
         if isinstance(shape, str):
@@ -286,7 +290,8 @@ def _describe_call(
         image_tokens -= text
     rows = 1
     if not anatomy.has_no_batch:
-        rows = image.shape[0 if anatomy.tokens else 1]
+        # Streams are `[B, tokens, C]` or `[tokens, B, C]`.
+        rows = image.shape[1 - anatomy.tokens]
     return RecordedCall(
         arguments=arguments,
         rows=rows,
@@ -372,6 +377,7 @@ def _build_part(source: Path | str, name: str, library: str, kind: str) -> Any:
     is_model = issubclass(cls, nn.Module)
     try:
         config = load_component_config(cls, source, name)
+    # Parts without a config, such as schedulers of old models, have the defaults of their class.
     except OSError:
         config = {}
     with init_on_meta_device() if is_model else nullcontext():
