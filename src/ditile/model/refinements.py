@@ -399,8 +399,8 @@ class PixArtCrossAttention:
 
 
 def _project_heads(linear: Any, x: Tensor, heads: int) -> Tensor:
-    projection: Tensor = linear(x)
-    return projection.unflatten(-1, (heads, -1)).transpose(1, 2)
+    projection: Tensor = linear(x).unflatten(-1, (heads, -1))
+    return projection.transpose(1, 2)
 
 
 def trim_key_mask(mask: Tensor) -> tuple[int, Tensor | None]:
