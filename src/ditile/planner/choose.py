@@ -27,6 +27,7 @@ from ditile.runner.requests.options import GenerateOptions
 # Nothing here imports torch before there is something to ask: the command line imports this for every command.
 if TYPE_CHECKING:
     from ditile.planner.answer import PlanAnswer
+    from ditile.planner.search import SearchRequest
     from ditile.planner.subject import PlanSubject
 
 DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32"}
@@ -59,7 +60,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     """
     from ditile.planner.answer import PlanAnswer
     from ditile.planner.memory import count_host_memory, count_rank_memory
-    from ditile.planner.search import SearchRequest, predict_skipped_steps, price_given_plan, search_plans
+    from ditile.planner.search import predict_skipped_steps, price_given_plan, search_plans
     from ditile.planner.subject import PlanSubject
 
     profile = load_machine_profile(question)
@@ -74,15 +75,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     # Every host has as many ranks as the others.
     if devices % question.hosts:
         raise PlanError(f"devices={devices} cannot be split evenly over hosts={question.hosts}; give --devices")
-    request = SearchRequest(
-        devices=devices,
-        hosts=question.hosts,
-        memory_bytes=_parse_memory(question.memory, "memory"),
-        host_memory_bytes=_parse_memory(question.host_memory, "host_memory"),
-        max_latency_s=question.max_latency,
-        warmup=question.warmup,
-        all_devices=all_devices,
-    )
+    request = _make_search_request(question, devices, all_devices=all_devices)
     shape = subject.make_call_shape(call, profile.element_size)
     cache = None if question.cache is None else parse_cache_line(question.cache)["cache_config"]
     skips = predict_skipped_steps(cache, shape.steps, question.hit_rate)
@@ -112,6 +105,20 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         hosts=tuple(hosts),
         host_memory_bytes=request.host_memory_bytes or profile.host_memory_bytes,
         models=subject.models,
+    )
+
+
+def _make_search_request(question: PlanQuestion, devices: int, *, all_devices: bool) -> SearchRequest:
+    from ditile.planner.search import SearchRequest
+
+    return SearchRequest(
+        devices=devices,
+        hosts=question.hosts,
+        memory_bytes=_parse_memory(question.memory, "memory"),
+        host_memory_bytes=_parse_memory(question.host_memory, "host_memory"),
+        max_latency_s=question.max_latency,
+        warmup=question.warmup,
+        all_devices=all_devices,
     )
 
 
