@@ -48,6 +48,11 @@ from ditile.serve.jobs import Job
 router = APIRouter(prefix="/sdapi/v1")
 # The only sampler and scheduler of the lists: the model's own.
 OWN_VALUE = "Automatic"
+_LISTS = {
+    "samplers": [{"name": OWN_VALUE, "aliases": [], "options": {}}],
+    "schedulers": [{"name": OWN_VALUE.lower(), "label": OWN_VALUE, "aliases": None}],
+    "upscalers": [{"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 1}],
+}
 _LORA = re.compile(r"<lora:([^:<>]{1,100})(?::([\d.]{1,10}))?(?::[^<>]{0,40})?>")
 _NUMBER = re.compile(r"\d*\.?\d+|\d+\.")
 _MOST_LISTED = 100
@@ -194,21 +199,12 @@ async def write_options(http: HttpRequest) -> Response:
 
 
 @router.get("/samplers")
-async def list_samplers() -> Response:
-    """The model's own sampler."""
-    return AsciiJSONResponse([{"name": OWN_VALUE, "aliases": [], "options": {}}])
-
-
 @router.get("/schedulers")
-async def list_schedulers() -> Response:
-    """The model's own scheduler."""
-    return AsciiJSONResponse([{"name": OWN_VALUE.lower(), "label": OWN_VALUE, "aliases": None}])
-
-
 @router.get("/upscalers")
-async def list_upscalers() -> Response:
-    """None is served."""
-    return AsciiJSONResponse([{"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 1}])
+async def read_list(http: HttpRequest) -> Response:
+    """The model's own sampler or scheduler; of upscalers none."""
+    name = http.url.path.rpartition("/")[2]
+    return AsciiJSONResponse(_LISTS[name])
 
 
 @router.get("/loras")
