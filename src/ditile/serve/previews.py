@@ -112,13 +112,16 @@ class PreviewDecoder:
 
     def _arrange_grids(self, latents: Tensor, size: tuple[int, int]) -> tuple[list[Tensor], int]:
         """The latents of each frame as `[h, w, C]`, and how many colours a latent pixel has in each direction."""
-        if latents.ndim not in (3, 4, 5) or latents.shape[0] != 1:
+        is_single = latents.shape[0] == 1
+        if latents.ndim not in (3, 4, 5) or not is_single:
             raise ModelError(f"latents {list(latents.shape)} are not of one image; give one row of a batch")
         latents = latents[0].detach().double().cpu()
         if latents.ndim == 3:
             return [latents.permute(1, 2, 0)], 1
         if latents.ndim == 4:
-            if latents.shape[0] != self._channels and latents.shape[1] == self._channels:
+            # Wan and others have the channels first; CogVideoX has the frames first.
+            first, second = latents.shape[:2]
+            if first != self._channels and second == self._channels:
                 return list(latents.permute(0, 2, 3, 1)), 1
             return list(latents.permute(1, 2, 3, 0)), 1
         width, height = size

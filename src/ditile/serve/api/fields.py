@@ -54,6 +54,8 @@ def _refuse_no_text(text: str) -> str:
 Text = Annotated[str, AfterValidator(_refuse_no_text)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 Scale = Annotated[float, Field(allow_inf_nan=False)]
+# -1 asks for a random one; torch takes no more than 63 bits.
+Seed = Annotated[int, Field(ge=-1, lt=2**63)]
 
 
 class LoraField(BaseModel):
@@ -75,9 +77,7 @@ class RequestFields(BaseModel):
     size: Text | None = Field(None, description="WxH in pixels, or auto: the model's own", examples=["1024x1024"])
     width: Count | None = Field(None, description="pixels, instead of size", examples=[1024])
     height: Count | None = Field(None, description="pixels, instead of size", examples=[1024])
-    seed: Annotated[int, Field(ge=-1, lt=2**63)] | None = Field(
-        None, description="of the first image; random by default, and answered", examples=[7]
-    )
+    seed: Seed | None = Field(None, description="of the first image; random by default, and answered", examples=[7])
     num_inference_steps: Count | None = Field(None, description="denoising steps", examples=[28])
     guidance_scale: Scale | None = Field(None, description="how strongly the prompt guides", examples=[3.5])
     true_cfg_scale: Scale | None = Field(None, description="the same by a second branch", examples=[4.0])

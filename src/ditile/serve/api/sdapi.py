@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -33,6 +33,7 @@ from ditile.serve.api.fields import (
     Count,
     ImageFields,
     Scale,
+    Seed,
     Text,
     list_own_values,
     round_side,
@@ -92,7 +93,7 @@ class StableDiffusionFields(BaseModel):
 
     prompt: Text = Field("", examples=["a large red circle on the left on a gray background"])
     negative_prompt: Text = Field("", examples=["blurry"])
-    seed: Annotated[int, Field(ge=-1, lt=2**63)] = Field(-1, examples=[7])
+    seed: Seed = Field(-1, examples=[7])
     steps: Count | None = Field(None, examples=[20])
     cfg_scale: Scale | None = Field(None, examples=[4.0])
     width: Count | None = Field(None, examples=[1024])

@@ -83,9 +83,11 @@ def render_insight(job: Job, plan_facts: Mapping[str, Any], trace: Mapping[str, 
     result = job.result
     assert result is not None, "the job is done"
     plan = Plan.parse(str(plan_facts.get("plan") or ""))
+    plan_rows = _list_plan_rows(plan, result)
+    predictions = _list_predictions(plan_facts, result)
     sections = {
-        "The plan": _render_table(_list_plan_rows(plan, result)),
-        "Predicted and measured": _render_table(_list_predictions(plan_facts, result)),
+        "The plan": _render_table(plan_rows),
+        "Predicted and measured": _render_table(predictions),
         "Micro-steps by rank": render_gantt(trace),
         "Freshness of keys by patch and step": render_freshness(build_schedule(plan, result)),
         "Steps that the cache skipped": _render_skipped(result),
@@ -223,9 +225,10 @@ def _list_predictions(plan_facts: Mapping[str, Any], result: JobResult) -> dict[
     call = predicted["call"]
     latency = price["latency_s"]
     rows["predicted, steps"] = f"{latency:.3f} s ({call['width']}x{call['height']}, {call['steps']} steps)"
-    rows["of which compute"] = f"{price['compute_s']:.3f} s"
-    rows["of which idle"] = f"{price['bubble_s']:.3f} s"
-    rows["of which messages"] = f"{price['exposed_comm_s']:.3f} s"
+    parts = {"compute": "compute_s", "idle": "bubble_s", "messages": "exposed_comm_s"}
+    for label, name in parts.items():
+        seconds = price[name]
+        rows[f"of which {label}"] = f"{seconds:.3f} s"
     predicted_shape = (call["width"], call["height"], call["steps"])
     shape = (*result.size, result.num_steps)
     if shape == predicted_shape and latency and "denoise" in result.seconds:
