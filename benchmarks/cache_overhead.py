@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from benchmarks import peer
 from ditile.cache.config import DBCacheConfig
 from ditile.distributed import files
-from ditile.plan.flags import add_arguments, collect_arguments, define_option
+from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.options import define_option
 from ditile.runner.caching import enable_cache, refresh_context
 
 PLAIN = "none"

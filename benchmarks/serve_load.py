@@ -29,7 +29,8 @@ from typing import Any
 import httpx
 import psutil
 
-from ditile.plan.flags import add_arguments, collect_arguments, define_option
+from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.options import define_option
 from tests.serve.running import RunningServer
 
 DRAW = "/v1/images/generations"

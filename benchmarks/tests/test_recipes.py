@@ -14,8 +14,8 @@ from ditile.model.known import find_known_model
 from ditile.plan.flags import collect_arguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import defaults
-from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.outputs import RunOptions
 
 COMMANDS = re.findall(r"`(ditile generate [^`]+)`", recipes.PAGE.read_text("utf-8"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -20,9 +20,9 @@ from ditile.cli import main
 from ditile.cli.flag_aliases import merge_alias_values
 from ditile.plan.errors import DitileError, ModelError, PlanError
 from ditile.plan.flags import collect_arguments, list_flags, normalize_flags
-from ditile.runner.requests.cache_options import QUANTIZE_TYPES, CacheOptions
-from ditile.runner.requests.command_options import RunOptions
+from ditile.runner.requests.cache_options import CacheOptions, QuantizeType
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.outputs import RunOptions
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -66,7 +66,7 @@ def test_documented_defaults() -> None:
 
 def test_the_type_of_quantization() -> None:
     assert CacheOptions().quantize_type == "float8_weight_only"
-    for name in set(QUANTIZE_TYPES) - {"bitsandbytes_4bit"}:
+    for name in set(get_args(QuantizeType)) - {"bitsandbytes_4bit"}:
         assert read("-q", "--quantize-type", name).build_cache_arguments()["quantize_config"] == {"quant_type": name}
     assert read("--quantize").build_cache_arguments() == {
         "cache_config": None, "quantize_config": {"quant_type": "float8_weight_only"},
@@ -184,8 +184,8 @@ def test_flags_win_over_a_file(tmp_path: Path) -> None:
         ("-q --quantize-type int3", "quantize_type='int3'"),
         ("--fuse-lora", "add --lora FILE"),
         ("--config nothing.yaml", "nothing.yaml"),
-        ("--cache --steps-policy lazy", "one of dynamic, static"),
-        ("--parallel pp", "one of tp, ulysses, ring"),
+        ("--cache --steps-policy lazy", "'dynamic' or 'static'"),
+        ("--parallel pp", "'tp', 'ulysses' or 'ring'"),
     ],
 )
 def test_what_is_refused(words: str, says: str) -> None:

@@ -17,7 +17,7 @@ from ditile.plan.errors import PlanError
 from ditile.planner.calibrate import DisturbanceGuard
 from ditile.planner.hardware import load_profile
 from ditile.planner.profile import Profile
-from ditile.runner.requests.command_options import CalibrateOptions
+from ditile.runner.requests.options import CalibrateOptions
 from tests.planner.test_calibrate import shrink_measurements
 from tests.pool import Pool
 

@@ -24,8 +24,8 @@ from ditile.plan.shape import check_image_size
 from ditile.planner.dry_run import describe_dry_run
 from ditile.runner import runner as dividing
 from ditile.runner.requests import arguments, prepare, results
-from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.outputs import RunOptions
 from ditile.runner.requests.pictures import read_picture_texts
 from ditile.runner.requests.pipelines import convert_value_errors
 from tests import tiny
@@ -238,7 +238,7 @@ def asked(pipe: Any, height: int, width: int) -> dict[str, Any]:
 @pytest.mark.parametrize("height", [64.0, "64", True, [64], -16])
 def test_a_size_that_is_no_count(height: Any) -> None:
     """It may come from a model's own options. A failure means a traceback of `%`, or a picture of another size."""
-    with pytest.raises(ModelError, match="height=.* is not a whole number of at least 1; try height="):
+    with pytest.raises(ModelError, match="height=.* should be .*; try height="):
         check_image_size({"height": height}, 16)
 
 
@@ -289,6 +289,6 @@ def test_a_pipeline_of_sound_is_refused_before_it_is_loaded(
     monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = refused(capsys, "generate", "a circle", "--model", "model", *words)
     assert (
-        "StableAudioPipeline returns audios, and only pictures and videos are written here; in Python, ditile.para"
+        "StableAudioPipeline returns audios, and only images and videos are written here; in Python, ditile.para"
         in line
     )

@@ -113,17 +113,17 @@ def test_a_file_of_prompts_is_resumed(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ((*SHORT, "--out", "a.png"), "out='a.png': this model draws videos; name it a.mp4, .webp or .gif"),
-        ((*SHORT, "--fps", "0"), "fps=0.0 is no rate; try fps=16"),
-        ((*SHORT, "--fps", "1e-9", "--out", "a.gif"), "fps=1e-09 is not between 0.01 and 1000; try fps=16"),
+        ((*SHORT, "--out", "a.png"), "out='a.png': this model makes videos; name it a.mp4, .webp or .gif"),
+        ((*SHORT, "--fps", "0"), "'0' should be greater than or equal to 0.01, such as 16"),
+        ((*SHORT, "--fps", "1e-9", "--out", "a.gif"), "'1e-9' should be greater than or equal to 0.01, such as 16"),
         (
             (*SHORT, "--fps", "101", "--out", "a.gif"),
             "fps=101: a GIF shows 100 frames a second at most; name it a.webp",
         ),
         ((*SHORT, "--out", "nowhere/a.mp4"), "ditile: out='nowhere/a.mp4': there is no folder 'nowhere'"),
-        ((*SHORT, "--frames", "0"), "frames=0"),
-        (("--out", "a.mp4"), "out='a.mp4': this model draws pictures; name it a.png, .jpg or .webp"),
-        (("--fps", "8"), "fps=8: shapes-pixart draws pictures, which have no rate"),
+        ((*SHORT, "--frames", "0"), "argument --frames: '0' should be"),
+        (("--out", "a.mp4"), "out='a.mp4': this model makes images; name it a.png, .jpg or .webp"),
+        (("--fps", "8"), "fps=8: shapes-pixart makes images, which have no rate"),
     ],
 )
 def test_what_is_refused_before_a_model_is_loaded(
@@ -181,7 +181,7 @@ def test_a_video_from_a_picture(capsys: pytest.CaptureFixture[str]) -> None:
     image_to_video().save_pretrained("model")
     Image.new("RGB", (64, 64), (200, 30, 30)).save("start.png")
     words = ("generate", PROMPT, "--model", "model", "--steps", "2", "--height", "32", "--width", "32", "--frames", "5")
-    assert "WanImageToVideoPipeline starts from a picture; add --image FILE" in refused(capsys, *words)
+    assert "WanImageToVideoPipeline starts from an image; add --image FILE" in refused(capsys, *words)
     assert main.main([*words, "--image", "start.png", "--threads", "1"]) == 0
     rate, pictures = decoded("ditile-video.mp4")
     assert rate == videos.DEFAULT_FPS and pictures.shape == (5, 32, 32, 3)
@@ -205,7 +205,7 @@ def test_frames_and_rate_under_the_names_of_every_class() -> None:
     alone = GenerateOptions(image=("start.png",), frames=17, fps=7)
     call = arguments.merge_call_arguments(diffusers.StableVideoDiffusionPipeline, alone, {})
     assert call == {"num_frames": 17, "fps": 7}, "of a picture alone"
-    with pytest.raises(ModelError, match="LTXImageToVideoPipeline draws from a picture and a prompt; give a PROMPT"):
+    with pytest.raises(ModelError, match="LTXImageToVideoPipeline starts from an image and a prompt; give a PROMPT"):
         arguments.merge_call_arguments(diffusers.LTXImageToVideoPipeline, alone, {})
     assert find_frame_rate(diffusers.LTXPipeline, {}) == 25 and find_frame_rate(diffusers.WanPipeline, {}) is None
 

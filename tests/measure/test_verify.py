@@ -21,7 +21,7 @@ from ditile.measure.verify import Check, PlanVerdict, build_verdict_table, run_p
 from ditile.plan import cost
 from ditile.plan.errors import JoinError, StateError
 from ditile.plan.plan import Plan
-from ditile.runner.requests.command_options import VerifyOptions
+from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.runner import LOG, Runner
 from tests import tiny
 from tests.parallel.sequence import planned

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
-from ditile.plan.errors import PlanError
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.flags import (
     FlagParser,
     add_arguments,
     collect_arguments,
-    define_option,
     format_flag,
     normalize_flags,
-    parse_integers,
 )
+from ditile.plan.options import Counts, define_option, options
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options()
 class Options:
     what: str = define_option("", "a thing", positional=True)
     num_steps: int = define_option(20, "steps")
     scale: float | None = define_option(None, "scale")
-    kind: Literal["a", "b"] = define_option("a", "kind", choices=("a", "b"))
-    parts: tuple[int, ...] | None = define_option(None, "parts", example="7,7,8")
-    sizes: tuple[int, ...] | None = define_option(None, "sizes", example="256,512")
+    kind: Literal["a", "b"] = define_option("a", "kind")
+    parts: Counts | None = define_option(None, "parts", example="7,7,8")
+    sizes: Counts | None = define_option(None, "sizes", example="256,512")
     dry: bool = define_option(False, "only look")
     sure: bool | None = define_option(None, "force or forbid")
     until: int | Literal["auto"] = define_option(1, "how long", metavar="W")
@@ -53,7 +51,7 @@ def test_a_flag_that_may_stand_alone_takes_no_prompt() -> None:
     assert read("--fast", "auto", "x") == read("x", "--fast=auto") == {"fast": "auto", "what": "x"}
     assert read("x", "--fast", "--dry") == {"fast": True, "what": "x", "dry": True}
     assert read("x", "--fast") == {"fast": True, "what": "x"} and Options(**read("x", "--fast")).fast is True
-    with pytest.raises(PlanError, match="'fats' is not True or False or auto"):
+    with pytest.raises(PlanError, match="'fats' should be a valid boolean or 'auto'"):
         read("x", "--fast=fats")
 
 
@@ -71,13 +69,13 @@ def test_dash_and_underscore_are_the_same_in_names_and_not_in_values() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--kind", "c"), "argument --kind: 'c' is not one of a, b"),
-        (("--num-steps", "x"), "argument --num-steps: 'x' is not a whole number"),
-        (("--scale", "x"), "argument --scale: 'x' is not a number"),
-        (("--parts", "1,x"), "argument --parts: '1,x' is not whole numbers such as 7,7,8"),
-        (("--sizes", "1x"), "argument --sizes: '1x' is not whole numbers such as 256,512"),
-        (("--until", "x"), "argument --until: 'x' is not a whole number or auto"),
-        (("--until", "1.5"), "argument --until: '1.5' is not a whole number or auto"),
+        (("--kind", "c"), "argument --kind: 'c' should be 'a' or 'b'"),
+        (("--num-steps", "x"), "argument --num-steps: 'x' should be a valid integer"),
+        (("--scale", "x"), "argument --scale: 'x' should be a valid number"),
+        (("--parts", "1,x"), "argument --parts: '1,x' should be a valid integer, such as 7,7,8"),
+        (("--sizes", "1x"), "argument --sizes: '1x' should be a valid integer, such as 256,512"),
+        (("--until", "x"), "argument --until: 'x' should be a valid integer or 'auto'"),
+        (("--until", "1.5"), "argument --until: '1.5' should be a valid integer or 'auto'"),
         (("--sure=x",), "argument --sure/--no-sure: ignored explicit argument 'x'"),
     ],
 )
@@ -100,7 +98,24 @@ def test_help_shows_docs_and_defaults() -> None:
     assert "steps (default 20)" in text and "only look" in text and "a thing" in text
 
 
-def test_integers() -> None:
-    assert parse_integers("7,7,8") == (7, 7, 8)
-    with pytest.raises(ValueError):
-        parse_integers("7,,8")
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"num_steps": "3"}, "num_steps='3' should be a valid integer; try num_steps=20"),
+        ({"kind": "c"}, "kind='c' should be 'a' or 'b'; try kind=a"),
+        ({"parts": (7, 0)}, "parts=(7, 0) should be greater than or equal to 1; try parts=7,7,8"),
+        ({"until": True}, "until=True should be a valid integer or 'auto'; try until=1"),
+        ({"num_step": 3}, "Options(num_step=..) is not known; did you mean num_steps?"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_name_and_what_would_do(
+    values: dict[str, object], says: str
+) -> None:
+    """A failure: what a Python program gives is converted silently, or refused in several lines."""
+    with pytest.raises(ModelError) as caught:
+        Options(**values)
+    assert str(caught.value) == says
+
+
+def test_a_list_of_json_is_a_tuple() -> None:
+    assert Options(parts=[7, 7, 8]).parts == (7, 7, 8)

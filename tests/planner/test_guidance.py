@@ -19,9 +19,10 @@ from ditile.plan.plan import Plan
 from ditile.planner.question import PlanQuestion
 from ditile.planner.recording.recorded import read_prompt_table
 from ditile.planner.subject import PlanSubject
-from ditile.runner.requests.arguments import check_request_by_files
+from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.preflight import check_request_by_files
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.zoo import ZOO
@@ -131,12 +132,12 @@ def test_branches_that_are_not_there_are_refused_by_the_files(qwen: str) -> None
     wanted, plan = GenerateOptions(model=qwen, prompt="a red circle"), Plan(cfg=2)
     with pytest.raises(PlanError, match=r"QwenImagePipeline has no second one without a negative prompt; give negative_"
                                         r"prompt \(--negative-prompt \" \"\), or use cfg=1"):  # fmt: skip
-        check_request_by_files(wanted, plan)
+        check_request_by_files(wanted, plan, CacheOptions())
     for works in ({"negative_prompt": " "}, {"true_cfg": 4.0}):
-        check_request_by_files(GenerateOptions(model=qwen, prompt="a red circle", **works), plan)
+        check_request_by_files(GenerateOptions(model=qwen, prompt="a red circle", **works), plan, CacheOptions())
     with pytest.raises(PlanError, match=r"at true_cfg_scale=1.0; give true_cfg_scale \(--true-cfg\) above 1, or use"):
-        check_request_by_files(GenerateOptions(model=qwen, prompt="a red circle", true_cfg=1.0), plan)
-    check_request_by_files(wanted, Plan(ulysses=2))
+        check_request_by_files(GenerateOptions(model=qwen, prompt="a red circle", true_cfg=1.0), plan, CacheOptions())
+    check_request_by_files(wanted, Plan(ulysses=2), CacheOptions())
     facts = collect_call_facts(type(ZOO["flux-2-klein"].make()), {"is_distilled": True})
     with pytest.raises(PlanError, match="its guidance is embedded or distilled; use cfg=1"):
         facts.check_cfg(plan, {"guidance_scale": 4.0})

@@ -197,11 +197,11 @@ def test_what_is_not_known_is_refused(subject_of: Any, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="references=0: no tokens of reference images are known"):
         subject.make_plan_job(Plan(references=0, patches=2), shape)
     for image, said in (
-        (("0x5",), "is not a whole number of at least 1"),
+        (("0x5",), "should be greater than or equal to 1"),
         (("no.png",), "no.png"),
     ):
         with pytest.raises(ModelError, match=said):
             PlanQuestion(model="flux.2-dev", image=image).read_pictures()
     many = PlanQuestion(model="flux.1-kontext-dev", hardware="h200-nvlink", image=("64x64",) * 3)
-    with pytest.raises(ModelError, match="starts from 1 at most, and not from 3 pictures"):
+    with pytest.raises(ModelError, match="starts from 1 at most, and not from 3 images"):
         answer_question(many)

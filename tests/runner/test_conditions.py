@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
+import inspect
 import json
+import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +24,16 @@ from ditile.cli import main
 from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError
 from ditile.runner.requests.arguments import merge_call_arguments
-from ditile.runner.requests.conditions import bind_conditions, choose_pipeline_class, read_call_conditions
+from ditile.runner.requests.conditions import (
+    COMPOSING,
+    JOINING,
+    bind_conditions,
+    choose_pipeline_class,
+    read_call_conditions,
+)
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture, read_picture_texts
+from ditile.runner.requests.pipelines import returns_videos
 from ditile.runner.requests.videos import read_video
 from tests import tiny
 from tests.zoo import ZOO, encoders
@@ -99,6 +111,73 @@ def test_how_many_pictures_a_class_composes() -> None:
     assert several.isdisjoint(f"{name}Pipeline" for name in others)
 
 
+def parse_call(pipeline: type) -> ast.Module:
+    return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(pipeline.__call__))))
+
+
+def makes_a_list_of_images(pipeline: type) -> bool:
+    """Whether a call puts its `image` into a list, unless it is one."""
+    for node in ast.walk(parse_call(pipeline)):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "image":
+            values = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
+            if "[image]" in map(ast.unparse, values):
+                return True
+    return False
+
+
+class LiveBranches(ast.NodeTransformer):
+    """Keeps what a call runs in any case: of `if self.config.NAME` the branch that a config says, of others none."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def visit_If(self, node: ast.If) -> Any:  # noqa: N802 - the name that ast asks for
+        self.generic_visit(node)
+        name = ast.unparse(node.test).removeprefix("self.config.")
+        if name not in self.config:
+            return None
+        return node.body if self.config[name] else node.orelse
+
+
+def joins_channels(pipeline: type, config: Mapping[str, Any]) -> bool:
+    """Whether every call concatenates latents and something else, for the transformer."""
+    own = {name: each.default for name, each in inspect.signature(pipeline.__init__).parameters.items()}
+    tree = LiveBranches(own | dict(config)).visit(parse_call(pipeline))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    inputs = {ast.unparse(word.value) for call in calls for word in call.keywords if word.arg == "hidden_states"}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign) or ast.unparse(node.targets[0]) not in inputs:
+            continue
+        for joined in ast.walk(node.value):
+            if isinstance(joined, ast.Call) and ast.unparse(joined.func) == "torch.cat" and joined.args:
+                parts = joined.args[0].elts if isinstance(joined.args[0], ast.List) else []
+                if len({ast.unparse(part) for part in parts}) > 1:
+                    return True
+    return False
+
+
+def test_the_tables_of_classes_are_what_their_source_says() -> None:
+    """A failure, such as with a new diffusers: several images are taken for a batch, or weights of another width are
+    called. Mend `COMPOSING` and `JOINING` by what the test prints."""
+    composing, joining = set(), set()
+    for name in dir(diffusers):
+        cls = getattr(diffusers, name)
+        if not name.endswith("Pipeline") or not hasattr(cls, "_get_signature_types"):
+            continue
+        parameters = inspect.signature(cls.__call__).parameters
+        # An image that has to be there is the first frame of a video, or what noise is added to.
+        is_optional = "image" in parameters and parameters["image"].default is None
+        is_reference = is_optional and parameters.keys().isdisjoint(("strength", "video", "image_reference"))
+        if is_reference and makes_a_list_of_images(cls):
+            composing.add(name)
+        with contextlib.suppress(ModelError):
+            if returns_videos(cls) and joins_channels(cls, {}):
+                joining.add(name)
+    assert (composing, joining) == (COMPOSING, JOINING)
+    switched = {name for name in JOINING if not joins_channels(getattr(diffusers, name), {"expand_timesteps": True})}
+    assert switched == {"WanImageToVideoPipeline"}
+
+
 def test_one_reference_is_not_composed_twice() -> None:
     """Of several seeds a class that adds noise to a picture wants one for each, and one that composes does not."""
     picture, mask, other = (Image.new("RGB", (8, 8)) for _ in range(3))
@@ -136,7 +215,7 @@ def test_several_pictures_are_references_and_one_is_a_frame() -> None:
     state = MiniMaxH3Ref2VASetupStep().init_pipeline()(**call, height=64, width=64, num_frames=124)
     kinds = [(each.kind, each.has_audio) for each in state.values["normalized_references"]]
     assert kinds == [("image", False)] * 2
-    with pytest.raises(ModelError, match="2 pictures are references, and last_image goes with one"):
+    with pytest.raises(ModelError, match="2 images are references, and last_image goes with one"):
         bind_conditions(taken, {"image": [first, second], "last_image": second})
 
 
@@ -271,12 +350,12 @@ WRONG = [
     (("--image", "mask.txt"), "cannot be read as a picture"),
     (("--image", "none.png"), "image='none.png' cannot be read as a picture: No such file or directory\n"),
     (("--video", "none.webp"), "video='none.webp' cannot be read as a video: No such file or directory\n"),
-    (("--image", "start.png", "--mask", "small.png"), "is 64x64, and its picture 128x128"),
-    (("--mask", "mask.png"), "mask='mask.png' goes with a picture; add --image FILE"),
-    (("--last-image", "start.png"), "goes with a picture; add --image FILE"),
+    (("--image", "start.png", "--mask", "small.png"), "is 64x64, and its image 128x128"),
+    (("--mask", "mask.png"), "mask='mask.png' goes with an image; add --image FILE"),
+    (("--last-image", "start.png"), "goes with an image; add --image FILE"),
     (("--controlnet", "net"), "add --control-image FILE"),
     (("--control-image", "start.png"), "add --controlnet FOLDER"),
-    (("--image", "start.png", "--image", "mask.png"), "starts from 1 at most, and not from 2 pictures"),
+    (("--image", "start.png", "--image", "mask.png"), "starts from 1 at most, and not from 2 images"),
     (("--image", "start.png", "--last-image", "start.png"), "takes no --image and --last-image"),
     (("--video", "in.webp"), "FluxPipeline takes no --video"),
     (("--video", "start.txt"), "cannot be read as a video"),
@@ -308,7 +387,7 @@ def test_a_class_that_takes_no_pictures_is_told_before_their_sizes(capsys: pytes
     assert generate(*words, model="shapes-wan") == 2
     assert "WanPipeline takes no --image and --mask" in capsys.readouterr().err
     assert generate(*words) == 2
-    assert "is 64x64, and its picture 128x128" in capsys.readouterr().err
+    assert "is 64x64, and its image 128x128" in capsys.readouterr().err
 
 
 def test_the_file_of_conditions_has_no_class_that_draws_from_words_alone() -> None:

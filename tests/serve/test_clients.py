@@ -218,7 +218,7 @@ def test_a_video_that_runs_is_ended_by_delete(wan_server: RunningServer, videos:
 
 
 def test_videos_of_texts_take_no_picture(videos: openai.OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match="draws videos from text alone"):
+    with pytest.raises(openai.UnprocessableEntityError, match="makes videos from text alone"):
         videos.videos.create(prompt=PROMPT, input_reference=("first.png", encode_picture(), "image/png"))
 
 

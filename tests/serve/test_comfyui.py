@@ -300,5 +300,5 @@ def test_cancel_deletes_the_job(videos: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_picture_that_the_model_does_not_take_is_refused(videos: Any) -> None:
-    with pytest.raises(read_module("client").ServerError, match="draws videos from text alone"):
+    with pytest.raises(read_module("client").ServerError, match="makes videos from text alone"):
         NODES["DitileImageToVideo"]().generate_video(videos, PROMPT, 7, torch.zeros(1, 64, 64, 3))

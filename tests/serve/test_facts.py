@@ -79,7 +79,7 @@ def test_edits_and_masks_that_a_model_has(loaded: tuple[Any, ModelFacts]) -> Non
     assert facts.inpaint is not None and facts.inpaint.pipeline == "FluxInpaintPipeline"
     facts.check_options(options)
     facts.check_options(replace(options, mask="mask"))
-    with pytest.raises(ModelError, match="starts from 1 at most, and not from 2 pictures"):
+    with pytest.raises(ModelError, match="starts from 1 at most, and not from 2 images"):
         facts.check_options(replace(options, image=("image", "image-1")))
     with pytest.raises(ModelError, match=r"strength=0.01 of 20 steps is less than one step"):
         facts.check_options(GenerateOptions(prompt="a red circle", image=("image",), strength=0.01))

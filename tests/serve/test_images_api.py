@@ -270,7 +270,7 @@ def test_a_full_queue(served: Served) -> None:
         ({"n": 0}, 400, "n=0 should be greater than or equal to 1; try n=1"),
         ({"n": "two"}, 400, "n='two' should be a valid integer, unable to parse string as an integer; try n=1"),
         ({"seed": 2**63}, 400, "try seed=7"),
-        ({"strength": 0.5}, 422, "strength=0.5 needs a picture to start from; add image"),
+        ({"strength": 0.5}, 422, "strength=0.5 needs an image to start from; add image"),
         ({"negative_prompt": "blue", "true_cfg_scale": 1}, 422, "ignores a negative prompt at true_cfg_scale 1"),
         ({"prompt": " "}, 400, "prompt is empty; say what to generate"),
         ({"prompt": "a" * 9000}, 422, "prompt has 9000 letters, and this server takes 8192; shorten it"),

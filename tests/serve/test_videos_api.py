@@ -123,7 +123,7 @@ def test_refusals(served: Served) -> None:
     assert "try seconds='4'" in ask(seconds="long")
     assert "width=65 is not a multiple of 8" in ask(size="65x64")
     picture = "data:image/png;base64," + base64.b64encode(paint_picture((64, 64), 1)).decode()
-    assert "WanPipeline draws videos from text alone; leave the picture out" in ask(
+    assert "WanPipeline makes videos from text alone; leave the image out" in ask(
         input_reference={"image_url": picture}
     )
     assert (

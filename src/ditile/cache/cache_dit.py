@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
 
 from ditile.cache.config import Fields, check_known
 from ditile.distributed import env
-from ditile.plan.checks import check_choice, check_whole_number
 from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.options import Count, check_value
 from ditile.plan.plan import Plan
 
 AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
@@ -205,7 +205,7 @@ def _read_parallel_kwargs(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _check_size(name: str, size: Any) -> Any:
     if size is None or size == "auto":
         return size or 1
-    check_whole_number(size, name, hint=f"{name}=2 or {name}='auto'")
+    check_value(Count, size, name, example=f"2 or {name}='auto'")
     return size
 
 
@@ -251,8 +251,8 @@ class QuantizeConfig(Fields):
         for name in ("exclude_layers", "repeated_blocks"):
             _check_words(getattr(self, name), name)
         for name in ("per_row", "regional_quantize", "per_tensor_fallback"):
-            check_choice(getattr(self, name), name, (True, False))
-        check_choice(str(self.backend).lower(), "backend", ("auto", "torchao", "ao"))
+            check_value(bool, getattr(self, name), name)
+        check_value(Literal["auto", "torchao", "ao"], str(self.backend).lower(), "backend")
         if not isinstance(self.precision_plan or {}, Mapping):
             raise ModelError(f"precision_plan={self.precision_plan!r} is no dict; give such as {{'attn.to_q': 'int8'}}")
         object.__setattr__(self, "precision_plan", dict(self.precision_plan or {}))

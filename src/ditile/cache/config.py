@@ -11,19 +11,22 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
+from pydantic import Field, TypeAdapter
+
 from ditile.cache.step_mask import check_step_mask
-from ditile.plan.checks import check_choice, check_finite_number, check_whole_number, is_whole_number, suggest_nearest
+from ditile.plan.checks import is_whole_number, suggest_nearest
 from ditile.plan.errors import ModelError
+from ditile.plan.options import check_value
 
 StoreType = Literal["bfloat16", "float16", "float32"]
-Count = Annotated[int, 0]
-"""A whole number with a lower bound: of at least 0; `Positive` of at least 1, `Limit` of at least -1."""
-Positive = Annotated[int, 1]
-Limit = Annotated[int, -1]
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+Limit = Annotated[int, Field(ge=-1)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Fields:
@@ -46,9 +49,9 @@ class Fields:
         return new
 
     def __post_init__(self) -> None:
-        kind: Any = type(self)
-        for name, check in _collect_checks(kind).items():
-            check(getattr(self, name), name)
+        cls: Any = type(self)
+        for name, (kind, example) in _collect_types(cls).items():
+            check_value(kind, getattr(self, name), name, example=example)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild_config, (type(self), {name: getattr(self, name) for name in self._given}, self._given)
@@ -139,12 +142,12 @@ class DBCacheConfig(Fields):
 
     Fn_compute_blocks: Count = 8
     Bn_compute_blocks: Count = 0
-    residual_diff_threshold: float = 0.08
+    residual_diff_threshold: Amount = 0.08
     max_warmup_steps: Count = 8
     warmup_interval: Positive = 1
     max_cached_steps: Limit = -1
     max_continuous_cached_steps: Limit = -1
-    max_accumulated_residual_diff_threshold: Annotated[float, 0.5] | None = None
+    max_accumulated_residual_diff_threshold: Amount | None = field(default=None, metadata={"example": 0.5})
     accumulated_resets: bool = False
     steps_computation_mask: Sequence[int] | str | None = None
     steps_computation_policy: Literal["dynamic", "static"] = "dynamic"
@@ -152,8 +155,8 @@ class DBCacheConfig(Fields):
     cfg_compute_first: bool = False
     cfg_diff_compute_separate: bool = True
     num_inference_steps: Positive | None = None
-    l1_hidden_states_diff_threshold: Annotated[float, 0.08] | None = None
-    important_condition_threshold: float = 0.0
+    l1_hidden_states_diff_threshold: Amount | None = field(default=None, metadata={"example": 0.08})
+    important_condition_threshold: Amount = 0.0
     downsample_factor: Positive = 1
     couple: Literal["row", "image", "batch"] = "image"
     store: Literal["residual", "hidden"] = "residual"
@@ -186,8 +189,8 @@ class DBPruneConfig(DBCacheConfig):
     """
 
     enable_dynamic_prune_threshold: bool = False
-    max_dynamic_prune_threshold: Annotated[float, 0.16] | None = None
-    dynamic_prune_threshold_relax_ratio: float = 1.25
+    max_dynamic_prune_threshold: Amount | None = field(default=None, metadata={"example": 0.16})
+    dynamic_prune_threshold_relax_ratio: Amount = 1.25
     non_prune_block_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
@@ -243,7 +246,7 @@ class TaylorSeerCalibratorConfig(Calibration):
     """
 
     taylorseer_order: Count = 1
-    taylorseer_reach: Annotated[float, 1] | None = None
+    taylorseer_reach: Amount | None = field(default=None, metadata={"example": 1})
     calibrator_type: Literal["taylorseer"] = "taylorseer"
 
 
@@ -270,9 +273,9 @@ class DMDCalibratorConfig(Calibration):
     The others are as in `Calibration`.
     """
 
-    dmd_history: Annotated[int, 2] = 6
+    dmd_history: Annotated[int, Field(ge=2)] = 6
     dmd_rank: Count | None = None
-    dmd_ridge: float = 1e-8
+    dmd_ridge: Amount = 1e-8
     dmd_svd_precision: Literal["medium", "high", "highest"] | None = None
     calibrator_type: Literal["dmd"] = "dmd"
 
@@ -431,27 +434,26 @@ def check_known(what: str, name: Any, known: Iterable[str]) -> None:
 
 
 @functools.cache
-def _collect_checks(config: type[Fields]) -> dict[str, Callable[[Any, str], None]]:
-    """Field -> its check (value, name of the field), which raises `ModelError` for a value that is not allowed."""
-    hints = typing.get_type_hints(config, include_extras=True)
-    fields = config.__dataclass_fields__.items()
-    checks = {name: _build_check(hints[name], field.default) for name, field in fields}
-    return {name: check for name, check in checks.items() if check is not None}
+def _collect_types(config: type[Fields]) -> dict[str, tuple[TypeAdapter[Any], Any]]:
+    """Field -> its type, and an example of a value, for the fields that are numbers, switches or choices."""
+    collected = {}
+    for name, kind in typing.get_type_hints(config, include_extras=True).items():
+        if name not in config.__dataclass_fields__ or not {*_list_plain_types(kind)} & {int, float, bool, Literal}:
+            continue
+        field = config.__dataclass_fields__[name]
+        collected[name] = TypeAdapter(kind), field.metadata.get("example", field.default)
+    return collected
 
 
-def _build_check(hint: Any, default: Any) -> Callable[[Any, str], None] | None:
-    """The check of a type. Its annotation is the least value of a whole number, or an example of another number."""
-    optional = types.NoneType in typing.get_args(hint)
-    kind = typing.get_args(hint)[0] if optional else hint
-    kind, *bounds = typing.get_args(kind) if typing.get_origin(kind) is Annotated else (kind,)
-    if kind is int:
-        return functools.partial(check_whole_number, least=bounds[0], optional=optional)
-    if kind is float:
-        return functools.partial(check_finite_number, least=0, example=[*bounds, default][0], optional=optional)
-    choices = (True, False) if kind is bool else typing.get_args(kind)
-    if kind is not bool and typing.get_origin(kind) is not Literal:
-        return None
-    return functools.partial(check_choice, known=(None, *choices) if optional else choices)
+def _list_plain_types(kind: Any) -> Iterator[Any]:
+    """The types of a union, without their limits; of a choice `Literal`."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        for part in typing.get_args(kind):
+            yield from _list_plain_types(part)
+    elif typing.get_origin(kind) is Annotated:
+        yield typing.get_args(kind)[0]
+    else:
+        yield typing.get_origin(kind) or kind
 
 
 def _rebuild_config(kind: type[C], values: dict[str, Any], given: frozenset[str]) -> C:

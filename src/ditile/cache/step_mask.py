@@ -13,8 +13,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ditile.plan.checks import MOST, check_whole_number, is_whole_number, suggest_nearest
+from ditile.plan.checks import is_whole_number, suggest_nearest
 from ditile.plan.errors import ModelError
+from ditile.plan.options import Steps, check_value
 
 REFERENCE_STEPS = 28
 """The number of steps that the presets were published for."""
@@ -50,7 +51,7 @@ def steps_mask(
         ModelError: if both or neither are given, a bin is no whole number of at least 1, bins do not interleave, they
             cover fewer steps than `total_steps`, or the preset is not known.
     """
-    check_whole_number(total_steps, "total_steps", most=MOST["steps"], optional=True, hint="total_steps=28")
+    check_value(Steps | None, total_steps, "total_steps", example=28)
     bins = compute_bins is not None or cache_bins is not None
     if bins == (mask_policy is not None):
         presets = ", ".join(PRESET_BINS)
@@ -63,7 +64,7 @@ def steps_mask(
         return list(build_preset_mask(mask_policy, total_steps))
     compute = _check_bins("compute_bins", compute_bins)
     cache = _check_bins("cache_bins", cache_bins)
-    check_whole_number(sum(compute) + sum(cache), "the number of steps in the bins", most=MOST["steps"])
+    check_value(Steps, sum(compute) + sum(cache), "steps in the bins")
     mask = _interleave_bins(compute, cache)
     total = len(mask) if total_steps is None else total_steps
     if total > len(mask):

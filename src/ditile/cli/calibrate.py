@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import functools
-import itertools
 import os
 import resource
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -36,53 +35,67 @@ from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults, find_model_source
-from ditile.runner.requests.command_options import CalibrateOptions
 from ditile.runner.requests.console import show_progress_bar
+from ditile.runner.requests.options import CalibrateOptions
 from ditile.runner.requests.prepare import silence_libraries
-from ditile.runner.runner import parallelize
+from ditile.runner.runner import Runner, parallelize
 
-ALONE, ON_LINKS = (50, 100), (10, 30)
-"""(repetitions of disturbed measurements, tenths of a second to wait for a quiet machine) of one rank, and of links."""
+ALONE = (50, 100)
+"""Repetitions of disturbed measurements, and tenths of a second to wait for a quiet machine, of one rank."""
+ON_LINKS = (10, 30)
+"""The same, of links."""
 LEARNING = 20
 """Products that are timed first, to find the machine's best."""
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
 """Models and sizes of the calls to which the profile is fitted."""
-PATCHES, STEPS, ROUNDS = (1, 4), 3, 2
+PATCHES = (1, 4)
+STEPS = 3
+ROUNDS = 2
 KERNEL = 1e-6
+"""Seconds that a kernel is assumed to cost more, to see how the latency grows with it."""
 
 
-def calibrate_machine(wanted: CalibrateOptions) -> Path | None:
+def calibrate_machine(options: CalibrateOptions) -> Path | None:
     """Measures this machine and writes the profile.
 
     Returns:
         Its path; None on the ranks of torchrun that did not write it.
 
     Raises:
-        PlanError: if torchrun started another number of ranks than `wanted` says, or different numbers on the hosts.
+        PlanError: if torchrun started another number of ranks than `options` says, or different numbers on the hosts.
     """
     place = env.read_torchrun_place()
-    profile = (_calibrate_torchrun_group if place is not None and place.world > 1 else _calibrate_this_machine)(wanted)
+    if place is not None and place.world > 1:
+        profile = _calibrate_torchrun_group(options)
+    else:
+        profile = _calibrate_this_machine(options)
     if profile is None:
         return None
-    path = Path(wanted.out) if wanted.out is not None else env.find_profile_path()
+    path = Path(options.out) if options.out is not None else env.find_profile_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, profile.to_json() + "\n")
+    if profile.disturbed > curves.BUSY:
+        print(
+            f"note: others slowed the cores in {profile.disturbed:.0%} of what was timed; measure again when they are "
+            "gone",
+            file=sys.stderr,
+        )
     return path
 
 
-def _calibrate_this_machine(wanted: CalibrateOptions) -> Profile:
+def _calibrate_this_machine(options: CalibrateOptions) -> Profile:
     """The profile, measured by ranks that are started here."""
-    ranks = wanted.ranks or torch.cuda.device_count() or max(1, (os.cpu_count() or 1) // wanted.threads)
-    profile = _launch_single_rank(wanted, ranks)
+    ranks = options.ranks or torch.cuda.device_count() or max(1, (os.cpu_count() or 1) // options.threads)
+    profile = _launch_single_rank(options, ranks)
     if ranks == 1:
         return profile
-    links: MeasuredLinks = _launch_with_progress(measure_links, ranks, wanted, curves.LINK_PARTS)
+    links: MeasuredLinks = _launch_with_progress(measure_links, ranks, options, curves.LINK_PARTS)
     return links.add_to_profile(profile)
 
 
-def _launch_with_progress(measure: Callable[[str], Any], ranks: int, wanted: CalibrateOptions, parts: int) -> Any:
+def _launch_with_progress(measure: Callable[[str], Any], ranks: int, options: CalibrateOptions, parts: int) -> Any:
     """The result of the first of some ranks, with the progress of its parts."""
     with show_progress_bar(f"measuring {ranks} rank(s)", parts) as advance:
 
@@ -90,42 +103,47 @@ def _launch_with_progress(measure: Callable[[str], Any], ranks: int, wanted: Cal
             if rank == 0:
                 advance(reports)
 
-        dtype = _choose_dtype(wanted)
-        return launch(measure, ranks, (dtype,), threads=wanted.threads, progress=advance_on_first_rank)[0]
+        dtype = _choose_dtype(options)
+        return launch(measure, ranks, (dtype,), threads=options.threads, progress=advance_on_first_rank)[0]
 
 
-def _calibrate_torchrun_group(wanted: CalibrateOptions) -> Profile | None:
+def _calibrate_torchrun_group(options: CalibrateOptions) -> Profile | None:
     """The profile, measured by the ranks that torchrun started; None on all but the first rank."""
     join_torchrun()
     hosts = list_ranks_by_host()
-    ranks = len(hosts[0])
-    if any(len(of_host) != ranks for of_host in hosts):
-        each = ", ".join(str(len(of_host)) for of_host in hosts)
-        raise PlanError(f"the hosts have {each} ranks; start as many on each")
-    if wanted.ranks not in (None, ranks):
-        raise PlanError(f"ranks={wanted.ranks}, and torchrun started {ranks} on each host; leave it out")
-    profile = _launch_single_rank(wanted, ranks) if dist.get_rank() == 0 else None
+    counts = [len(ranks) for ranks in hosts]
+    num_ranks = counts[0]
+    if set(counts) != {num_ranks}:
+        raise PlanError(f"the hosts have {', '.join(map(str, counts))} ranks; start as many on each")
+    if options.ranks not in (None, num_ranks):
+        raise PlanError(f"ranks={options.ranks}, and torchrun started {num_ranks} on each host; leave it out")
+    profile = None
+    if dist.get_rank() == 0:
+        profile = _launch_single_rank(options, num_ranks)
     # The other ranks wait here, so that the first rank measures an idle machine.
     dist.barrier()
     if not torch.cuda.device_count():
-        torch.set_num_threads(wanted.threads)
+        torch.set_num_threads(options.threads)
     with show_progress_bar("measuring links", curves.LINK_PARTS, shown=profile is not None):
-        links = measure_links(_choose_dtype(wanted), hosts)
+        links = measure_links(_choose_dtype(options), hosts)
     return None if profile is None else links.add_to_profile(profile)
 
 
-def _launch_single_rank(wanted: CalibrateOptions, ranks: int) -> Profile:
+def _launch_single_rank(options: CalibrateOptions, ranks: int) -> Profile:
     """The profile that one rank measures in a process of its own; `ranks` is how many the machine has."""
-    schedules = [Schedule.from_plan(Plan(patches=patches), STEPS) for patches in PATCHES]
-    micro_steps = sum(len(schedule.list_micro_steps(step)) for schedule in schedules for step in range(STEPS))
+    micro_steps = 0
+    for patches in PATCHES:
+        schedule = Schedule.from_plan(Plan(patches=patches), STEPS)
+        micro_steps += sum(len(schedule.list_micro_steps(step)) for step in range(STEPS))
     parts = curves.PARTS + len(CALLS) * ROUNDS * micro_steps
-    alone = _launch_with_progress(measure_single_rank, 1, wanted, parts)
-    profile: Profile = dataclasses.replace(alone, devices=ranks, name=wanted.name or alone.name)
-    return profile
+    alone: Profile = _launch_with_progress(measure_single_rank, 1, options, parts)
+    return dataclasses.replace(alone, devices=ranks, name=options.name or alone.name)
 
 
-def _choose_dtype(wanted: CalibrateOptions) -> str:
-    return wanted.dtype or ("bfloat16" if torch.cuda.device_count() else "float32")
+def _choose_dtype(options: CalibrateOptions) -> str:
+    if options.dtype is not None:
+        return options.dtype
+    return "bfloat16" if torch.cuda.device_count() else "float32"
 
 
 def measure_single_rank(dtype: str) -> Profile:
@@ -134,16 +152,21 @@ def measure_single_rank(dtype: str) -> Profile:
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
     slower = _make_warm_gauge(None, device)
-    again = DisturbanceGuard(slower, *ALONE)
-    bench = Bench(device, getattr(torch, dtype), env.report_progress, again=again)
+    guard = DisturbanceGuard(slower, *ALONE)
+    bench = Bench(device, getattr(torch, dtype), env.report_progress, again=guard)
     is_gpu = device.type == "cuda"
-    name = torch.cuda.get_device_name() if is_gpu else f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores"
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     host_memory = cpus.count_memory_bytes()
+    if is_gpu:
+        name = torch.cuda.get_device_name()
+        device_memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        name = f"{cpus.read_cpu_name()}, {cpus.count_usable_cores()} cores"
+        device_memory = host_memory
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     profile = Profile(
         name=name,
         source=f"measured by ditile calibrate on {name}, torch {torch.__version__}, {today}",
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if is_gpu else host_memory,
+        memory_bytes=device_memory,
         element_size=getattr(torch, dtype).itemsize,
         matmul=curves.measure_matmul(bench),
         attention=curves.measure_attention(bench),
@@ -156,9 +179,9 @@ def measure_single_rank(dtype: str) -> Profile:
         idle_bytes=0 if is_gpu else idle,
         host_memory_bytes=host_memory,
     )
-    profile = fit_bundled_calls(profile, dtype, again)
+    profile = fit_bundled_calls(profile, dtype, guard)
     product_s = slower.best_s if slower.watches else 0.0
-    return dataclasses.replace(profile, product_s=product_s, disturbed=again.disturbed_share)
+    return dataclasses.replace(profile, product_s=product_s, disturbed=guard.disturbed_share)
 
 
 def _make_warm_gauge(group: dist.ProcessGroup | None, device: torch.device) -> SlowdownGauge:
@@ -198,67 +221,105 @@ def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> M
     silence_libraries()
     hosts = hosts or [range(dist.get_world_size())]
     place = env.read_torchrun_place()
-    device = pick_device(None, dist.get_rank() if place is None else place.local_rank)
-    interlink, others = None, 0.0
+    local_rank = dist.get_rank() if place is None else place.local_rank
+    device = pick_device(None, local_rank)
+    interlink = None
+    interlink_disturbed = 0.0
     if len(hosts) > 1:
-        interlink, others = measure_link_of_ranks(dtype, device, [of_host[0] for of_host in hosts])
+        first_ranks = [ranks[0] for ranks in hosts]
+        interlink, interlink_disturbed = measure_link_of_ranks(dtype, device, first_ranks)
     if len(hosts[0]) == 1:
-        return MeasuredLinks(interlink or NO_LINK, interlink, others)
+        return MeasuredLinks(interlink or NO_LINK, interlink, interlink_disturbed)
     link, disturbed = measure_link_of_ranks(dtype, device, hosts[0])
-    return MeasuredLinks(link, interlink, max(disturbed, others))
+    return MeasuredLinks(link, interlink, max(disturbed, interlink_disturbed))
 
 
 def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]) -> tuple[Link, float]:
     """The link between some ranks, and its disturbed share. All ranks must call this; those not in `ranks` wait."""
-    group = Communicators().get_or_make_group("calibrate", ranks, None) if len(ranks) < dist.get_world_size() else None
-    on = device if "nccl" in dist.get_backend() else torch.device("cpu")
-    link, disturbed = NO_LINK, 0.0
+    group = None
+    if len(ranks) < dist.get_world_size():
+        group = Communicators().get_or_make_group("calibrate", ranks, None)
+    link = NO_LINK
+    disturbed = 0.0
     if dist.get_rank() in ranks:
-        again = DisturbanceGuard(_make_warm_gauge(group or dist.group.WORLD, device), *ON_LINKS)
-        link = curves.measure_link(Bench(on, getattr(torch, dtype), env.report_progress, group, again))
-        disturbed = again.disturbed_share
+        # gloo sends tensors of the host's memory alone.
+        sends_from = device if "nccl" in dist.get_backend() else torch.device("cpu")
+        guard = DisturbanceGuard(_make_warm_gauge(group or dist.group.WORLD, device), *ON_LINKS)
+        link = curves.measure_link(Bench(sends_from, getattr(torch, dtype), env.report_progress, group, guard))
+        disturbed = guard.disturbed_share
     dist.barrier()
     return link, disturbed
 
 
-def fit_bundled_calls(profile: Profile, dtype: str, again: DisturbanceGuard) -> Profile:
-    """The profile with the costs of the bundled models' calls that its curves do not show.
-
-    The calls take turns, so that a machine that becomes slower slows all of them.
-    """
+def fit_bundled_calls(profile: Profile, dtype: str, guard: DisturbanceGuard) -> Profile:
+    """The profile with the costs of the bundled models' calls that its curves do not show."""
     calls = []
-    for model, patches in itertools.product(dict.fromkeys(model for model, _ in CALLS), PATCHES):
-        pipe: Any = load(model, dtype=dtype)
-        pipe.set_progress_bar_config(disable=True)
-        runner = parallelize(pipe, Plan(patches=patches))
-        calls += [(runner, model, size, patches) for of, size in CALLS if of == model]
-    rounds = [
-        [
-            again.measure_undisturbed(
-                functools.partial(_time_denoising_loop, runner, _make_call_arguments(model, size))
-            )
-            for runner, model, size, _ in calls
-        ]
-        for _ in range(ROUNDS)
-    ]
+    for model in dict.fromkeys(model for model, _ in CALLS):
+        for patches in PATCHES:
+            pipe: Any = load(model, dtype=dtype)
+            pipe.set_progress_bar_config(disable=True)
+            runner = parallelize(pipe, Plan(patches=patches))
+            calls += [_FittedCall(runner, model, size, patches) for name, size in CALLS if name == model]
+    # The calls take turns, so that a machine that becomes slower slows all of them.
+    for _ in range(ROUNDS):
+        for call in calls:
+            call.times.append(guard.measure_undisturbed(call.time_denoising_loop))
     measured = []
-    for (_, model, size, patches), times in zip(calls, zip(*rounds, strict=True), strict=True):
-        known, kernels = _separate_kernels(model, _make_call_arguments(model, size), Plan(patches=patches), profile)
-        measured.append((statistics.median(loop.inside for loop in times), known, kernels))
-    outside = statistics.median(loop.outside / loop.calls for times in rounds for loop in times)
-    return dataclasses.replace(curves.fit_kernel_costs(profile, measured), micro_s=outside)
+    outside: list[float] = []
+    for call in calls:
+        known, kernels = _separate_kernels(call, profile)
+        measured.append((statistics.median(loop.inside for loop in call.times), known, kernels))
+        outside += [loop.outside / loop.calls for loop in call.times]
+    return dataclasses.replace(curves.fit_kernel_costs(profile, measured), micro_s=statistics.median(outside))
 
 
-def _make_call_arguments(model: str, size: int) -> dict[str, Any]:
-    return defaults(model) | {"height": size, "width": size, "num_inference_steps": STEPS}
+@dataclasses.dataclass(slots=True)
+class _FittedCall:
+    """A call of a bundled model to which the profile is fitted, and the times of its denoising loops."""
+
+    runner: Runner
+    model: str
+    size: int
+    patches: int
+    times: list[_LoopSeconds] = dataclasses.field(default_factory=list)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the call, without prompt and generator."""
+        sizes = {"height": self.size, "width": self.size, "num_inference_steps": STEPS}
+        return defaults(self.model) | sizes
+
+    def time_denoising_loop(self) -> _LoopSeconds:
+        """Runs the call once."""
+        times: list[float] = []
+
+        def record_time(*_: Any) -> None:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+        transformer: Any = self.runner.pipe.transformer
+        hooks = [transformer.register_forward_pre_hook(record_time), transformer.register_forward_hook(record_time)]
+        generator = torch.Generator().manual_seed(0)
+        self.runner("a red circle", output_type="latent", generator=generator, **self.arguments)
+        for hook in hooks:
+            hook.remove()
+        # The times alternate between the beginning and the end of a call of the transformer.
+        begins = times[::2]
+        ends = times[1::2]
+        inside = sum(end - begin for begin, end in zip(begins, ends, strict=True))
+        outside = sum(begin - end for end, begin in zip(ends[:-1], begins[1:], strict=True))
+        return _LoopSeconds(inside, outside, len(begins) - 1)
 
 
-def _separate_kernels(model: str, call: dict[str, Any], plan: Plan, profile: Profile) -> tuple[float, float]:
+def _separate_kernels(call: _FittedCall, profile: Profile) -> tuple[float, float]:
     """Seconds of a call by the curves alone, and its number of kernels: how its latency grows with `kernel_s`."""
-    subject = PlanSubject.from_configs(model, find_model_source(model))
-    job = subject.make_plan_job(plan, subject.make_call_shape(call, profile.element_size))
+    subject = PlanSubject.from_configs(call.model, find_model_source(call.model))
+    shape = subject.make_call_shape(call.arguments, profile.element_size)
+    job = subject.make_plan_job(Plan(patches=call.patches), shape)
+    known = make_pricer(subject, call.arguments, profile).predict_latency(job)
     costly = dataclasses.replace(profile, kernel_s=KERNEL, runs_ahead=False)
-    known, more = (make_pricer(subject, call, each).predict_latency(job) for each in (profile, costly))
+    more = make_pricer(subject, call.arguments, costly).predict_latency(job)
     return known, (more - known) / KERNEL
 
 
@@ -268,21 +329,3 @@ class _LoopSeconds(NamedTuple):
     inside: float
     outside: float
     calls: int
-
-
-def _time_denoising_loop(runner: Any, call: dict[str, Any]) -> _LoopSeconds:
-    times: list[float] = []
-
-    def record_time(*_: Any) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter())
-
-    transformer = runner.pipe.transformer
-    hooks = transformer.register_forward_pre_hook(record_time), transformer.register_forward_hook(record_time)
-    runner("a red circle", output_type="latent", generator=torch.Generator().manual_seed(0), **call)
-    for hook in hooks:
-        hook.remove()
-    inside = sum(end - begin for begin, end in zip(times[::2], times[1::2], strict=True))
-    between = sum(begin - end for end, begin in zip(times[1:-1:2], times[2::2], strict=True))
-    return _LoopSeconds(inside, between, len(times) // 2 - 1)

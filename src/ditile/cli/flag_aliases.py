@@ -8,15 +8,16 @@ and `_` are the same in a flag.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.flags import format_flag, iter_field_readers
+from ditile.plan.flags import format_flag, make_text_reader
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.outputs import RunOptions
 
 
 class FlagAlias(NamedTuple):
@@ -24,13 +25,13 @@ class FlagAlias(NamedTuple):
 
     Attributes:
         name: the flag in the other tool.
-        kind: the class of options that has the field.
+        cls: the class of options that has the field.
         field: the name of the field.
         value: what a switch sets; None for a flag that takes a value.
     """
 
     name: str
-    kind: type
+    cls: type
     field: str
     value: Any = None
 
@@ -59,58 +60,74 @@ _MULTI_VALUE_FLAG = "attn_layer_num_for_pp"
 _MULTI_VALUE_HELP = ", with spaces: 7 7 8; what is no flag, such as a prompt, stands before it"
 
 
-def add_alias_arguments(parser: argparse.ArgumentParser, kinds: Sequence[type]) -> None:
-    """Adds the aliases for sets of options, in groups of their own; an alias that is not given leaves no attribute.
+def list_aliases(classes: Sequence[type]) -> list[FlagAlias]:
+    """The aliases that a command with these classes of options has.
 
-    Those of other options would be read, and have no effect.
+    An alias of a class that the command does not have would be read without any effect.
     """
-    if Plan in kinds:
-        _add_alias_group(parser, kinds, XDIT_ALIASES, "plan, with the flags of xDiT")
-    if CacheOptions in kinds:
-        _add_alias_group(parser, kinds, CACHE_DIT_ALIASES, "picture, plan and run, with the flags of cache-dit")
+    aliases: list[FlagAlias] = []
+    if Plan in classes:
+        aliases += XDIT_ALIASES
+    if CacheOptions in classes:
+        aliases += CACHE_DIT_ALIASES
+    return [alias for alias in aliases if alias.cls in classes]
 
 
-def _add_alias_group(
-    parser: argparse.ArgumentParser, kinds: Sequence[type], aliases: Sequence[FlagAlias], title: str
-) -> None:
-    group = parser.add_argument_group(title)
-    for name, kind, field, value in aliases:
-        if kind not in kinds:
-            continue
-        doc = f"as {_name_field(name, field)}" + ("" if value in (None, True) else f" {value}")
-        how: dict[str, Any] = {"action": "store_true"}
-        if value is None:
-            reader = next(read for one, read in iter_field_readers(kind) if one.name == field)
-            how = {"type": reader, "metavar": "N" if kind is Plan else field.upper()}
-        if name == _MULTI_VALUE_FLAG:
-            how["nargs"], doc = "+", doc + _MULTI_VALUE_HELP
-        spellings = dict.fromkeys((format_flag(name), "--" + name))
-        group.add_argument(*spellings, dest=_PREFIX + name, default=argparse.SUPPRESS, help=doc, **how)
+def add_alias_arguments(parser: argparse.ArgumentParser, classes: Sequence[type]) -> None:
+    """Adds the aliases for classes of options, in groups of their own; an unused alias leaves no attribute."""
+    titles = {
+        XDIT_ALIASES: "plan, with the flags of xDiT",
+        CACHE_DIT_ALIASES: "image, plan and run, with the flags of cache-dit",
+    }
+    for aliases, title in titles.items():
+        group = None
+        for alias in list_aliases(classes):
+            if alias in aliases:
+                group = group or parser.add_argument_group(title)
+                _add_alias(group, alias)
 
 
-def merge_alias_values(arguments: argparse.Namespace, kind: type, flag_values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a set of options, from its own flags and from aliases.
+def _add_alias(group: Any, alias: FlagAlias) -> None:
+    doc = f"as {_name_field(alias)}"
+    settings: dict[str, Any] = {"action": "store_true"}
+    if alias.value is None:
+        metavar = "N" if alias.cls is Plan else alias.field.upper()
+        settings = {"type": make_text_reader(alias.cls, alias.field), "metavar": metavar}
+    elif alias.value is not True:
+        doc += f" {alias.value}"
+    if alias.name == _MULTI_VALUE_FLAG:
+        settings["nargs"] = "+"
+        doc += _MULTI_VALUE_HELP
+    spellings = dict.fromkeys((format_flag(alias.name), "--" + alias.name))
+    group.add_argument(*spellings, dest=_PREFIX + alias.name, default=argparse.SUPPRESS, help=doc, **settings)
+
+
+def merge_alias_values(arguments: argparse.Namespace, cls: type, flag_values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a class of options, from its own flags and from aliases.
 
     Raises:
         ModelError: if a flag and its alias say different things; for a `Plan` it is a `PlanError`.
         PlanError: also for patches without a pipeline, which xDiT would ignore.
     """
     values = dict(flag_values)
-    given = [alias for alias in (*XDIT_ALIASES, *CACHE_DIT_ALIASES) if hasattr(arguments, _PREFIX + alias.name)]
-    for name, options, field, value in given:
-        if options is not kind:
+    for alias in (*XDIT_ALIASES, *CACHE_DIT_ALIASES):
+        if alias.cls is not cls or not hasattr(arguments, _PREFIX + alias.name):
             continue
-        alias_value = getattr(arguments, _PREFIX + name) if value is None else value
-        if name == _MULTI_VALUE_FLAG:
-            alias_value = tuple(number for part in alias_value for number in part)
-        if field in flag_values and flag_values[field] != alias_value:
-            raise (PlanError if kind is Plan else ModelError)(
-                f"--{name} says {field}={_format_value(alias_value)} and {_name_field(name, field)} says "
-                f"{field}={_format_value(flag_values[field])}; give one of them"
+        value = alias.value
+        if value is None:
+            value = getattr(arguments, _PREFIX + alias.name)
+        if alias.name == _MULTI_VALUE_FLAG:
+            # Each of its words is read as a tuple, as it may have commas too.
+            value = tuple(itertools.chain.from_iterable(value))
+        if alias.field in flag_values and flag_values[alias.field] != value:
+            error = PlanError if cls is Plan else ModelError
+            raise error(
+                f"--{alias.name} says {alias.field}={_format_value(value)} and {_name_field(alias)} says "
+                f"{alias.field}={_format_value(flag_values[alias.field])}; give one of them"
             )
-        values[field] = alias_value
-    patches = values["patches"] if any(alias.name == "num_pipeline_patch" for alias in given) and kind is Plan else 1
-    if patches > 1 and values.get("pipefusion", 1) == 1:
+        values[alias.field] = value
+    patches = getattr(arguments, _PREFIX + "num_pipeline_patch", 1)
+    if cls is Plan and patches > 1 and values.get("pipefusion", 1) == 1:
         raise PlanError(
             f"--num_pipeline_patch {patches} needs a pipeline; use it with --pipefusion_parallel_degree 2 or more, or "
             "leave it out"
@@ -118,9 +135,9 @@ def merge_alias_values(arguments: argparse.Namespace, kind: type, flag_values: d
     return values
 
 
-def _name_field(name: str, field: str) -> str:
+def _name_field(alias: FlagAlias) -> str:
     """The name of an alias's field on the command line; it is an argument without a flag if both names are equal."""
-    return field.upper() if name == field else format_flag(field)
+    return alias.field.upper() if alias.name == alias.field else format_flag(alias.field)
 
 
 def _format_value(value: Any) -> str:

@@ -1,9 +1,10 @@
-"""The work of one rank of `ditile generate`: load, divide, run, and on rank 0 write the pictures."""
+"""The work of one rank of `ditile generate`: load, divide, run, and on rank 0 write the images."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,22 +14,22 @@ import ditile
 from ditile.cache.report import summarize_cache_reports
 from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, sum_reports
 from ditile.distributed.transport import gather_json
+from ditile.model.pipeline_calls import find_call_owner, list_call_parameters
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
+from ditile.runner.load import find_pipeline_kind
 from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
     build_object_arguments,
-    check_cache_steps,
-    check_request_by_files,
 )
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.conditions import describe_choice, read_condition_files
 from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.outputs import RunOptions
 from ditile.runner.requests.pipelines import (
     check_frame_count,
     convert_value_errors,
@@ -36,6 +37,7 @@ from ditile.runner.requests.pipelines import (
     find_argument,
     find_frames_ratio,
 )
+from ditile.runner.requests.preflight import check_request_by_files
 from ditile.runner.requests.prepare import prepare_runner, silence_libraries
 from ditile.runner.requests.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, list_drawn, write_drawn
@@ -49,93 +51,100 @@ if TYPE_CHECKING:
     from ditile.runner.runner import Runner
 
 
-def draw_pictures(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> Outcome | None:
+def draw_pictures(request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> Outcome | None:
     """Runs this rank's part. Rank 0 returns the outcome, the others None.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
     """
-    with contextlib.redirect_stdout(sys.stderr):  # the standard output is for the summary alone
-        pipe, runner, started_from = _prepare_runner(wanted, run, plan, cache)
-        seed = _agree_on_seed(wanted.seed, runner.mesh.everyone)
-        call = build_call_arguments(pipe, wanted, defaults(wanted.model))
-        check_cache_steps(cache, call)
-        _say_chosen_class(wanted, pipe, runner)
-        seeds = range(seed, seed + wanted.num_images)
+    # The standard output is for the summary alone.
+    with contextlib.redirect_stdout(sys.stderr):
+        pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
+        seed = _agree_on_seed(request.seed, runner.mesh.everyone)
+        seeds = range(seed, seed + request.num_images)
+        call = build_call_arguments(pipe, request, defaults(request.model))
 
         def make_call() -> dict[str, Any]:
-            return call | build_object_arguments(pipe, wanted, seeds, conditions=started_from)
+            return call | build_object_arguments(pipe, request, seeds, conditions=conditions)
 
-        num_videos = wanted.num_images * (1 + NUM_PERF_CALLS if cache.perf else 1)
         if run.warm:
             _warm(runner, make_call(), cache)
+        num_videos = request.num_images * (1 + NUM_PERF_CALLS if cache.perf else 1)
         with _show_decoded_frames(pipe, call, num_videos, shown=runner.mesh.rank == 0):
             call_result = _call_and_report(runner, make_call, cache)
-        drawn = list_drawn(call_result.result)
-        files = [str(path) for path in run.list_image_paths(len(drawn), seed, wanted.model)]
-        texts, fps = build_png_texts(wanted, plan, cache, call, started_from), choose_fps(pipe, wanted, call)
-        for k, (one, path) in enumerate(zip(drawn, files, strict=True)):
-            write_drawn(one, path, fps, add_picture_texts(texts, pipe, call, wanted.prompt, seed + k, one))
-        # Behind the pictures, which a trace that cannot be written must not cost.
+        images = list_drawn(call_result.result)
+        files = [str(path) for path in run.list_image_paths(len(images), seed, request.model)]
+        texts = build_png_texts(request, plan, cache, call, conditions)
+        fps = choose_fps(pipe, request, call)
+        for image, path, own_seed in zip(images, files, seeds, strict=False):
+            write_drawn(image, path, fps, add_picture_texts(texts, pipe, call, request.prompt, own_seed, image))
+        # After the images, which must not be lost if the trace cannot be written.
         _write_trace(runner, run.trace)
         if call_result.result is None:
             return None
-        return build_outcome(wanted, plan, cache, [call_result], seed=seed, images=files)
+        return build_outcome(request, plan, cache, [call_result], seed=seed, images=files)
 
 
 def draw_prompt_lines(
-    wanted: GenerateOptions,
+    request: GenerateOptions,
     run: RunOptions,
     plan: Plan,
     cache: CacheOptions,
     missing_lines: Sequence[PromptLine],
     total: int,
 ) -> Outcome | None:
-    """Draws some lines, as many at once as there are replicas. Rank 0 returns the outcome, the others None.
+    """Generates the images of some lines, one on each replica at a time. Rank 0 returns the outcome, the others None.
 
     Args:
-        wanted, run, plan, cache: as in `draw_pictures`.
-        missing_lines: the lines to draw; every rank takes those of rank 0.
+        request, run, plan, cache: as in `draw_pictures`.
+        missing_lines: the lines; every rank takes those of rank 0.
         total: the number of lines in the file.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        pipe, runner, started_from = _prepare_runner(wanted, run, plan, cache)
+        pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
         pipe.set_progress_bar_config(disable=True)
-        everyone, first = runner.mesh.everyone, runner.mesh.rank == 0
-        missing_lines = [PromptLine(*line) for line in gather_json(list(missing_lines), everyone)[0]]
-        base = build_call_arguments(pipe, wanted, defaults(wanted.model))
-        check_cache_steps(cache, base)
-        _say_chosen_class(wanted, pipe, runner)
-        request_text = describe_request(wanted, run, plan, cache, defaults(wanted.model))
-        texts, fps = build_png_texts(wanted, plan, cache, base, started_from), choose_fps(pipe, wanted, base)
-        texts |= {"request": request_text}
+        is_first = runner.mesh.rank == 0
+        missing_lines = [PromptLine(*line) for line in gather_json(list(missing_lines), runner.mesh.everyone)[0]]
+        base = build_call_arguments(pipe, request, defaults(request.model))
+        fps = choose_fps(pipe, request, base)
+        texts = build_png_texts(request, plan, cache, base, conditions)
+        texts["request"] = describe_request(request, run, plan, cache, defaults(request.model))
         call_results: list[RunnerCallResult] = []
-        with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=first) as advance:
+        with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=is_first) as advance:
             for start in range(0, len(missing_lines), plan.data):
                 lines = missing_lines[start : start + plan.data]
-                make_call = functools.partial(_build_lines_call, pipe, base, lines, wanted, plan, started_from)
+                make_call = functools.partial(_build_lines_call, pipe, base, lines, request, plan, conditions)
                 if run.warm and start == 0:
                     _warm(runner, make_call(), cache)
                 call_result = _call_and_report(runner, make_call, cache)
+                # Without the images, which would fill the memory.
                 call_results.append(call_result._replace(result=None))
-                for line, one in zip(lines, list_drawn(call_result.result), strict=first):
-                    own_texts = add_picture_texts(texts, pipe, base, line.prompt, line.seed, one)
-                    write_drawn(one, line.path, fps, own_texts)
+                # On the other ranks there are none.
+                for line, image in zip(lines, list_drawn(call_result.result), strict=is_first):
+                    own_texts = add_picture_texts(texts, pipe, base, line.prompt, line.seed, image)
+                    write_drawn(image, line.path, fps, own_texts)
                 advance(len(lines))
         if missing_lines:
             _write_trace(runner, run.trace)
-    if not first:
+    if not is_first:
         return None
-    files, seed = [line.path for line in list_prompt_lines(wanted, run)], wanted.seed or 0
-    skipped = len(files) - len(missing_lines)
-    return build_outcome(wanted, plan, cache, call_results, seed=seed, images=files, skipped=skipped)
+    files = [line.path for line in list_prompt_lines(request, run)]
+    return build_outcome(
+        request,
+        plan,
+        cache,
+        call_results,
+        seed=request.seed or 0,
+        images=files,
+        skipped=len(files) - len(missing_lines),
+    )
 
 
 def build_outcome(
-    wanted: GenerateOptions,
+    request: GenerateOptions,
     plan: Plan,
     cache: CacheOptions,
     call_results: Sequence[RunnerCallResult],
@@ -147,43 +156,36 @@ def build_outcome(
     """The outcome of some calls; `skipped` is how many of the images were there before."""
     return Outcome(
         plan=str(plan),
-        model=wanted.model,
+        model=request.model,
         seed=seed,
         images=images,
-        has_videos=draws_videos(wanted.model),
+        has_videos=draws_videos(request.model),
         reports=sum_reports([call_result.reports for call_result in call_results]),
         skipped=skipped,
         settings=cache.describe_settings(),
         left_out=summarize_cache_reports([call_result.saved for call_result in call_results]),
-        totals=[total for call_result in call_results for total in call_result.totals],
+        totals=list(itertools.chain.from_iterable(call_result.totals for call_result in call_results)),
         tracks_memory=cache.track_memory,
     )
 
 
 def _prepare_runner(
-    wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
+    request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
 ) -> tuple[Any, Runner, dict[str, Any]]:
     """The pipeline, its runner, and what its calls start from."""
     silence_libraries()
-    check_request_by_files(wanted, plan)
-    started_from = read_condition_files(wanted)
+    check_request_by_files(request, plan, cache)
+    conditions = read_condition_files(request)
     pipe, runner = prepare_runner(
-        wanted.model, run, plan, cache, conditions=[*started_from], controlnet=wanted.controlnet
+        request.model, run, plan, cache, conditions=list(conditions), controlnet=request.controlnet
     )
     runner.trace = run.trace is not None
-    if (video := started_from.get("video")) is not None:
-        check_frame_count(type(pipe).__name__, len(video), find_frames_ratio(pipe), None)
-    return pipe, runner, started_from
-
-
-def _say_chosen_class(wanted: GenerateOptions, pipe: Any, runner: Runner) -> None:
-    """Says on rank 0 which class draws from what is given, and why."""
-    from ditile.model.pipeline_calls import find_call_owner
-    from ditile.runner.load import find_pipeline_kind
-
-    if wanted.conditions and runner.mesh.rank == 0:
-        own = find_pipeline_kind(find_model_source(wanted.model)) or type(pipe)
-        print(f"pipeline: {describe_choice(find_call_owner(pipe), own, [*wanted.conditions])}", file=sys.stderr)
+    if "video" in conditions:
+        check_frame_count(type(pipe).__name__, len(conditions["video"]), find_frames_ratio(pipe), None)
+    if conditions and runner.mesh.rank == 0:
+        own = find_pipeline_kind(find_model_source(request.model)) or type(pipe)
+        print(f"pipeline: {describe_choice(find_call_owner(pipe), own, list(conditions))}", file=sys.stderr)
+    return pipe, runner, conditions
 
 
 class RunnerCallResult(NamedTuple):
@@ -207,66 +209,84 @@ def _call_and_report(runner: Runner, make: Callable[[], dict[str, Any]], cache: 
         with convert_value_errors(runner.pipe):
             result = runner(**make(), output_on="first")
         reports.append(runner.reports())
-    saved = ditile.summary(runner, logging=False) if cache.build_cache_arguments()["cache_config"] is not None else []
+    saved = []
+    if cache.build_cache_arguments()["cache_config"] is not None:
+        saved = ditile.summary(runner, logging=False)
     if not cache.perf:
         return RunnerCallResult(result, reports[0], saved, [])
-    return RunnerCallResult(
-        result, compute_median_reports(reports[1:]), saved, [of_rank[0]["seconds"]["total"] for of_rank in reports[1:]]
-    )
+    # The first call also pays for what is made once.
+    measured = reports[1:]
+    totals = [rank_reports[0]["seconds"]["total"] for rank_reports in measured]
+    return RunnerCallResult(result, compute_median_reports(measured), saved, totals)
 
 
 def _build_lines_call(
     pipe: DiffusionPipeline,
     base: dict[str, Any],
     lines: Sequence[PromptLine],
-    wanted: GenerateOptions,
+    request: GenerateOptions,
     plan: Plan,
-    started_from: Mapping[str, Any],
+    conditions: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The call that makes the pictures of some lines: one on its own, or a batch over the replicas."""
+    """The call that makes the images of some lines: one on its own, or a batch over the replicas."""
     seeds = [line.seed for line in lines]
-    if plan.data == 1:
-        return base | build_object_arguments(pipe, wanted, seeds, conditions=started_from) | {"prompt": lines[0].prompt}
     bases = [base | {"prompt": line.prompt} for line in lines]
-    return build_batch_call(pipe, bases, wanted, seeds, conditions=started_from)
+    if plan.data == 1:
+        return bases[0] | build_object_arguments(pipe, request, seeds, conditions=conditions)
+    return build_batch_call(pipe, bases, request, seeds, conditions=conditions)
 
 
 @contextlib.contextmanager
 def _show_decoded_frames(pipe: Any, call: Mapping[str, Any], count: int, *, shown: bool) -> Iterator[None]:
-    """Shows how many frames of a call's videos the decoder has made, behind the progress of the steps."""
-    from ditile.model.pipeline_calls import list_call_parameters
-
-    name, decoder = find_argument(pipe, FRAME_COUNTS), getattr(getattr(pipe, "vae", None), "decoder", None)
-    frames = None if name is None else call.get(name, list_call_parameters(pipe)[name].default)
+    """Shows how many frames of a call's videos the decoder has made, after the progress of the steps."""
+    decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
+    name = find_argument(pipe, FRAME_COUNTS)
+    frames = None
+    if name is not None:
+        frames = call.get(name, list_call_parameters(pipe)[name].default)
     if decoder is None or not isinstance(frames, int):
         yield
         return
     with contextlib.ExitStack() as stack:
-        advance: Callable[[int], None] | None = None
-        left = frames * count
-
-        def count_frames(_: Any, __: Any, out: Any) -> None:
-            nonlocal advance, left
-            out = out[0] if isinstance(out, tuple) else out
-            if advance is None:
-                advance = stack.enter_context(show_progress_bar("decoded frames", left, shown=shown))
-            # [B, 3, F, H, W] or [B F, 3, H, W]; pieces that overlap are more than all.
-            done = min(left, out.shape[0] * (out.shape[2] if out.ndim == 5 else 1))
-            left -= done
-            advance(done)
-
-        hook = decoder.register_forward_hook(count_frames)
+        bar = _FrameProgress(stack, frames * count, shown=shown)
+        hook = decoder.register_forward_hook(bar.count_decoded)
         stack.callback(hook.remove)
         yield
 
 
+class _FrameProgress:
+    """A progress bar of decoded frames, which appears with the first of them."""
+
+    def __init__(self, stack: contextlib.ExitStack, total: int, *, shown: bool) -> None:
+        self._stack = stack
+        self._left = total
+        self._shown = shown
+        self._advance: Callable[[int], None] | None = None
+
+    def count_decoded(self, _module: Any, _inputs: Any, output: Any) -> None:
+        """A forward hook of a decoder, whose output is [B, 3, F, H, W] or [B F, 3, H, W]."""
+        if isinstance(output, tuple):
+            output = output[0]
+        if self._advance is None:
+            self._advance = self._stack.enter_context(
+                show_progress_bar("decoded frames", self._left, shown=self._shown)
+            )
+        frames = output.shape[0]
+        if output.ndim == 5:
+            frames *= output.shape[2]
+        # Tiles that overlap have more frames together than the videos.
+        frames = min(self._left, frames)
+        self._left -= frames
+        self._advance(frames)
+
+
 def _write_trace(runner: Runner, path: str | None) -> None:
-    """Writes the trace of the last call, if one is wanted; all ranks call it."""
+    """Writes the trace of the last call if there is a path; all ranks call it."""
     try:
         if path is not None:
             runner.write_trace(path)
     except OSError as error:
-        raise ModelError(f"trace={path!r} cannot be written: {error.strerror}; the pictures are there") from error
+        raise ModelError(f"trace={path!r} cannot be written: {error.strerror}; the images are there") from error
 
 
 def _agree_on_seed(seed: int | None, control: ProcessGroup | None) -> int:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import ditile
 from ditile.cli import flag_aliases
@@ -36,15 +36,8 @@ from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.budget import Budget
 from ditile.planner.choose import choose_within_budget, resolve_plan_option
 from ditile.planner.question import PlanQuestion
-from ditile.runner.model_files import check_weight_source, defaults, find_model_source
-from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.command_options import (
-    CalibrateOptions,
-    ModelsOptions,
-    RunOptions,
-    VerifyOptions,
-    check_output_files,
-)
+from ditile.runner.model_files import defaults, find_model_source
+from ditile.runner.requests.cache_options import CacheOptions, name_flags
 from ditile.runner.requests.console import (
     LINE_WIDTH,
     Status,
@@ -53,7 +46,9 @@ from ditile.runner.requests.console import (
     print_parts,
     print_tables_and_json,
 )
-from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.options import CalibrateOptions, GenerateOptions, ModelsOptions, VerifyOptions
+from ditile.runner.requests.outputs import RunOptions, check_output_files
+from ditile.runner.requests.preflight import check_known_model, check_options
 from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -72,29 +67,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
     env.silence_library_imports()
     env.prefer_passive_waiting()
+    if argv is None:
+        argv = sys.argv[1:]
     try:
+        # Before a command that may hang: the watch ends ranks of torchrun whose peers have failed.
         if needs_watch():
             start_watcher()
-        words = normalize_flags(list(sys.argv[1:] if argv is None else argv))
+        words = normalize_flags(list(argv))
         if not words:
             build_parser().print_help()
             return 0
-        arguments = _parse_arguments(words)
-        return COMMANDS[arguments.command].run(arguments)
+        return _run_command(_parse_arguments(words))
     except RankError as error:
         print(error.traceback.rstrip(), file=sys.stderr)
         return _print_error(str(error), 1)
     except DitileError as error:
-        return 2 if report_failure(describe_error(error), 2) else _print_error(str(error), 2)
+        return _end_with_error(describe_error(error), str(error), 2)
     except (MemoryError, RuntimeError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        line = ": ".join(filter(None, ("out of memory", str(error))))
-        failure = RankFailure(time.monotonic(), type(error).__name__, line)
-        return 1 if report_failure(failure, 1) else _print_error(line, 1)
+        line = f"out of memory: {error}" if str(error) else "out of memory"
+        return _end_with_error(RankFailure(time.monotonic(), type(error).__name__, line), line, 1)
     except KeyboardInterrupt:
-        failure = RankFailure(time.monotonic(), "interrupted", "interrupted")
-        return 130 if report_failure(failure, 130) else _print_error("interrupted", 130)
+        return _end_with_error(RankFailure(time.monotonic(), "interrupted", "interrupted"), "interrupted", 130)
+
+
+def _run_command(arguments: argparse.Namespace) -> int:
+    command = COMMANDS[arguments.command]
+    try:
+        return command.run(arguments)
+    except ModelError as error:
+        # What a file or a cache line says has the names of its fields.
+        has_text = hasattr(arguments, "config") or hasattr(arguments, "cache_line")
+        if CacheOptions in command.options and not has_text:
+            raise ModelError(name_flags(str(error))) from error
+        raise
+
+
+def _end_with_error(failure: RankFailure, message: str, code: int) -> int:
+    """The exit code of a failed command, whose message the watch over torchrun's ranks prints if there is one."""
+    if not report_failure(failure, code):
+        _print_error(message, code)
+    return code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -110,217 +124,207 @@ def build_parser() -> argparse.ArgumentParser:
             essential=command.essential,
             allow_abbrev=False,
         )
-        for kind, title in command.options.items():
-            add_arguments(parser, kind, title=title, left_out=command.left_out)
+        for cls, title in command.options.items():
+            add_arguments(parser, cls, title=title, left_out=command.left_out)
         flag_aliases.add_alias_arguments(parser, list(command.options))
     return top
 
 
-def _check_words(argv: list[str]) -> None:
+def _check_words(words: list[str]) -> None:
     """Raises `PlanError` for a word that is not UTF-8, or that argparse would read as a list."""
-    for word in argv:
+    for word in words:
+        # Python keeps bytes that it cannot decode as halves of surrogate pairs.
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             raise PlanError(f"{ascii(word)} is not UTF-8; set the terminal, or the locale, to UTF-8")
         if word.startswith("--") and word.endswith("=--"):
             raise PlanError(f"{word}: -- is no value; give another")
 
 
-def _parse_arguments(argv: list[str]) -> argparse.Namespace:
-    _check_words(argv)
-    if not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        hint = suggest_nearest(argv[0], COMMANDS, "", cutoff=0.5)
-        raise PlanError(f"{argv[0]!r} is no command; {hint and hint + ' '}there are {', '.join(COMMANDS)}")
-    arguments, extra = build_parser().parse_known_args(argv)
-    if not extra and arguments.command is not None:
+def _parse_arguments(words: list[str]) -> argparse.Namespace:
+    _check_words(words)
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        hint = suggest_nearest(words[0], COMMANDS, "", cutoff=0.5)
+        raise PlanError(f"{words[0]!r} is no command; {hint} there are {', '.join(COMMANDS)}".replace("  ", " "))
+    arguments, unknown = build_parser().parse_known_args(words)
+    if not unknown and arguments.command is not None:
         return arguments
-    name = (extra or argv)[0].partition("=")[0]
+    raise PlanError(_explain_unknown_word((unknown or words)[0], arguments.command))
+
+
+def _explain_unknown_word(word: str, command: str | None) -> str:
+    name = word.partition("=")[0]
     if not name.startswith("-"):
-        quotes = "put a prompt of several words in quotes"
-        what_works = quotes if arguments.command == "generate" else f"see ditile {arguments.command} --help"
-        raise PlanError(f"{extra[0]!r} is one argument too many; {what_works}")
-    command = f"ditile {arguments.command}" if arguments.command else "ditile"
-    # Without the dashes, which all flags have, and which would make any short word like another.
-    flags = {flag.lstrip("-"): flag for flag in _list_known_flags(arguments.command)}
-    near = find_nearest(name.lstrip("-"), flags)
-    hint = f"see {command} --help-all" if near is None else f"did you mean {flags[near]}?"
-    raise PlanError(f"{name} is not known; {hint}")
+        if command == "generate":
+            return f"{word!r} is one argument too many; put a prompt of several words in quotes"
+        return f"{word!r} is one argument too many; see ditile {command} --help"
+    # Without the dashes, which all flags have, and which would make any short word similar to another.
+    flags = {flag.lstrip("-"): flag for flag in _list_known_flags(command)}
+    nearest = find_nearest(name.lstrip("-"), flags)
+    if nearest is not None:
+        return f"{name} is not known; did you mean {flags[nearest]}?"
+    program = "ditile" if command is None else f"ditile {command}"
+    return f"{name} is not known; see {program} --help-all"
 
 
 def _list_known_flags(command: str | None) -> list[str]:
     if command is None:
         return ["--help", "--help-all", "--version"]
-    kinds = COMMANDS[command].options
-    aliases: tuple[flag_aliases.FlagAlias, ...] = flag_aliases.CACHE_DIT_ALIASES if CacheOptions in kinds else ()
-    aliases += flag_aliases.XDIT_ALIASES if Plan in kinds else ()
-    names = [format_flag(alias.name) for alias in aliases]
-    return ["--help", "--help-all", *(name for kind in kinds for name in list_flags(kind)), *names]
+    flags = ["--help", "--help-all"]
+    for cls in COMMANDS[command].options:
+        flags += list_flags(cls)
+    aliases = flag_aliases.list_aliases(list(COMMANDS[command].options))
+    return flags + [format_flag(alias.name) for alias in aliases]
 
 
 def _build_plan(arguments: argparse.Namespace, cache: CacheOptions | None = None) -> Plan:
-    plan_values = _collect_values(Plan, arguments)
-    return Plan(**(plan_values if cache is None else cache.collect_plan_values(plan_values)))
+    values = _collect_values(Plan, arguments)
+    if cache is not None:
+        values = cache.collect_plan_values(values)
+    return Plan(**values)
 
 
-def _build_options(kind: type[Options], arguments: argparse.Namespace) -> Options:
-    return kind(**_collect_values(kind, arguments))
+def _build_options(cls: type[Options], arguments: argparse.Namespace) -> Options:
+    return cls(**_collect_values(cls, arguments))
 
 
-def _collect_values(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of a set of options that were given, by flags and by aliases."""
-    return flag_aliases.merge_alias_values(arguments, kind, collect_arguments(kind, arguments))
+def _collect_values(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The values of a class of options that were given, by flags and by aliases."""
+    return flag_aliases.merge_alias_values(arguments, cls, collect_arguments(cls, arguments))
 
 
 def _run_generate_command(arguments: argparse.Namespace) -> int:
-    cache, budget = _build_options(CacheOptions, arguments), _build_options(Budget, arguments)
+    cache = _build_options(CacheOptions, arguments)
+    budget = _build_options(Budget, arguments)
     plan = _build_plan(arguments, cache)
-    wanted, run = _build_options(GenerateOptions, arguments), _build_options(RunOptions, arguments)
+    request = _build_options(GenerateOptions, arguments)
+    run = _build_options(RunOptions, arguments)
     if run.plan is not None:
-        plan = resolve_plan_option(run.plan, wanted, run, plan)
+        plan = resolve_plan_option(run.plan, request, run, plan)
     else:
-        plan = _share_short_warmup(plan, arguments, wanted.model)
+        plan = _share_short_warmup(plan, arguments, request.model)
     if budget.has_bound:
-        plan, cache = choose_within_budget(budget, wanted, run, plan, cache)
+        plan, cache = choose_within_budget(budget, request, run, plan, cache)
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
-    _check_generate_options(wanted, run, cache)
-    _check_known_model(wanted, [plan])
-    run = _name_output(wanted, run)
+    check_options(request, run, plan, cache)
+    run, makes_videos = _name_output(request, run)
     if run.dry_run:
-        return _print_dry_run(wanted, run, plan, cache)
-    # Before many processes are started, each of which would raise the same error.
+        return _print_dry_run(request, run, plan, cache)
     if env.read_torchrun_place() is None and plan.world > (os.cpu_count() or 1):
+        # Before many processes are started, each of which would raise the same error.
         _silence_libraries()
         from ditile.planner.dry_run import build_dry_run_job
 
-        build_dry_run_job(_pick_one_line(wanted, plan), plan, cache.build_cache_arguments())
-    draw = _generate_prompts_file if wanted.prompts_file is not None else _generate_pictures
-    outcome = draw(wanted, run, plan, cache, budget)
+        build_dry_run_job(_pick_one_line(request, plan), plan, cache.build_cache_arguments())
+    job = GenerateJob(request, run, plan, cache, budget, makes_videos)
+    draw = _generate_pictures if request.prompts_file is None else _generate_prompts_file
+    outcome = draw(job)
     if outcome is not None:
         from ditile.cli.outcome import list_outcome_lines, summarize_outcome
 
         print_tables_and_json(list_outcome_lines(outcome), json.dumps(summarize_outcome(outcome), indent=2), run.json)
-        _print_note_on_prompts(wanted)
+        _print_note_on_prompts(request)
     return 0
 
 
+class GenerateJob(NamedTuple):
+    """What `ditile generate` has to do."""
+
+    request: GenerateOptions
+    run: RunOptions
+    plan: Plan
+    cache: CacheOptions
+    budget: Budget
+    makes_videos: bool
+
+
 def _share_short_warmup(plan: Plan, arguments: argparse.Namespace, model: str) -> Plan:
-    """The plan with warmup_mode=auto for a model of few steps: a server does not know those of a request."""
+    """The plan with warmup_mode=auto for a model of few steps: a server does not know the steps of a request."""
     if _collect_values(Plan, arguments).keys() & {"warmup", "warmup_mode"}:
         return plan
     can_share = min(plan.pipefusion, plan.num_patches) > 1 and plan.token_ranks * plan.tensor == 1
-    short = can_share and defaults(model).get("num_inference_steps", FEW_STEPS + 1) <= FEW_STEPS
-    return dataclasses.replace(plan, warmup_mode=AUTO) if short else plan
+    if can_share and defaults(model).get("num_inference_steps", FEW_STEPS + 1) <= FEW_STEPS:
+        return dataclasses.replace(plan, warmup_mode=AUTO)
+    return plan
 
 
-def _name_output(wanted: GenerateOptions, run: RunOptions) -> RunOptions:
-    """The options with the file to write, of a picture or a video, as the model draws one or the other.
+def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions, bool]:
+    """The options with the file to write, and whether the model makes videos.
 
     Raises:
-        ModelError: if the file that is given is of the other kind, or cannot be encoded here.
+        ModelError: if the given file is of the other kind, or cannot be encoded here.
     """
-    known = find_known_model(wanted.model)
-    if known is None or known.hub_id is not None:  # the class is asked, which needs diffusers
+    known = find_known_model(request.model)
+    if known is None or known.hub_id is not None:
+        # The class of the model is asked, for which diffusers is imported.
         _silence_libraries()
     from ditile.runner.requests.pipelines import check_model_packages, draws_videos
 
-    video = draws_videos(wanted.model)
+    makes_videos = draws_videos(request.model)
     if not run.dry_run:
-        check_model_packages(wanted.model)
-    run = run.name_output(wanted, video=video)
-    if video and not run.dry_run and is_writing_process():
+        check_model_packages(request.model)
+    run = run.name_output(request, video=makes_videos)
+    if makes_videos and not run.dry_run and is_writing_process():
         from ditile.runner.requests.videos import check_encoder
 
-        check_encoder(Path(run.out or ""), wanted.fps)
-    if not video and wanted.fps is not None:
-        raise ModelError(f"fps={wanted.fps:g}: {wanted.model} draws pictures, which have no rate; leave it out")
-    return run
+        check_encoder(Path(run.out or ""), request.fps)
+    if not makes_videos and request.fps is not None:
+        raise ModelError(f"fps={request.fps:g}: {request.model} makes images, which have no rate; leave it out")
+    return run, makes_videos
 
 
-def _check_known_model(wanted: GenerateOptions, plans: Sequence[Plan]) -> None:
-    """Raises `ModelError` or `PlanError` for what a model that is known by name cannot do: before torch is imported."""
-    if (known := find_known_model(wanted.model)) is not None:
-        for plan in plans:
-            known.check_call(plan, defaults(wanted.model) | wanted.to_call_arguments())
-
-
-def _print_note_on_prompts(wanted: GenerateOptions) -> None:
-    """Says so if a prompt names nothing that the model can draw."""
-    known = find_known_model(wanted.model)
+def _print_note_on_prompts(request: GenerateOptions) -> None:
+    """Says so if a prompt names nothing that the model knows."""
+    known = find_known_model(request.model)
     if known is None or not known.words:
         return
     from ditile.runner.requests.prompts import read_prompts
 
-    prompts = [wanted.prompt] if wanted.prompts_file is None else read_prompts(wanted.prompts_file)
-    if foreign := [prompt for prompt in prompts if prompt is not None and not known.knows_word_of(prompt)]:
-        print(
-            f"note: {known.name} is small and knows {', '.join(known.words)} alone, and {foreign[0]!r} names none; "
-            f"try {known.example!r}",
-            file=sys.stderr,
-        )
+    prompts = [request.prompt or known.example]
+    if request.prompts_file is not None:
+        prompts = read_prompts(request.prompts_file)
+    for prompt in prompts:
+        if not known.knows_word_of(prompt):
+            print(
+                f"note: {known.name} is small and knows {', '.join(known.words)} alone, and {prompt!r} names none; "
+                f"try {known.example!r}",
+                file=sys.stderr,
+            )
+            return
 
 
-def _check_generate_options(wanted: GenerateOptions, run: RunOptions, cache: CacheOptions) -> None:
-    """Raises `LoadError` or `ModelError` for files that cannot be read, and options that contradict each other."""
-    # A class may start from a picture alone; of the others the call is refused.
-    if wanted.prompt is None and wanted.prompts_file is None and not wanted.conditions and not run.dry_run:
-        raise ModelError("there is nothing to draw; give a PROMPT, or --prompts-file FILE")
-    if run.dry_run and run.json is not None:
-        raise ModelError(f"json={run.json!r} is for what a run measured, and dry_run=True runs nothing; leave one out")
-    find_model_source(wanted.model, weights=not run.dry_run)
-    if cache.lora is not None:
-        check_weight_source(cache.lora, "lora")
-    if wanted.controlnet is not None:
-        check_weight_source(wanted.controlnet, "controlnet")
-    if wanted.conditions:
-        from ditile.runner.requests.conditions import read_condition_files
-
-        read_condition_files(wanted)
-    if run.out_dir is not None and wanted.prompts_file is None:
-        raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
-    if run.text_after == "free" and (wanted.prompts_file is not None or cache.perf or run.warm):
-        several = (
-            "a file of prompts is encoded" if wanted.prompts_file is not None else "--perf or --warm draws a picture"
-        )
-        raise ModelError(f"text_after='free': {several} several times, and freed encoders do so once; use offload")
-
-
-def _generate_pictures(
-    wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, budget: Budget
-) -> Outcome | None:
+def _generate_pictures(job: GenerateJob) -> Outcome | None:
     """The outcome of one call, on rank 0; None on torchrun's other ranks."""
-    from ditile.runner.requests.pipelines import draws_videos
-
-    if env.read_torchrun_place() is None and wanted.seed is None:
-        wanted = dataclasses.replace(wanted, seed=secrets.randbelow(2**31))
+    request, run, plan, cache, budget, makes_videos = job
+    if env.read_torchrun_place() is None and request.seed is None:
+        request = dataclasses.replace(request, seed=secrets.randbelow(2**31))
     if is_writing_process():
         # The ranks of torchrun agree on a seed later: the names differ then, and the folder does not.
-        paths = run.list_image_paths(wanted.num_images, wanted.seed or 0, wanted.model)
-        run.check_output_paths(paths, wanted, cache, budget, video=draws_videos(wanted.model))
-    outcome: Outcome | None = _run_on_ranks(_draw_pictures, plan, run, (wanted, run, plan, cache))
+        paths = run.list_image_paths(request.num_images, request.seed or 0, request.model)
+        run.check_output_paths(paths, request, cache, budget, video=makes_videos)
+    outcome: Outcome | None = _run_on_ranks(_draw_pictures, plan, run, (request, run, plan, cache))
     return outcome
 
 
-def _generate_prompts_file(
-    wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, budget: Budget
-) -> Outcome | None:
-    """The outcome of a file of prompts, on rank 0. If no picture is missing, no model is loaded."""
+def _generate_prompts_file(job: GenerateJob) -> Outcome | None:
+    """The outcome of a file of prompts, on rank 0. If no image is missing, no model is loaded."""
     from ditile.runner.requests import prompts
-    from ditile.runner.requests.pipelines import draws_videos
 
+    request, run, plan, cache, budget, makes_videos = job
     all_lines: list[prompts.PromptLine] = []
     missing_lines: list[prompts.PromptLine] = []
     if is_writing_process():
-        all_lines = prompts.list_prompt_lines(wanted, run)
-        video = draws_videos(wanted.model)
-        run.check_output_paths([Path(line.path) for line in all_lines], wanted, cache, budget, video=video)
-        request = prompts.describe_request(wanted, run, plan, cache, defaults(wanted.model))
-        missing_lines = prompts.select_missing_lines(all_lines, request, has_posters=video)
+        all_lines = prompts.list_prompt_lines(request, run)
+        images = [line.path for line in all_lines]
+        run.check_output_paths([Path(path) for path in images], request, cache, budget, video=makes_videos)
+        description = prompts.describe_request(request, run, plan, cache, defaults(request.model))
+        missing_lines = prompts.select_missing_lines(all_lines, description, has_posters=makes_videos)
+        # The ranks of torchrun wait for each other; only a process of its own may leave here.
         if not missing_lines and env.read_torchrun_place() is None:
             from ditile.cli.generate import build_outcome
 
-            images = [line.path for line in all_lines]
-            return build_outcome(wanted, plan, cache, [], seed=wanted.seed or 0, images=images, skipped=len(images))
+            return build_outcome(request, plan, cache, [], seed=request.seed or 0, images=images, skipped=len(images))
     outcome: Outcome | None = _run_on_ranks(
-        _draw_prompt_lines, plan, run, (wanted, run, plan, cache, missing_lines, len(all_lines))
+        _draw_prompt_lines, plan, run, (request, run, plan, cache, missing_lines, len(all_lines))
     )
     return outcome
 
@@ -330,19 +334,23 @@ def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOp
     env.check_torchrun_world(plan)
     if env.read_torchrun_place() is None and plan.world > 1:
         with Status(f"starting {plan.world} ranks") as status:
-            # A rank reports first that it has started.
-            return launch(
+            results = launch(
                 fn,
                 plan.world,
                 args,
                 threads=run.threads,
                 stall_timeout=run.stall_timeout,
+                # A rank reports first that it has started.
                 progress=lambda rank, reports: status.end(),
-            )[0]
+            )
+            return results[0]
     begin_watch(run.stall_timeout, START_SECONDS)
     result = fn(*args)
     _leave_torchrun()
     return result
+
+
+# `launch` sends the functions of ranks by their names. They import torch, which this process does without.
 
 
 def _draw_pictures(*args: Any) -> Outcome | None:
@@ -363,35 +371,38 @@ def _verify_plan(*args: Any) -> PlanVerdict:
     return verify_plan(*args)
 
 
-def _print_dry_run(wanted: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> int:
+def _print_dry_run(request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> int:
     _silence_libraries()
     from ditile.planner.dry_run import describe_dry_run
 
-    print(describe_dry_run(_pick_one_line(wanted, plan), plan, cache.build_cache_arguments(), run))
+    print(describe_dry_run(_pick_one_line(request, plan), plan, cache.build_cache_arguments(), run))
     _leave_torchrun()
     return 0
 
 
-def _pick_one_line(wanted: GenerateOptions, plan: Plan) -> GenerateOptions:
+def _pick_one_line(request: GenerateOptions, plan: Plan) -> GenerateOptions:
     """The options of one call. A dry run needs no prompt of the user's: in place of a file they have one."""
-    if wanted.prompts_file is not None:
-        return dataclasses.replace(wanted, prompts_file=None, prompt=EXAMPLE, num_images=plan.data)
-    return dataclasses.replace(wanted, prompt=wanted.prompt or EXAMPLE)
+    if request.prompts_file is not None:
+        return dataclasses.replace(request, prompts_file=None, prompt=EXAMPLE, num_images=plan.data)
+    return dataclasses.replace(request, prompt=request.prompt or EXAMPLE)
 
 
 def _run_verify_command(arguments: argparse.Namespace) -> int:
-    plan, proof = _build_plan(arguments), _build_options(VerifyOptions, arguments)
+    plan = _build_plan(arguments)
+    proof = _build_options(VerifyOptions, arguments)
+    request = proof.to_generate_options()
     if proof.plan is not None:
-        plan = resolve_plan_option(proof.plan, proof.to_generate_options(), RunOptions(), plan)
+        plan = resolve_plan_option(proof.plan, request, RunOptions(), plan)
     if plan == Plan():
         raise PlanError("there is nothing to prove: no plan is given, and one rank is exact; try --pipefusion 2")
     find_model_source(proof.model)
-    _check_known_model(proof.to_generate_options(), [plan])
+    check_known_model(request, plan)
     try:
         verdict: PlanVerdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
     except JoinError:
         raise
-    except StateError as error:  # such as a key of another age than scheduled, which is found during a call
+    except StateError as error:
+        # Such as a key of another age than scheduled, which is found during a call.
         return _print_error(f"the plan is not proven: {error}", 1)
     if is_writing_process():
         print_parts(make_console(), verdict.render_tables())
@@ -401,49 +412,40 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
 def _run_serve_command(arguments: argparse.Namespace) -> int:
     from ditile.cli.serve import serve_model
 
-    options, cache = _build_options(ServeOptions, arguments), _build_options(CacheOptions, arguments)
-    wanted, plan = GenerateOptions(model=options.model), _build_plan(arguments, cache)
+    options = _build_options(ServeOptions, arguments)
+    cache = _build_options(CacheOptions, arguments)
+    plan = _build_plan(arguments, cache)
+    request = GenerateOptions(model=options.model)
     if options.plan is not None:
-        plan = resolve_plan_option(options.plan, wanted, RunOptions(), plan)
+        plan = resolve_plan_option(options.plan, request, RunOptions(), plan)
     else:
-        plan = _share_short_warmup(plan, arguments, wanted.model)
-    _check_known_model(wanted, [plan])
+        plan = _share_short_warmup(plan, arguments, options.model)
+    check_known_model(request, plan)
     return serve_model(options, plan, cache)
 
 
 def _run_models_command(arguments: argparse.Namespace) -> int:
-    from ditile.cli.models import (
-        build_matrix_tables,
-        build_tables_of_name,
-        format_matrix_markdown,
-        read_families,
-        read_matrix,
-    )
+    from ditile.cli.models import show_models
 
-    options = _build_options(ModelsOptions, arguments)
-    if options.markdown and options.name is not None:
-        raise ModelError(f"name={options.name!r} is for the tables; leave it out, or leave out --markdown")
-    if options.markdown:
-        print(format_matrix_markdown(read_matrix(), read_families()))
-        return 0
-    matrix = read_matrix()
-    tables = build_matrix_tables(matrix) if options.name is None else build_tables_of_name(matrix, options.name)
-    for table in tables:
-        make_console(piped_width=LINE_WIDTH).print(table)
+    show_models(_build_options(ModelsOptions, arguments), make_console(piped_width=LINE_WIDTH))
     return 0
 
 
 def _run_bench_command(arguments: argparse.Namespace) -> int:
-    compared, work = _build_options(Comparison, arguments), _build_options(Workload, arguments)
+    comparison = _build_options(Comparison, arguments)
+    work = _build_options(Workload, arguments)
     if is_writing_process():
-        compared.check_output_folder(work)
+        comparison.check_output_folder(work)
     if not work.has_random_weights:
         find_model_source(work.model)
-    cells = parse_cells(compared.plans) if compared.plans is not None else []
-    _check_known_model(work.to_generate_options(), [Plan(), *(cell.plan_object for cell in cells)])
+    plans = [Plan()]
+    if comparison.plans is not None:
+        plans += [cell.plan_object for cell in parse_cells(comparison.plans)]
+    for plan in plans:
+        check_known_model(work.to_generate_options(), plan)
     from ditile.measure.bench.command import run_benchmark
 
-    measured = run_benchmark(compared, work)
+    measured = run_benchmark(comparison, work)
     _leave_torchrun()
     if measured is not None:
         remarks = [f"- {remark}" for remark in measured.remarks]
@@ -453,20 +455,22 @@ def _run_bench_command(arguments: argparse.Namespace) -> int:
 
 def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     require_extra("evaluate", "ditile evaluate", ["torchmetrics"])
-    wanted, judge = _build_options(EvaluateOptions, arguments), _build_options(JudgeOptions, arguments)
+    options = _build_options(EvaluateOptions, arguments)
+    judge = _build_options(JudgeOptions, arguments)
     session = _build_options(SessionOptions, arguments)
     if is_writing_process():
-        session.check_output_folder(wanted, judge)
-    find_model_source(wanted.model)
-    _check_known_model(wanted.build_generate_options(), [Plan.parse(one.plan) for one in wanted.candidate_settings])
+        session.check_output_folder(options, judge)
+    find_model_source(options.model)
+    for setting in options.candidate_settings:
+        check_known_model(options.build_generate_options(), Plan.parse(setting.plan))
     _silence_libraries()
     from ditile.runner.requests.pipelines import draws_videos
 
-    if draws_videos(wanted.model):
-        raise ModelError(f"model {wanted.model!r} draws videos, and pictures are compared here; try shapes-flux")
+    if draws_videos(options.model):
+        raise ModelError(f"model {options.model!r} makes videos, and images are compared here; try shapes-flux")
     from ditile.measure.evaluate.command import build_evaluation_tables, list_table_remarks, run_evaluation
 
-    evaluation = run_evaluation(wanted, judge, session)
+    evaluation = run_evaluation(options, judge, session)
     if evaluation is not None:
         remarks = [f"- {remark}" for remark in list_table_remarks(evaluation)]
         print_parts(make_console(), [*build_evaluation_tables(evaluation), *remarks, f"written: {session.out}"])
@@ -487,24 +491,29 @@ def _run_plan_command(arguments: argparse.Namespace) -> int:
 
 
 def _run_calibrate_command(arguments: argparse.Namespace) -> int:
-    wanted = _build_options(CalibrateOptions, arguments)
+    options = _build_options(CalibrateOptions, arguments)
     if is_writing_process():
-        wanted.check_profile_path()
+        _check_profile_path(options)
     _silence_libraries()
     from ditile.cli.calibrate import calibrate_machine
 
     with Status("starting the ranks that measure this machine, for a minute or two"):
-        path = calibrate_machine(wanted)
+        path = calibrate_machine(options)
     _leave_torchrun()
     if path is not None:
         print(path)
-        from ditile.planner.calibrate import BUSY
-        from ditile.planner.profile import Profile
-
-        if (share := Profile.from_json_file(path).disturbed) > BUSY:
-            remark = f"others slowed the cores in {share:.0%} of what was timed; do it again when they are gone"
-            print(f"note: {remark}", file=sys.stderr)
     return 0
+
+
+def _check_profile_path(options: CalibrateOptions) -> None:
+    """Raises `ModelError` unless the profile can be written."""
+    if options.out is not None:
+        path = Path(options.out)
+    else:
+        path = env.find_profile_path()
+        # The user's cache folder may not exist yet.
+        path.parent.mkdir(parents=True, exist_ok=True)
+    check_output_files([("out", path)], options)
 
 
 def _silence_libraries() -> None:
@@ -523,9 +532,10 @@ def _leave_torchrun() -> None:
 
 
 def _print_error(message: str, code: int) -> int:
-    """Prints one line. Of a long one the middle is left out, which quotes what somebody gave."""
+    """Prints one line. Long messages are cut in the middle, where they quote user input."""
     line = " ".join(message.split())
-    line = line if len(line) <= MAX_LINE else f"{line[: MAX_LINE // 2]} .. {line[4 - MAX_LINE // 2 :]}"
+    if len(line) > MAX_LINE:
+        line = f"{line[: MAX_LINE // 2]} .. {line[4 - MAX_LINE // 2 :]}"
     # All ranks of a host read the same command line; one of them says what is wrong with it.
     if env.is_first_on_host():
         print(f"ditile: {line}", file=sys.stderr)
@@ -551,32 +561,64 @@ class Command:
     essential: tuple[str, ...] = ()
 
 
-ESSENTIAL_PLAN = ("pipefusion", "ulysses", "cfg", "data")
-ESSENTIAL_CACHE = ("cache", "quantize", "lora")
+ESSENTIAL_PLAN = ("pipefusion", "ulysses", "cfg")
 COMMANDS = {
-    "generate": Command(_run_generate_command, "make a picture or a video",
-        "Make a picture or a video, on several ranks if a plan says so.",
-        {GenerateOptions: "picture", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"},
-        essential=("prompt", "model", "steps", "height", "width", "guidance", "negative_prompt", "seed", "num_images",
-            "image", "prompts_file", *ESSENTIAL_PLAN, "plan", "out", "dry_run", *ESSENTIAL_CACHE)),
-    "serve": Command(_run_serve_command, "serve pictures or videos over HTTP",
-        "Serve a model over HTTP, in the words of the OpenAI API, from ranks that live on between requests.",
-        {ServeOptions: "server", Plan: "plan", CacheOptions: "cache"}, left_out=("perf", "track_memory"),
-        essential=("model", "plan", "host", "port", "api_key", "replicas", "lora_dir", "max_batch", *ESSENTIAL_PLAN,
-            *ESSENTIAL_CACHE)),
-    "verify": Command(_run_verify_command, "prove a plan on this machine",
+    "generate": Command(
+        _run_generate_command,
+        "make an image or a video",
+        "Make an image or a video, on several ranks if a plan says so.",
+        {GenerateOptions: "image", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"},
+        # The short help has at most 30 lines.
+        essential=(
+            *("prompt", "model", "steps", "height", "width", "guidance", "seed", "num_images", "image"),
+            *("prompts_file", *ESSENTIAL_PLAN, "plan", "out", "dry_run", "cache"),
+        ),
+    ),
+    "serve": Command(
+        _run_serve_command,
+        "serve images or videos over HTTP",
+        "Serve a model over HTTP, in the words of the OpenAI API, from persistent ranks.",
+        {ServeOptions: "server", Plan: "plan", CacheOptions: "cache"},
+        left_out=("perf", "track_memory"),
+        essential=(
+            *("model", "plan", "host", "port", "api_key", "replicas", "lora_dir", "max_batch"),
+            *(*ESSENTIAL_PLAN, "data", "cache", "quantize", "lora"),
+        ),
+    ),
+    "verify": Command(
+        _run_verify_command,
+        "prove a plan on this machine",
         "Check a plan on this machine: exactness, message sizes, memory.",
-        {Plan: "plan", VerifyOptions: "proof"}),
-    "bench": Command(_run_bench_command, "measure plans side by side",
+        {Plan: "plan", VerifyOptions: "proof"},
+    ),
+    "bench": Command(
+        _run_bench_command,
+        "measure plans side by side",
         "Measure plans and caches against one rank, interleaved in one session; rows, a table and figures.",
-        {Comparison: "comparison", Workload: "workload"}),
-    "evaluate": Command(_run_evaluate_command, "measure what plans and caches do to pictures, and to time",
-        "Draw the same captions with plans and caches and with the original pipeline; compare pictures and time.",
-        {EvaluateOptions: "pictures", JudgeOptions: "judging", SessionOptions: "run"}),
-    "plan": Command(_run_plan_command, "which plan for a model and a machine", "Rank plans by predicted latency.",
-        {PlanQuestion: "question"}),
-    "calibrate": Command(_run_calibrate_command, "measure this machine",
-        "Measure this machine, so that plans can be ranked for it.", {CalibrateOptions: "measurement"}),
-    "models": Command(_run_models_command, "list what can run", "List families, methods and bundled models.",
-        {ModelsOptions: "table"}),
-}  # fmt: skip
+        {Comparison: "comparison", Workload: "workload"},
+    ),
+    "evaluate": Command(
+        _run_evaluate_command,
+        "measure what plans and caches do to images, and to time",
+        "Generate images of the same captions with plans and caches and with the original pipeline, and compare them.",
+        {EvaluateOptions: "images", JudgeOptions: "judging", SessionOptions: "run"},
+    ),
+    "plan": Command(
+        _run_plan_command,
+        "which plan for a model and a machine",
+        "Rank plans by predicted latency.",
+        {PlanQuestion: "question"},
+    ),
+    "calibrate": Command(
+        _run_calibrate_command,
+        "measure this machine",
+        "Measure this machine, so that plans can be ranked for it.",
+        {CalibrateOptions: "measurement"},
+    ),
+    "models": Command(
+        _run_models_command,
+        "list what can run",
+        "List families, methods and bundled models.",
+        {ModelsOptions: "table"},
+    ),
+}

@@ -3,17 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from ditile.model.known import ASSETS, list_bundled_models, list_known_models, list_published_models
 from ditile.plan.checks import suggest_nearest
 from ditile.plan.errors import ModelError
+from ditile.runner.requests.options import ModelsOptions
 
 _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
 """Of a support level; every family of it has them."""
+
+
+def show_models(shown: ModelsOptions, console: Console) -> None:
+    """Prints what can run.
+
+    Raises:
+        ModelError: if nothing has the name, or the Markdown is asked for one name.
+    """
+    matrix = read_matrix()
+    if shown.markdown:
+        if shown.name is not None:
+            raise ModelError(f"name={shown.name!r} is for the tables; leave it out, or leave out --markdown")
+        print(format_matrix_markdown(matrix, read_families()))
+        return
+    tables = build_matrix_tables(matrix)
+    if shown.name is not None:
+        tables = build_tables_of_name(matrix, shown.name)
+    for table in tables:
+        console.print(table)
 
 
 def read_matrix() -> dict[str, Any]:
@@ -28,45 +49,55 @@ def read_families() -> dict[str, Any]:
     return families
 
 
-def build_matrix_tables(matrix: Mapping[str, Any]) -> Iterator[Table]:
+def build_matrix_tables(matrix: Mapping[str, Any]) -> list[Table]:
     """The tables of `ditile models`, for 80 columns: families with a `ModelSpec`, and all others by support level."""
-    families = matrix["families"]
-    cells = matrix["cells"]
-    specs = [family for family in families if family["name"] in cells]
-    names = Table("family")
-    # Names of classes are copied, so that they are whole, and the family's is broken where columns are few.
-    for title in ("transformer", "pipelines"):
-        names.add_column(title, no_wrap=True)
-    for family in specs:
-        names.add_row(family["name"], family["transformer"], "\n".join(family["pipelines"]))
-    yield names
-    known = Table("", *(family["name"] for family in specs))
-    for k, (method, _) in enumerate(matrix["methods"]):
-        known.add_row(method, *(cells[family["name"]][k] for family in specs))
-    yield known
-    others = Table("support level", "families (transformers of diffusers)")
-    remarks: dict[str, list[str]] = {}
-    for rung in dict.fromkeys(family["rung"] for family in families if family not in specs):
-        of_rung = [family for family in families if family["rung"] == rung]
-        others.add_row(rung, ", ".join(family["name"] for family in of_rung), end_section=True)
-        for family in of_rung:
-            for remark in family["note"].split("; "):
-                if remark and remark not in _REASONS:
-                    remarks.setdefault(remark, []).append(family["name"])
-    yield others
-    notes = Table("remark", "families")
-    for remark, of_remark in remarks.items():
-        notes.add_row(remark, ", ".join(of_remark))
-    yield notes
-    started = Table("starts from (* needed)")
-    started.add_column("pipelines", no_wrap=True)
+    specs = []
+    others = []
+    for family in matrix["families"]:
+        if family["name"] in matrix["cells"]:
+            specs.append(family)
+        else:
+            others.append(family)
+    conditions = Table("starts from (* needed)")
+    conditions.add_column("pipelines", no_wrap=True)
     for words, classes in _group_conditions(matrix).items():
-        started.add_row(words, "\n".join(classes))
-    yield started
+        conditions.add_row(words, "\n".join(classes))
     models = Table("models known by name", show_header=False)
     models.add_row("bundled", ", ".join(list_bundled_models()))
     models.add_row("published", ", ".join(list_published_models()))
-    yield models
+    return [*_build_spec_tables(matrix, specs), *_build_level_tables(others), conditions, models]
+
+
+def _build_spec_tables(matrix: Mapping[str, Any], specs: list[dict[str, Any]]) -> list[Table]:
+    """The families with a `ModelSpec`: their classes, and their methods."""
+    classes = Table("family")
+    # Names of classes are copied, so they stay whole; the family's is broken where columns are few.
+    classes.add_column("transformer", no_wrap=True)
+    classes.add_column("pipelines", no_wrap=True)
+    methods = Table("", *(family["name"] for family in specs))
+    for family in specs:
+        classes.add_row(family["name"], family["transformer"], "\n".join(family["pipelines"]))
+    for k, (method, _) in enumerate(matrix["methods"]):
+        methods.add_row(method, *(matrix["cells"][family["name"]][k] for family in specs))
+    return [classes, methods]
+
+
+def _build_level_tables(families: list[dict[str, Any]]) -> list[Table]:
+    """Families by support level, and what else is said of them."""
+    names_by_level: dict[str, list[str]] = {}
+    names_by_remark: dict[str, list[str]] = {}
+    for family in families:
+        names_by_level.setdefault(family["rung"], []).append(family["name"])
+        for remark in family["note"].split("; "):
+            if remark and remark not in _REASONS:
+                names_by_remark.setdefault(remark, []).append(family["name"])
+    levels = Table("support level", "families (transformers of diffusers)")
+    for level, names in names_by_level.items():
+        levels.add_row(level, ", ".join(names), end_section=True)
+    remarks = Table("remark", "families")
+    for remark, names in names_by_remark.items():
+        remarks.add_row(remark, ", ".join(names))
+    return [levels, remarks]
 
 
 def build_tables_of_name(matrix: Mapping[str, Any], name: str) -> list[Table]:
@@ -87,16 +118,17 @@ def build_tables_of_name(matrix: Mapping[str, Any], name: str) -> list[Table]:
     families = Table("families", show_header=False)
     for family in matrix["families"]:
         names = [family["name"], family["transformer"], *family["pipelines"]]
-        if word and any(word in _simplify(each) for each in names):
+        if word and any(word in _simplify(part) for part in names):
             families.add_row("family", family["name"])
             families.add_row("transformer", family["transformer"])
             families.add_row("pipelines", "\n".join(family["pipelines"]))
             families.add_row("support level", family["rung"], end_section=True)
     tables = [table for table in (models, families) if table.row_count]
     if not tables:
-        known = [*(model.name for model in list_known_models()), *(family["name"] for family in matrix["families"])]
+        known = [model.name for model in list_known_models()]
+        known += [family["name"] for family in matrix["families"]]
         hint = suggest_nearest(name, known, "")
-        raise ModelError(f"no model or family has {name!r} in its name; {hint and hint + ' '}ditile models lists all")
+        raise ModelError(f"no model or family has {name!r} in its name; {hint} ditile models lists all")
     return tables
 
 
@@ -108,8 +140,8 @@ def _simplify(name: str) -> str:
 def _group_conditions(matrix: Mapping[str, Any]) -> dict[str, list[str]]:
     """What calls start from, in words -> the classes of pipelines that do."""
     groups: dict[str, list[str]] = {}
-    for name, each in matrix["conditions"].items():
-        groups.setdefault(each["words"], []).append(name)
+    for name, row in matrix["conditions"].items():
+        groups.setdefault(row["words"], []).append(name)
     return groups
 
 
@@ -121,50 +153,52 @@ def format_matrix_markdown(matrix: Mapping[str, Any], proven: Mapping[str, Any])
         proven: what `read_families` gives.
     """
     methods = matrix["methods"]
-    table = [["family", *(name for name, _ in methods)], ["---"] * (len(methods) + 1)]
-    table += [["", *(f"`{flag}`" if flag else "" for _, flag in methods)]]
-    table += [[name, *cells] for name, cells in matrix["cells"].items()]
+    cells = [["family"], ["---"], [""]]
+    for method, flag in methods:
+        cells[0].append(method)
+        cells[1].append("---")
+        cells[2].append(f"`{flag}`" if flag else "")
+    cells += [[family, *row] for family, row in matrix["cells"].items()]
     known: list[list[str]] = [["family", "transformer", "pipelines", "support level", "why"], ["---"] * 5]
-    known += [
-        [f["name"], f["transformer"], ", ".join(f["pipelines"]), f["rung"], f["note"]] for f in matrix["families"]
-    ]
-    return "\n".join(
-        [
-            _HEAD,
-            *_format_markdown_rows(known),
-            _MIDDLE,
-            *_format_markdown_rows(table),
-            _END,
-            *_format_families(proven),
-            *_format_conditions(matrix),
-        ]
-    )
+    for family in matrix["families"]:
+        pipelines = ", ".join(family["pipelines"])
+        known.append([family["name"], family["transformer"], pipelines, family["rung"], family["note"]])
+    parts = [_HEAD, *_format_markdown_rows(known), _MIDDLE, *_format_markdown_rows(cells), _END]
+    return "\n".join([*parts, *_format_families(proven), *_format_conditions(matrix)])
 
 
 def _format_families(proven: Mapping[str, Any]) -> list[str]:
     """A row for each pipeline, with the number of the reason where it does not hold a column, and the reasons."""
     columns = proven["columns"]
-    families = proven["families"]
-    reasons = {reason: 0 for family in families for reason in family["holes"].values()}
-    numbers = {reason: f"({k})" for k, reason in enumerate(reasons, start=1)}
     table = [["pipeline", *columns], ["---", *[":-:"] * len(columns)]]
-    for family in families:
-        cells = [numbers[family["holes"][c]] if c in family["holes"] else "+" for c in columns]
-        table.append([f"{family['pipeline']} ({family['name']})", *cells])
-    whole = sum(not family["holes"] for family in families)
-    missing = {family["transformer"]: set(columns) for family in families}
-    for family in families:
-        missing[family["transformer"]] &= family["holes"].keys()
-    one_at_a_time = {f["transformer"] for f in families if f["holes"].get("data") == ONE_PICTURE}
+    numbers: dict[str, str] = {}
+    # Transformer -> the columns that none of its pipelines holds.
+    missing: dict[str, set[str]] = {}
+    single_image: set[str] = set()
+    num_whole = 0
+    for family in proven["families"]:
+        holes = family["holes"]
+        row = [f"{family['pipeline']} ({family['name']})"]
+        for reason in holes.values():
+            numbers.setdefault(reason, f"({len(numbers) + 1})")
+        for column in columns:
+            row.append(numbers[holes[column]] if column in holes else "+")
+        table.append(row)
+        if not holes:
+            num_whole += 1
+        # A class of transformers holds a column if one of its pipelines does.
+        missing.setdefault(family["transformer"], set(columns)).intersection_update(holes)
+        if holes.get("data") == ONE_PICTURE:
+            single_image.add(family["transformer"])
     heading = _FAMILIES.format(
-        pipelines=len(families),
-        whole=whole,
+        pipelines=len(proven["families"]),
+        whole=num_whole,
         classes=len(missing),
         proven_classes=sum(not columns for columns in missing.values()),
-        but_data=sum(columns == {"data"} and cls in one_at_a_time for cls, columns in missing.items()),
+        but_data=sum(missing[name] == {"data"} for name in single_image),
     )
-    notes = [f"- {number} {reason}" for reason, number in numbers.items()]
-    notes = ["\nA number stands for the reason: such a pipeline\n", *notes]
+    notes = ["\nA number stands for the reason: such a pipeline\n"]
+    notes += [f"- {number} {reason}" for reason, number in numbers.items()]
     return [heading, *_format_markdown_rows(table), *notes, *_format_references(proven)]
 
 

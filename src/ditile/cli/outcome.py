@@ -5,6 +5,7 @@ Nothing here imports torch, because a process that only starts ranks shows the r
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +24,8 @@ class Outcome:
     """The result of a run of `ditile generate`: the files, and every rank's report in rank order.
 
     Attributes:
-        images: the files of all pictures or videos, those that were there before included.
-        has_videos: whether they are videos, which have posters beside them.
+        images: the files of all images or videos, including those that were there before.
+        has_videos: whether they are videos, which have posters.
         skipped: how many of them were there before.
         reports: one for each rank, over all calls; empty if there was no call.
         settings: settings of cache, quantization and LoRA; empty for a plain run.
@@ -49,45 +50,47 @@ class Outcome:
 def sum_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The reports of several calls as one, for each rank."""
     rank_reports = []
-    for of_rank in zip(*reports, strict=True):
-        whole = dict(of_rank[-1])
-        whole["seconds"] = {name: sum(r["seconds"][name] for r in of_rank) for name in whole["seconds"]}
+    for calls in zip(*reports, strict=True):
+        # What does not add up, such as the warmup mode, is from the last call.
+        total = dict(calls[-1])
+        total["seconds"] = {name: sum(call["seconds"][name] for call in calls) for name in total["seconds"]}
         for name in ("steps", "bytes_sent"):
-            whole[name] = sum(r[name] for r in of_rank)
+            total[name] = sum(call[name] for call in calls)
         for name in ("synchronous", "reference_steps"):
-            whole[name] = [step for r in of_rank for step in r[name]]
+            total[name] = list(itertools.chain.from_iterable(call[name] for call in calls))
         for name in ("peak_memory_bytes", "key_bytes", "cache_bytes"):
-            whole[name] = max(r[name] for r in of_rank)
-        rank_reports.append(whole)
+            total[name] = max(call[name] for call in calls)
+        rank_reports.append(total)
     return rank_reports
 
 
 def compute_median_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The report of the last of several equal calls, with the medians of their seconds, for each rank."""
     rank_reports = []
-    for of_rank in zip(*reports, strict=True):
-        names = of_rank[-1]["seconds"]
-        rank_reports.append(
-            of_rank[-1] | {"seconds": {name: statistics.median(r["seconds"][name] for r in of_rank) for name in names}}
-        )
+    for calls in zip(*reports, strict=True):
+        seconds = {}
+        for name in calls[-1]["seconds"]:
+            seconds[name] = statistics.median(call["seconds"][name] for call in calls)
+        rank_reports.append(calls[-1] | {"seconds": seconds})
     return rank_reports
 
 
 SECONDS = ("total", "text", "denoise", "decode")
 MAX_ITEMS_SHOWN = 4
 """Files that are named one by one."""
+_NO_REPORT: Mapping[str, Any] = {
+    "steps": 0,
+    "synchronous": [],
+    "warmup_mode": "serial",
+    "seconds": dict.fromkeys(SECONDS, 0.0),
+}
+"""The report of a run without a call: all images were there."""
 
 
 def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as JSON types; seconds are those of rank 0, and lists are in the order of the ranks."""
-    nothing: dict[str, Any] = {
-        "steps": 0,
-        "synchronous": [],
-        "warmup_mode": "serial",
-        "seconds": dict.fromkeys(SECONDS, 0.0),
-    }
-    first = outcome.reports[0] if outcome.reports else nothing
-    return {
+    """The outcome as JSON types; seconds are from rank 0, and lists are in the order of the ranks."""
+    first = outcome.reports[0] if outcome.reports else _NO_REPORT
+    summary: dict[str, Any] = {
         "plan": outcome.plan,
         "model": outcome.model,
         "seed": outcome.seed,
@@ -95,20 +98,17 @@ def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
         "synchronous_steps": len(first["synchronous"]),
         "warmup_mode": first["warmup_mode"],
         "ranks": len(outcome.reports),
-        **_name_files(outcome),
-        "skipped": outcome.skipped,
-        "seconds": {name: first["seconds"][name] for name in SECONDS},
-        "peak_memory_bytes": [report["peak_memory_bytes"] for report in outcome.reports],
-        "bytes_sent": [report["bytes_sent"] for report in outcome.reports],
-    } | _summarize_optional_facts(outcome)
-
-
-def _name_files(outcome: Outcome) -> dict[str, list[str]]:
-    """The files of pictures; of videos the posters, and the videos themselves."""
-    if not outcome.has_videos:
-        return {"images": outcome.images}
-    posters = [str(Path(name).with_suffix(".png")) for name in outcome.images]
-    return {"images": posters, "videos": outcome.images}
+        "images": outcome.images,
+    }
+    if outcome.has_videos:
+        # The images of a video are its posters.
+        summary["images"] = [str(Path(name).with_suffix(".png")) for name in outcome.images]
+        summary["videos"] = outcome.images
+    summary["skipped"] = outcome.skipped
+    summary["seconds"] = {name: first["seconds"][name] for name in SECONDS}
+    for name in ("peak_memory_bytes", "bytes_sent"):
+        summary[name] = [report[name] for report in outcome.reports]
+    return summary | _summarize_optional_facts(outcome)
 
 
 def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:
@@ -118,8 +118,9 @@ def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:
         facts["settings"] = outcome.settings
     if "cache_config" in outcome.settings:
         facts["cache"] = {"blocks_saved": _compute_saved_share(outcome.left_out), "contexts": outcome.left_out}
-    if outcome.reports and (tokens := outcome.reports[0]["reference_tokens"]):
-        facts["references"] = {"tokens": tokens, "computed_steps": len(outcome.reports[0]["reference_steps"])}
+    if outcome.reports and outcome.reports[0]["reference_tokens"]:
+        first = outcome.reports[0]
+        facts["references"] = {"tokens": first["reference_tokens"], "computed_steps": len(first["reference_steps"])}
     if outcome.tracks_memory:
         for name in ("key_bytes", "cache_bytes"):
             facts[name] = [report[name] for report in outcome.reports]
@@ -130,51 +131,66 @@ def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:
 
 def _compute_saved_share(entries: list[dict[str, Any]]) -> float:
     """The share of all runs of blocks that caches saved."""
-    runs: list[int] = [entry["blocks"] * entry["steps"] for entry in entries]
-    saved: list[float] = [entry["blocks_saved"] for entry in entries]
-    return sum(share * count for share, count in zip(saved, runs, strict=True)) / max(sum(runs), 1)
+    # Each entry counts by its blocks and steps.
+    runs = 0
+    saved = 0.0
+    for entry in entries:
+        runs += entry["blocks"] * entry["steps"]
+        saved += entry["blocks_saved"] * entry["blocks"] * entry["steps"]
+    return saved / max(runs, 1)
 
 
 def list_outcome_lines(outcome: Outcome) -> Iterator[str]:
     """The outcome for people: lines that begin with what they are about."""
-    facts = summarize_outcome(outcome)
-    seconds, steps, synchronous = facts["seconds"], facts["steps"], facts["synchronous_steps"]
-    exact = f", {synchronous} of them synchronous" if synchronous < steps else ""
-    exact += f" (warmup_mode={facts['warmup_mode']})" if facts["warmup_mode"] != "serial" else ""
-    parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
-    for name, text in (
-        ("videos" if "videos" in facts else "images", _format_image_names(outcome)),
-        ("model", outcome.model),
-        ("seed", str(outcome.seed)),
-        ("plan", outcome.plan),
-        ("seconds", f"{seconds['total']:.2f}  ({parts})"),
-        *_list_perf_rows(outcome),
-        ("per step", f"{seconds['denoise'] / max(1, steps):.3f} s over {steps} steps{exact}"),
-        *_list_reference_rows(facts),
-        *_list_cache_rows(outcome),
-        ("peak memory", _format_per_rank(facts["peak_memory_bytes"])),
-        *_list_memory_rows(facts),
-        ("bytes sent", _format_per_rank(facts["bytes_sent"])),
-    ):
+    for name, text in _list_rows(outcome):
         yield f"{name:<15}{text}"
 
 
-def _list_perf_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
+def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    facts = summarize_outcome(outcome)
+    yield "videos" if outcome.has_videos else "images", _format_image_names(outcome)
+    yield "model", outcome.model
+    yield "seed", str(outcome.seed)
+    yield "plan", outcome.plan
+    # If all images were there, nothing was measured.
+    if outcome.reports:
+        yield from _list_time_rows(outcome, facts)
+    yield from _list_cache_rows(outcome)
+    if outcome.reports:
+        yield "peak memory", _format_per_rank(facts["peak_memory_bytes"])
+        for key, name in (("key_bytes", "stale keys"), ("cache_bytes", "held by caches")):
+            if key in facts:
+                yield name, _format_per_rank(facts[key])
+        yield "bytes sent", _format_per_rank(facts["bytes_sent"])
+
+
+def _list_time_rows(outcome: Outcome, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """How long the calls took, and their steps."""
+    seconds = facts["seconds"]
+    steps = facts["steps"]
+    parts = ", ".join(f"{name} {seconds[name]:.2f}" for name in ("text", "denoise", "decode"))
+    yield "seconds", f"{seconds['total']:.2f}  ({parts})"
     if outcome.totals:
-        each = ", ".join(f"{total:.2f}" for total in outcome.totals[:MAX_ITEMS_SHOWN])
-        more = f" .. ({len(outcome.totals)})" if len(outcome.totals) > MAX_ITEMS_SHOWN else ""
-        yield "measured", f"medians of {NUM_PERF_CALLS} runs after one that is not counted: {each}{more}"
-
-
-def _list_reference_rows(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    if references := facts.get("references"):
-        steps = f"computed in {references['computed_steps']} of {facts['steps']} steps"
-        yield "references", f"{references['tokens']} tokens, {steps}"
+        totals = ", ".join(f"{total:.2f}" for total in outcome.totals[:MAX_ITEMS_SHOWN])
+        if len(outcome.totals) > MAX_ITEMS_SHOWN:
+            totals += f" .. ({len(outcome.totals)})"
+        yield "measured", f"medians of {NUM_PERF_CALLS} runs after one that is not counted: {totals}"
+    text = f"{seconds['denoise'] / max(1, steps):.3f} s over {steps} steps"
+    if facts["synchronous_steps"] < steps:
+        text += f", {facts['synchronous_steps']} of them synchronous"
+    if facts["warmup_mode"] != "serial":
+        text += f" (warmup_mode={facts['warmup_mode']})"
+    yield "per step", text
+    if "references" in facts:
+        references = facts["references"]
+        computed = f"computed in {references['computed_steps']} of {steps} steps"
+        yield "references", f"{references['tokens']} tokens, {computed}"
 
 
 def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     """Rows for quantization, LoRA and cache, with what the cache saved."""
-    settings, entries = outcome.settings, outcome.left_out
+    settings = outcome.settings
+    entries = outcome.left_out
     if "quantize_config" in settings:
         yield "weights", str(settings["quantize_config"].get("quant_type", "quantized by component"))
     if "lora" in settings:
@@ -186,26 +202,26 @@ def _list_cache_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
         return
     words = ", ".join(dict.fromkeys(entry["settings"] for entry in entries))
     yield "cache", f"{words}: {_compute_saved_share(entries):.0%} of blocks saved"
-    stages = len({entry["stage"] for entry in entries}) > 1
+    has_stages = len({entry["stage"] for entry in entries}) > 1
     for entry in entries:
-        place = f"stage {entry['stage']}, " if stages else ""
         calls = entry["cached_steps"]
-        shown = f" ({format_steps(calls[0]).partition(': ')[2]})" if len(calls) == 1 and calls[0] else ""
-        cached = f"{sum(map(len, calls))} of {entry['steps']} steps cached whole{shown}"
-        yield "", f"{place}{entry['context']}: {cached}, {entry['blocks_saved']:.0%} of blocks saved"
-
-
-def _list_memory_rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, name in (("key_bytes", "stale keys"), ("cache_bytes", "held by caches")):
-        if key in facts:
-            yield name, _format_per_rank(facts[key])
+        text = f"{entry['context']}: {sum(map(len, calls))} of {entry['steps']} steps cached whole"
+        if has_stages:
+            text = f"stage {entry['stage']}, {text}"
+        if len(calls) == 1 and calls[0]:
+            text += f" ({format_steps(calls[0]).partition(': ')[2]})"
+        yield "", f"{text}, {entry['blocks_saved']:.0%} of blocks saved"
 
 
 def _format_image_names(outcome: Outcome) -> str:
-    """The names of all files if they are few, else the first and the last."""
-    files = outcome.images
-    text = " ".join(files) if len(files) <= MAX_ITEMS_SHOWN else f"{files[0]} .. {files[-1]} ({len(files)})"
-    return text + (f", {outcome.skipped} of them there before" if outcome.skipped else "")
+    """The names of all files if they are few, otherwise the first and the last."""
+    names = outcome.images
+    text = " ".join(names)
+    if len(names) > MAX_ITEMS_SHOWN:
+        text = f"{names[0]} .. {names[-1]} ({len(names)})"
+    if outcome.skipped:
+        text += f", {outcome.skipped} of them there before"
+    return text
 
 
 def _format_per_rank(counts: list[int]) -> str:

@@ -44,9 +44,9 @@ async def predict_call(model: str, plan: Plan) -> dict[str, Any]:
     """
     if not env.find_profile_path().exists():
         return {}
-    words = ["plan", "--model", model, "--price", str(plan), "--devices", str(plan.world), "--json", "-"]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "ditile", *words),
+        *(sys.executable, "-m", "ditile", "plan", "--model", model),
+        *("--price", str(plan), "--devices", str(plan.world), "--json", "-"),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
@@ -58,4 +58,6 @@ async def predict_call(model: str, plan: Plan) -> dict[str, Any]:
         await process.wait()
         raise
     # A model that cannot be planned for has no prediction.
-    return {"predicted": json.loads(answer)} if process.returncode == 0 else {}
+    if process.returncode != 0:
+        return {}
+    return {"predicted": json.loads(answer)}

@@ -36,8 +36,8 @@ from ditile.distributed.failure_rules import LaunchLimits, RankResult
 from ditile.distributed.heartbeat import describe_error, die_with_parent, send_heartbeats
 from ditile.distributed.private_network import PrivateNetwork, create_private_network, join_user_space, make_groups
 from ditile.distributed.supervise import HEADER, STACK_SIGNAL, RankProcess, terminate_ranks, watch_ranks
-from ditile.plan.checks import check_positive_number, check_whole_number
 from ditile.plan.errors import PlanError, StateError
+from ditile.plan.options import Count, Seconds, check_value
 
 
 def launch(
@@ -75,9 +75,9 @@ def launch(
         ModelError, LoadError: if a rank raised one.
         RankError: if a rank failed in any other way; it names the first.
     """
-    check_whole_number(ranks, "ranks", error=PlanError)
-    check_whole_number(threads, "threads", error=PlanError, optional=True)
-    check_positive_number(stall_timeout, "stall_timeout", "time", example=600, error=PlanError)
+    check_value(Count, ranks, "ranks", error=PlanError)
+    check_value(Count | None, threads, "threads", error=PlanError, example=1)
+    check_value(Seconds, stall_timeout, "stall_timeout", error=PlanError, example=600)
     first_place, num_places = local_ranks or (0, ranks)
     threads = threads or max(1, cpus.count_usable_cores() // num_places)
     if env.read_progress_fd() is not None and not env.is_under_torchrun():

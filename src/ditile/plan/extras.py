@@ -19,9 +19,7 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "plots": ("matplotlib",),
     "video": ("av", "ftfy"),
     "vision": ("torchvision",),
-    "serve": (
-        "fastapi", "prometheus_client", "pydantic", "python_multipart", "sse_starlette", "starlette", "uvicorn",
-    ),
+    "serve": ("fastapi", "prometheus_client", "python_multipart", "sse_starlette", "starlette", "uvicorn"),
     "page": ("gradio",),
     "ray": ("ray",),
     "evaluate": ("torchmetrics", "torchvision", "torch_fidelity"),

@@ -1,8 +1,4 @@
-"""A frozen dataclass is the one description of a set of options: its CLI flags and its JSON come from here.
-
-    @dataclass(frozen=True, kw_only=True, slots=True)
-    class Plan:
-        pipefusion: int = define_option(1, "stages that the blocks are cut into")
+"""Flags of the command line, made from classes of options (`ditile.plan.options`).
 
 `-` and `_` are the same in a flag, abbreviations are refused, and nothing here imports torch.
 """
@@ -10,111 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import dataclasses
-import functools
-import inspect
 import itertools
 import re
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ditile.plan.errors import PlanError
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """Reads a value from text; the error for other text says what it wants.
-
-    Attributes:
-        what: what it wants, such as "a whole number".
-        parse: raises a ValueError for other text.
-    """
-
-    what: str
-    parse: Callable[[str], Any]
-
-    def __call__(self, text: str) -> Any:
-        """The value. Raises `argparse.ArgumentTypeError`, whose message `argparse` shows as it is."""
-        try:
-            return self.parse(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {self.what}") from None
-
-
-def define_option(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    metavar: str | None = None,
-    positional: bool = False,
-    aliases: tuple[str, ...] = (),
-    example: str | None = None,
-    reads: bool = False,
-    implied: str | bool | None = None,
-    repeats: bool = False,
-) -> Any:
-    """A dataclass field with its default and the one line that `--help` shows.
-
-    Args:
-        default: a bool that is False is a switch; one that is None has a `--no-` form too.
-        doc: what `--help` says.
-        choices, metavar: as in `argparse`.
-        positional: whether it is an argument without a flag.
-        aliases: other flags, as they are written.
-        example: several numbers, for the error where they cannot be read.
-        reads: whether the value names a file or folder that is read, over which no output may be written.
-        implied: the value of the flag where none follows it, or a word that is no value of it.
-        repeats: whether the flag may be given more than once; the value is a tuple.
-    """
-    metadata = {"doc": doc, "choices": choices, "metavar": metavar, "positional": positional, "aliases": aliases}
-    metadata |= {"example": example, "reads": reads, "implied": implied, "repeats": repeats}
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def build_docstring(doc: str | None, fields: Mapping[str, Any]) -> str:
-    """A class's docstring with what `--help` says of each of its fields as their `Attributes`.
-
-    Args:
-        doc: the docstring, whose last part is what the class raises.
-        fields: the names in the class's body.
-    """
-    head, raises, rest = inspect.cleandoc(doc or "").partition("Raises:")
-    field_lines = [
-        f"    {name}: {field.metadata['doc']}" + ("" if field.default is None else f" (default {field.default})")
-        for name, field in fields.items()
-        if isinstance(field, dataclasses.Field)
-    ]
-    return head + "\n".join(["Attributes:", *field_lines]) + "\n\n" + raises + rest
-
-
-def build_signature(fields: Mapping[str, Any]) -> inspect.Signature:
-    """The signature that `help` shows for a class of these fields whose `__new__` takes any keyword."""
-    options = {name: field for name, field in fields.items() if isinstance(field, dataclasses.Field)}
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Signature([inspect.Parameter(n, keyword, default=field.default) for n, field in options.items()])
-
-
-def parse_integers(text: str) -> tuple[int, ...]:
-    """`"7,7,8"` as `(7, 7, 8)`. Raises `ValueError` if a part is not a whole number."""
-    return tuple(int(part) for part in text.split(","))
-
-
-def parse_numbers(text: str) -> tuple[float, ...]:
-    """`"1,0.5"` as `(1.0, 0.5)`. Raises `ValueError` if a part is no number."""
-    return tuple(float(part) for part in text.split(","))
-
-
-def iter_field_readers(cls: type) -> Iterator[tuple[dataclasses.Field[Any], Reader]]:
-    """Each field of a dataclass with what reads it from text."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        yield field, _build_reader(hints[field.name], field.metadata.get("example"))
+from ditile.plan.options import get_option_types, iterate_literals, parse_option
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -155,12 +55,11 @@ class FlagParser(argparse.ArgumentParser):
         return super().format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As ever, but a flag that may stand alone takes no word behind it that it cannot read, such as a prompt."""
+        """As argparse, but a flag that may stand alone takes no word after it that is no value of it, as a prompt."""
         words: list[str] = []
         for word, following in itertools.pairwise([*(args or ()), None]):
             action = self._option_string_actions.get(word)
-            stands_alone = action is not None and action.nargs == "?"
-            if action is not None and stands_alone and following is not None and not _can_read(action, following):
+            if action is not None and action.nargs == "?" and not (following is None or _can_read(action, following)):
                 word = f"{word}={action.const}"
             words.append(word)
         return super().parse_known_args(words, namespace)
@@ -181,8 +80,7 @@ class _ShowAllFlags(argparse.Action):
         parser.exit()
 
 
-def _can_read(action: argparse.Action, word: str) -> bool:
-    assert isinstance(action.type, Reader), "`add_arguments` made the flag"
+def _can_read(action: Any, word: Any) -> bool:
     try:
         action.type(word)
     except argparse.ArgumentTypeError:
@@ -190,51 +88,75 @@ def _can_read(action: argparse.Action, word: str) -> bool:
     return True
 
 
-def add_arguments(parser: argparse.ArgumentParser, cls: type, *, title: str, left_out: Sequence[str] = ()) -> None:
+def add_arguments(parser: argparse.ArgumentParser, cls: Any, *, title: str, left_out: Sequence[str] = ()) -> None:
     """Adds one flag per field of `cls` that is not left out; a flag that is not given leaves no attribute."""
     group = parser.add_argument_group(title)
-    for field, read in iter_field_readers(cls):
-        if field.name in left_out:
-            continue
-        doc, choices, metavar = (field.metadata[key] for key in ("doc", "choices", "metavar"))
-        flags = (format_flag(field.name), *field.metadata["aliases"])
-        if field.metadata["positional"]:
-            group.add_argument(
-                field.name,
-                type=read,
-                help=doc,
-                metavar=metavar or field.name.upper(),
-                nargs="?",
-                default=argparse.SUPPRESS,
-            )
-        elif read is BOOLEAN:
-            action = "store_true" if field.default is False else argparse.BooleanOptionalAction
-            group.add_argument(*flags, action=action, help=doc, default=argparse.SUPPRESS)
-        else:
-            implied = field.metadata["implied"]
-            group.add_argument(
-                *flags,
-                action="append" if field.metadata["repeats"] else "store",
-                type=read,
-                nargs=None if implied is None else "?",
-                const=implied,
-                choices=choices,
-                default=argparse.SUPPRESS,
-                help=doc + ("" if field.default is None or field.default is False else f" (default {field.default})"),
-                metavar=metavar or (None if choices else field.name.split("_")[-1].upper()),
-            )
+    types = get_option_types(cls)
+    for field in dataclasses.fields(cls):
+        # SUPPRESS: a flag that is not used leaves the default to the class.
+        if field.name not in left_out:
+            names, settings = _describe_argument(cls, field, types[field.name])
+            group.add_argument(*names, default=argparse.SUPPRESS, **settings)
 
 
-def collect_arguments(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
+def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> tuple[list[str], dict[str, Any]]:
+    """The names and the keyword arguments of `add_argument` for an option."""
+    metadata = field.metadata
+    names = [format_flag(field.name), *metadata["aliases"]]
+    settings: dict[str, Any] = {"help": metadata["doc"]}
+    if kind is bool and field.default is False:
+        return names, settings | {"action": "store_true"}
+    if kind == bool | None:
+        return names, settings | {"action": argparse.BooleanOptionalAction}
+    settings["type"] = make_text_reader(cls, field.name)
+    if metadata["positional"]:
+        return [field.name], settings | {"nargs": "?", "metavar": metadata["metavar"] or field.name.upper()}
+    if field.default is not None and field.default is not False:
+        settings["help"] += f" (default {field.default})"
+    choices = list(iterate_literals(kind))
+    if choices:
+        settings["choices"] = choices
+    settings["metavar"] = metadata["metavar"]
+    if settings["metavar"] is None and not choices:
+        settings["metavar"] = field.name.split("_")[-1].upper()
+    # Each use of the flag adds a value, so a value is text and not yet a tuple.
+    if metadata["repeats"]:
+        settings |= {"action": "append", "type": str}
+    if metadata["implied"] is not None:
+        settings |= {"nargs": "?", "const": metadata["implied"]}
+    return names, settings
+
+
+def make_text_reader(cls: type, name: str) -> Any:
+    """What argparse calls for the text of an option; argparse shows the message of its error as it is."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse_option(cls, name, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def collect_arguments(cls: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """The given flags of `cls` as keyword arguments."""
-    given = {f.name: getattr(arguments, f.name) for f in dataclasses.fields(cls) if hasattr(arguments, f.name)}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    values = {}
+    for field in dataclasses.fields(cls):
+        if hasattr(arguments, field.name):
+            value = getattr(arguments, field.name)
+            # A flag that may be given more than once appends to a list.
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    return values
 
 
-def list_flags(cls: type) -> list[str]:
+def list_flags(cls: Any) -> list[str]:
     """The flags of `cls`, aliases included."""
-    fields = dataclasses.fields(cls)
-    return [one for field in fields for one in (format_flag(field.name), *field.metadata["aliases"])]
+    flags: list[str] = []
+    for field in dataclasses.fields(cls):
+        if not field.metadata["positional"]:
+            flags += [format_flag(field.name), *field.metadata["aliases"]]
+    return flags
 
 
 def format_flag(name: str) -> str:
@@ -244,56 +166,10 @@ def format_flag(name: str) -> str:
 
 def normalize_flags(argv: list[str]) -> list[str]:
     """`--stage_blocks=1,2` as `--stage-blocks=1,2`: `-` and `_` are the same in a flag's name."""
-
-    def normalize_word(word: str) -> str:
-        name, equals, value = word.partition("=")
-        return name.replace("_", "-") + equals + value if word.startswith("--") and word != "--" else word
-
-    return [normalize_word(word) for word in argv]
-
-
-def parse_boolean(text: str) -> bool:
-    """`"True"` or `"false"` as a bool. Raises `ValueError` if the text is neither."""
-    if text.lower() not in ("true", "false"):
-        raise ValueError(text)
-    return text.lower() == "true"
-
-
-BOOLEAN = Reader("True or False", parse_boolean)
-_READERS_OF_TYPES = {
-    bool: BOOLEAN,
-    int: Reader("a whole number", int),
-    float: Reader("a number", float),
-    str: Reader("text", str),
-}
-
-
-def _build_reader(hint: Any, example: str | None = None) -> Reader:
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        kinds = [_build_reader(kind, example) for kind in typing.get_args(hint) if kind is not types.NoneType]
-        what = " or ".join(kind.what for kind in kinds)
-        return kinds[0] if len(kinds) == 1 else Reader(what, functools.partial(_parse_first_match, kinds))
-    if typing.get_origin(hint) is tuple and typing.get_args(hint)[0] is str:
-        return _READERS_OF_TYPES[str]  # of one of several flags
-    if typing.get_origin(hint) is tuple:
-        such = "" if example is None else f" such as {example}"
-        whole = typing.get_args(hint)[0] is int
-        return Reader("whole numbers" + such, parse_integers) if whole else Reader("numbers" + such, parse_numbers)
-    if typing.get_origin(hint) is typing.Literal:
-        choices = typing.get_args(hint)
-        what = choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
-        return Reader(what, functools.partial(_parse_choice, choices))
-    return _READERS_OF_TYPES[hint]
-
-
-def _parse_choice(choices: tuple[str, ...], text: str) -> str:
-    if text not in choices:
-        raise ValueError(text)
-    return text
-
-
-def _parse_first_match(kinds: list[Reader], text: str) -> Any:
-    for kind in kinds:
-        with contextlib.suppress(ValueError):
-            return kind.parse(text)
-    raise ValueError(text)
+    words = []
+    for word in argv:
+        if word.startswith("--") and word != "--":
+            name, equals, value = word.partition("=")
+            word = name.replace("_", "-") + equals + value
+        words.append(word)
+    return words

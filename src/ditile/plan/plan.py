@@ -5,27 +5,20 @@ A plan is a value: it knows no process, device or model. `Plan.parse` is the inv
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ditile.plan.checks import (
-    check_choice,
-    check_counts,
-    check_positive_number,
-    check_whole_number,
-    is_number,
-    is_whole_number,
-    suggest_nearest,
-)
+from pydantic import Field
+
 from ditile.plan.errors import PlanError
-from ditile.plan.flags import build_docstring, build_signature, define_option, iter_field_readers
 from ditile.plan.layout import balance_patch_rows
+from ditile.plan.options import Count, Counts, Seconds, Speeds, define_option, options, parse_option
 
+NumSteps = Annotated[int, Field(ge=0)]
 AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
 IMAGE = AXES[1:]
 """The axes of the ranks that make one image together."""
@@ -45,17 +38,6 @@ SHARED_WARMUP = 2
 """The least number of synchronous steps of warmup_mode=auto where all stages share them: the second one costs messages
 alone, and is worth 2.7 dB at four steps (docs/pipefusion.md)."""
 
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "warmup_mode": WARMUP_MODES,
-    "split_scheme": SPLIT_SCHEMES,
-    "text": TEXT_PLACES,
-    "vae": VAE_PLACES,
-    "offload": OFFLOADS,
-    "uaa": (None, True, False),
-    "async_ulysses": (True, False),
-    "wire_dtype": (None, *WIRE_DTYPES),
-}
-"""The fields of a plan that have a few values, and these."""
 WORTHWHILE_SHARE = 0.7
 """A pipeline that can reach less than this share of its stages' speed is worth a warning."""
 
@@ -83,7 +65,7 @@ class Facts:
     branches: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options(error=PlanError)
 class Plan:
     """Degrees, patches and warmup of one generation. World = the product of the degrees.
 
@@ -91,95 +73,65 @@ class Plan:
         PlanError: if a field is not known, a value is out of its range, or two of them contradict each other.
     """
 
-    data: int = define_option(1, "replicas that split prompts and images", metavar="N")
-    cfg: int = define_option(1, "1, or 2: each half computes one branch of guidance", metavar="N")
-    pipefusion: int = define_option(1, "stages that the blocks are cut into, one rank each", metavar="N")
-    ring: int = define_option(1, "ranks that share the tokens, keys and values passed round", metavar="N")
-    distrifusion: int = define_option(1, "ranks that own a patch each, the others' keys one step stale", metavar="N")
-    ulysses: int = define_option(1, "ranks that share the tokens, and the heads in attention", metavar="N")
-    tensor: int = define_option(1, "ranks that share the weights of every block", metavar="N")
-    patches: int | None = define_option(
+    data: Count = define_option(1, "replicas that split prompts and images", metavar="N")
+    cfg: Count = define_option(1, "1, or 2: each half computes one branch of guidance", metavar="N")
+    pipefusion: Count = define_option(1, "stages that the blocks are cut into, one rank each", metavar="N")
+    ring: Count = define_option(1, "ranks that share the tokens, keys and values passed round", metavar="N")
+    distrifusion: Count = define_option(1, "ranks that own a patch each, the others' keys one step stale", metavar="N")
+    ulysses: Count = define_option(1, "ranks that share the tokens, and the heads in attention", metavar="N")
+    tensor: Count = define_option(1, "ranks that share the weights of every block", metavar="N")
+    patches: Count | None = define_option(
         None, "patches that the image is cut into; as many as stages by default", metavar="M"
     )
-    warmup: int | Literal["auto"] = define_option(
+    warmup: NumSteps | Literal["auto"] = define_option(
         1, "synchronous steps before stale keys are used, or auto", metavar="W"
     )
     warmup_mode: Literal["serial", "pipelined", "sequence", "separate", "auto"] = define_option(
         "serial",
         f"how the synchronous steps run; auto: sequence, with {SHARED_WARMUP} steps or more, where it can, else serial",
-        choices=WARMUP_MODES,
     )
-    warmup_bound: float = define_option(
+    warmup_bound: Seconds = define_option(
         0.6, "warmup=auto ends where latents and keys change less in a step", metavar="X"
     )
-    warmup_ranks: int | None = define_option(
+    warmup_ranks: Count | None = define_option(
         None, "ranks of each pipeline that hold all blocks for warmup_mode=separate; 1 by default", metavar="N"
     )
-    references: int | None = define_option(
+    references: NumSteps | None = define_option(
         None,
         "an approximation: compute the tokens of reference images in each K-th step and in synchronous steps, "
         "0: in synchronous ones alone; in each step, like other tokens, by default",
         metavar="K",
     )
-    stage_blocks: tuple[int, ...] | None = define_option(
+    stage_blocks: Counts | None = define_option(
         None,
         "blocks of each stage, such as 7,7,8; balanced by their cost by default",
         metavar="A,B,..",
         example="7,7,8",
     )
-    stage_weights: tuple[float, ...] | None = define_option(
+    stage_weights: Speeds | None = define_option(
         None, "speed of each stage's device, such as 1,1,0.5; equal by default", metavar="A,B,..", example="1,0.5"
     )
     uaa: bool | None = define_option(None, "force or forbid lengths and heads that ulysses does not divide")
     async_ulysses: bool = define_option(False, "exchange each projection while the next one is computed")
     split_scheme: Literal["row", "sequence"] = define_option(
-        "row", "tensor: all-reduce, or reduce-scatter and all-gather", choices=SPLIT_SCHEMES
+        "row", "tensor: all-reduce, or reduce-scatter and all-gather"
     )
     wire_dtype: Literal["fp8", "int8"] | None = define_option(
         None,
         "an approximation: send activations, queries, keys and values in eight bits a number, scaled per token",
-        choices=WIRE_DTYPES,
     )
     text: Literal["each", "first", "split"] = define_option(
-        "each", "text encoders on each rank, on the first one, or their layers split", choices=TEXT_PLACES
+        "each", "text encoders on each rank, on the first one, or their layers split"
     )
-    vae: Literal["whole", "rows"] = define_option("whole", "decode whole, or rows on every rank", choices=VAE_PLACES)
-    vae_block_size: int | None = define_option(
+    vae: Literal["whole", "rows"] = define_option("whole", "decode whole, or rows on every rank")
+    vae_block_size: Count | None = define_option(
         None, "vae=rows: rows that a convolution makes at a time, for less memory; all by default", metavar="N"
     )
     offload: Literal["none", "blocks"] = define_option(
-        "none", "blocks: weights stay in the host's memory, two blocks at a time on the device", choices=OFFLOADS
+        "none", "blocks: weights stay in the host's memory, two blocks at a time on the device"
     )
 
-    __doc__ = build_docstring(__doc__, vars())
-    __signature__ = build_signature(vars())
-
-    def __new__(cls, **values: Any) -> Any:
-        """Raises `PlanError`, with the nearest field, for a name that is no field."""
-        known = cls.__dataclass_fields__
-        for name in values:
-            if name not in known:
-                hint = suggest_nearest(name, known, f"known are {', '.join(known)}")
-                raise PlanError(f"Plan({name}=..) is not known; {hint}")
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
-        check_counts(self, "patches", "warmup_ranks", "vae_block_size", error=PlanError)
-        for name in AXES:
-            check_whole_number(getattr(self, name), name, error=PlanError)
-        if self.warmup != AUTO:
-            check_whole_number(self.warmup, "warmup", 0, error=PlanError, hint=f"warmup=0 or warmup={AUTO}")
-        for name, choices in CHOICES.items():
-            check_choice(getattr(self, name), name, choices, error=PlanError)
-        check_whole_number(self.references, "references", 0, error=PlanError, hint="references=0", optional=True)
-        check_positive_number(self.warmup_bound, "warmup_bound", "bound", example=0.6, error=PlanError)
-        for name in ("stage_blocks", "stage_weights"):
-            values = getattr(self, name)
-            if values is not None:
-                self._check_stage_values(name, values)
-                # A list comes from JSON; a frozen plan is hashed by its tuples.
-                object.__setattr__(self, name, tuple(values))
-        # After the values: what is compared here has the right type.
         for contradiction in self._iterate_contradictions():
             raise PlanError(contradiction)
 
@@ -198,6 +150,13 @@ class Plan:
         yield from self._iterate_warmup_contradictions()
         if self.vae_block_size is not None and self.vae != "rows":
             yield f"vae_block_size={self.vae_block_size} belongs to vae=rows; add it, or leave the size out"
+        for name in ("stage_blocks", "stage_weights"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.pipefusion:
+                yield (
+                    f"{name}={_format_plan_value(values)} names {len(values)} stages and pipefusion="
+                    f"{self.pipefusion}; give {self.pipefusion} numbers"
+                )
         if self.stage_blocks is not None and self.stage_weights is not None:
             yield (
                 f"stage_blocks={_format_plan_value(self.stage_blocks)} says where to cut, and stage_weights="
@@ -242,22 +201,6 @@ class Plan:
             yield f"warmup_ranks={self.warmup_ranks} belongs to warmup_mode=separate; leave it out"
         if self.warmup_ranks is not None and self.warmup_ranks > stages:
             yield f"warmup_ranks={self.warmup_ranks} exceeds pipefusion={stages}; try 1 to {stages}"
-
-    def _check_stage_values(self, name: str, values: Any) -> None:
-        """Raises `PlanError` unless a field has a number for each stage."""
-        numbers = "whole numbers" if name == "stage_blocks" else "numbers"
-        is_valid = is_whole_number if name == "stage_blocks" else is_number
-        if not isinstance(values, list | tuple) or not all(map(is_valid, values)):
-            raise PlanError(f"{name}={values!r} are no {numbers}; give one for each of {self.pipefusion} stage(s)")
-        option = f"{name}={_format_plan_value(tuple(values))}"
-        if len(values) != self.pipefusion:
-            raise PlanError(
-                f"{option} names {len(values)} stages and pipefusion={self.pipefusion}; give {self.pipefusion} numbers"
-            )
-        if name == "stage_blocks" and min(values) < 1:
-            raise PlanError(f"{option}: every stage needs a block; give numbers of at least 1")
-        if not all(0 < value < math.inf for value in values):
-            raise PlanError(f"{option}: a stage needs some speed; give numbers above 0")
 
     @property
     def world(self) -> int:
@@ -450,7 +393,7 @@ class Plan:
         Raises:
             PlanError: if a word is not `name=value`, a name is unknown or twice there, or a value has the wrong type.
         """
-        readers = {field.name: read for field, read in iter_field_readers(cls)}
+        names = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
         for word in text.split():
             name, equals, value = word.partition("=")
@@ -461,11 +404,11 @@ class Plan:
                 if text.count("=") == text.count(",") + 1:
                     example = text.replace(",", " ")
                 raise PlanError(f"{word!r}: the words of a plan have blanks between them; write '{example}'")
-            if not equals or name not in readers or name in values:
-                raise PlanError(f"{word!r} is no part of a plan; write name=value with {', '.join(readers)}, each once")
+            if not equals or name not in names or name in values:
+                raise PlanError(f"{word!r} is no part of a plan; write name=value with {', '.join(names)}, each once")
             try:
-                values[name] = readers[name](value)
-            except argparse.ArgumentTypeError as error:
+                values[name] = parse_option(cls, name, value)
+            except ValueError as error:
                 raise PlanError(f"{word!r}: {error}") from None
         return cls(**values)
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from ditile.plan.checks import MOST, check_whole_number
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid, Layout, pick_even_chunk
+from ditile.plan.options import Pixels, check_value
 from ditile.plan.plan import Facts, Plan
 from ditile.plan.spec import ModelSpec
 
@@ -252,7 +252,7 @@ def check_image_size(call: Mapping[str, Any], unit: int) -> None:
     """
     for name in ("height", "width"):
         value = call.get(name)
-        check_whole_number(value, name, most=MOST[name], optional=True)
+        check_value(Pixels | None, value, name, example=unit)
         if value is not None and value % unit:
             near = max(unit, round(value / unit) * unit)
             raise ModelError(f"{name}={value} is not a multiple of {unit}, a token of this model; try {name}={near}")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ditile.distributed import files
-from ditile.plan.checks import check_counts
 from ditile.plan.errors import LoadError, ModelError, PlanError
-from ditile.plan.flags import define_option
+from ditile.plan.options import Ranks, Seconds, define_option, options
 
 FILE = "evaluation.json"
 STORED = Path(__file__).parents[1] / "model" / "assets" / "evaluations"
@@ -23,7 +23,10 @@ IN_A_ROW = {"plan": str, "cache": str, "world": int, "psnr": float, "seconds": f
 """The keys of a row that `choose` reads; JSON may have a whole number in place of a float."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+Decibels = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@options()
 class Budget:
     """Bounds on the quality or the time of a picture, for which plan and cache are chosen from an evaluation.
 
@@ -31,11 +34,14 @@ class Budget:
         ModelError: if a value is out of its range, or needs a bound that is not given.
     """
 
-    min_psnr: float | None = define_option(
-        None, "pick the fastest evaluated plan and cache with at least this mean PSNR to the original", metavar="DB"
+    min_psnr: Decibels | None = define_option(
+        None,
+        "pick the fastest evaluated plan and cache with at least this mean PSNR to the original",
+        metavar="DB",
+        example=30,
     )
-    max_latency: float | None = define_option(
-        None, "pick the evaluated plan and cache closest to the original in at most this time", metavar="S"
+    max_latency: Seconds | None = define_option(
+        None, "pick the evaluated plan and cache closest to the original in at most this time", metavar="S", example=30
     )
     evaluation: str | None = define_option(
         None,
@@ -43,16 +49,11 @@ class Budget:
         metavar="FOLDER",
         reads=True,
     )
-    world: int | None = define_option(
+    world: Ranks | None = define_option(
         None, "ranks to pick for, at most; by default as many as there are devices", metavar="N"
     )
 
     def __post_init__(self) -> None:
-        for name in ("min_psnr", "max_latency"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ModelError(f"{name}={value} is no bound; try {name}=30")
-        check_counts(self, "world")
         for name in ("evaluation", "world"):
             if getattr(self, name) is not None and not self.has_bound:
                 raise ModelError(
@@ -68,9 +69,9 @@ class Budget:
 def choose(
     rows: Iterable[Mapping[str, Any]],
     *,
-    min_psnr: float | None = None,
-    max_latency: float | None = None,
-    world: int | None = None,
+    min_psnr: Decibels | None = None,
+    max_latency: Seconds | None = None,
+    world: Ranks | None = None,
 ) -> Mapping[str, Any]:
     """The setting of an evaluation that a budget picks.
 

@@ -20,9 +20,9 @@ from ditile.planner.budget import Budget, choose, describe_setting, load_evaluat
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.command_options import RunOptions
 from ditile.runner.requests.console import is_writing_process, make_console
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.outputs import RunOptions
 
 # Nothing here imports torch before there is something to ask: the command line imports this for every command.
 if TYPE_CHECKING:
@@ -199,6 +199,8 @@ def resolve_plan_option(text: str, options: GenerateOptions, run: RunOptions, pl
         raise PlanError(f"plan={text!r} is a whole plan, and flags say '{plan_of_flags}' too; leave one of them out")
     if not text.strip():
         raise PlanError(f"plan={text!r} says nothing; write name=value, such as pipefusion=2, or auto")
+    if text != AUTO and "=" not in text:
+        raise PlanError(f"plan={text!r} is no plan; write name=value, such as pipefusion=2, or auto for the fastest")
     if text != AUTO:
         return Plan.parse(text)
 

@@ -8,31 +8,32 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from PIL import Image
+from pydantic import Field
 
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import cpus, env
 from ditile.model.known import find_known_model
-from ditile.plan.checks import MOST, check_counts, check_finite_number, check_whole_number
 from ditile.plan.errors import PlanError
-from ditile.plan.flags import define_option
+from ditile.plan.options import Frames, Images, Pixels, Ranks, Scale, Seconds, check_value, define_option, options
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.profile import Profile
 from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.facts import build_dry_run_call
-from ditile.runner.requests.options import TRUE_CFG, GenerateOptions
+from ditile.runner.requests.options import TRUE_CFG, GenerateOptions, Paths
 from ditile.runner.requests.pictures import read_picture
 
 MAX_STEPS = 1000
 """Upper bound of a search; more steps than schedulers have timesteps take minutes."""
+SearchedSteps = Annotated[int, Field(ge=1, le=MAX_STEPS)]
+Share = Annotated[float, Field(ge=0, le=1)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options(error=PlanError)
 class PlanQuestion:
     """The model, the call, the machine and the bounds that a plan is searched for.
 
@@ -43,17 +44,17 @@ class PlanQuestion:
     model: str = define_option(
         "shapes-pixart", "a published model, a bundled one, a folder or a hub id", metavar="NAME", reads=True
     )
-    height: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
-    width: int | None = define_option(None, "pixels; the model's own size by default", metavar="N")
-    frames: int | None = define_option(None, "of a video; the model's own number by default", metavar="N")
-    steps: int | None = define_option(None, "denoising steps", metavar="N")
-    guidance: float | None = define_option(None, "how strongly the prompt guides", metavar="X")
-    true_cfg: float | None = define_option(None, TRUE_CFG, metavar="X")
+    height: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    width: Pixels | None = define_option(None, "pixels; the model's own size by default", metavar="N")
+    frames: Frames | None = define_option(None, "of a video; the model's own number by default", metavar="N")
+    steps: SearchedSteps | None = define_option(None, "denoising steps", metavar="N")
+    guidance: Scale | None = define_option(None, "how strongly the prompt guides", metavar="X", example=3.5)
+    true_cfg: Scale | None = define_option(None, TRUE_CFG, metavar="X", example=3.5)
     negative_prompt: str | None = define_option(
         None, "what to keep out; some models are guided by a second branch with it alone", metavar="TEXT"
     )
-    num_images: int = define_option(1, "images at once", metavar="N")
-    image: tuple[str, ...] | None = define_option(
+    num_images: Images = define_option(1, "images at once", metavar="N")
+    image: Paths | None = define_option(
         None,
         "a picture that the call starts from, or its size, such as 1024x768; once more for each further reference",
         metavar="FILE",
@@ -64,8 +65,8 @@ class PlanQuestion:
         None, "such as l40-pcie; this machine, as calibrated, by default", metavar="NAME"
     )
     profile: str | None = define_option(None, "a machine that `ditile calibrate` measured", metavar="FILE", reads=True)
-    devices: int | None = define_option(None, "devices in all; those of the machine by default", metavar="N")
-    hosts: int = define_option(1, "hosts that they are in", metavar="N")
+    devices: Ranks | None = define_option(None, "devices in all; those of the machine by default", metavar="N")
+    hosts: Ranks = define_option(1, "hosts that they are in", metavar="N")
     interlink: str | None = define_option(None, "bandwidth between hosts, such as 10Gbit", metavar="RATE")
     memory: str | None = define_option(
         None, "of a device, such as 48GB; that of the hardware by default", metavar="SIZE"
@@ -75,38 +76,33 @@ class PlanQuestion:
         "of a host, for all of its ranks, such as 64GB; that of this machine, where it is planned for",
         metavar="SIZE",
     )
-    max_latency: float | None = define_option(None, "seconds that are allowed", metavar="S")
+    max_latency: Seconds | None = define_option(None, "seconds that are allowed", metavar="S")
     warmup: int | None = define_option(None, "synchronous steps of plans with stale keys; 1 by default", metavar="W")
     cache: str | None = define_option(
         None, 'a cache in one line, such as "F=1 W=4 R=0.12" (docs/caching.md); none by default', metavar="LINE"
     )
-    hit_rate: float | None = define_option(
-        None, "share of the steps that the cache measures and is expected to leave out, 0 to 1", metavar="X"
+    hit_rate: Share | None = define_option(
+        None,
+        "share of the steps that the cache measures and is expected to leave out, 0 to 1",
+        metavar="X",
+        example=0.5,
     )
     price: str | None = define_option(None, "price one plan instead of searching", metavar="PLAN")
     json: str | None = define_option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
 
     def __post_init__(self) -> None:
-        check_counts(self, "height", "width", "frames", "steps", "devices", "hosts", "num_images", error=PlanError)
-        for name in ("guidance", "true_cfg"):
-            check_finite_number(getattr(self, name), name, example=3.5, error=PlanError, optional=True)
-        check_whole_number(self.steps, "steps", most=MAX_STEPS, error=PlanError, optional=True)
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
         if self.hosts > 1 and self.interlink is None and self.hardware is not None:
             raise PlanError(f"hosts={self.hosts} are joined by a link; say which, such as --interlink 10Gbit")
         if self.hosts == 1 and self.interlink is not None:
             raise PlanError(f"interlink={self.interlink!r} joins hosts, and there is one; add --hosts N")
-        if self.max_latency is not None and not self.max_latency > 0:
-            raise PlanError(f"max_latency={self.max_latency} is no time; give seconds above 0")
         if self.price is not None and not self.price.strip():
             raise PlanError(f"price={self.price!r} says nothing; write name=value, such as pipefusion=2")
         if self.price is not None and self.warmup is not None:
             raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
         if self.hit_rate is not None and self.cache is None:
             raise PlanError(f"hit_rate={self.hit_rate} is for a cache; add --cache LINE")
-        if self.hit_rate is not None and not 0 <= self.hit_rate <= 1:
-            raise PlanError(f"hit_rate={self.hit_rate} is not between 0 and 1; try --hit-rate 0.5")
         if self.memory is not None:
             hardware.parse_byte_amount(self.memory)
         if self.host_memory is not None:
@@ -157,7 +153,7 @@ def _read_picture_or_size(text: str) -> Image.Image:
         return read_picture(text, "image")
     width, height = map(int, size.groups())
     for name, value in (("width", width), ("height", height)):
-        check_whole_number(value, f"image={text!r}: {name}", most=MOST[name])
+        check_value(Pixels, value, f"image={text!r}: {name}")
     if width * height > (most := Image.MAX_IMAGE_PIXELS or math.inf):
         raise PlanError(f"image={text!r} has {width * height} pixels, and {most} are the most; try 1024x1024")
     return Image.new("RGB", (width, height))

@@ -5,21 +5,25 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from ditile.distributed import env
-from ditile.plan.checks import check_counts, check_positive_number
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
-from ditile.plan.flags import define_option
+from ditile.plan.options import Count, Seconds, define_option, options
 from ditile.runner.requests.options import EngineOptions
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 """As browsers write it: a scheme, a host and a port, and no path."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+Port = Annotated[int, Field(ge=0, lt=2**16)]
+
+
+@options()
 class ServeOptions(EngineOptions):
     """What to serve, to whom, and within which limits.
 
@@ -29,10 +33,12 @@ class ServeOptions(EngineOptions):
 
     model: str = define_option("shapes-pixart", "a bundled model, a folder or a hub id", metavar="NAME", reads=True)
     plan: str | None = define_option(
-        None, 'all of a plan, such as "pipefusion=2 patches=4", or auto: what ditile plan puts first', metavar="PLAN"
+        None,
+        'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
+        metavar="PLAN",
     )
     host: str = define_option("127.0.0.1", "the address to listen on; any but this machine's own asks for keys")
-    port: int = define_option(8000, "the port to listen on; 0 takes a free one", metavar="N")
+    port: Port = define_option(8000, "the port to listen on; 0 takes a free one", metavar="N")
     api_key: str | None = define_option(
         None, "a file with a key on each line, as key or name:key; or DITILE_API_KEY", metavar="FILE", reads=True
     )
@@ -42,54 +48,49 @@ class ServeOptions(EngineOptions):
         None, "folder for jobs and results, which outlive the server; by default one for each model and port",
         metavar="DIR",
     )  # fmt: skip
-    keep_results: float = define_option(3600.0, "seconds for which results are kept", metavar="S")
-    replicas: int = define_option(1, "groups of ranks, each with the whole plan", metavar="N")
+    keep_results: Seconds = define_option(3600.0, "seconds for which results are kept", metavar="S")
+    replicas: Count = define_option(1, "groups of ranks, each with the whole plan", metavar="N")
     ray: str | None = define_option(
-        None, "replicas on a Ray cluster: its host:port; without one this machine's, which is started if need be",
+        None, "replicas on a Ray cluster: its host:port; without one this machine's, which is started if needed",
         metavar="ADDRESS", implied="local",
     )  # fmt: skip
-    ray_max_replicas: int | None = define_option(
+    ray_max_replicas: Count | None = define_option(
         None, "with --ray: replicas while many jobs wait; --replicas by default", metavar="N"
     )
     lora_dir: str | None = define_option(
         None, "folder of LoRAs (.safetensors) that requests may name", metavar="DIR", reads=True
     )
-    max_loras: int = define_option(4, "LoRAs that stay loaded", metavar="N")
-    max_queue: int = define_option(64, "jobs that may wait", metavar="N")
-    max_batch: int = define_option(1, "pictures of one shape drawn at once; at least the plan's data", metavar="N")
-    max_pixels: int = define_option(2**24, "pixels of a picture or of a frame", metavar="N")
-    max_steps: int = define_option(200, "steps of a request", metavar="N")
-    max_images: int = define_option(10, "pictures or videos of a request", metavar="N")
-    max_frames: int = define_option(1024, "frames of a video", metavar="N")
-    max_prompt: int = define_option(8192, "letters of a prompt", metavar="N")
-    max_body: int = define_option(2**26, "bytes of a request", metavar="N")
-    timeout: float = define_option(3600.0, "seconds after which a job is ended", metavar="S")
-    drain: float = define_option(60.0, "seconds that running jobs get when the server is told to end", metavar="S")
+    max_loras: Count = define_option(4, "LoRAs that stay loaded", metavar="N")
+    max_queue: Count = define_option(64, "jobs that may wait", metavar="N")
+    max_batch: Count = define_option(1, "images of one shape made at once; at least the plan's data", metavar="N")
+    max_pixels: Count = define_option(2**24, "pixels of an image or of a frame", metavar="N")
+    max_steps: Count = define_option(200, "steps of a request", metavar="N")
+    max_images: Count = define_option(10, "images or videos of a request", metavar="N")
+    max_frames: Count = define_option(1024, "frames of a video", metavar="N")
+    max_prompt: Count = define_option(8192, "letters of a prompt", metavar="N")
+    max_body: Count = define_option(2**26, "bytes of a request", metavar="N")
+    timeout: Seconds = define_option(3600.0, "seconds after which a job is ended", metavar="S")
+    drain: Seconds = define_option(60.0, "seconds that running jobs get when the server is told to end", metavar="S")
     exit_on_failure: bool = define_option(
         False, "end with exit code 1 when the ranks have failed three starts in the same way"
     )
     no_page: bool = define_option(False, "serve no web page")
 
     def __post_init__(self) -> None:
-        self.check_device_options()
-        check_counts(self, "replicas", "max_loras", "max_queue", "max_batch", "max_pixels", "max_steps", "max_images")
-        check_counts(self, "max_frames", "max_prompt", "max_body", "ray_max_replicas")
         self._check_ray_options()
-        for name in ("keep_results", "timeout", "drain"):
-            check_positive_number(getattr(self, name), name, "time", example=60)
-        if not 0 <= self.port < 2**16:
-            raise ModelError(f"port={self.port} is no port; try port=8000")
-        if self.lora_dir is not None and not os.path.isdir(self.lora_dir):
-            raise ModelError(f"lora_dir={self.lora_dir!r} is no folder; give one that has .safetensors files")
         if self.lora_dir is not None:
+            if not os.path.isdir(self.lora_dir):
+                raise ModelError(f"lora_dir={self.lora_dir!r} is no folder; give one that has .safetensors files")
             require_extra("lora", f"lora_dir={self.lora_dir!r}")
-        for origin in self.list_origins():
+        origins = self.list_origins()
+        for origin in origins:
             if origin != "*" and _ORIGIN.fullmatch(origin) is None:
                 raise ModelError(f"cors={origin!r} is no origin; try cors=https://www.example.org, or with a port")
         has_key = self.api_key is not None or env.read_api_key() is not None
-        if "*" in self.list_origins() and not has_key:
+        if "*" in origins and not has_key:
             raise ModelError(
-                "cors='*' lets any page of the web draw here and read results; name origins, or give --api-key FILE"
+                "cors='*' lets any page of the web send requests here and read results; name origins, or give "
+                "--api-key FILE"
             )
         if not self.is_loopback and not has_key and not self.insecure:
             raise ModelError(
@@ -104,7 +105,9 @@ class ServeOptions(EngineOptions):
             raise ModelError(f"ray_max_replicas={most} is below replicas={self.replicas}; try {self.replicas}")
         if self.ray is None:
             return
-        if "://" in self.ray or not (self.ray == "local" or self.ray.rpartition(":")[2].isdecimal()):
+        has_port = self.ray.rpartition(":")[2].isdecimal()
+        # An address with a scheme is one of Ray's client, which needs no cluster on this machine.
+        if "://" in self.ray or not (self.ray == "local" or has_port):
             raise ModelError(
                 f"ray={self.ray!r} is no address of a cluster, such as 10.0.0.1:6379; run this on one of its machines"
             )
@@ -112,7 +115,7 @@ class ServeOptions(EngineOptions):
 
     @property
     def num_groups(self) -> int:
-        """How many batches may be drawn at once."""
+        """How many batches may run at once."""
         return self.ray_max_replicas or self.replicas
 
     @property
@@ -125,18 +128,20 @@ class ServeOptions(EngineOptions):
 
     def list_origins(self) -> list[str]:
         """The origins whose pages may call the server."""
-        return [origin.strip() for origin in (self.cors or "").split(",") if origin.strip()]
+        if self.cors is None:
+            return []
+        origins = [origin.strip() for origin in self.cors.split(",")]
+        return list(filter(None, origins))
 
     def find_state_folder(self) -> Path:
         """Where jobs and results are kept."""
         if self.state is not None:
             return Path(self.state)
-        name = "".join(letter if letter.isalnum() or letter in "-." else "-" for letter in Path(self.model).name)
+        name = re.sub(r"[^\w.-]|_", "-", Path(self.model).name)
         return env.find_data_folder() / "serve" / f"{name}-{self.port}"
 
     def find_lora_files(self) -> dict[str, Path]:
         """The LoRAs that requests may name: name -> file."""
         if self.lora_dir is None:
             return {}
-        with os.scandir(self.lora_dir) as entries:
-            return {Path(e.name).stem: Path(e.path) for e in entries if e.is_file() and e.name.endswith(".safetensors")}
+        return {path.stem: path for path in Path(self.lora_dir).glob("*.safetensors") if path.is_file()}

@@ -34,13 +34,13 @@ from ditile.runner.requests.arguments import (
     build_batch_call,
     build_call_arguments,
     build_object_arguments,
-    check_cache_steps,
 )
 from ditile.runner.requests.conditions import choose_pipeline_class
 from ditile.runner.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import encode_png
 from ditile.runner.requests.pipelines import convert_value_errors
+from ditile.runner.requests.preflight import check_cache_steps
 from ditile.runner.requests.prepare import load_lora_weights, prepare_runner
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, encode_drawn, list_drawn
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet

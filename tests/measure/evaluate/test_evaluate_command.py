@@ -211,7 +211,7 @@ def test_a_budget_picks_plan_and_cache(
         (("--min-psnr", "30", "--cache"), "a cache is given too"),
         (("--min-psnr", "30", "--model", "other/model"), "no evaluation of 'other/model' comes with ditile"),
         (("--min-psnr", "30", "--evaluation", "nothing"), "evaluation='nothing' cannot be read"),
-        (("--min-psnr", "much"), "'much' is not a number"),
+        (("--min-psnr", "much"), "'much' should be a valid number"),
         (("--world", "2"), "add --min-psnr DB"),
         (("--cache-line", "F=1", "--cache"), "and --cache too"),
     ],

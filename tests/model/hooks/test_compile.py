@@ -255,7 +255,7 @@ def test_inductor_makes_the_same_picture() -> None:
 
 @pytest.mark.parametrize("limit", ["x", 0, True])
 def test_a_limit_that_is_no_number(limit: Any) -> None:
-    with pytest.raises(ModelError, match=f"recompile_limit={limit!r} is not a whole number of at least 1"):
+    with pytest.raises(ModelError, match=f"recompile_limit={limit!r} should be"):
         ditile.set_compile_configs(recompile_limit=limit)
 
 

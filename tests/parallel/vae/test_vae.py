@@ -300,7 +300,7 @@ def test_other_refusals() -> None:
     """A failure means that options or inputs that cannot be honoured are taken silently."""
     vae = autoencoder("pixart")
     for size in (0, True, 8.0, "8"):
-        with pytest.raises(PlanError, match="block_size=.* is not a whole number of at least 1; try block_size=64"):
+        with pytest.raises(PlanError, match="block_size=.* should be .*; try block_size="):
             ParallelVAE(vae, Axis(), Traffic(), block_size=size)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="gather='last' is not known; try all or first"):
         ParallelVAE(vae, Axis(), Traffic(), gather="last")  # type: ignore[arg-type]

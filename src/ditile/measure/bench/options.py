@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ditile.plan.checks import check_counts, check_whole_number
+from pydantic import Field
+
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra
-from ditile.plan.flags import define_option
-from ditile.runner.requests.command_options import check_output_files
+from ditile.plan.options import Counts, Ranks, Rounds, Seconds, define_option, options
 from ditile.runner.requests.options import DeviceOptions, ModelOptions
+from ditile.runner.requests.outputs import check_output_files
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "cache")
 RANDOM = "random-"
 """The prefix of the names of models with random weights."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options()
 class Comparison:
     """What is compared.
 
@@ -31,25 +31,25 @@ class Comparison:
         None, "plans with ; between them, a cache after |: 'ulysses=2; ulysses=2 | F=1 W=4 R=0.12'", metavar="PLANS"
     )
     suite: Literal["gpu"] | None = define_option(
-        None, "instead of plans: everything that is to be known of a machine with GPUs, in 15 minutes", choices=("gpu",)
+        None, "instead of plans: everything that is to be known of a machine with GPUs, in 15 minutes"
     )
     quick: bool = define_option(False, "the suite in 6 minutes")
     small: bool = define_option(False, "the suite in tiny sizes, to try it; with --device cpu on any machine")
-    devices: int | None = define_option(
+    devices: Ranks | None = define_option(
         None, "ranks of the suite; by default one for each GPU, or two that share one", metavar="N"
     )
     sweep: str | None = define_option(None, f"instead of plans: {', '.join(SWEEPS)}, or several", metavar="NAMES")
-    ranks: int | None = define_option(
+    ranks: Ranks | None = define_option(
         None, "ranks of a sweep; by default all of torchrun's, one for each GPU, or 2", metavar="N"
     )
-    sizes: tuple[int, ...] | None = define_option(
+    sizes: Counts | None = define_option(
         None,
         "pixels of a side for --sweep resolution; once, twice and four times the model's own by default",
         metavar="N,N,..",
         example="256,512",
     )
-    rounds: int = define_option(3, "interleaved rounds that count", metavar="N")
-    remeasure: int = define_option(
+    rounds: Rounds = define_option(3, "interleaved rounds that count", metavar="N")
+    remeasure: Annotated[int, Field(ge=0)] = define_option(
         0,
         "make a run again, up to N times, after which a product of matrices shows that others slow the cores (CPUs)",
         metavar="N",
@@ -69,8 +69,6 @@ class Comparison:
     def __post_init__(self) -> None:
         if [self.plans, self.sweep, self.suite].count(None) != 2:
             raise PlanError("give --plans 'ulysses=2; ring=2', --sweep methods or --suite gpu, and one of them alone")
-        check_counts(self, "ranks", "rounds", "devices")
-        check_whole_number(self.remeasure, "remeasure", 0)
         self._check_suite()
         self._check_sweeps()
         if self.hardware is not None and self.profile is not None:
@@ -96,11 +94,8 @@ class Comparison:
             raise PlanError(f"ranks={self.ranks} is for --sweep; plans say how many they need, a suite has --devices")
         if self.ranks == 1:
             raise PlanError(f"ranks={self.ranks} leave nothing to divide; try ranks=2")
-        if self.sizes is not None:
-            if "resolution" not in self.sweep_names:
-                raise PlanError("--sizes are for --sweep resolution; give --height and --width")
-            if min(self.sizes) < 1:
-                raise ModelError(f"sizes={','.join(map(str, self.sizes))} are not whole numbers of at least 1")
+        if self.sizes is not None and "resolution" not in self.sweep_names:
+            raise PlanError("--sizes are for --sweep resolution; give --height and --width")
 
     def check_output_folder(self, *others: Any) -> None:
         """Raises `ModelError` unless the folder can be written, over no file that this and `others` read."""
@@ -121,7 +116,7 @@ class Comparison:
         return [name.strip() for name in self.sweep.split(",")]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options()
 class Workload(DeviceOptions, ModelOptions):
     """The call of a model that is measured.
 
@@ -135,19 +130,13 @@ class Workload(DeviceOptions, ModelOptions):
         metavar="NAME",
     )
     prompt: str = define_option("a red circle on a white background", "what to generate", metavar="TEXT")
-    output: Literal["image", "latent"] = define_option(
-        "image", "measure whole calls, or without the decode", choices=("image", "latent")
-    )
-    threads: int | None = define_option(
+    output: Literal["image", "latent"] = define_option("image", "measure whole calls, or without the decode")
+    threads: Ranks | None = define_option(
         None, "CPU threads of each rank, and of the one rank; the cores are divided by default", metavar="N"
     )
-    stall_timeout: float = define_option(
+    stall_timeout: Seconds = define_option(
         3600.0, "seconds after which a run is ended in which no rank reads, computes or makes progress", metavar="S"
     )
-
-    def __post_init__(self) -> None:
-        self.check_model_options()
-        self.check_device_options()
 
     @property
     def has_random_weights(self) -> bool:

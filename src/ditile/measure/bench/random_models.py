@@ -6,10 +6,9 @@ random-flux blocks=57 heads=24 head_dim=128      embedded guidance, 512 text tok
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,7 @@ from diffusers import (
 
 from ditile.measure.bench.options import RANDOM
 from ditile.plan.errors import ModelError
-from ditile.plan.flags import define_option, iter_field_readers
+from ditile.plan.options import define_option, options, parse_option
 
 FAMILIES = ("pixart", "flux")
 VAE_SCALE = 8
@@ -33,11 +32,11 @@ TEXT = 64
 """Channels of an embedding."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options()
 class RandomModel:
     """The sizes of a model."""
 
-    family: Literal["pixart", "flux"] = define_option("pixart", "family", choices=FAMILIES)
+    family: Literal["pixart", "flux"] = define_option("pixart", "family")
     blocks: int = define_option(16, "blocks; of FLUX a third are double ones")
     heads: int = define_option(8, "attention heads")
     head_dim: int = define_option(32, "width of a head")
@@ -62,15 +61,15 @@ class RandomModel:
         if family not in FAMILIES:
             names = ", ".join(RANDOM + family for family in FAMILIES)
             raise ModelError(f"model {text!r} is not known; random ones are {names}")
-        known = {field.name: read for field, read in iter_field_readers(cls)}
+        known = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {"family": family}
         for word in words:
             name, _, value = word.partition("=")
             if name not in known or name in values:
                 raise ModelError(f"{word!r} of model {text!r}: write blocks=N, heads=N or head_dim=N, each once")
             try:
-                values[name] = known[name](value)
-            except argparse.ArgumentTypeError as error:
+                values[name] = parse_option(cls, name, value)
+            except ValueError as error:
                 raise ModelError(f"{word!r} of model {text!r}: {error}") from None
         return cls(**values)
 

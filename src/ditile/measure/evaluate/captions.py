@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ditile.distributed import files
 from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError
-from ditile.runner.requests.command_options import COCO_PREFIX
+from ditile.runner.requests.outputs import COCO_PREFIX
 from ditile.runner.requests.prompts import read_prompts
 
 BUNDLED_SOURCE = "bundled"

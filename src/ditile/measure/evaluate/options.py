@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile.cache.config_text import NO_CACHE
-from ditile.plan.checks import check_counts
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.flags import define_option
+from ditile.plan.options import Count, Ranks, Scale, define_option, options
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.command_options import check_output_files
 from ditile.runner.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
+from ditile.runner.requests.outputs import check_output_files
 
 DEFAULT_PLANS = "pipefusion=2 patches=4; ulysses=2"
 DEFAULT_CACHES = f"{NO_CACHE}; F=1 W=4 R=0.12 taylor=1"
@@ -57,7 +55,7 @@ class EvaluationSetting(NamedTuple):
 ORIGINAL = EvaluationSetting(str(Plan()), NO_CACHE)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options()
 class EvaluateOptions(ModelOptions):
     """What is generated: every caption by the original pipeline, and by each plan with each cache.
 
@@ -77,13 +75,12 @@ class EvaluateOptions(ModelOptions):
     captions: str = define_option(
         "bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE", reads=True
     )
-    num: int | None = define_option(None, "captions to generate; 10, or all if there are fewer", metavar="N")
+    num: Count | None = define_option(None, "captions to generate; 10, or all if there are fewer", metavar="N")
     seed: int = define_option(0, "seed of the first caption; they count up", metavar="N")
-    guidance: float | None = define_option(None, GUIDANCE, metavar="X")
+    guidance: Scale | None = define_option(None, GUIDANCE, metavar="X", example=3.5)
     negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
 
     def __post_init__(self) -> None:
-        check_counts(self, "num")
         self.build_generate_options()
         if not self.candidate_settings:
             raise PlanError(f"plans={self.plans!r} and caches={self.caches!r} leave nothing besides the original")
@@ -111,7 +108,7 @@ class EvaluateOptions(ModelOptions):
         return self.to_generate_options(prompt="a caption")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options()
 class JudgeOptions:
     """How images are judged. Other metrics are measured too if their packages and weights are there.
 
@@ -136,7 +133,7 @@ class JudgeOptions:
             raise ModelError(f"references={self.references!r} is no folder with images (.png, .jpg, .jpeg, .webp)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@options()
 class SessionOptions(DeviceOptions):
     """Where ranks run, and where results are written.
 
@@ -145,7 +142,7 @@ class SessionOptions(DeviceOptions):
     """
 
     out: str = define_option("evaluation", "folder for all that is written; resumes what is there", metavar="FOLDER")
-    threads: int | None = define_option(
+    threads: Ranks | None = define_option(
         None,
         "CPU threads of each rank and of the original; by default the cores divided by the most ranks",
         metavar="N",
@@ -155,7 +152,6 @@ class SessionOptions(DeviceOptions):
     )
 
     def __post_init__(self) -> None:
-        self.check_device_options()
         out = Path(self.out)
         # The functions of os.path are False for a name that is too long, for which methods of Path raise.
         if os.path.isdir(out):

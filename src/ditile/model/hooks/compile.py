@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.checks import check_whole_number, suggest_nearest
+from ditile.plan.checks import suggest_nearest
 from ditile.plan.errors import ModelError
+from ditile.plan.options import Count, check_value
 from ditile.plan.plan import Plan
 
 LOG = logging.getLogger("ditile")
@@ -297,7 +298,7 @@ def set_compile_configs(
     Raises:
         ModelError: if `recompile_limit` is not a whole number of at least 1, or a flag is not one of torch's.
     """
-    check_whole_number(recompile_limit, "recompile_limit", hint="recompile_limit=1024")
+    check_value(Count, recompile_limit, "recompile_limit", example=1024)
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 

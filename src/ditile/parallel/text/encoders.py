@@ -37,8 +37,8 @@ from ditile.parallel.text.parts import (
     set_placeholder_parameter,
     store_placement,
 )
-from ditile.plan.checks import check_choice
 from ditile.plan.errors import ModelError, StateError
+from ditile.plan.options import check_value
 from ditile.plan.plan import TEXT_AFTER
 
 After = Literal["keep", "offload", "free"]
@@ -81,7 +81,7 @@ class TextEncoders:
             ModelError: if an encoder cannot be split, or `after` is not known.
             StateError: if there is another part than this rank's, or all of it is to be kept and is not there.
         """
-        check_choice(after, "text_after", TEXT_AFTER)
+        check_value(Literal[TEXT_AFTER], after, "text_after")
         self.encoders = find_text_encoders(pipe)
         self._place = EncoderPlacement.choose_placement(mode, axis.index, axis.num_ranks)
         self._after, self._device, self._keep = after, device, keep

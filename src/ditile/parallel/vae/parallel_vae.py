@@ -34,8 +34,8 @@ from ditile.parallel.vae.layers import (
 )
 from ditile.parallel.vae.prove import prove_rows
 from ditile.parallel.vae.tiles import install_tile_forwards
-from ditile.plan.checks import check_whole_number
 from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.options import Count, check_value
 
 PROVEN = frozenset({
     "AutoencoderKL", "AutoencoderKLCogVideoX", "AutoencoderKLCosmos", "AutoencoderKLFlux2", "AutoencoderKLHunyuanImage",
@@ -75,8 +75,7 @@ class ParallelVAE:
         block_size: int | None = None,
         gather: Literal["all", "first"] = "all",
     ) -> None:
-        hint = "block_size=64, or None for all"
-        check_whole_number(block_size, "block_size", error=PlanError, optional=True, hint=hint)
+        check_value(Count | None, block_size, "block_size", error=PlanError, example="64, or None for all")
         if gather not in ("all", "first"):
             raise PlanError(f"gather={gather!r} is not known; try all or first")
         self.vae = vae

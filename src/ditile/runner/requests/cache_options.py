@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ditile.cache.cache_dit import parse_quantize_config
 from ditile.cache.config import (
@@ -20,17 +21,29 @@ from ditile.cache.config import (
 from ditile.cache.config_text import CALIBRATOR_CONFIGS, load_configs, parse_cache_line
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import env
-from ditile.plan.checks import check_choice
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra, require_quantizer
-from ditile.plan.flags import define_option, format_flag
+from ditile.plan.flags import format_flag
+from ditile.plan.options import check_value, define_option
 from ditile.plan.plan import AXES, Plan
 
-QUANTIZE_TYPES = (
-    *("float8", "float8_weight_only", "int8", "int8_weight_only", "int4", "int4_weight_only", "int4_w4a4"),
-    *("bitsandbytes_4bit", "fp8_w8a8_dq", "fp8_w8a16_wo", "int8_w8a8_dq", "int8_w8a16_wo"),
-    *("int4_w4a8_dq", "int4_w4a16_wo", "int4_w4a4_dq"),
-)
+QuantizeType = Literal[
+    "float8",
+    "float8_weight_only",
+    "int8",
+    "int8_weight_only",
+    "int4",
+    "int4_weight_only",
+    "int4_w4a4",
+    "bitsandbytes_4bit",
+    "fp8_w8a8_dq",
+    "fp8_w8a16_wo",
+    "int8_w8a8_dq",
+    "int8_w8a16_wo",
+    "int4_w4a8_dq",
+    "int4_w4a16_wo",
+    "int4_w4a4_dq",
+]
 """The values of --quantize-type; only `quantize` knows whether a type runs on this device."""
 
 CACHE_FLAGS = {row.flag: row for row in CACHE_WORDS.values() if row.flag}
@@ -43,12 +56,11 @@ _SAYS_HOW = (*CACHE_FLAGS, *CALIBRATOR_CONFIGS)
 """The flags that are settings of a cache, and need another flag that asks for one."""
 
 
-def define_cache_flag(name: str, **how: Any) -> Any:
-    """An option with the default of a config's field; see `define_option` for the other arguments."""
+def define_cache_flag(name: str, metavar: str | None = "N") -> Any:
+    """An option with the default of a config's field."""
     row = CACHE_FLAGS[name]
     default = row.config.__dataclass_fields__[str(row.field)].default
-    metavar = {"metavar": "X" if isinstance(default, float) else "N"}
-    return define_option(default, row.help, aliases=row.aliases, **(how or metavar))
+    return define_option(default, row.help, aliases=row.aliases, metavar=metavar)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +76,7 @@ class CacheOptions(Fields):
     prune: bool = define_option(False, "cache each block by itself (DBPrune); implies --cache")
     Fn: int = define_cache_flag("Fn")
     Bn: int = define_cache_flag("Bn")
-    rdt: float = define_cache_flag("rdt")
+    rdt: float = define_cache_flag("rdt", "X")
     max_warmup_steps: int = define_cache_flag("max_warmup_steps")
     warmup_interval: int = define_cache_flag("warmup_interval")
     max_cached_steps: int = define_cache_flag("max_cached_steps")
@@ -73,17 +85,19 @@ class CacheOptions(Fields):
     taylorseer_order: int = define_cache_flag("taylorseer_order")
     foca: bool = define_option(False, "forecast it by slopes, corrected (FoCa)")
     dmd: bool = define_option(False, "forecast it by exponentials (dynamic mode decomposition)")
-    steps_mask: str | None = define_cache_flag("steps_mask", metavar="MASK")
-    steps_policy: Literal["dynamic", "static"] = define_cache_flag("steps_policy", choices=("dynamic", "static"))
+    steps_mask: str | None = define_cache_flag("steps_mask", "MASK")
+    steps_policy: Literal["dynamic", "static"] = define_cache_flag("steps_policy", None)
     cache_line: str | None = define_option(
         None,
         "the cache in one line, such as 'F=1 W=4 R=0.12 taylor=1', or none; its words are in docs/caching.md",
         metavar="LINE",
     )
     quantize: bool = define_option(False, "keep weights in 8 or 4 bits", aliases=("-q",))
-    quantize_type: str = define_option("float8_weight_only", f"how: {', '.join(QUANTIZE_TYPES)}", metavar="TYPE")
+    quantize_type: str = define_option(
+        "float8_weight_only", f"how: {', '.join(get_args(QuantizeType))}", metavar="TYPE"
+    )
     parallel_type: Literal["tp", "ulysses", "ring"] | None = define_option(
-        None, "divide over all ranks that torchrun started", choices=("tp", "ulysses", "ring"), aliases=("--parallel",)
+        None, "divide over all ranks that torchrun started", aliases=("--parallel",)
     )
     disable_compute_comm_overlap: bool = define_option(
         False, "do not let a compiled model compute while it exchanges", aliases=("--dcco",)
@@ -91,7 +105,7 @@ class CacheOptions(Fields):
     lora: str | None = define_option(None, "LoRA weights: a file, a folder or a hub id", metavar="FILE", reads=True)
     fuse_lora: bool = define_option(False, "add the LoRA to the weights")
     track_memory: bool = define_option(False, "report too what stale keys and caches held")
-    perf: bool = define_option(False, "draw each picture 1 + 3 times, and report the medians of the 3")
+    perf: bool = define_option(False, "generate each image 1 + 3 times, and report the medians of the 3")
     config: str | None = define_option(
         None,
         "a YAML or JSON file of cache, parallelism and quantization settings (docs/caching.md)",
@@ -102,19 +116,23 @@ class CacheOptions(Fields):
     def __post_init__(self) -> None:
         if self.cache_line is not None:
             self._check_cache_line(self.cache_line)
-        named = [name for name in CALIBRATOR_CONFIGS if getattr(self, name)]
-        if len(named) > 1:
-            raise ModelError(f"{' and '.join(map(format_flag, named))}: there is one forecast; give one of them")
-        useless = [name for name in _SAYS_HOW if name in self.given]
-        if useless and not (self.cache or self.prune or self.config):
-            raise ModelError(f"{format_flag(useless[0])} says how to cache, and nothing is cached; add --cache")
+        # One forecast at a time: each keeps its own history of every block.
+        calibrators = [name for name in CALIBRATOR_CONFIGS if getattr(self, name)]
+        if len(calibrators) > 1:
+            raise ModelError(f"{' and '.join(map(format_flag, calibrators))}: there is one forecast; give one of them")
+        # A setting alone would be ignored.
+        if not (self.cache or self.prune or self.config):
+            for name in _SAYS_HOW:
+                if name in self.given:
+                    raise ModelError(f"{format_flag(name)} says how to cache, and nothing is cached; add --cache")
         if "taylorseer_order" in self.given and not (self.taylorseer or self.config):
             raise ModelError(f"--taylorseer-order {self.taylorseer_order} is for --taylorseer; add it")
-        check_choice(self.quantize_type, "quantize_type", QUANTIZE_TYPES)
+        check_value(QuantizeType, self.quantize_type, "quantize_type")
         if "quantize_type" in self.given and not self.quantize:
             raise ModelError(f"--quantize-type {self.quantize_type} is for --quantize; add it")
         if self.fuse_lora and self.lora is None:
             raise ModelError("--fuse-lora needs something to fuse; add --lora FILE")
+        # It also reads --config, so that a wrong file is refused before ranks start.
         self._check_packages(self.build_cache_arguments())
 
     def build_cache_arguments(self) -> dict[str, Any]:
@@ -129,14 +147,16 @@ class CacheOptions(Fields):
             ModelError: if a value is not known or out of its range.
         """
         arguments = self._load_config_file()
+        # `collect_plan_values` takes it.
         arguments.pop("parallelism_config", None)
         if self.cache_line is not None:
             arguments.pop("calibrator_config", None)
             arguments |= parse_cache_line(self.cache_line)
-        in_file = arguments.get("cache_config")
-        if self.cache or self.prune or in_file is not None:
-            arguments["cache_config"] = merge_configs(in_file, self._build_cache_config())
-        if (calibrator := self._build_calibrator_config(arguments.get("calibrator_config"))) is not None:
+        file_config = arguments.get("cache_config")
+        if self.cache or self.prune or file_config is not None:
+            arguments["cache_config"] = merge_configs(file_config, self._build_cache_config())
+        calibrator = self._build_calibrator_config(arguments.get("calibrator_config"))
+        if calibrator is not None:
             arguments["calibrator_config"] = calibrator
         if self.quantize:
             arguments["quantize_config"] = arguments.get("quantize_config", {}) | {"quant_type": self.quantize_type}
@@ -155,82 +175,115 @@ class CacheOptions(Fields):
 
     def describe_settings(self) -> dict[str, Any]:
         """The settings that change a picture, as JSON types; empty if there are none."""
-        arguments, settings = self.build_cache_arguments(), {}
+        arguments = self.build_cache_arguments()
+        settings: dict[str, Any] = {}
         for name in ("cache_config", "calibrator_config"):
-            if (config := arguments.get(name)) is not None:
+            config = arguments.get(name)
+            if config is not None:
                 settings[name] = {"kind": type(config).__name__} | config.values()
         if "quantize_config" in arguments:
             settings["quantize_config"] = dict(arguments["quantize_config"])
         if self.lora is not None:
-            settings |= {"lora": self.lora, "fuse_lora": self.fuse_lora}
+            settings["lora"] = self.lora
+            settings["fuse_lora"] = self.fuse_lora
         return settings
 
     def choose_attention_backend(self, flag_value: str | None) -> str | None:
-        """The attention kernel: that of its own flag, else that of --config."""
+        """The attention kernel: by its own flag, otherwise by --config."""
         arguments = self._load_config_file()
-        config = arguments.get("parallelism_config")
-        in_file: str | None = arguments.get("attention_backend") or (config and config.attention_backend)
-        return flag_value or in_file
+        parallelism = arguments.get("parallelism_config")
+        name: str | None = flag_value or arguments.get("attention_backend")
+        if name is None and parallelism is not None:
+            name = parallelism.attention_backend
+        return name
 
     @property
     def cp_plan(self) -> Mapping[str, Any] | None:
         """The `cp_plan` of --config, which says what is split over tokens; None if it has none."""
-        config = self._load_config_file().get("parallelism_config")
-        return None if config is None else config.cp_plan
+        parallelism = self._load_config_file().get("parallelism_config")
+        return None if parallelism is None else parallelism.cp_plan
 
     def collect_plan_values(self, flag_values: dict[str, Any]) -> dict[str, Any]:
-        """The values of a `Plan`: those of its own flags, of --parallel-type, and of --config.
+        """The values of a `Plan`: from its own flags, from --parallel-type, and from --config.
 
         Raises:
             PlanError: if --parallel-type is given without torchrun, or its ranks cannot be divided so.
         """
-        place = env.read_torchrun_place()
-        config = self._load_config_file().get("parallelism_config")
+        parallelism = self._load_config_file().get("parallelism_config")
         values: dict[str, Any] = {}
-        if config is not None:
-            plan = config.to_plan()
-            values = {name: value for name, value in plan.to_dict().items() if value != getattr(Plan(), name)}
+        if parallelism is not None:
+            defaults = Plan().to_dict()
+            values = {name: value for name, value in parallelism.to_plan().to_dict().items() if value != defaults[name]}
+        # A flag wins over the file.
         values |= flag_values
-        if self.parallel_type is None or (degree := DEGREE_BY_PARALLEL_TYPE[self.parallel_type]) in values:
+        if self.parallel_type is None:
             return values
+        degree = DEGREE_BY_PARALLEL_TYPE[self.parallel_type]
+        if degree not in values:
+            values[degree] = self._count_parallel_ranks(degree, values)
+        return values
+
+    def _count_parallel_ranks(self, degree: str, values: Mapping[str, Any]) -> int:
+        """The degree of --parallel-type: all ranks of torchrun over the other degrees."""
+        place = env.read_torchrun_place()
         if place is None:
             raise PlanError(
                 f"--parallel-type {self.parallel_type} divides over the ranks that torchrun started, and there are "
                 f"none; start it with torchrun, or say how many: {format_flag(degree)} 2"
             )
-        others = math.prod(values.get(other, 1) for other in AXES)
-        if place.world % others:
+        other_ranks: int = math.prod(values.get(axis, 1) for axis in AXES)
+        if place.world % other_ranks:
             raise PlanError(
-                f"--parallel-type {self.parallel_type}: {others} of the other degrees do not divide "
-                f"{place.world} rank(s); start a multiple of {others}"
+                f"--parallel-type {self.parallel_type}: {other_ranks} of the other degrees do not divide "
+                f"{place.world} rank(s); start a multiple of {other_ranks}"
             )
-        return values | {degree: place.world // others}
+        return place.world // other_ranks
 
     def _load_config_file(self) -> dict[str, Any]:
-        configs = {} if self.config is None else load_configs(self.config)
-        return {"cache_config": None} | {name: config for name, config in configs.items() if config is not None}
+        arguments: dict[str, Any] = {"cache_config": None}
+        if self.config is not None:
+            for name, config in load_configs(self.config).items():
+                if config is not None:
+                    arguments[name] = config
+        return arguments
 
     def _check_cache_line(self, line: str) -> None:
         """Raises `ModelError` if another flag or --config describes a cache too, or the line cannot be read."""
-        others = [name for name in ("cache", "prune", *_SAYS_HOW) if name in self.given]
-        if others or self._load_config_file()["cache_config"] is not None:
-            other = format_flag(others[0]) if others else f"--config {self.config}"
+        other = None
+        if self._load_config_file()["cache_config"] is not None:
+            other = f"--config {self.config}"
+        for name in ("cache", "prune", *_SAYS_HOW):
+            if name in self.given:
+                other = format_flag(name)
+                break
+        if other is not None:
             raise ModelError(f"--cache-line {line!r} says how to cache, and {other} too; give one of them")
         parse_cache_line(line)
 
     def _build_cache_config(self) -> DBCacheConfig:
         """The config of the cache that the flags describe."""
-        rows = [row for name, row in CACHE_FLAGS.items() if row.config is DBCacheConfig and name in self.given]
-        values: dict[str, Any] = {str(row.field): getattr(self, row.flag) for row in rows}
+        values: dict[str, Any] = {}
+        for name, row in CACHE_FLAGS.items():
+            if row.config is DBCacheConfig and name in self.given:
+                values[str(row.field)] = getattr(self, name)
         if self.steps_mask is not None:
             values["steps_computation_mask"] = parse_step_mask(self.steps_mask)
         return DBPruneConfig(**values) if self.prune else DBCacheConfig(**values)
 
-    def _build_calibrator_config(self, in_file: Calibration | None) -> Calibration | None:
-        order: dict[str, Any] = {"taylorseer_order": self.taylorseer_order} if "taylorseer_order" in self.given else {}
-        for name, kind in CALIBRATOR_CONFIGS.items():
+    def _build_calibrator_config(self, file_config: Calibration | None) -> Calibration | None:
+        order: dict[str, Any] = {}
+        if "taylorseer_order" in self.given:
+            order["taylorseer_order"] = self.taylorseer_order
+        for name, config in CALIBRATOR_CONFIGS.items():
             if getattr(self, name):
-                return merge_configs(in_file, kind(**order))
-        if order and not isinstance(in_file, TaylorSeerCalibratorConfig):
+                return merge_configs(file_config, config(**order))
+        if order and not isinstance(file_config, TaylorSeerCalibratorConfig):
             raise ModelError(f"--taylorseer-order {self.taylorseer_order} is for --taylorseer; add it")
-        return None if in_file is None else in_file.reset(**order)
+        return None if file_config is None else file_config.reset(**order)
+
+
+def name_flags(message: str) -> str:
+    """An error about a config in terms of the flags that were typed: --Fn=0 in place of Fn_compute_blocks=0."""
+    for name, row in CACHE_FLAGS.items():
+        message = re.sub(rf"\b{row.field}\b", format_flag(name), message)
+    return message

@@ -1,6 +1,6 @@
-"""What a model's calls take, as JSON: collected where the model is loaded, asked where neither torch nor diffusers is.
+"""What a model's calls take, as JSON: collected where the model is loaded, asked by processes without torch.
 
-Most requests that a pipeline would refuse are refused by its facts, before anything is drawn. Nothing here imports
+Most requests that a pipeline would refuse are refused by its facts, before anything runs. Nothing here imports
 torch, but `collect_facts` and `collect_call_facts` are called where diffusers is.
 """
 
@@ -11,6 +11,8 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from ditile.plan.checks import is_number, is_whole_number
 from ditile.plan.errors import ModelError, PlanError
@@ -29,6 +31,7 @@ from ditile.runner.requests.pipelines import (
 )
 
 _NOISE_STRENGTH = "denoise_strength"
+_NEEDED_WORDS = {"image": "an image", "mask": "a mask", "video": "a video"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +42,9 @@ class CallFacts:
         pipeline: the class's name.
         defaults: its arguments -> their defaults; None also for a default that is no plain value.
         required: the arguments without a default.
-        needed: what it cannot draw without, as options of a request.
+        needed: what it cannot run without, as options of a request.
         guidance: when it has a second branch of guidance; None if that is not known.
-        max_pictures: how many pictures it starts from at most.
+        max_pictures: how many images it starts from at most.
     """
 
     pipeline: str
@@ -51,78 +54,75 @@ class CallFacts:
     guidance: GuidanceRule | None = None
     max_pictures: int = 0
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> CallFacts:
-        """What was made JSON of."""
-        rule = values["guidance"]
-        if rule is None:
-            return cls(**values)
-        return cls(**{**values, "guidance": GuidanceRule(**{**rule, "scales": tuple(rule["scales"])})})
-
     def find_argument(self, names: tuple[str, ...]) -> str | None:
         """The first of these names that the call takes."""
         return next((name for name in names if name in self.defaults), None)
 
-    def merge_arguments(self, wanted: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
-        """The call arguments that are plain values: the model's own options, overridden by the given ones.
+    def merge_arguments(self, request: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+        """The call arguments that are plain values: the model's own options, overridden by the request.
 
         Raises:
-            ModelError: if this pipeline does not take an argument that is given, or starts from what is not given.
+            ModelError: if this pipeline does not take an argument of the request, or starts from what it lacks.
         """
-        given = self._rename_video_arguments(wanted, collect_request_arguments(wanted, base))
-        self._check_conditions(wanted)
-        if refused := sorted(set(given) - set(self.defaults)):
+        # The model's own options may be for a relative of this class; those of a request must be taken.
+        requested = self._rename_arguments(request, collect_request_arguments(request, base))
+        self._check_conditions(request)
+        refused = sorted(requested.keys() - self.defaults.keys())
+        if refused:
             raise ModelError(f"{self.pipeline} takes no {', '.join(map(_flag_of_argument, refused))}; leave it out")
-        call = {name: value for name, value in base.items() if name in self.defaults} | given
-        call = fill_negative_prompt(call)
-        if wanted.negative_prompt is not None:
+        call = {name: value for name, value in base.items() if name in self.defaults}
+        call = fill_negative_prompt(call | requested)
+        if request.negative_prompt is not None:
             self._check_negative_prompt(call)
         self._check_strength(call)
         return call
 
-    def _check_conditions(self, wanted: GenerateOptions) -> None:
+    def _check_conditions(self, request: GenerateOptions) -> None:
         for name in self.needed:
-            if getattr(wanted, name) is None:
-                what = {"image": "picture", "mask": "mask", "video": "video"}.get(name, "picture for its ControlNet")
-                raise ModelError(f"{self.pipeline} starts from a {what}; add {format_flag(name)} FILE")
-        check_picture_count(self.pipeline, self.max_pictures, len(wanted.image or ()))
-        without_prompt = wanted.prompt is None and wanted.prompts_file is None
-        if wanted.conditions and without_prompt and "prompt" in self.defaults:
-            what = "a picture" if wanted.video is None else "a video"
-            raise ModelError(f"{self.pipeline} draws from {what} and a prompt; give a PROMPT, or --prompts-file FILE")
+            if getattr(request, name) is None:
+                what = _NEEDED_WORDS.get(name, "an image for its ControlNet")
+                raise ModelError(f"{self.pipeline} starts from {what}; add {format_flag(name)} FILE")
+        check_picture_count(self.pipeline, self.max_pictures, len(request.image or ()))
+        has_prompt = request.prompt is not None or request.prompts_file is not None
+        if request.conditions and not has_prompt and "prompt" in self.defaults:
+            what = "an image" if request.video is None else "a video"
+            raise ModelError(f"{self.pipeline} starts from {what} and a prompt; give a PROMPT, or --prompts-file FILE")
 
-    def _rename_video_arguments(self, wanted: GenerateOptions, given: dict[str, Any]) -> dict[str, Any]:
-        """With the frames and the rate under the names of this class, if it is told the rate at all.
-
-        Where a class has two strengths, that of noise is how far a video is left behind, and not that of conditions.
-        """
-        count, rate = self.find_argument(FRAME_COUNTS), self.find_argument(FRAME_RATES)
-        if wanted.video is not None and count is None:
-            given.pop("num_frames", None)  # as many as the video has
-        if "strength" in given and _NOISE_STRENGTH in self.defaults:
-            given[_NOISE_STRENGTH] = given.pop("strength")
-        if "num_frames" in given and count is not None:
-            given = {count if name == "num_frames" else name: value for name, value in given.items()}
-        if wanted.fps is not None and rate is not None:
-            given[rate] = int(wanted.fps) if float(wanted.fps).is_integer() else wanted.fps
-        return given
+    def _rename_arguments(self, request: GenerateOptions, arguments: dict[str, Any]) -> dict[str, Any]:
+        """With the frames, the rate and the strength under the names of this class."""
+        renamed = dict(arguments)
+        count = self.find_argument(FRAME_COUNTS)
+        if count is not None and "num_frames" in renamed:
+            renamed[count] = renamed.pop("num_frames")
+        elif request.video is not None:
+            # The class takes as many frames as the video has.
+            renamed.pop("num_frames", None)
+        # Where a class has two strengths, that of noise says how far the result may depart from a video.
+        if "strength" in renamed and _NOISE_STRENGTH in self.defaults:
+            renamed[_NOISE_STRENGTH] = renamed.pop("strength")
+        rate = self.find_argument(FRAME_RATES)
+        if request.fps is not None and rate is not None:
+            # Some classes refuse a float.
+            renamed[rate] = int(request.fps) if request.fps == int(request.fps) else request.fps
+        return renamed
 
     def heeds_negative_prompt(self, base: Mapping[str, Any], guidance: float | None = None) -> bool:
-        """Whether a negative prompt changes what is drawn.
+        """Whether a negative prompt changes the result.
 
         Args:
             base: the model's own options.
             guidance: as a request gives it.
         """
-        given = (
-            {} if guidance is None else {"true_cfg_scale" if "true_cfg_scale" in base else "guidance_scale": guidance}
-        )
-        call = {**self.defaults, **base, **given, "negative_prompt": ""}
+        if "negative_prompt" not in self.defaults:
+            return False
+        call = {**self.defaults, **base, "negative_prompt": ""}
+        if guidance is not None:
+            call["true_cfg_scale" if "true_cfg_scale" in base else "guidance_scale"] = guidance
         rule = self._find_negative_rule()
-        return "negative_prompt" in self.defaults and (rule is None or rule.is_guided(call))
+        return rule is None or rule.is_guided(call)
 
     def _find_negative_rule(self) -> GuidanceRule | None:
-        """When a negative prompt is heeded; None where a component of the pipeline decides it."""
+        """When a negative prompt has an effect; None where a component of the pipeline decides it."""
         if self.guidance is not None:
             return self.guidance
         scale = self.find_argument(("true_cfg_scale", "guidance_scale"))
@@ -134,28 +134,33 @@ class CallFacts:
         if rule is None or rule.is_guided(values):
             return
         if not rule.scales:
-            raise ModelError(f"{self.pipeline} heeds no negative prompt, as its model is distilled; leave it out")
-        flag_name, value = _flag_of_argument(rule.scales[0]), values[rule.scales[0]]
+            raise ModelError(
+                f"{self.pipeline} ignores a negative prompt, as its model is distilled; leave --negative-prompt out"
+            )
+        flag = _flag_of_argument(rule.scales[0])
+        value = values[rule.scales[0]]
         if is_number(value):
             raise ModelError(
-                f"{self.pipeline} ignores a negative prompt at {flag_name} {value:g}; try {flag_name} above "
-                f"{rule.above:g}, or leave it out"
+                f"{self.pipeline} ignores a negative prompt at {flag} {value:g}; try {flag} above {rule.above:g}, or "
+                "leave it out"
             )
 
     def check_cfg(self, plan: Plan, call: Mapping[str, Any]) -> None:
         """Raises `PlanError` for a call without the branches of guidance that a plan divides, where that is known."""
         if self.guidance is None:
             return
-        if reason := self.guidance.explain_cfg_refusal(plan.cfg, self.pipeline, {**self.defaults, **call}):
+        reason = self.guidance.explain_cfg_refusal(plan.cfg, self.pipeline, {**self.defaults, **call})
+        if reason is not None:
             raise PlanError(reason)
 
     def _check_strength(self, call: Mapping[str, Any]) -> None:
         name = self.find_argument((_NOISE_STRENGTH, "strength"))
-        if name is None:
+        values = {**self.defaults, **call}
+        steps = values.get("num_inference_steps")
+        if name is None or not is_number(values[name]) or not is_whole_number(steps):
             return
-        strength, steps = (call.get(name, self.defaults.get(name)) for name in (name, "num_inference_steps"))
-        if is_number(strength) and is_whole_number(steps) and int(steps * strength) < 1:
-            raise ModelError(f"strength={strength} of {steps} steps is less than one step; raise either")
+        if int(steps * values[name]) < 1:
+            raise ModelError(f"strength={values[name]} of {steps} steps is less than one step; raise either")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,16 +170,16 @@ class ModelFacts:
     Attributes:
         name: of the model.
         plan: the plan's text.
-        is_video: whether it draws videos.
+        is_video: whether it makes videos.
         call: of its own pipeline.
-        edit: of the pipeline that starts from a picture; None if there is none. It may be `call`.
+        edit: of the pipeline that starts from an image; None if there is none. It may be `call`.
         inpaint: of the pipeline that also takes a mask; None if there is none.
         base: the model's own arguments of a call, which override defaults.
         size: width and height by default; empty if nothing says it.
         size_multiple: of which height and width must be multiples.
         frames_ratio: a video has 1 + a multiple of it frames, or as many as the class has by default.
         fps: frames a second by default.
-        example: a prompt that it can draw.
+        example: a prompt that it knows.
     """
 
     name: str
@@ -197,9 +202,7 @@ class ModelFacts:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelFacts:
         """What `to_json` gave."""
-        names = [name for name in ("call", "edit", "inpaint") if values[name] is not None]
-        calls = {name: CallFacts.from_json(values[name]) for name in names}
-        return cls(**{**values, **calls})
+        return TypeAdapter(cls).validate_python(values)
 
     def takes(self, argument: str) -> bool:
         """Whether the call of any of its pipelines takes an argument, by its name in diffusers."""
@@ -207,19 +210,20 @@ class ModelFacts:
 
     @property
     def needs_picture(self) -> bool:
-        """Whether it draws nothing without a picture to start from."""
+        """Whether it needs an image to start from."""
         return "image" in self.call.needed
 
     @property
     def max_pictures(self) -> int:
-        """How many pictures an edit starts from at most; 0 without edits."""
+        """How many images an edit starts from at most; 0 without edits."""
         return 0 if self.edit is None else self.edit.max_pictures
 
     def find_default(self, *names: str) -> Any:
         """The value of an argument, which may have several names, where a request does not give it."""
         for values in (self.base, self.call.defaults):
-            if (value := next((values[name] for name in names if values.get(name) is not None), None)) is not None:
-                return value
+            for name in names:
+                if values.get(name) is not None:
+                    return values[name]
         return None
 
     def count_frames(self, seconds: float, fps: float | None = None) -> int:
@@ -227,22 +231,25 @@ class ModelFacts:
         frames = seconds * (fps or self.fps)
         return 1 + max(0, round((frames - 1) / self.frames_ratio)) * self.frames_ratio
 
-    def check_options(self, wanted: GenerateOptions) -> None:
-        """Raises `ModelError` for what the model cannot draw, as far as that is known before a rank tries."""
-        call = self._choose_call(wanted)
-        merged = call.merge_arguments(wanted, self.base)
-        call.check_cfg(Plan.parse(self.plan), merged)
-        check_image_size(merged, self.size_multiple)
-        if (name := call.find_argument(FRAME_COUNTS)) is not None and is_whole_number(frames := merged.get(name)):
-            check_frame_count(call.pipeline, frames, self.frames_ratio, call.defaults[name])
+    def check_options(self, request: GenerateOptions) -> None:
+        """Raises `ModelError` for what the model cannot do, as far as that is known before a rank tries."""
+        call_facts = self._choose_call(request)
+        call = call_facts.merge_arguments(request, self.base)
+        call_facts.check_cfg(Plan.parse(self.plan), call)
+        check_image_size(call, self.size_multiple)
+        name = call_facts.find_argument(FRAME_COUNTS)
+        if name is not None and is_whole_number(call.get(name)):
+            check_frame_count(call_facts.pipeline, call[name], self.frames_ratio, call_facts.defaults[name])
 
-    def _choose_call(self, wanted: GenerateOptions) -> CallFacts:
-        if wanted.image is None:
+    def _choose_call(self, request: GenerateOptions) -> CallFacts:
+        if request.image is None:
             return self.call
         if self.edit is None:
-            what = "draws videos from text alone" if self.is_video else "has no relative that starts from a picture"
-            raise ModelError(f"{self.call.pipeline} {what}; leave the picture out, or serve a model that takes one")
-        if wanted.mask is None:
+            reason = "has no relative that starts from an image"
+            if self.is_video:
+                reason = "makes videos from text alone"
+            raise ModelError(f"{self.call.pipeline} {reason}; leave the image out, or serve a model that takes one")
+        if request.mask is None:
             return self.edit
         if self.inpaint is None:
             raise ModelError(f"{self.call.pipeline} has no relative that takes a mask; leave the mask out")
@@ -250,10 +257,10 @@ class ModelFacts:
 
 
 def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
-    """The facts of a loaded pipeline; diffusers is at hand.
+    """The facts of a loaded pipeline; it imports diffusers.
 
     Args:
-        pipe: the pipeline that draws from text, or the model's only one.
+        pipe: the pipeline that starts from text, or the model's only one.
         model: its name, by which its own options are found.
         plan: the plan, or its text.
     """
@@ -263,15 +270,17 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     from ditile.runner.requests.results import choose_fps
 
     own = find_call_owner(pipe)
-    config = dict(getattr(pipe, "config", {}))  # a modular pipeline may have none
-    base, call, known = defaults(model), collect_call_facts(own, config), find_known_model(model)
+    # A modular pipeline may have no config.
+    config = dict(getattr(pipe, "config", {}))
+    base = defaults(model)
+    call = collect_call_facts(own, config)
     edit = find_pipeline_class_for(own, ["image"], config)
     inpaint = find_pipeline_class_for(own, ["image", "mask"], config)
-    is_video = returns_videos(own)
+    known = find_known_model(model)
     return ModelFacts(
         name=model,
         plan=str(plan),
-        is_video=is_video,
+        is_video=returns_videos(own),
         call=call,
         edit=None if edit is None else collect_call_facts(edit, config),
         inpaint=None if inpaint is None else collect_call_facts(inpaint, config),
@@ -288,54 +297,71 @@ def collect_call_facts(pipeline: Any, config: Mapping[str, Any] | None = None) -
     """The arguments of the call of a class of pipelines with some config, or of a modular pipeline."""
     from ditile.model.pipeline_calls import list_call_parameters, read_guidance_rule
 
-    known = list_call_parameters(pipeline).values()
-    plain, taken = (bool, int, float, str), read_call_conditions(pipeline)
+    call_defaults = {}
+    required = []
+    for parameter in list_call_parameters(pipeline).values():
+        is_plain = isinstance(parameter.default, bool | int | float | str)
+        call_defaults[parameter.name] = parameter.default if is_plain else None
+        if parameter.default is inspect.Parameter.empty:
+            required.append(parameter.name)
+    conditions = read_call_conditions(pipeline)
     return CallFacts(
         pipeline=name_pipeline(pipeline),
-        defaults={p.name: p.default if isinstance(p.default, plain) else None for p in known},
-        required=[p.name for p in known if p.default is inspect.Parameter.empty],
-        needed=[*taken.needed],
+        defaults=call_defaults,
+        required=required,
+        needed=[*conditions.needed],
         guidance=read_guidance_rule(pipeline, config or {}),
-        max_pictures=taken.max_pictures,
+        max_pictures=conditions.max_pictures,
     )
 
 
-def collect_request_arguments(wanted: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+def collect_request_arguments(request: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
     """The given arguments. --guidance sets true guidance if the model's own options do and --true-cfg is not given."""
-    given = wanted.to_call_arguments()
-    if wanted.guidance is None:
-        return given
-    true = "true_cfg_scale" in base and wanted.true_cfg is None
-    return given | {"true_cfg_scale" if true else "guidance_scale": wanted.guidance}
+    arguments = request.to_call_arguments()
+    if request.guidance is not None:
+        sets_true_guidance = "true_cfg_scale" in base and request.true_cfg is None
+        arguments["true_cfg_scale" if sets_true_guidance else "guidance_scale"] = request.guidance
+    return arguments
 
 
-def build_dry_run_call(wanted: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+def build_dry_run_call(request: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
     """The call of a dry run or of the planner, which have no pipeline to ask."""
-    call = {**base, **collect_request_arguments(wanted, base), "num_images_per_prompt": wanted.num_images}
+    call = {**base, **collect_request_arguments(request, base), "num_images_per_prompt": request.num_images}
     return fill_negative_prompt(call)
 
 
 def fill_negative_prompt(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with an empty negative prompt where it has a scale of true guidance, for which pipelines want one."""
-    return {"negative_prompt": "", **call} if "true_cfg_scale" in call else dict(call)
+    """A call with an empty negative prompt where it has a scale of true guidance, for which pipelines require one."""
+    if "true_cfg_scale" in call:
+        return {"negative_prompt": "", **call}
+    return dict(call)
+
+
+_FLAG_NAMES = {
+    "true_cfg_scale": "true_cfg",
+    "guidance_scale": "guidance",
+    "num_inference_steps": "steps",
+    "num_frames": "frames",
+}
 
 
 def _flag_of_argument(argument: str) -> str:
     """The flag that sets an argument of a pipeline's call."""
-    names = {"true_cfg_scale": "true_cfg", "guidance_scale": "guidance", "num_inference_steps": "steps"}
-    names["num_frames"] = "frames"
-    return format_flag(names.get(argument, argument))
+    return format_flag(_FLAG_NAMES.get(argument, argument))
 
 
 def _find_default_size(pipe: Any, call: Mapping[str, Any]) -> list[int]:
     """Width and height where a request has neither; empty if the pipeline decides by other things."""
-    width, height = call.get("width"), call.get("height")
+    width = call.get("width")
+    height = call.get("height")
     if is_whole_number(width) and is_whole_number(height):
         return [width, height]
-    side = getattr(getattr(getattr(pipe, "transformer", None), "config", None), "sample_size", None)
-    side = getattr(pipe, "default_sample_size", side)
+    config = getattr(getattr(pipe, "transformer", None), "config", None)
+    side = getattr(pipe, "default_sample_size", getattr(config, "sample_size", None))
     scale = getattr(pipe, "vae_scale_factor", None)
-    return [side * scale, side * scale] if is_whole_number(side) and is_whole_number(scale) else []
+    if is_whole_number(side) and is_whole_number(scale):
+        return [side * scale, side * scale]
+    return []
 
 
 def find_size_multiple(pipe: Any) -> int:
@@ -343,12 +369,14 @@ def find_size_multiple(pipe: Any) -> int:
     from ditile.model.registry import find_model_spec
 
     transformer: Any = getattr(pipe, "transformer", None)
-    scale = next(
-        (getattr(pipe, name) for name in ("vae_scale_factor_spatial", "vae_scale_factor") if hasattr(pipe, name)), 1
-    )
     spec = find_model_spec(transformer)
     if spec is not None:
         return int(pipe.vae_scale_factor * spec.latent_per_token(transformer.config))
+    scale = getattr(pipe, "vae_scale_factor_spatial", getattr(pipe, "vae_scale_factor", 1))
     patch = getattr(getattr(transformer, "config", None), "patch_size", 1)
-    patch = patch[-1] if isinstance(patch, list | tuple) and patch else patch
-    return scale * patch if is_whole_number(scale) and is_whole_number(patch) else 1
+    # Of a video it is (frames, rows, columns).
+    if isinstance(patch, list | tuple) and patch:
+        patch = patch[-1]
+    if is_whole_number(scale) and is_whole_number(patch):
+        return scale * patch
+    return 1

@@ -1,4 +1,4 @@
-"""How a picture was made, in the forms in which files keep it: AUTOMATIC1111's `parameters`, and EXIF of JPEG and WebP.
+"""How an image was made, in the forms in which files keep it: AUTOMATIC1111's `parameters`, and EXIF of JPEG and WebP.
 
 Nothing here imports torch.
 """
@@ -29,8 +29,10 @@ SAMPLERS = {
     "LCMScheduler": "LCM",
 }
 """Class of diffusers -> the name that AUTOMATIC1111 has for it."""
-IMAGE_DESCRIPTION, EXIF_IFD, USER_COMMENT = 0x010E, 0x8769, 0x9286
-"""Tags of EXIF."""
+# Tags of EXIF.
+IMAGE_DESCRIPTION = 0x010E
+EXIF_IFD = 0x8769
+USER_COMMENT = 0x9286
 MAX_EXIF_BYTES = 2**16 - 64
 """A segment of a JPEG has no room for more."""
 
@@ -38,11 +40,11 @@ MAX_EXIF_BYTES = 2**16 - 64
 def format_parameters(
     call: Mapping[str, Any], *, prompt: str, seed: int, size: tuple[int, int], model: str, scheduler: str
 ) -> str:
-    """The text that AUTOMATIC1111 keeps in a picture.
+    """The text that AUTOMATIC1111 keeps in an image.
 
     Args:
         call: the arguments of the call, those by default included.
-        prompt, seed, size: of this picture; the size is its width and height in pixels.
+        prompt, seed, size: of this image; the size is its width and height in pixels.
         model: its name.
         scheduler: its class.
     """
@@ -68,7 +70,9 @@ def format_parameters(
 def _quote_value(value: Any) -> str:
     """A value as AUTOMATIC1111 writes it: what would be taken for several is quoted."""
     text = str(value)
-    return json.dumps(text, ensure_ascii=False) if set(text) & set(",:\n") else text
+    if set(text).isdisjoint(",:\n"):
+        return text
+    return json.dumps(text, ensure_ascii=False)
 
 
 def encode_exif(texts: Mapping[str, str]) -> bytes:
@@ -79,7 +83,9 @@ def encode_exif(texts: Mapping[str, str]) -> bytes:
         comment = texts[PARAMETERS].encode("utf-16-be", "replace")
         exif[EXIF_IFD] = {USER_COMMENT: b"UNICODE\0" + comment}
     encoded: bytes = exif.tobytes()
-    return encoded if len(encoded) <= MAX_EXIF_BYTES else b""
+    if len(encoded) > MAX_EXIF_BYTES:
+        return b""
+    return encoded
 
 
 def decode_exif(image: Image.Image) -> dict[str, str]:
@@ -89,5 +95,7 @@ def decode_exif(image: Image.Image) -> dict[str, str]:
         ValueError: if they are no JSON.
     """
     description = image.getexif().get(IMAGE_DESCRIPTION)
-    texts = json.loads(description) if isinstance(description, str) else {}
+    if not isinstance(description, str):
+        return {}
+    texts = json.loads(description)
     return texts if isinstance(texts, dict) else {}

@@ -1,6 +1,6 @@
-"""Pictures as files, which keep how they were made: PNG in its text chunks, JPEG and WebP in their EXIF.
+"""Images as files, which keep how they were made: PNG in its text chunks, JPEG and WebP in their EXIF.
 
-What a picture's file is, is known only when all of it was decoded: a file may be cut short, or claim a billion pixels.
+Only decoding all of a file shows whether it is an image: it may be cut short, or claim a billion pixels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ditile.runner.requests.metadata import decode_exif, encode_exif
 
 MAX_PICTURE_BYTES = 2**30
 PICTURE_FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
-"""Ending of a file -> the format in which a picture is written."""
+"""Ending of a file -> the format in which an image is written."""
 FILE_QUALITY = 95
 """Of JPEG and WebP files of the command line: a loss is hardly seen."""
 DECODE_ERRORS = (
@@ -31,19 +31,22 @@ DECODE_ERRORS = (
     *(RuntimeError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError),
     Image.DecompressionBombWarning,  # where warnings are errors
 )
-"""What the decoders of Pillow raise for data that is no picture, or one of too many pixels."""
+"""What the decoders of Pillow raise for data that is no image, or an image of too many pixels."""
 
 
 def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Image.Image:
-    """The picture in a file that an option names, upright and in RGB; a mask in gray, as of `convert_mask`.
+    """The image in a file that an option names, upright and in RGB; a mask in gray, as of `convert_mask`.
 
     Raises:
         ModelError: if it cannot be read, is cut short, or has more pixels than Pillow decodes.
     """
     try:
         with Image.open(io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))) as image:
+            # Cameras keep the orientation in the EXIF.
             upright: Image.Image = ImageOps.exif_transpose(image)
-            return convert_mask(upright) if is_mask else upright.convert("RGB")
+            if is_mask:
+                return convert_mask(upright)
+            return upright.convert("RGB")
     except UnidentifiedImageError:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: no format that Pillow knows") from None
     except DECODE_ERRORS as error:
@@ -53,14 +56,14 @@ def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Ima
 
 
 def convert_mask(image: Image.Image) -> Image.Image:
-    """A mask in gray, white where the picture is drawn anew: where one with an alpha channel is transparent."""
+    """A mask in gray, white where the image is generated again: where an alpha channel is transparent."""
     if "A" in image.getbands() or "transparency" in image.info:
         return ImageOps.invert(image.convert("RGBA").getchannel("A"))
     return image.convert("L")
 
 
 def encode_png(image: Image.Image, texts: Mapping[str, str]) -> bytes:
-    """A picture as the bytes of a PNG, with texts in its text chunks."""
+    """An image as the bytes of a PNG, with texts in its text chunks."""
     info = PngInfo()
     for key, text in texts.items():
         info.add_text(key, text)
@@ -70,10 +73,10 @@ def encode_png(image: Image.Image, texts: Mapping[str, str]) -> bytes:
 
 
 def encode_picture(image: Image.Image, format: str, quality: int, texts: Mapping[str, str]) -> bytes:
-    """A picture as the bytes of a file.
+    """An image as the bytes of a file.
 
     Args:
-        image: the picture, in RGB.
+        image: in RGB.
         format: "png", "jpeg" or "webp".
         quality: of jpeg and webp, 0 to 100.
         texts: how it was made.
@@ -86,7 +89,7 @@ def encode_picture(image: Image.Image, format: str, quality: int, texts: Mapping
 
 
 def save_picture_with_texts(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None:
-    """Writes a picture in the format that the path's ending names, with how it was made.
+    """Writes an image in the format that the path's ending names, with how it was made.
 
     Raises:
         OSError: if the file cannot be written.
@@ -107,24 +110,28 @@ def save_figure(figure: Any, path: Path, **options: Any) -> None:
 
 
 def read_picture_texts(path: Path) -> dict[str, str]:
-    """How a picture was made; empty if there is no such file, or its data or checksums are wrong."""
+    """How an image was made; empty if there is no such file, or its data or checksums are wrong."""
     formats = sorted({format.upper() for format in PICTURE_FORMATS.values()})
     try:
         content = files.read_file(path, MAX_PICTURE_BYTES)
+        # `verify` checks the checksums of a PNG; an image must be opened again after it.
         with Image.open(io.BytesIO(content), formats=formats) as image:
             image.verify()
         with Image.open(io.BytesIO(content), formats=formats) as image:
             image.load()
-            return dict(image.text) if isinstance(image, PngImageFile) else decode_exif(image)
+            if isinstance(image, PngImageFile):
+                return dict(image.text)
+            return decode_exif(image)
     except DECODE_ERRORS:
         return {}
 
 
 def hide_local_path(name: str) -> str:
-    """A name as pictures keep it: of a local path only the last part, with a digest that tells it from others.
+    """A name as images keep it: of a local path only the last part, with a digest that tells it from others.
 
-    Pictures are sent to other people, and a path says names of users and projects.
+    Images are sent to other people, and a path says names of users and projects.
     """
     if not os.path.exists(name) or Path(name).parent == Path():
         return name
-    return f"{Path(name).resolve().name} ({hashlib.sha256(name.encode('utf-8', 'surrogateescape')).hexdigest()[:8]})"
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()
+    return f"{Path(name).resolve().name} ({digest[:8]})"

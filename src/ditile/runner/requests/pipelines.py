@@ -1,4 +1,4 @@
-"""Facts of pipeline classes that are known before anything is loaded: whether they draw pictures or videos, and the
+"""Facts of pipeline classes that are known before anything is loaded: whether they make images or videos, and the
 names that their calls give to a video's length and rate.
 
 `convert_value_errors` turns a refusal of the pipeline's own code into an error of ditile.
@@ -24,12 +24,12 @@ FRAME_RATES = ("frame_rate", "fps")
 """Names of a call's argument, of which a class has one at most."""
 _TEMPORAL_RATIOS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 _VAES_OF_TILES = frozenset({"AutoencoderKLAllegro"})
-"""VAEs that diffusers decodes by tiles alone, and raises without, behind the last step. They are not causal, and their
-pipelines cut off the frames that are too many."""
+"""VAEs that diffusers decodes by tiles alone, and that raise without tiles, after the last step. They are not causal,
+and their pipelines cut off extra frames."""
 
 
 def draws_videos(model: str) -> bool:
-    """Whether a model draws videos instead of pictures. Of a bundled model it is known without torch.
+    """Whether a model makes videos instead of images. Of a bundled model it is known without torch.
 
     Raises:
         ModelError: if its class is known to return neither.
@@ -43,7 +43,7 @@ def draws_videos(model: str) -> bool:
 
 
 def returns_videos(pipeline: Any) -> bool:
-    """Whether a class of pipelines returns videos instead of pictures; a class that is not known returns pictures.
+    """Whether a class of pipelines returns videos instead of images; a class that is not known returns images.
 
     Args:
         pipeline: the class, or a modular pipeline; None if it is not known.
@@ -51,13 +51,15 @@ def returns_videos(pipeline: Any) -> bool:
     Raises:
         ModelError: if it is known to return neither.
     """
-    names = [] if pipeline is None else _list_output_fields(pipeline)
-    if pipeline is None or not names or "images" in names:
+    if pipeline is None:
         return False
-    if not {*names}.isdisjoint(VIDEO_FIELDS):
+    names = _list_output_fields(pipeline)
+    if not names or "images" in names:
+        return False
+    if not set(names).isdisjoint(VIDEO_FIELDS):
         return True
     raise ModelError(
-        f"{name_pipeline(pipeline)} returns {names[0]}, and only pictures and videos are written here; in Python, "
+        f"{name_pipeline(pipeline)} returns {names[0]}, and only images and videos are written here; in Python, "
         "ditile.parallelize(pipe, plan)(...) returns the pipeline's own result"
     )
 
@@ -99,24 +101,30 @@ def find_argument(pipe: Any, names: tuple[str, ...]) -> str | None:
     """The first of these names that a pipeline's call takes."""
     from ditile.model.pipeline_calls import list_call_parameters
 
-    known = list_call_parameters(pipe)
-    return next((name for name in names if name in known), None)
+    parameters = list_call_parameters(pipe)
+    return next((name for name in names if name in parameters), None)
 
 
 def find_frame_rate(pipe: Any, call: Mapping[str, Any]) -> float | None:
-    """The frames a second that a call is told, or that its class says; None if the class knows of none."""
+    """The frames a second of a call or by default of its class; None if the class has no such argument."""
     from ditile.model.pipeline_calls import list_call_parameters
 
     name = find_argument(pipe, FRAME_RATES)
-    rate = None if name is None else call.get(name, list_call_parameters(pipe)[name].default)
+    if name is None:
+        return None
+    rate = call.get(name, list_call_parameters(pipe)[name].default)
     return float(rate) if isinstance(rate, int | float) else None
 
 
 def find_frames_ratio(pipe: Any) -> int:
-    """The frames of a video that its VAE makes of a latent frame, but for the first; 1 where any number can be made."""
-    ratio = next((getattr(pipe, ratio) for ratio in _TEMPORAL_RATIOS if hasattr(pipe, ratio)), 1)
-    free = not isinstance(ratio, int) or type(getattr(pipe, "vae", None)).__name__ in _VAES_OF_TILES
-    return 1 if free else ratio
+    """The frames that a VAE makes of each latent frame after the first; 1 where any number can be made."""
+    if type(getattr(pipe, "vae", None)).__name__ in _VAES_OF_TILES:
+        return 1
+    for name in _TEMPORAL_RATIOS:
+        ratio = getattr(pipe, name, None)
+        if isinstance(ratio, int):
+            return ratio
+    return 1
 
 
 def check_num_frames(pipe: Any, call: Mapping[str, Any]) -> None:
@@ -124,9 +132,9 @@ def check_num_frames(pipe: Any, call: Mapping[str, Any]) -> None:
     from ditile.model.pipeline_calls import list_call_parameters
 
     name = find_argument(pipe, FRAME_COUNTS)
-    if name is not None and isinstance(frames := call.get(name), int):
+    if name is not None and isinstance(call.get(name), int):
         own = list_call_parameters(pipe)[name].default
-        check_frame_count(type(pipe).__name__, frames, find_frames_ratio(pipe), own)
+        check_frame_count(type(pipe).__name__, call[name], find_frames_ratio(pipe), own)
 
 
 def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
@@ -136,7 +144,7 @@ def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
         pipeline: the name of the class.
         frames: the number.
         ratio: frames of a group.
-        own: the class's own number, which is taken, as some classes draw windows and cut.
+        own: the class's own number, which is taken, as some classes make windows of frames and cut.
     """
     too_many = (frames - 1) % ratio
     if frames == own or too_many == 0:
@@ -158,8 +166,11 @@ def convert_value_errors(pipe: Any) -> Iterator[None]:
     except DitileError:
         raise
     except ValueError as error:
-        own = {cls.__module__ for each in (pipe, *iterate_blocks(pipe)) for cls in type(each).__mro__}
-        if _find_raising_module(error) not in own:
+        own_modules: set[str] = set()
+        for owner in (pipe, *iterate_blocks(pipe)):
+            own_modules.update(cls.__module__ for cls in type(owner).__mro__)
+        # A ValueError of torch or of ditile is a bug, and keeps its traceback.
+        if _find_raising_module(error) not in own_modules:
             raise
         raise ModelError(f"{type(pipe).__name__} refuses this call: {' '.join(str(error).split())}") from error
 
@@ -172,14 +183,18 @@ def _list_output_fields(pipeline: Any) -> list[str]:
 
     if is_modular(pipeline):
         return list_output_names(pipeline)
-    beside = vars(sys.modules[pipeline.__module__]).values()
-    kinds: list[Any] = [kind for kind in beside if isinstance(kind, type) and issubclass(kind, BaseOutput)]
-    return [field.name for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)]
+    names: list[str] = []
+    for cls in vars(sys.modules[pipeline.__module__]).values():
+        if isinstance(cls, type) and issubclass(cls, BaseOutput) and dataclasses.is_dataclass(cls):
+            names += [field.name for field in dataclasses.fields(cls)]
+    return names
 
 
 def _find_raising_module(error: BaseException) -> str:
     """The module of the code that raised an error."""
     place = error.__traceback__
-    while place is not None and place.tb_next is not None:
+    if place is None:
+        return ""
+    while place.tb_next is not None:
         place = place.tb_next
-    return "" if place is None else str(place.tb_frame.f_globals.get("__name__"))
+    return str(place.tb_frame.f_globals.get("__name__"))

@@ -1,4 +1,4 @@
-"""Loads a model and divides it as options say: the runner that draws requests."""
+"""Loads a model and divides it as options say: the runner that serves requests."""
 
 from __future__ import annotations
 
@@ -45,20 +45,24 @@ def prepare_runner(
     Raises:
         DitileError: if the model, the plan or an option does not fit.
     """
+    import torch
+
     from ditile.model.hooks.compile import set_compile_configs
     from ditile.runner.load import find_pipeline_kind, load
     from ditile.runner.runner import parallelize
 
     silence_libraries()
     if engine.threads is not None:
-        _set_num_threads(engine.threads)
-    pipeline = find_pipeline_kind(find_model_source(model))
-    returns_videos(pipeline)  # or refuses it
+        torch.set_num_threads(engine.threads)
+    source = find_model_source(model)
+    pipeline = find_pipeline_kind(source)
+    # It refuses a class that returns neither images nor videos.
+    returns_videos(pipeline)
     check_prompt_cleaner(pipeline)
-    _check_model_guides(pipeline, model, plan)
-    # A LoRA needs whole weights; tensor parallelism then cuts its factors with them.
+    _check_model_guides(pipeline, source, plan)
+    # A LoRA is loaded into whole weights; tensor parallelism then shards its factors with them.
     needs_whole_model = cache.lora is not None and plan.tensor > 1
-    with Status(f"loading {model}{_describe_weights(model)}") as loading:
+    with Status(f"loading {model}{_describe_weights(source)}") as loading:
         pipe: Any = load(model, dtype=engine.dtype, plan=None if needs_whole_model else plan)
     enable_required_tiling(pipe)
     if conditions:
@@ -70,6 +74,7 @@ def prepare_runner(
             pipe.unload_lora_weights()
     if engine.compile:
         set_compile_configs(compute_comm_overlap=not cache.disable_compute_comm_overlap)
+    # After the load, whose time differs from rank to rank: from here on ranks wait for each other.
     join_torchrun(engine.stall_timeout)
     runner = parallelize(
         pipe,
@@ -86,21 +91,24 @@ def prepare_runner(
     return pipe, runner
 
 
-def _check_model_guides(pipeline: Any, model: str, plan: Plan) -> None:
-    """Raises `PlanError` for cfg with a model of which no call has a second branch of guidance."""
+def _check_model_guides(pipeline: Any, source: Path | str, plan: Plan) -> None:
+    """Raises `PlanError` for cfg with a model whose calls never have a second branch of guidance."""
     from ditile.model.pipeline_calls import read_guidance_rule
     from ditile.runner.load import read_model_index
 
     if plan.cfg == 1 or pipeline is None:
         return
-    rule = read_guidance_rule(pipeline, read_model_index(find_model_source(model)))
-    if rule is not None and not rule.scales and (reason := rule.explain_cfg_refusal(plan.cfg, pipeline.__name__, {})):
+    rule = read_guidance_rule(pipeline, read_model_index(source))
+    # A rule with scales depends on the call.
+    if rule is None or rule.scales:
+        return
+    reason = rule.explain_cfg_refusal(plan.cfg, pipeline.__name__, {})
+    if reason is not None:
         raise PlanError(reason)
 
 
-def _describe_weights(model: str) -> str:
-    """How many bytes of weights a model's folder has; nothing for one of the hub, which may still be fetched."""
-    source = find_model_source(model)
+def _describe_weights(source: Path | str) -> str:
+    """How many bytes of weights a model's folder has; nothing for one of the hub, which may not be fetched yet."""
     if not isinstance(source, Path):
         return ""
     return f", {format_bytes(sum(path.stat().st_size for path in source.glob('*/*.safetensors')))} of weights"
@@ -118,14 +126,17 @@ def switch_to_conditions(
     from ditile.runner.siblings import build_sibling_pipeline
 
     own = find_call_owner(pipe)
-    kind = choose_pipeline_class(own, conditions, pipe.config, has_controlnet=controlnet is not None)
-    if controlnet is None and kind is own:
+    cls = choose_pipeline_class(own, conditions, pipe.config, has_controlnet=controlnet is not None)
+    if controlnet is None and cls is own:
         return pipe
-    parts = {} if controlnet is None else {"controlnet": load_controlnet(controlnet, dtype or pipe.dtype)}
-    if kind is pipe:
-        pipe.update_components(**parts)
+    components = {}
+    if controlnet is not None:
+        components["controlnet"] = load_controlnet(controlnet, dtype or pipe.dtype)
+    # A modular pipeline is its own owner, and takes further components.
+    if cls is pipe:
+        pipe.update_components(**components)
         return pipe
-    return build_sibling_pipeline(kind, pipe, {**pipe.components, **parts})
+    return build_sibling_pipeline(cls, pipe, {**pipe.components, **components})
 
 
 def load_controlnet(source: str, dtype: Any) -> Any:
@@ -143,14 +154,20 @@ def load_controlnet(source: str, dtype: Any) -> Any:
     if os.path.isdir(source):
         check_model_folder(Path(source))
     with convert_build_errors(source):
-        named = diffusers.FluxControlNetModel.load_config(source).get("_class_name")
-        cls: Any = getattr(diffusers, str(named), None)
-        if cls is None or "ControlNet" not in str(named) or not issubclass(cls, diffusers.ModelMixin):
-            raise ModelError(f"controlnet={source!r} is a {named}, and no ControlNet of diffusers")
-        wanted = choose_weight_dtype(source, dtype)
-        model, info = cls.from_pretrained(source, torch_dtype=wanted, use_safetensors=True, output_loading_info=True)
-    if lacking := sorted(info["missing_keys"]):
-        raise LoadError(f"controlnet={source!r} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again")
+        # Any class of diffusers reads the config, which names the class of the model.
+        name = str(diffusers.FluxControlNetModel.load_config(source).get("_class_name"))
+        cls: Any = getattr(diffusers, name, None)
+        if cls is None or "ControlNet" not in name or not issubclass(cls, diffusers.ModelMixin):
+            raise ModelError(f"controlnet={source!r} is a {name}, and no ControlNet of diffusers")
+        model, info = cls.from_pretrained(
+            source,
+            torch_dtype=choose_weight_dtype(source, dtype),
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise LoadError(f"controlnet={source!r} lacks {len(missing)} weight(s), such as {missing[0]}; copy it again")
     return model
 
 
@@ -187,10 +204,14 @@ def load_lora_weights(pipe: Any, source: str, name: str | None = None) -> None:
 
     from ditile.runner.lora import load_lora
 
+    folder = source
+    options = {}
     path = Path(source)
-    place = {"weight_name": path.name} if path.is_file() else {}
+    if path.is_file():
+        folder = str(path.parent)
+        options["weight_name"] = path.name
     try:
-        load_lora(pipe, str(path.parent) if place else source, adapter_name=name, **place)
+        load_lora(pipe, folder, adapter_name=name, **options)
     except DitileError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, safetensors.SafetensorError) as error:
@@ -208,19 +229,14 @@ def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
     from ditile.cache.cached import IdleCacheWarning
     from ditile.runner.caching import enable_cache
 
-    wanted = cache.build_cache_arguments()
-    wanted.pop("attention_backend", None)  # `parallelize` has set it
-    if wanted["cache_config"] is None and "quantize_config" not in wanted:
+    arguments = cache.build_cache_arguments()
+    # `parallelize` has set it.
+    arguments.pop("attention_backend", None)
+    if arguments["cache_config"] is None and "quantize_config" not in arguments:
         return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", IdleCacheWarning)
-            enable_cache(runner, **wanted)
+            enable_cache(runner, **arguments)
     except IdleCacheWarning as warning:
         raise ModelError(str(warning)) from warning
-
-
-def _set_num_threads(count: int) -> None:
-    import torch
-
-    torch.set_num_threads(count)

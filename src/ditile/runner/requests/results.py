@@ -1,4 +1,4 @@
-"""From a call's result to files: pictures and videos, with how they were made."""
+"""From a call's result to files: images and videos, with how they were made."""
 
 from __future__ import annotations
 
@@ -33,29 +33,32 @@ if TYPE_CHECKING:
 
 
 def build_png_texts(
-    wanted: GenerateOptions,
+    request: GenerateOptions,
     plan: Plan,
     cache: CacheOptions,
     call: dict[str, Any],
     conditions: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """The texts in a picture's file that say how it was made, without its prompt and seed.
+    """The texts in an image's file that say how it was made, without its prompt and seed.
 
     Args:
-        wanted, plan, cache: what was asked for.
+        request, plan, cache: the options.
         call: the arguments of the call.
         conditions: what it starts from, as of `bind_conditions`.
     """
     settings = cache.describe_settings()
     if "lora" in settings:
         settings["lora"] = pictures.hide_local_path(settings["lora"])
-    return {
+    texts = {
         "Software": f"ditile {version('ditile')}",
-        "model": pictures.hide_local_path(wanted.model),
+        "model": pictures.hide_local_path(request.model),
         "plan": str(plan),
         "settings": json.dumps(call),
-        **_describe_conditions(wanted, conditions or {}),
-    } | ({"cache": json.dumps(settings)} if settings else {})
+        **_describe_conditions(request, conditions or {}),
+    }
+    if settings:
+        texts["cache"] = json.dumps(settings)
+    return texts
 
 
 def add_picture_texts(
@@ -66,69 +69,79 @@ def add_picture_texts(
     seed: int,
     drawn: Image.Image | Video,
 ) -> dict[str, str]:
-    """The texts of one picture or video: those of its request, its prompt and seed, and what AUTOMATIC1111 writes.
+    """The texts of one image or video: from its request, its prompt and seed, and what AUTOMATIC1111 writes.
 
     Args:
         texts: as of `build_png_texts`.
         pipe, call: what made it.
         prompt, seed, drawn: of this one.
     """
-    by_default = {name: parameter.default for name, parameter in list_call_parameters(pipe).items()}
-    own = {name: value for name, value in by_default.items() if value is not inspect.Parameter.empty}
+    arguments = {}
+    for name, parameter in list_call_parameters(pipe).items():
+        if parameter.default is not inspect.Parameter.empty:
+            arguments[name] = parameter.default
     # A video is [F, H, W, 3].
-    width, height = (drawn.shape[2], drawn.shape[1]) if isinstance(drawn, np.ndarray) else drawn.size
+    size = (int(drawn.shape[2]), int(drawn.shape[1])) if isinstance(drawn, np.ndarray) else drawn.size
     parameters = format_parameters(
-        own | dict(call),
+        arguments | dict(call),
         prompt=prompt or "",
         seed=seed,
-        size=(int(width), int(height)),
+        size=size,
         model=texts["model"],
         scheduler=type(getattr(pipe, "scheduler", None)).__name__,
     )
     return {**texts, "prompt": prompt or "", "seed": str(seed), PARAMETERS: parameters}
 
 
-def _describe_conditions(wanted: GenerateOptions, conditions: Mapping[str, Any]) -> dict[str, str]:
-    """What it was made from, by size and content: a served picture is made from files that have other names."""
-    described: dict[str, Any] = {
-        name: [_describe_content(one) for one in value] if name == "image" else _describe_content(value)
-        for name, value in conditions.items()
-    }
-    if wanted.controlnet is not None:
-        described["controlnet"] = pictures.hide_local_path(wanted.controlnet)
-    return {"conditions": json.dumps(described)} if described else {}
+def _describe_conditions(request: GenerateOptions, conditions: Mapping[str, Any]) -> dict[str, str]:
+    """What it was made from, by size and content: a server keeps the inputs of requests under names of its own."""
+    described: dict[str, Any] = {}
+    for name, value in conditions.items():
+        if name == "image":
+            described[name] = [_describe_frames([image]) for image in value]
+        elif name == "video":
+            described[name] = _describe_frames(value, is_video=True)
+        else:
+            described[name] = _describe_frames([value])
+    if request.controlnet is not None:
+        described["controlnet"] = pictures.hide_local_path(request.controlnet)
+    if not described:
+        return {}
+    return {"conditions": json.dumps(described)}
 
 
-def _describe_content(content: Image.Image | Sequence[Image.Image]) -> str:
-    """The size of a picture or of a video's frames, how many these are, and a digest of the pixels."""
-    frames = content if isinstance(content, Sequence) else [content]
+def _describe_frames(frames: Sequence[Image.Image], *, is_video: bool = False) -> str:
+    """The size of an image or of a video's frames, how many these are, and a digest of the pixels."""
     digest = hashlib.sha256()
     for frame in frames:
         digest.update(frame.convert("RGB").tobytes())
-    size = "x".join(map(str, (*frames[0].size, *([len(frames)] if isinstance(content, Sequence) else ()))))
+    size = f"{frames[0].width}x{frames[0].height}"
+    if is_video:
+        size += f"x{len(frames)}"
     return f"{size} {digest.hexdigest()[:16]}"
 
 
 def list_drawn(result: Any) -> Sequence[Image.Image | Video]:
-    """The pictures or the videos of a pipeline's result; none of None, which the other ranks have."""
+    """The images or the videos of a pipeline's result; none of None, which the other ranks have."""
     if result is None:
         return []
     images: Sequence[Image.Image] | None = getattr(result, "images", None)
     if images is not None:
         return images
-    return videos.convert_to_videos(next(getattr(result, name) for name in VIDEO_FIELDS if hasattr(result, name)))
+    name = next(name for name in VIDEO_FIELDS if hasattr(result, name))
+    return videos.convert_to_videos(getattr(result, name))
 
 
-def choose_fps(pipe: DiffusionPipeline, wanted: GenerateOptions, call: Mapping[str, Any]) -> float:
-    """Frames a second of a video: as given, else as the model or its class has it."""
-    own = read_generation_defaults(wanted.model).get(FRAME_RATE) or find_frame_rate(pipe, call)
-    return float(wanted.fps or own or videos.DEFAULT_FPS)
+def choose_fps(pipe: DiffusionPipeline, request: GenerateOptions, call: Mapping[str, Any]) -> float:
+    """Frames a second of a video: as given, otherwise by the model's files or its class."""
+    model_rate = read_generation_defaults(request.model).get(FRAME_RATE)
+    return float(request.fps or model_rate or find_frame_rate(pipe, call) or videos.DEFAULT_FPS)
 
 
 def encode_drawn(
     drawn: Image.Image | Video, format: str, quality: int, fps: float, texts: Mapping[str, str]
 ) -> tuple[bytes, bytes | None]:
-    """A picture or a video as the bytes of a file, and the poster of a video; see `encode_picture`, `encode_video`."""
+    """An image or a video as the bytes of a file, and the poster of a video; see `encode_picture`, `encode_video`."""
     from PIL import Image
 
     if isinstance(drawn, Image.Image):
@@ -137,7 +150,7 @@ def encode_drawn(
 
 
 def write_drawn(drawn: Image.Image | Video, path: str, fps: float, texts: dict[str, str]) -> None:
-    """Writes a picture, or a video and its poster."""
+    """Writes an image, or a video and its poster."""
     from PIL import Image
 
     try:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import io
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +31,14 @@ DEFAULT_FPS = 16.0
 """Frames a second of a video whose pipeline says nothing of it."""
 MAX_FRAMES = 2048
 """Of a video that is read."""
-SHEET_COLUMNS, SHEET_WIDTH = 4, 256
-"""Of a spritesheet: frames in a row, and pixels of the longer side of a frame at most."""
+SHEET_COLUMNS = 4
+"""Frames in a row of a spritesheet."""
+SHEET_WIDTH = 256
+"""Pixels of the longer side of a frame of a spritesheet, at most."""
 CRF = "16"
-"""Of x264: at this constant rate factor a loss is hardly seen."""
-_MAX_DENOMINATOR = 1001  # of the rates of television, such as 30000 / 1001
+"""Of x264: at this constant rate factor a loss can hardly be seen."""
+_MAX_DENOMINATOR = 1001
+"""Of the rates of television, such as 30000 / 1001."""
 
 
 def check_encoder(path: Path, fps: float | None = None) -> None:
@@ -58,7 +62,7 @@ def convert_to_videos(frames: Any) -> list[Video]:
     """The videos of a pipeline's result, as uint8.
 
     Args:
-        frames: a list of videos, of which each is a list of Pillow's pictures, an array [F, H, W, 3] or a tensor
+        frames: a list of videos, of which each is a list of Pillow's images, an array [F, H, W, 3] or a tensor
             [F, 3, H, W] of 0 to 1; an array or a tensor with a first dimension for them; or one such video.
     """
     if isinstance(frames[0], Image.Image) or getattr(frames, "ndim", 5) == 4:
@@ -70,17 +74,21 @@ def _convert_video(frames: Any) -> Video:
     if isinstance(frames, list | tuple) and isinstance(frames[0], Image.Image):
         return np.stack([np.asarray(frame.convert("RGB")) for frame in frames])
     if not isinstance(frames, np.ndarray):
-        frames = np.stack([_read_numbers(frame) for frame in frames])
-        frames = frames.transpose(0, 2, 3, 1) if frames.shape[-1] != 3 else frames
-    video: Video = frames
-    if frames.dtype != np.uint8:
-        video = np.rint(frames.astype(np.float32).clip(0, 1) * 255).astype(np.uint8)
+        frames = np.stack([_convert_to_array(frame) for frame in frames])
+        # Tensors have the channels first.
+        if frames.shape[-1] != 3:
+            frames = frames.transpose(0, 2, 3, 1)
+    if frames.dtype == np.uint8:
+        return cast(Video, frames)
+    video: Video = np.rint(frames.astype(np.float32).clip(0, 1) * 255).astype(np.uint8)
     return video
 
 
-def _read_numbers(frame: Any) -> Any:
+def _convert_to_array(frame: Any) -> Any:
     """An array of a tensor, which may be on a GPU and of a type that numpy lacks."""
-    return frame.detach().float().cpu().numpy() if hasattr(frame, "detach") else np.asarray(frame)
+    if hasattr(frame, "detach"):
+        return frame.detach().float().cpu().numpy()
+    return np.asarray(frame)
 
 
 def save_video_with_poster(video: Video, path: Path, fps: float, texts: Mapping[str, str]) -> None:
@@ -89,7 +97,7 @@ def save_video_with_poster(video: Video, path: Path, fps: float, texts: Mapping[
     Raises:
         OSError: if a file cannot be written.
     """
-    # First, because a poster says that its video is whole.
+    # Before the video: a poster says that its video is whole.
     build_poster_path(path).unlink(missing_ok=True)
     files.write_atomically(path, encode_video(video, path.suffix.lower().removeprefix("."), fps, texts))
     files.write_atomically(build_poster_path(path), encode_poster(video, fps, texts))
@@ -104,7 +112,9 @@ def encode_video(video: Video, format: str, fps: float, texts: Mapping[str, str]
         fps: frames a second.
         texts: how it was made.
     """
-    return (_encode_mp4 if format == "mp4" else _encode_animation)(video, format, fps, texts)
+    if format == "mp4":
+        return _encode_mp4(video, fps, texts)
+    return _encode_animation(video, format, fps)
 
 
 def encode_poster(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
@@ -114,15 +124,17 @@ def encode_poster(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
 
 def encode_spritesheet(video: Video) -> bytes:
     """Up to 16 frames of a video, spread over its length, as the bytes of one PNG: row by row, four in a row."""
-    picked = [round(k) for k in np.linspace(0, len(video) - 1, min(len(video), SHEET_COLUMNS**2))]
-    columns = min(len(picked), SHEET_COLUMNS)
-    frames = [Image.fromarray(video[k]) for k in picked]
+    count = min(len(video), SHEET_COLUMNS**2)
+    frames = [Image.fromarray(video[round(k)]) for k in np.linspace(0, len(video) - 1, count)]
     for frame in frames:
         frame.thumbnail((SHEET_WIDTH, SHEET_WIDTH))
     width, height = frames[0].size
-    sheet = Image.new("RGB", (columns * width, -(-len(frames) // columns) * height))
+    columns = min(count, SHEET_COLUMNS)
+    rows = math.ceil(count / columns)
+    sheet = Image.new("RGB", (columns * width, rows * height))
     for k, frame in enumerate(frames):
-        sheet.paste(frame, (k % columns * width, k // columns * height))
+        row, column = divmod(k, columns)
+        sheet.paste(frame, (column * width, row * height))
     return encode_png(sheet, {})
 
 
@@ -131,17 +143,18 @@ def read_video(path: str | Path, option: str, most: int | None = None) -> list[I
 
     Args:
         path, option: the file, and the option.
-        most: how many frames are wanted; the others are not read.
+        most: how many frames to read; all by default.
 
     Raises:
-        ModelError: if it cannot be read, has fewer frames than are wanted, or more than `MAX_FRAMES`.
+        ModelError: if it cannot be read, has fewer frames than `most`, or more than `MAX_FRAMES`.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix not in (".gif", ".webp"):
+    decode = _decode_animation
+    if Path(path).suffix.lower() not in (".gif", ".webp"):
         require_extra("video", f"{option}={str(path)!r}", ["av"])
-    decode = _decode_animation if suffix in (".gif", ".webp") else _decode_stream
+        decode = _decode_stream
     try:
         content = io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))
+        # One more than the limit shows that there are too many.
         frames = [*itertools.islice(decode(content), most or MAX_FRAMES + 1)]
     except DECODE_ERRORS as error:
         raise ModelError(f"{option}={str(path)!r} cannot be read as a video: {files.describe_error(error)}") from error
@@ -164,12 +177,12 @@ def _decode_stream(content: io.BytesIO) -> Iterator[Image.Image]:
 
     with av.open(content) as container:
         if not container.streams.video:
-            raise ValueError("there is no picture in it")
+            raise ValueError("there is no image in it")
         for frame in container.decode(video=0):
             yield frame.to_image()
 
 
-def _encode_mp4(video: Video, _: str, fps: float, texts: Mapping[str, str]) -> bytes:
+def _encode_mp4(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
     require_extra("video", "an MP4", ["av"])
     import av
 
@@ -178,8 +191,9 @@ def _encode_mp4(video: Video, _: str, fps: float, texts: Mapping[str, str]) -> b
     with av.open(encoded, mode="w", format="mp4") as container:
         container.metadata["comment"] = json.dumps(dict(texts))
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(_MAX_DENOMINATOR))
-        stream.width, stream.height = width, height
-        # Players expect colours at half resolution, which needs even sides.
+        stream.width = width
+        stream.height = height
+        # Players expect colors at half resolution, which needs even sides.
         stream.pix_fmt = "yuv444p" if height % 2 or width % 2 else "yuv420p"
         stream.options = {"crf": CRF}
         for picture in video:
@@ -188,24 +202,20 @@ def _encode_mp4(video: Video, _: str, fps: float, texts: Mapping[str, str]) -> b
     return encoded.getvalue()
 
 
-def _encode_animation(video: Video, format: str, fps: float, _: Mapping[str, str]) -> bytes:
-    pictures: Sequence[Image.Image] = [Image.fromarray(picture) for picture in video]
-    # Pillow leaves out a frame that is like the one before, and lets that one stay for longer.
-    options: dict[str, Any] = {"lossless": True} if format == "webp" else {"disposal": 1}
+def _encode_animation(video: Video, format: str, fps: float) -> bytes:
+    # Pillow leaves out a frame that equals the one before, and shows that one for longer.
+    images: Sequence[Image.Image] = [Image.fromarray(frame) for frame in video]
+    if format == "webp":
+        options: dict[str, Any] = {"lossless": True, "duration": _divide_time(len(video), fps, unit_ms=1)}
+    else:
+        # A GIF counts hundredths of a second.
+        options = {"disposal": 1, "duration": _divide_time(len(video), fps, unit_ms=10)}
     encoded = io.BytesIO()
-    pictures[0].save(
-        encoded,
-        format=format,
-        save_all=True,
-        append_images=pictures[1:],
-        duration=_divide_time(len(video), fps, unit_ms=10 if format == "gif" else 1),
-        loop=0,
-        **options,
-    )
+    images[0].save(encoded, format=format, save_all=True, append_images=images[1:], loop=0, **options)
     return encoded.getvalue()
 
 
 def _divide_time(count: int, fps: float, unit_ms: int) -> list[int]:
     """How long each frame stays, in milliseconds; whole units that do not drift from the rate."""
     ends = [round(1000 * k / fps / unit_ms) * unit_ms for k in range(count + 1)]
-    return [max(unit_ms, end - begin) for begin, end in zip(ends, ends[1:], strict=False)]
+    return [max(unit_ms, end - begin) for begin, end in itertools.pairwise(ends)]

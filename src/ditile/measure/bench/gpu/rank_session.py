@@ -34,7 +34,7 @@ from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
-from ditile.runner.requests.command_options import VerifyOptions
+from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import parallelize
 

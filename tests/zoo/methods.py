@@ -1,13 +1,12 @@
 """Builds the matrix of families and methods. A file keeps it, because building it takes diffusers:
 
-    python -m ditile.cli.matrix > src/ditile/model/assets/matrix.json
+    python -m tests.zoo.methods > src/ditile/model/assets/matrix.json
 
 Each cell follows from a field of a `ModelSpec`, so a registered family gets its row without a change here.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import json
@@ -42,10 +41,12 @@ class MethodColumn:
 
 def _describe_guidance(_: type[nn.Module], spec: ModelSpec) -> str:
     conditioning = spec.conditioning(GUIDED_CALL)
-    guidance_kinds = [
-        word for word, count in (("batched", conditioning.rows), ("two calls", conditioning.calls)) if count > 1
-    ]
-    return ", ".join(guidance_kinds) or NO
+    words = []
+    if conditioning.rows > 1:
+        words.append("batched")
+    if conditioning.calls > 1:
+        words.append("two calls")
+    return ", ".join(words) or NO
 
 
 def _describe_blocks(_: type[nn.Module], spec: ModelSpec) -> str:
@@ -67,14 +68,14 @@ def _describe_tensor_parallel(transformer: type[nn.Module], spec: ModelSpec) -> 
 
 
 def _describe_parallel_vae(_: type[nn.Module], spec: ModelSpec) -> str:
-    decoders = {_find_vae_class(name) for name in spec.pipelines}
-    return YES if decoders <= PROVEN else NO
+    is_proven = all(_find_vae_class(name) in PROVEN for name in spec.pipelines)
+    return YES if is_proven else NO
 
 
 def _find_vae_class(pipeline: str) -> str:
     """The class of a pipeline's VAE."""
     vae = inspect.signature(getattr(diffusers, pipeline).__init__).parameters["vae"].annotation
-    return vae if isinstance(vae, str) else vae.__name__
+    return str(getattr(vae, "__name__", vae))
 
 
 METHOD_COLUMNS = (
@@ -111,22 +112,33 @@ def build_matrix() -> dict[str, Any]:
 
 
 def _collect_conditions() -> dict[str, Any]:
-    """Of each class that draws pictures or videos by a transformer, and from more than words."""
-    found = {}
+    """Of each class that makes images or videos by a transformer, and starts from more than words."""
+    rows = {}
     for name in dir(diffusers):
-        pipeline: Any = getattr(diffusers, name) if name.endswith("Pipeline") else None
-        if name.endswith("ModularPipeline"):
-            pipeline = pipeline() if pipeline.default_blocks_name else None
-        kind = None if pipeline is None else find_transformer_class(pipeline)
-        if kind is None:
+        if not name.endswith("Pipeline"):
             continue
-        with contextlib.suppress(ModelError):  # it draws neither
-            returns_videos(pipeline)
-            taken = read_call_conditions(pipeline)
-            if taken.arguments:
-                words = ", ".join(describe_condition(taken, name) for name in taken.arguments)
-                found[name] = {"transformer": kind.__name__, "options": [*taken.arguments], "words": words}
-    return found
+        pipeline: Any = getattr(diffusers, name)
+        if name.endswith("ModularPipeline"):
+            if not pipeline.default_blocks_name:
+                continue
+            pipeline = pipeline()
+        transformer = find_transformer_class(pipeline)
+        # It makes neither images nor videos.
+        if transformer is None or not _returns_frames(pipeline):
+            continue
+        call = read_call_conditions(pipeline)
+        if call.arguments:
+            words = ", ".join(describe_condition(call, condition) for condition in call.arguments)
+            rows[name] = {"transformer": transformer.__name__, "options": [*call.arguments], "words": words}
+    return rows
+
+
+def _returns_frames(pipeline: Any) -> bool:
+    try:
+        returns_videos(pipeline)
+    except ModelError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

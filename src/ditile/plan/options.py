@@ -1,0 +1,208 @@
+"""Classes of options: frozen dataclasses that pydantic validates, from which flags, `--help` and JSON are made.
+
+    @options(error=PlanError)
+    class Plan:
+        pipefusion: Ranks = define_option(1, "stages that the blocks are divided into")
+
+The type of a field is its check: `Plan(pipefusion=0)` raises `PlanError: pipefusion=0 should be greater than or equal
+to 1; try pipefusion=1`. A `__post_init__` checks what concerns several fields. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, TypeVar, cast
+
+from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated_dataclass
+from pydantic_core import ErrorDetails
+from typing_extensions import dataclass_transform
+
+from ditile.plan.checks import suggest_nearest
+from ditile.plan.errors import DitileError, ModelError
+
+OptionsT = TypeVar("OptionsT")
+
+
+def _split_at_commas(value: Any) -> Any:
+    """Several numbers as a tuple: of a flag they are text, and of JSON a list."""
+    if isinstance(value, str):
+        return tuple(value.split(","))
+    return tuple(value) if isinstance(value, list) else value
+
+
+# The upper limits are more than any run needs, and low enough that a mistyped number does not fill the memory.
+Count = Annotated[int, Field(ge=1)]
+Ranks = Annotated[int, Field(ge=1, le=1024)]
+Images = Annotated[int, Field(ge=1, le=1024)]
+Steps = Annotated[int, Field(ge=1, le=10_000)]
+Rounds = Annotated[int, Field(ge=1, le=10_000)]
+Pixels = Annotated[int, Field(ge=1, le=2**16)]
+Frames = Annotated[int, Field(ge=1, le=100_000)]
+Scale = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_split_at_commas)]
+Speeds = Annotated[tuple[Seconds, ...], BeforeValidator(_split_at_commas)]
+
+
+def define_option(
+    default: Any,
+    doc: str,
+    *,
+    metavar: str | None = None,
+    positional: bool = False,
+    aliases: tuple[str, ...] = (),
+    example: Any = None,
+    reads: bool = False,
+    implied: str | bool | None = None,
+    repeats: bool = False,
+) -> Any:
+    """A field of a class of options.
+
+    Args:
+        default: a bool that is False is a switch; one that is None has a `--no-` form too.
+        doc: what `--help` says, on one line.
+        metavar: as in `argparse`.
+        positional: whether it is an argument without a flag.
+        aliases: other flags, as they are written.
+        example: what an error proposes; by default the limit that was exceeded, or the default.
+        reads: whether the value names a file or folder that is read, over which no output may be written.
+        implied: the value of the flag where none follows it, or a word that is no value of it.
+        repeats: whether the flag may be given more than once; the value is a tuple.
+    """
+    # pydantic reads limits from the types; it ignores metadata with other names.
+    metadata = {"doc": doc, "metavar": metavar, "positional": positional, "aliases": aliases}
+    metadata |= {"example": example, "reads": reads, "implied": implied, "repeats": repeats}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def options(*, error: type[DitileError] = ModelError) -> Callable[[type[OptionsT]], type[OptionsT]]:
+    """Makes a class a frozen dataclass of options, which raises `error` for an unknown name or a wrong value."""
+    config = ConfigDict(strict=True, extra="forbid")
+
+    def build(cls: type[OptionsT]) -> type[OptionsT]:
+        built: Any = validated_dataclass(frozen=True, kw_only=True, config=config)(cls)
+        validate: Callable[..., None] = built.__init__
+
+        # pydantic has no hook for the error that a dataclass raises.
+        def initialize(self: Any, **values: Any) -> None:
+            try:
+                validate(self, **values)
+            except ValidationError as invalid:
+                raise _convert_error(invalid, built, values, error) from None
+
+        built.__init__ = initialize
+        built.__doc__ = _build_docstring(built)
+        return cast(type[OptionsT], built)
+
+    return build
+
+
+def _build_docstring(cls: Any) -> str:
+    """A class's docstring with what `--help` says of its fields as their `Attributes`."""
+    head, raises, rest = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
+    lines = [head.rstrip(), "", "Attributes:"]
+    for field in dataclasses.fields(cls):
+        line = f"    {field.name}: {field.metadata['doc']}"
+        if field.default is not None:
+            line += f" (default {field.default})"
+        lines.append(line)
+    return "\n".join([*lines, "", raises + rest])
+
+
+def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], kind: type[DitileError]) -> Exception:
+    """The error of a class for what pydantic found; what `__post_init__` raised is that error."""
+    rows = invalid.errors(include_url=False)
+    # pydantic wraps a ValueError of `__post_init__`, which PlanError and ModelError are.
+    raised = rows[0].get("ctx", {}).get("error")
+    if isinstance(raised, Exception):
+        return raised
+    name = str(rows[0]["loc"][0])
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    if name not in fields:
+        hint = suggest_nearest(name, fields, f"known are {', '.join(fields)}")
+        return kind(f"{cls.__name__}({name}=..) is not known; {hint}")
+    # Of a union there is a row for each of its types.
+    own_rows = [row for row in rows if row["loc"][0] == name]
+    field = fields[name]
+    return kind(describe_wrong_value(name, values.get(name), own_rows, field.metadata["example"], field.default))
+
+
+def describe_wrong_value(
+    name: str, value: Any, rows: Sequence[ErrorDetails], example: Any = None, default: Any = None
+) -> str:
+    """One line with a name, its value, what the value should be, and one that would work.
+
+    Args:
+        name, value: of the field or argument.
+        rows: what pydantic found.
+        example: what to propose; by default the limit that was exceeded, or `default`.
+        default: of the field.
+    """
+    limits = rows[0].get("ctx", {})
+    for proposed in (example, limits.get("ge"), limits.get("le"), default):
+        if proposed is not None:
+            return f"{name}={value!r} should be {join_expectations(rows)}; try {name}={proposed}"
+    return f"{name}={value!r} should be {join_expectations(rows)}"
+
+
+def join_expectations(rows: Sequence[ErrorDetails]) -> str:
+    """What a value should be, in the words of pydantic: "a valid integer or 'auto'"."""
+    texts = []
+    for row in rows:
+        text = row["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        texts.append(text.partition(", unable to")[0].partition(", got")[0])
+    return " or ".join(dict.fromkeys(texts))
+
+
+def check_value(
+    kind: Any, value: Any, name: str, *, error: type[DitileError] = ModelError, example: Any = None
+) -> None:
+    """Raises `error` unless an argument has a type, such as `Count | None`; `example` is what the error proposes."""
+    try:
+        adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+        adapter.validate_python(value, strict=True)
+    except ValidationError as invalid:
+        raise error(describe_wrong_value(name, value, invalid.errors(), example)) from None
+
+
+def parse_option(cls: type, name: str, text: str) -> Any:
+    """The value of an option from text. Raises `ValueError`, which says what it should be."""
+    try:
+        return _build_text_adapter(cls, name).validate_python(text, strict=False)
+    except ValidationError as invalid:
+        expected = join_expectations(invalid.errors())
+    example = find_option(cls, name).metadata["example"]
+    proposal = "" if example is None else f", such as {example}"
+    raise ValueError(f"{text!r} should be {expected}{proposal}")
+
+
+@functools.cache
+def _build_text_adapter(cls: type, name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(get_option_types(cls)[name])
+
+
+def get_option_types(cls: type) -> dict[str, Any]:
+    """The types of a class's options, by name."""
+    return typing.get_type_hints(cls, include_extras=True)
+
+
+def find_option(cls: Any, name: str) -> dataclasses.Field[Any]:
+    """The field of an option."""
+    return next(field for field in dataclasses.fields(cls) if field.name == name)
+
+
+def iterate_literals(kind: Any) -> Iterator[Any]:
+    """The values that a type lists one by one; none of a type that has other values too."""
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is typing.Literal:
+        yield from parts
+        return
+    others = [part for part in parts if part is not type(None)]
+    if len(others) == 1:
+        yield from iterate_literals(others[0])

@@ -1,0 +1,237 @@
+"""Where a command runs and what it writes: `RunOptions`, and the checks of output files before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import string
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ditile.distributed import files
+from ditile.plan.errors import ModelError
+from ditile.plan.options import define_option, options
+from ditile.runner.requests.options import EngineOptions, GenerateOptions
+
+MAX_OUTPUTS_TRIED = 64
+"""Outputs that are opened before a run; the images of a file of prompts are in one folder."""
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+VIDEO_SUFFIXES = (".mp4", ".webp", ".gif")
+PLACEHOLDERS = ("seed", "index", "model")
+"""Of the name of an output file."""
+NUMBER_FORMAT = re.compile(r"0?\d{0,2}d?")
+"""How a placeholder of a number may be written, such as 04."""
+COCO_PREFIX = "coco:"
+"""Before the name of a file of captions that is one of COCO's annotations."""
+
+
+@options()
+class RunOptions(EngineOptions):
+    """Where to run, and what to write.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    plan: str | None = define_option(
+        None,
+        'a whole plan, such as "pipefusion=2 patches=4", or auto; auto is what ditile plan puts first',
+        metavar="PLAN",
+    )
+    out: str | None = define_option(
+        None,
+        "the file to write: .png, .jpg, .webp, .mp4 or .gif; an image is .png, .jpg or .webp, a video .mp4, .webp or "
+        ".gif with a poster .png; in its name {seed}, {index} and {model} are replaced, and without the first two "
+        "several files get -0, -1, ..; ditile-image.png or ditile-video.mp4 by default",
+        metavar="FILE",
+    )
+    out_dir: str | None = define_option(None, "folder for the images of a file of prompts: 0000.png, ..", metavar="DIR")
+    warm: bool = define_option(
+        False, "generate once before, unseen and in few steps: no image pays for what is done once"
+    )
+    trace: str | None = define_option(None, "write a Chrome trace of every rank", metavar="FILE")
+    json: str | None = define_option(None, "write the summary as JSON; - is the standard output", metavar="FILE")
+    dry_run: bool = define_option(False, "show how the work is divided, without reading weights")
+
+    def __post_init__(self) -> None:
+        if self.out is None:
+            return
+        check_placeholders(self.out)
+        if not self.out.strip():
+            raise ModelError(f"out={self.out!r} names no file; try out=image.png, or leave it out")
+        if Path(self.out).suffix.lower() not in ("", *PICTURE_SUFFIXES, *VIDEO_SUFFIXES):
+            stem = Path(self.out).stem
+            raise ModelError(
+                f"out={self.out!r}: its ending is no format; name an image {stem}.png, .jpg or .webp, and a video "
+                f"{stem}.mp4, .webp or .gif"
+            )
+
+    def name_output(self, request: GenerateOptions, *, video: bool) -> RunOptions:
+        """The options with a file to write, of an image or of a video.
+
+        Without a given one, it is none of those that the call starts from.
+
+        Raises:
+            ModelError: if the given file is of the other kind.
+        """
+        if self.out is None:
+            return self._choose_output(request, video=video)
+        # False for a name that no file can have; that is reported when it is opened.
+        if os.path.isdir(self.out):
+            raise ModelError(f"out={self.out!r} is a folder; give a file in it")
+        path = Path(self.out)
+        if not path.suffix:
+            path = Path(self.out + (".mp4" if video else ".png"))
+        suffix = path.suffix.lower()
+        if video and suffix not in VIDEO_SUFFIXES:
+            raise ModelError(f"out={self.out!r}: this model makes videos; name it {path.stem}.mp4, .webp or .gif")
+        if not video and suffix not in PICTURE_SUFFIXES:
+            raise ModelError(f"out={self.out!r}: this model makes images; name it {path.stem}.png, .jpg or .webp")
+        return dataclasses.replace(self, out=str(path))
+
+    def _choose_output(self, request: GenerateOptions, *, video: bool) -> RunOptions:
+        """The options with the default file, numbered where that is one of the inputs."""
+        inputs = {files.identify_file(Path(path)) for _, path in list_named_paths(request)}
+        stem = "ditile-video" if video else "ditile-image"
+        suffix = ".mp4" if video else ".png"
+        number = 1
+        while True:
+            name = stem if number == 1 else f"{stem}-{number}"
+            run = dataclasses.replace(self, out=name + suffix)
+            written = set()
+            for path in run.list_image_paths(request.num_images, request.seed or 0, request.model):
+                # A video has a poster, which is a .png of the same name.
+                written |= {files.identify_file(path), files.identify_file(path.with_suffix(".png"))}
+            if written.isdisjoint(inputs):
+                return run
+            number += 1
+
+    def list_image_paths(self, count: int, seed: int, model: str) -> list[Path]:
+        """The paths of `count` images or videos, of which the first has this seed."""
+        if count == 1:
+            return [self._fill_placeholders(0, seed, model)]
+        return [self.build_image_path(k, seed + k, model) for k in range(count)]
+
+    def build_image_path(self, index: int, seed: int, model: str, *, digits: int = 1) -> Path:
+        """The path of one image or video of several; its number has at least so many digits."""
+        path = self._fill_placeholders(index, seed, model)
+        number = f"{index:0{digits}}"
+        if self.out_dir is not None:
+            return Path(self.out_dir, f"{number}{path.suffix}")
+        if {"seed", "index"}.isdisjoint(list_placeholders(self.out or "")):
+            return path.with_stem(f"{path.stem}-{number}")
+        return path
+
+    def _fill_placeholders(self, index: int, seed: int, model: str) -> Path:
+        assert self.out is not None, "name_output comes first"
+        return Path(self.out.format(index=index, seed=seed, model=Path(model).name))
+
+    def check_output_paths(self, paths: Sequence[Path], *others: Any, video: bool) -> None:
+        """Raises `ModelError` unless these images and all other output files can be written, each to its own file.
+
+        Args:
+            paths: of the images, or of the videos, which have posters.
+            others: the other options of the command, for the files that they name.
+            video: whether they are videos.
+        """
+        written = []
+        if self.trace is not None:
+            written.append(("trace", Path(self.trace)))
+        if self.json not in (None, "-"):
+            written.append(("json", Path(self.json or "")))
+        if self.out_dir is None:
+            written += [("out", path) for path in paths]
+            if video:
+                written += [("out", path.with_suffix(".png")) for path in paths]
+            check_writable("out", paths[0])
+        # os.path.exists is False without permission, where the method of Path raises.
+        elif not os.path.exists(self.out_dir):
+            written.append(("out_dir", Path(self.out_dir)))
+        elif not os.path.isdir(self.out_dir):
+            raise ModelError(f"out_dir={self.out_dir!r} is a file; give a folder")
+        else:
+            written += [("out_dir", path) for path in paths]
+        check_output_files(written, *others)
+
+
+def list_placeholders(name: str) -> list[str]:
+    """The placeholders of the name of an output file."""
+    return [field for _, field, _, _ in string.Formatter().parse(name) if field is not None]
+
+
+def check_placeholders(name: str) -> None:
+    """Raises `ModelError` unless all braces of the name of an output file are known placeholders."""
+    known = "there are {seed}, {index} and {model}; write {{ for a brace"
+    try:
+        parts = list(string.Formatter().parse(name))
+    except ValueError as error:
+        raise ModelError(f"out={name!r}: {error}; {known}") from None
+    for _, field, form, conversion in parts:
+        if field is None:
+            continue
+        if field not in PLACEHOLDERS or conversion is not None:
+            raise ModelError(f"out={name!r}: {{{field}}} is no placeholder; {known}")
+        if form and (field == "model" or NUMBER_FORMAT.fullmatch(form) is None):
+            raise ModelError(f"out={name!r}: {{{field}:{form}}} is no form of a number; try {{index:04}}")
+
+
+def check_output_files(written: Sequence[tuple[str, Path]], *options: Any) -> None:
+    """Raises `ModelError` unless each output of a command can be written, and is neither another one nor an input.
+
+    Args:
+        written: (option, path) of each output.
+        options: the options of the command, with the files that it reads.
+    """
+    files.check_different_files(list_input_files(*options), written)
+    for name, path in written[:MAX_OUTPUTS_TRIED]:
+        check_writable(name, path)
+
+
+def list_input_files(*options: Any) -> Iterator[tuple[str, Path]]:
+    """(option, path) of the files that options name; of a folder, such as a model's, those that belong to it."""
+    for part in options:
+        for name, value in list_named_paths(part):
+            path = Path(value.removeprefix(COCO_PREFIX))
+            yield name, path
+            # Unlike the method of Path it is False for a name that is too long.
+            if not os.path.isdir(path):
+                continue
+            for file in (path / "model_index.json", path / "generation.json", *path.glob("*"), *path.glob("*/*")):
+                if file.is_file():
+                    yield name, file
+
+
+def list_named_paths(options: Any) -> Iterator[tuple[str, str]]:
+    """(option, text) of the files and folders that options name to be read."""
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if value is None or not field.metadata.get("reads"):
+            continue
+        for path in value if isinstance(value, tuple) else [value]:
+            yield field.name, str(path)
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Raises `ModelError` unless a file can be written."""
+    if "\0" in str(path):
+        raise ModelError(f"{name}={str(path)!r} is no name of a file: it has a NUL")
+    try:
+        if path.is_dir():
+            raise ModelError(f"{name}={str(path)!r} is a folder; give a file in it")
+        if not path.parent.is_dir():
+            raise ModelError(f"{name}={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+        if path.is_fifo():
+            # To open it would block until another process reads it.
+            if not os.access(path, os.W_OK):
+                raise ModelError(f"{name}={str(path)!r} cannot be written")
+        elif path.exists():
+            with path.open("ab"):
+                return
+        else:
+            with tempfile.TemporaryFile(dir=path.parent):
+                return
+    except OSError as error:
+        raise ModelError(f"{name}={str(path)!r} cannot be written: {error.strerror}") from error

@@ -1,0 +1,104 @@
+"""Whether a request can be run, asked before weights are read: by the command line first, and by each rank.
+
+A server asks `ModelFacts.check_options`, which has the same checks without diffusers: `CallFacts` is what all of them
+know of a class of pipelines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ditile.model.known import find_known_model
+from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.plan import Plan
+from ditile.runner.model_files import check_weight_source, defaults, find_model_source
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.conditions import choose_requested_class, read_condition_files
+from ditile.runner.requests.facts import collect_call_facts
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.outputs import RunOptions
+
+
+def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> None:
+    """Checks options together, and the files that they name, without torch.
+
+    Raises:
+        LoadError: if files cannot be read.
+        ModelError: if options contradict each other, or the model is not known.
+        PlanError: if the plan does not fit a model that is known by name.
+    """
+    has_prompt = request.prompt is not None or request.prompts_file is not None
+    # Some classes start from an image alone; the call facts refuse the others.
+    if not has_prompt and not request.conditions and not run.dry_run:
+        raise ModelError("there is nothing to generate; give a PROMPT, or --prompts-file FILE")
+    if run.dry_run and run.json is not None:
+        raise ModelError(f"json={run.json!r} is for what a run measured, and dry_run=True runs nothing; leave one out")
+    if run.out_dir is not None and request.prompts_file is None:
+        raise ModelError(f"out_dir={run.out_dir!r} is for a file of prompts; use --out, or add --prompts-file FILE")
+    if run.text_after == "free":
+        _check_freed_encoders(request, run, cache)
+    find_model_source(request.model, weights=not run.dry_run)
+    if cache.lora is not None:
+        check_weight_source(cache.lora, "lora")
+    if request.controlnet is not None:
+        check_weight_source(request.controlnet, "controlnet")
+    if request.conditions:
+        read_condition_files(request)
+    check_known_model(request, plan)
+
+
+def _check_freed_encoders(request: GenerateOptions, run: RunOptions, cache: CacheOptions) -> None:
+    if request.prompts_file is not None:
+        reason = "a file of prompts is encoded"
+    elif cache.perf or run.warm:
+        reason = "--perf or --warm encodes a prompt"
+    else:
+        return
+    raise ModelError(f"text_after='free': {reason} several times, and freed encoders do so once; use offload")
+
+
+def check_known_model(request: GenerateOptions, plan: Plan) -> None:
+    """Raises `ModelError` or `PlanError` for what needs no class of diffusers: guidance, and models known by name."""
+    if plan.cfg > 1 and request.true_cfg is not None and request.true_cfg <= 1:
+        raise PlanError(
+            f"cfg={plan.cfg} divides the branches of guidance, and --true-cfg {request.true_cfg:g} makes no second "
+            "one; give --true-cfg above 1, or use cfg=1"
+        )
+    known = find_known_model(request.model)
+    if known is not None:
+        known.check_call(plan, defaults(request.model) | request.to_call_arguments())
+
+
+def check_request_by_files(request: GenerateOptions, plan: Plan, cache: CacheOptions) -> None:
+    """Checks a request against the class of pipelines that the model's files name; it imports diffusers.
+
+    Raises:
+        LoadError: if the files cannot be read.
+        ModelError: if the class does not take an argument, starts from what is missing, or a cache has too few steps.
+        PlanError: if the plan divides branches of guidance that the call does not have.
+    """
+    from ditile.runner.load import read_model_index
+
+    pipeline, _ = choose_requested_class(request)
+    if pipeline is None:
+        return
+    config = read_model_index(find_model_source(request.model, weights=False))
+    facts = collect_call_facts(pipeline, config)
+    call = facts.merge_arguments(request, defaults(request.model))
+    facts.check_cfg(plan, call)
+    check_cache_steps(cache, call)
+
+
+def check_cache_steps(cache: CacheOptions, call: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for a step mask that is too short, or steps that must all compute."""
+    from ditile.cache.build import explain_idle_steps
+
+    config = cache.build_cache_arguments()["cache_config"]
+    steps = call.get("num_inference_steps")
+    if config is None or steps is None:
+        return
+    # An input that is kept in part shortens the denoising loop.
+    reason = explain_idle_steps(config, max(1, min(steps, int(steps * call.get("strength", 1)))))
+    if reason is not None:
+        raise ModelError(reason)
