@@ -15,15 +15,23 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
-from pydantic_core import ErrorDetails
-from typing_extensions import dataclass_transform
 
 from ditile.plan.checks import suggest_nearest
 from ditile.plan.errors import DitileError, ModelError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+    from typing_extensions import dataclass_transform
+else:
+
+    def dataclass_transform(**_: Any) -> Callable[[Any], Any]:
+        """Tells type checkers alone that `options` makes dataclasses; Python 3.10 has no such function."""
+        return lambda function: function
+
 
 OptionsT = TypeVar("OptionsT")
 

@@ -48,18 +48,14 @@ def prepare_runner(
     import torch
 
     from ditile.model.hooks.compile import set_compile_configs
-    from ditile.runner.load import find_pipeline_kind, load
+    from ditile.runner.load import load
     from ditile.runner.runner import parallelize
 
     silence_libraries()
     if engine.threads is not None:
         torch.set_num_threads(engine.threads)
     source = find_model_source(model)
-    pipeline = find_pipeline_kind(source)
-    # It refuses a class that returns neither images nor videos.
-    returns_videos(pipeline)
-    check_prompt_cleaner(pipeline)
-    _check_model_guides(pipeline, source, plan)
+    _check_pipeline_class(source, plan)
     # A LoRA is loaded into whole weights; tensor parallelism then shards its factors with them.
     needs_whole_model = cache.lora is not None and plan.tensor > 1
     with Status(f"loading {model}{_describe_weights(source)}") as loading:
@@ -91,11 +87,15 @@ def prepare_runner(
     return pipe, runner
 
 
-def _check_model_guides(pipeline: Any, source: Path | str, plan: Plan) -> None:
-    """Raises `PlanError` for cfg with a model whose calls never have a second branch of guidance."""
+def _check_pipeline_class(source: Path | str, plan: Plan) -> None:
+    """Raises `ModelError` for a class that cannot run here, and `PlanError` for cfg without guidance to divide."""
     from ditile.model.pipeline_calls import read_guidance_rule
-    from ditile.runner.load import read_model_index
+    from ditile.runner.load import find_pipeline_kind, read_model_index
 
+    pipeline = find_pipeline_kind(source)
+    # It refuses a class that returns neither images nor videos.
+    returns_videos(pipeline)
+    check_prompt_cleaner(pipeline)
     if plan.cfg == 1 or pipeline is None:
         return
     rule = read_guidance_rule(pipeline, read_model_index(source))
