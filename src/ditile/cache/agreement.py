@@ -171,6 +171,7 @@ class StageAgreement:
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """The sums of all ranks that decide together. Every rank adds the same numbers in the same order."""
         group = self._groups.by_calls if self._by_calls() else self._groups.by_batch
+        # gloo sums on the CPU.
         sums = self._mesh.host_rows.start_copy(sums).wait_for_numbers()
         return gather_numbers(sums.double(), group, self._mesh.traffic, TRAFFIC_KIND).sum(dim=0)
 
@@ -194,6 +195,7 @@ class StageAgreement:
             self._step = step
             for channel in self._start_channels.values():
                 channel.release_old_sends()
+        # Only where the probe is longer than a stage.
         self._get_start_channel(self._stages[to]).send_tensor(tokens)
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:

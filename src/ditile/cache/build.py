@@ -82,7 +82,9 @@ class CacheContext:
             hidden = config.l1_hidden_states_diff_threshold is not None
             # One decider for all blocks; DBPrune makes one for each.
             chain = DBCache(self.hooks, decider(), residuals, first, last, hidden=hidden)
-        return None if rules.never_skips or not chain.middle else chain
+        if rules.never_skips or not chain.middle:
+            return None
+        return chain
 
 
 def explain_idle_steps(config: DBCacheConfig, steps: int) -> str | None:
@@ -104,8 +106,10 @@ def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str |
     """The reason why settings let all of so many blocks compute always, and what would work; None if they do not."""
     first = config.Fn_compute_blocks
     last = config.Bn_compute_blocks
-    never = config.non_prune_block_ids if isinstance(config, DBPruneConfig) else ()
-    if any(k not in never for k in range(first, blocks - last)):
+    never: Sequence[int] = ()
+    if isinstance(config, DBPruneConfig):
+        never = config.non_prune_block_ids
+    if any(place not in never for place in range(first, blocks - last)):
         return None
     settings = f"Fn_compute_blocks={first}"
     hint = f"try Fn_compute_blocks={max(1, round(blocks / 8))}"

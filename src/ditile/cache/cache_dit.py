@@ -166,8 +166,12 @@ def plan_division(**arguments: Any) -> RankDivision:
         if value not in choices or type(value) not in map(type, choices):
             known = ", ".join(map(repr, choices))
             raise ModelError(f"{name}={value!r} is not offered; try {known}, or leave it out")
-    degrees = {degree: _check_size(name, values.get(name)) for name, degree in AXES.items()}
-    automatic = [name for name, degree in AXES.items() if degrees[degree] == "auto"]
+    degrees: dict[str, Any] = {}
+    automatic: list[str] = []
+    for name, degree in AXES.items():
+        degrees[degree] = _check_size(name, values.get(name))
+        if degrees[degree] == "auto":
+            automatic.append(name)
     if len(automatic) > 1:
         raise ModelError(f"{' and '.join(automatic)} are auto; say one of them as a number")
     kernel = values.get("attention_backend")
@@ -284,4 +288,6 @@ def parse_quantize_config(value: Any) -> QuantizeConfig:
     """A config, also from a dict. Raises `ModelError` if it is neither, or a value is not allowed."""
     if not isinstance(value, QuantizeConfig | Mapping):
         raise ModelError(f"quantize_config={value!r} is no config; give a QuantizeConfig(..), or a dict")
-    return value if isinstance(value, QuantizeConfig) else QuantizeConfig(**value)
+    if isinstance(value, QuantizeConfig):
+        return value
+    return QuantizeConfig(**value)

@@ -146,6 +146,7 @@ class TransformerCache:
         if stock is not None:
             track_label = functools.partial(self._track_label, stock)
             override_attribute(self._labels, self.transformer, "cache_context", track_label)
+        # A runner, and a second `enable_cache`, find the cache on the model.
         vars(self.transformer)[_CACHE_ATTRIBUTE] = self
 
     def remove_hooks(self) -> None:
@@ -304,6 +305,7 @@ class TransformerCache:
         if clock is None:
             return forward(*args, **kwargs)
         moment = clock.begin_model_call(self)
+        # A call that leaves out layers itself, or does not count, runs every block.
         if self._chains:
             if moment is None or any(kwargs.get(name) for name in LAYER_SKIP_ARGUMENTS):
                 self._bypass_chains()
@@ -388,8 +390,9 @@ def build_transformer_cache(
     def build_contexts(changed: DBCacheConfig, calibrator: Calibration | None) -> list[CacheContext]:
         if len(modifiers) < 2:
             # All lists decide together.
-            settings = modifiers[0].over(changed, calibrator) if modifiers else (changed, calibrator)
-            return [build_context("+".join(hooks_by_list), hooks, *settings)]
+            for modifier in modifiers:
+                changed, calibrator = modifier.over(changed, calibrator)
+            return [build_context("+".join(hooks_by_list), hooks, changed, calibrator)]
         contexts: list[CacheContext] = []
         for (name, context_hooks), modifier in zip(hooks_by_list.items(), modifiers, strict=True):
             contexts.append(build_context(name, context_hooks, *modifier.over(changed, calibrator)))
@@ -412,7 +415,9 @@ def _describe_input(value: Any) -> Any:
         return tuple(map(_describe_input, value))
     if isinstance(value, Tensor):
         return value.shape
-    return value if isinstance(value, str) else type(value)
+    if isinstance(value, str):
+        return value
+    return type(value)
 
 
 def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample: Any) -> Tensor | None:

@@ -190,6 +190,7 @@ class SchedulerClock:
         return any(present[name] is not scheduler for name, scheduler in self._schedulers.items())
 
     def _count_steps(self) -> int:
+        # Image-to-image pipelines begin in the middle of the timesteps.
         skipped = getattr(self._scheduler, "begin_index", None) or 0
         return len(self._scheduler.timesteps) - skipped
 
@@ -245,6 +246,7 @@ class SchedulerClock:
         self._apart = False
         self._calls.clear()
         self._labels.clear()
+        # Blocks remember one image, so no other thread may call them meanwhile.
         self._thread = threading.get_ident()
 
     def _handle_scheduler_step(
@@ -319,7 +321,7 @@ class CallClock:
         self._ended = on_end
         self._called = on_call
         self._pipe = pipe
-        self._of_step = 2 if separate_cfg else 1
+        self._of_step = 1 + separate_cfg
         self._most = 0
         self._step = 0
         self._branch = 0
@@ -333,7 +335,7 @@ class CallClock:
         self.end_generation()
         self._steps = steps or self._steps
         if separate_cfg is not None:
-            self._of_step = 2 if separate_cfg else 1
+            self._of_step = 1 + separate_cfg
 
     @property
     def is_in_call(self) -> bool:

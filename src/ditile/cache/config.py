@@ -54,6 +54,7 @@ class Fields:
             check_value(kind, getattr(self, name), name, example=example)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Only given fields are pickled, so that they are known as given afterwards.
         return _rebuild_config, (type(self), {name: getattr(self, name) for name in self._given}, self._given)
 
     @property

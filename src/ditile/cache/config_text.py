@@ -121,7 +121,9 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
     if kernel is not None and not isinstance(kernel, str):
         raise ModelError(f"attention_backend={kernel!r} is no name; try native")
     configs["attention_backend"] = kernel
-    return configs if return_dict else tuple(configs.values())
+    if return_dict:
+        return configs
+    return tuple(configs.values())
 
 
 def load_cache_config(source: ConfigSource) -> tuple[DBCacheConfig | None, Calibration | None]:
@@ -151,7 +153,9 @@ def load_attn_backend_config(source: ConfigSource) -> str | None:
 
 
 def _read_config_file(path: Path) -> Mapping[str, Any]:
-    language = "JSON" if path.suffix == ".json" else "YAML"
+    language = "YAML"
+    if path.suffix == ".json":
+        language = "JSON"
     try:
         text = files.read_text(path)
     except (OSError, ValueError) as error:
@@ -250,23 +254,32 @@ def _make_cache_config(fields: dict[str, Any], *, prunes: bool) -> DBCacheConfig
     mask = fields.get("steps_computation_mask")
     if isinstance(mask, str):
         fields = fields | {"steps_computation_mask": parse_step_mask(mask)}
-    return DBPruneConfig(**fields) if prunes else DBCacheConfig(**fields)
+    if prunes:
+        return DBPruneConfig(**fields)
+    return DBCacheConfig(**fields)
 
 
 def _parse_calibrator_section(values: dict[str, Any]) -> Calibration:
     """The config of the type that is named, or of the type that its fields belong to."""
     calibrator = values.get("calibrator_type")
     if not calibrator:
-        prefixes = {field.partition("_")[0] for field in values}
-        calibrator = next((name for name in CALIBRATOR_CONFIGS if name in prefixes), "taylorseer")
+        calibrator = "taylorseer"
+        for field in values:
+            prefix = field.partition("_")[0]
+            if prefix in CALIBRATOR_CONFIGS:
+                calibrator = prefix
+                break
     check_known(f"calibrator_type={calibrator!r}", calibrator, CALIBRATOR_CONFIGS)
     return CALIBRATOR_CONFIGS[calibrator](**values)
 
 
 def _parse_parallelism_section(values: dict[str, Any]) -> RankDivision:
-    # A file may say ulysses for ulysses_size.
-    names = {name.removesuffix("_size"): name for name in AXES}
-    return plan_division(**{names.get(name, name): value for name, value in values.items()})
+    for name in AXES:
+        # A file may say ulysses for ulysses_size.
+        short_name = name.removesuffix("_size")
+        if short_name in values:
+            values[name] = values.pop(short_name)
+    return plan_division(**values)
 
 
 _SECTIONS = ("cache_config", "calibrator_config", "parallelism_config", "attention_backend", "quantize_config")

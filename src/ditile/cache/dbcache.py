@@ -53,7 +53,9 @@ class DBCache:
         self.middle = range(first, max(first, len(hooks) - last))
         # With F = 0 the input of the first block is the probe, and no block runs to decide.
         self._decides_at_input = first == 0
-        self._probe_end = hooks[max(first, 1) - 1] if self.middle else None
+        self._probe_end: CacheHook | None = None
+        if self.middle:
+            self._probe_end = hooks[max(first, 1) - 1]
         self._segments: list[Segment] = []
         self._before: Tensor | None = None
         self.restrict_to_blocks(None)
@@ -61,8 +63,8 @@ class DBCache:
     def restrict_to_blocks(self, owned: Collection[nn.Module] | None) -> None:
         """Keeps memory only for the chain's blocks that this rank runs; None is all of them."""
         own_hooks = [hook for hook in self._hooks if owned is None or hook.block in owned]
-        middle = {self._hooks[place] for place in self.middle}
-        runs = _group_neighbours([hook for hook in own_hooks if hook in middle])
+        middle = self._hooks[self.middle.start : self.middle.stop]
+        runs = _group_neighbours([hook for hook in middle if hook in own_hooks])
         self._segments = [Segment(run, self._make()) for run in runs]
         self._starts = False
         self._decides = False
@@ -134,11 +136,13 @@ class DBCache:
             first = hook.read_tokens(args, kwargs).image.clone()
         self._before = None
         out = hook.forward(*args, **kwargs)
+        # The first block of the probe may be on an earlier stage.
         after = hook.unpack_tokens(out).image
         if not self._starts and not self._hidden:
             first = self._agreement.receive_probe_input(after, self._hooks[0].block)
         probe = after.clone() if self._hidden else after - first
         skips = self.decider.decide_skips(probe, self._call, self._agreement)
+        # Probes of steps that are left out are never compared with.
         if not all(skips):
             self.decider.store_probes(probe, self._call, skips)
         self._apply_skips(skips)

@@ -53,7 +53,7 @@ class Forecaster(abc.ABC):
     @property
     def memory_bytes(self) -> int:
         """Bytes that are kept."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
+        return sum(tensor.nbytes for tensor in self._tensors)
 
     def add_computed_step(self, step: int, value: Tensor) -> None:
         """Adds the value of a computed step. It may be kept without a copy, so it must not be written to afterwards.

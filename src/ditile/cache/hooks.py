@@ -105,7 +105,9 @@ class CacheHook:
         if self._locate_hook() is None:
             is_due = is_override_lost(self.block, self._mine)
         else:
-            compiled_call = self._mine if self._name == COMPILED_CALL_ATTRIBUTE else None
+            compiled_call = None
+            if self._name == COMPILED_CALL_ATTRIBUTE:
+                compiled_call = self._mine
             is_same_call = get_compiled_call(self.block) is compiled_call
             is_due = not is_same_call or compile_ is not None or self._is_compiled
         if is_due:
@@ -115,7 +117,9 @@ class CacheHook:
     def remove_hook(self) -> None:
         """Removes the hook; a hook that something else wraps by now stays and does nothing."""
         self.handle = None
-        place = self._locate_hook() if self._name else None
+        place = None
+        if self._name:
+            place = self._locate_hook()
         if place is None:
             return
         # Without an attribute of its own the block shows its class's method again.
@@ -177,7 +181,9 @@ class CacheHook:
         text = None
         if self._text is not None:
             text = kwargs[self._text] if self._text in kwargs else args[self._text_at]
-        return (text, image) if self._text_first else (image, text)
+        if self._text_first:
+            return (text, image)
+        return (image, text)
 
     def bind_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name."""
@@ -191,7 +197,9 @@ class CacheHook:
             return TokenState(out, None)
         if len(out) != len(self.flow.returns):
             raise ModelError(f"{type(self.block).__name__} returned {len(out)} streams and not {self.flow.returns}")
-        text = out[self._text_out] if self.has_text else None
+        text = None
+        if self.has_text:
+            text = out[self._text_out]
         return TokenState(out[self._image_out], text)
 
     def pack_tokens(self, state: TokenState) -> Any:
@@ -201,4 +209,6 @@ class CacheHook:
             return image
         if not self.has_text:
             return (image,)
-        return (text, image) if self._text_first else (image, text)
+        if self._text_first:
+            return (text, image)
+        return (image, text)

@@ -180,7 +180,9 @@ def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Ta
         columns.append("median difference")
     report_table = Table(*columns, title="what the cache left out")
     for report in reports:
-        name = f"{report.name} @{report.stage}" if report.stage else report.name
+        name = report.name
+        if report.stage:
+            name += f" @{report.stage}"
         head = [name, report.settings, str(report.steps)]
         if not details:
             median = _format_percentile(report.differences, 50)
@@ -237,7 +239,9 @@ def _summarize_context(reports: Sequence[ContextReport]) -> dict[str, Any]:
     differences: list[float] = []
     for report in reports:
         differences += report.differences
-    median = statistics.median(differences) if differences else None
+    median = None
+    if differences:
+        median = statistics.median(differences)
     return {
         "stage": reports[0].stage,
         "context": reports[0].name,

@@ -55,7 +55,9 @@ class Segment:
         inside: BlockHandler | None
         if not any(skips):
             ends = self._run_whole_batch
-            inside = None if self._has_run else self._run_whole_batch
+            inside = None
+            if not self._has_run:
+                inside = self._run_whole_batch
         elif all(skips):
             ends = self._skip_whole_batch
             inside = CacheHook.pass_tokens_through
@@ -123,6 +125,7 @@ class Segment:
         if hook is self._first:
             self._start = state
         index = self._get_computed_index(state.image.device)
+        # Tables of positions have no rows, though one may be as long as the batch.
         tables = [name for name in ROTARY_ARGUMENTS if name in named and _is_flat_table(named[name])]
         cut = slice_batch_arguments(named, self._call.batch_size, lambda x: x.index_select(0, index), tables)
         computed = hook.unpack_tokens(hook.forward(**cut))
@@ -233,7 +236,10 @@ class Residuals:
                 whole[unit.batch_slice] = tokens
             return whole
         unit = unit or call.units[0]
-        patches = call.moment.patches if stream == "image" else call.moment.patches[:1]
+        patches = call.moment.patches
+        if stream != "image":
+            # Text belongs to the first patch.
+            patches = patches[:1]
         parts = [self._get_forecaster(stream, call, patch, unit).forecast_value(call.step) for patch in patches]
         forecast = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         # A forecast may be a snapshot that is kept, so it is copied and never written to.

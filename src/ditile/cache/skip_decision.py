@@ -194,8 +194,11 @@ class SkipDecider:
     @property
     def memory_bytes(self) -> int:
         """Bytes that are kept."""
-        probes = [state.probe for state in self._states.values() if state.probe is not None]
-        return sum(probe.numel() * probe.element_size() for probe in probes)
+        kept_bytes = 0
+        for state in self._states.values():
+            if state.probe is not None:
+                kept_bytes += state.probe.nbytes
+        return kept_bytes
 
     def _find_unit_verdict(self, call: CacheCall, states: list[UnitState]) -> RuleVerdict:
         # The next step reads keys of this one.
@@ -335,14 +338,18 @@ class Difference:
     @staticmethod
     def choose_sum_dtype(probe: Tensor) -> torch.dtype:
         """The type of sums over a probe."""
-        return torch.float64 if probe.dtype == torch.float64 else torch.float32
+        if probe.dtype == torch.float64:
+            return torch.float64
+        return torch.float32
 
 
 def compute_relative_difference(change: float, size: float) -> float | None:
     """The relative difference; infinite if `size` alone is 0, and None if both are: such a probe says nothing."""
     if size > 0:
         return change / size
-    return None if change == 0 else float("inf")
+    if change == 0:
+        return None
+    return float("inf")
 
 
 def _find_largest_difference(change: float, size: float, *control: float) -> float | None:

@@ -75,6 +75,7 @@ class SkipRules:
             return RuleVerdict.COMPUTE
         if self.mask is not None and self.is_static:
             return RuleVerdict.SKIP
+        # A limit of -1 is none.
         if 0 <= config.max_cached_steps <= len(record.skipped):
             return RuleVerdict.COMPUTE
         if 0 <= config.max_continuous_cached_steps <= record.streak:
@@ -88,10 +89,12 @@ class SkipRules:
 
     def should_skip_step(self, difference: float, record: DecisionRecord, threshold: float | None = None) -> bool:
         """Whether a step of this difference is left out, by the threshold of the rules or by another one."""
-        limit = self.threshold if threshold is None else threshold
-        if self._active_budget is not None and record.spent + difference >= self._active_budget:
-            return False
-        return difference < limit or limit >= ALWAYS
+        limit = threshold
+        if limit is None:
+            limit = self.threshold
+        # Comparisons with NaN are false, so that such a step computes.
+        within_budget = self._active_budget is None or record.spent + difference < self._active_budget
+        return within_budget and (difference < limit or limit >= ALWAYS)
 
     def record_decision(self, step: int, record: DecisionRecord, *, skipped: bool, difference: float | None) -> None:
         """Records a decision; `difference` is None where nothing was measured."""
@@ -111,7 +114,9 @@ class SkipRules:
     def threshold(self) -> float:
         """The threshold: a step whose difference is less may be left out."""
         hidden = self.config.l1_hidden_states_diff_threshold
-        return self.config.residual_diff_threshold if hidden is None else hidden
+        if hidden is None:
+            return self.config.residual_diff_threshold
+        return hidden
 
     @property
     def is_static(self) -> bool:

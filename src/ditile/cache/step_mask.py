@@ -66,7 +66,7 @@ def steps_mask(
     cache = _check_bins("cache_bins", cache_bins)
     check_value(Steps, sum(compute) + sum(cache), "steps in the bins")
     mask = _interleave_bins(compute, cache)
-    total = len(mask) if total_steps is None else total_steps
+    total = total_steps or len(mask)
     if total > len(mask):
         raise ModelError(f"the bins cover {len(mask)} steps and total_steps={total}; lengthen them, or leave it out")
     # No step after the last one could correct it.
@@ -189,6 +189,7 @@ def _fill_long_holes(longest: int, chosen: Sequence[int]) -> list[int]:
     result = [chosen[0]]
     for start, step in itertools.pairwise(chosen):
         gap = step - start
+        # With so many steps between them no part of the gap is longer than the longest hole.
         more = max(0, math.ceil((gap - 1 - longest) / (longest + 1)))
         result += [start + round(gap * number / (more + 1)) for number in range(1, more + 1)]
         result.append(step)

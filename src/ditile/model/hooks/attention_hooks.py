@@ -200,6 +200,7 @@ class AttentionRedirect(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             self.calls += 1
             return self._attend_with_core(*args, **(kwargs or {}))
+        # Inside of torch's own function this mode is off, so a copy of it calls the core.
         if func is functional.multi_head_attention_forward:
             return self._multi_head(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -225,6 +226,7 @@ class AttentionRedirect(TorchFunctionMode):
             if attn_mask is not None and attn_mask.ndim == 3:
                 attn_mask = attn_mask[None]
             return self._attend_with_core(query[None], key[None], value[None], attn_mask, scale=scale)[0]
+        # torch has heads before tokens, and cores tokens before heads.
         q = query.transpose(1, 2)
         k = repeat_heads(key.transpose(1, 2), q.shape[2])
         v = repeat_heads(value.transpose(1, 2), q.shape[2])
@@ -248,6 +250,7 @@ def _forward_redirected(
 ) -> Any:
     if is_whole is not None and is_whole():
         return forward(*args, **kwargs)
+    # A forward that computes its attention in another way would attend to this rank's keys alone.
     before = redirect.calls
     with redirect:
         out = forward(*args, **kwargs)

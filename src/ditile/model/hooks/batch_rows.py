@@ -94,6 +94,7 @@ class BatchDimFinder:
         misfit = _find_misfit(arguments, batch_size, self._table or ())
         if self._table is not None and misfit is None:
             return find_dims_by_length(arguments, batch_size, self._table)
+        # The result depends only on which tensors are as long as the batch.
         key = tuple((path, x.shape[:1] == (batch_size,), x.ndim) for path, x in _list_tensors(arguments))
         if key not in self._known:
             self._known[key] = derive_batch_dims(self._model, arguments, noisy, batch_size)
@@ -241,6 +242,7 @@ class _ShapeProbe:
             shape = (size, *x.shape[1:]) if path in rows else x.shape
             return torch.empty(shape, dtype=dtype)
 
+        # Nothing is computed, and no attention backend that needs a GPU is chosen.
         with ExitStack() as stack:
             # It logs every failure as an error, and failures are answers here.
             override_attribute(stack, fake_tensor.log, "disabled", True)
@@ -318,5 +320,7 @@ def _map_tensors(value: Any, change: Callable[[TensorPath, Tensor], Tensor], pat
         return [_map_tensors(part, change, (*path, place)) for place, part in enumerate(value)]
     if isinstance(value, tuple):
         parts = _map_tensors(list(value), change, path)
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        if hasattr(value, "_fields"):
+            return type(value)(*parts)
+        return tuple(parts)
     return value

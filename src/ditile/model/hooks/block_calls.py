@@ -155,6 +155,7 @@ class BlockCalls:
 
     def wrap_block(self, hook: BlockHook, forward: Forward) -> Forward:
         """A block's forward, for this rank's tokens."""
+        # Read once here: `inspect` is too slow for every call.
         names = list_parameter_names(hook.block)
         index = hook.index
         now = self._now
@@ -195,6 +196,7 @@ class BlockCalls:
         # The pipeline gets one result for the whole batch.
         results = []
         for index, batch_range in enumerate(micro_batches):
+            # Its messages are due before its first block is reached.
             self._policy.begin_micro_batch(index)
             select = operator.itemgetter(slice(batch_range.start, batch_range.stop))
             results.append(forward(**slice_rows(inputs, known, select)))
@@ -353,7 +355,9 @@ def give_streams(anatomy: ListAnatomy, image: Tensor, text: Tensor | None) -> An
         return image
     if len(anatomy.returns) == 1:
         return (image,)
-    return (text, image) if anatomy.returns[0] == "text" else (image, text)
+    if anatomy.returns[0] == "text":
+        return (text, image)
+    return (image, text)
 
 
 class _SurveyPass:
@@ -583,6 +587,7 @@ class _DividedPass:
         state = self._state if is_passed_on else self._find_state(now, hook, image, text)
         compute = functools.partial(self._compute_block, now, hook, call, forward)
         state = self._state = self._policy.run_block(index, compute, state)
+        # After the last block the forward needs full-size streams again.
         if index == self._last:
             image, text = self._leave_blocks(now, anatomy, state, image, text)
             self.forget_tokens()
@@ -708,6 +713,7 @@ class _DividedPass:
         layout = now.tokens.layout
         key = (hook.index, now.branch, now.micro_batch)
         rows, _, channels = state.image.shape
+        # One buffer for each place where the forward makes new tokens; nobody reads its other tokens.
         image_shape = (rows, layout.image_tokens, channels)
         image = now.memory.get_persistent_buffer((*key, "image"), image_shape, state.image)
         write_tokens(image, state.image, part.image)
@@ -733,10 +739,14 @@ def put_tokens_second(x: Tensor, anatomy: ListAnatomy) -> Tensor:
     """`[B, tokens, C]` of `[tokens, B, C]` or `[tokens, C]`: a view."""
     if anatomy.tokens:
         return x
-    return x[None] if x.ndim == 2 else x.transpose(0, 1)
+    if x.ndim == 2:
+        return x[None]
+    return x.transpose(0, 1)
 
 
 def _put_tokens_back(x: Tensor, anatomy: ListAnatomy) -> Tensor:
     if anatomy.tokens:
         return x
-    return x[0] if anatomy.has_no_batch else x.transpose(0, 1)
+    if anatomy.has_no_batch:
+        return x[0]
+    return x.transpose(0, 1)

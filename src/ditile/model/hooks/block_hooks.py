@@ -113,7 +113,9 @@ class TransformerHooks:
         self.anatomy = anatomy
         self.other = other
         self._label = label
-        declared_batch = spec.batch if spec.example is not None else None
+        declared_batch = None
+        if spec.example is not None:
+            declared_batch = spec.batch
         self.batch_dims = BatchDimFinder(transformer, declared_batch)
         self.chain: list[BlockHook] = []
         for list_name, list_anatomy in anatomy.lists.items():
@@ -129,7 +131,9 @@ class TransformerHooks:
     @property
     def models(self) -> list[TransformerHooks]:
         """The hooks of every model that the pipeline calls."""
-        return [self] if self.other is None else [self, self.other]
+        if self.other is None:
+            return [self]
+        return [self, self.other]
 
     def describe_weights(self) -> Weights:
         """What the transformer is made of; blocks that are placeholders count as empty."""
@@ -533,6 +537,7 @@ class OutputMemoizer:
             result = run()
         # Something made of the latents is read after the blocks, or by them.
         reads_latents = has_nan(result) or survey.is_fed()
+        # What is made of the latents is remembered only where nobody reads it.
         for name in inputs:
             lasts = is_of_latents[name]
             if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:

@@ -110,6 +110,7 @@ def bypass_compiled_model(stack: ExitStack, pipe: Any, model: nn.Module) -> None
     """Makes the pipeline call the module itself, not compiled as a whole, until the stack is closed."""
     for name, _ in _find_compiled_wrappers(pipe, model):
         override_attribute(stack, pipe, name, model)
+    # A module that was compiled in place calls this attribute instead.
     if get_compiled_call(model) is not None:
         override_attribute(stack, model, COMPILED_CALL_ATTRIBUTE, None)
 
@@ -184,10 +185,13 @@ def normalize_strides(x: Tensor) -> Tensor:
 
     A block's tokens are a tensor, or a slice of a longer sequence, and other strides need another graph.
     """
+    # A graph is guarded on strides.
     if not x.is_contiguous():
         return x.contiguous()
     strides = _compute_plain_strides(x.shape)
-    return x if x.stride() == strides else x.as_strided(x.shape, strides)
+    if x.stride() == strides:
+        return x
+    return x.as_strided(x.shape, strides)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -235,6 +239,7 @@ class CustomOp:
         self.turn = turn
         number = next(_COUNT)
         self.number = torch.tensor(number)
+        # A weak reference: the table must not keep layers of pipelines that are gone.
         _CUSTOM_OPS[number] = self
 
     def __call__(self, *tensors: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
@@ -248,7 +253,9 @@ class CustomOp:
 def unwrap_compiled(module: nn.Module) -> nn.Module:
     """The module itself, where `torch.compile` made another around it."""
     inner = vars(module)["_modules"].get("_orig_mod")
-    return module if inner is None else unwrap_compiled(inner)
+    if inner is None:
+        return module
+    return unwrap_compiled(inner)
 
 
 def _run_custom_op(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:

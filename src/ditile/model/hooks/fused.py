@@ -77,6 +77,7 @@ class FusedProjections:
 
     def __call__(self, index: int, x: Tensor) -> Tensor:
         """What the layer of this index makes of `[..., C]`."""
+        # A layer calls its projections one after the other, with the same tensor.
         if x is self._tokens and index in self._outputs:
             output = self._outputs.pop(index)
             if not self._outputs:
@@ -97,6 +98,7 @@ def pack_parameters(parameters: Sequence[Tensor]) -> Tensor:
     """Parameters as one tensor, in whose memory each has its part; they are moved there if they are not yet."""
     first = parameters[0]
     lengths = [len(parameter) for parameter in parameters]
+    # After the first call they are adjacent already.
     if _are_adjacent(parameters):
         return first.data.as_strided((sum(lengths), *first.shape[1:]), first.stride())
     whole = torch.cat([parameter.data for parameter in parameters])
@@ -146,7 +148,9 @@ def _is_hooked(layer: nn.Module) -> bool:
 def _unwrap_loras(layer: Any) -> Any:
     """The layer below the LoRAs that peft puts around a linear layer, or the layer itself."""
     is_wrapped = type(layer).__module__ == "peft.tuners.lora.layer" and type(layer).__name__ == "Linear"
-    return layer.base_layer if is_wrapped else layer
+    if is_wrapped:
+        return layer.base_layer
+    return layer
 
 
 def _adds_loras(layer: Any) -> bool:
@@ -231,6 +235,7 @@ class FusedGELU:
             or torch.is_autocast_enabled("cpu")
         ):
             return self._product(x)
+        # One kernel for the product, its bias and the GELU.
         weight = self._base.weight
         bias = self._base.bias
         self._activated = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], self._approximate)

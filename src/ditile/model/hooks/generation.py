@@ -78,7 +78,9 @@ class LayerTokens:
         image = len(self.image)
         if own is not None:
             image = sum(len(run) for run in self.runs[self.index] if run.start in self.image)
-        return image if kind[0] == "N" else length - image
+        if kind[0] == "N":
+            return image
+        return length - image
 
 
 @dataclass(slots=True)

@@ -78,10 +78,13 @@ def expand_mask(mask: Tensor, batch: int) -> Tensor:
         batch: B.
     """
     if mask.ndim == 2 and mask.shape[0] in (1, batch):
+        # `[B, keys]`: the same keys for all heads and queries.
         return mask[:, None, None]
     mask = mask[:, None] if mask.ndim == 3 else mask.view((1,) * (4 - mask.ndim) + mask.shape)
     # A stride of 0 repeats one row for all queries.
-    return mask[:, :, :1] if mask.stride(2) == 0 else mask
+    if mask.stride(2) == 0:
+        return mask[:, :, :1]
+    return mask
 
 
 def make_pairs_error(mask: Tensor) -> ModelError:

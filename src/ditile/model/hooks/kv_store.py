@@ -88,6 +88,7 @@ class KeyStore:
         self.mask: Tensor | None = None
         self.incoming: PendingMessages | None = None
         self.incoming_runs: Sequence[tuple[range, ...]] = ()
+        # The step that wrote each segment.
         self.written = [NEVER] * segments
         self._places: dict[tuple[tuple[range, ...], range | None], list[_KeyPlace]] = {}
 
@@ -364,6 +365,7 @@ class GenerationMemory:
     def get_persistent_buffer(self, key: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A buffer that keeps its content from call to call; zeros at first."""
         persistent = self._buffers.get(key)
+        # Guidance that ends changes the batch.
         if persistent is None or persistent.shape != torch.Size(shape) or persistent.dtype != like.dtype:
             persistent = self._buffers[key] = like.new_zeros(shape)
         return persistent
@@ -404,6 +406,7 @@ class GenerationMemory:
         self._constants.clear()
         self.outputs.clear()
         self._slices.clear()
+        # CUDA graphs that were recorded before must look at their blocks again.
         self.epoch = object()
 
 

@@ -123,7 +123,9 @@ def replace_globals(function: Callable[..., Any], values: Mapping[str, Any]) -> 
 
 def find_forward_attribute(module: nn.Module) -> str:
     """The attribute of a module that holds its forward, inside of accelerate's hooks."""
-    return ACCELERATE_FORWARD if ACCELERATE_FORWARD in vars(module) else "forward"
+    if ACCELERATE_FORWARD in vars(module):
+        return ACCELERATE_FORWARD
+    return "forward"
 
 
 def find_innermost_forward(module: nn.Module) -> tuple[Any, str]:
@@ -166,6 +168,7 @@ def find_first_input(names: Sequence[str]) -> str:
 
 def locate_override(module: nn.Module, mine: object) -> tuple[Any, str] | None:
     """The owner and the attribute of our override of the forward, which hooks may have moved; None if it is gone."""
+    # accelerate's and diffusers' hooks move what was there to an attribute of their own.
     places: list[tuple[Any, str]] = [(module, "forward"), (module, ACCELERATE_FORWARD)]
     for reference in _list_hook_references(module):
         places += [(reference, "forward"), (reference, "original_forward")]

@@ -111,7 +111,9 @@ def find_run(flags: Tensor) -> range | None:
     if not places:
         return range(0)
     run = range(places[0], places[-1] + 1)
-    return run if len(run) == len(places) else None
+    if len(run) == len(places):
+        return run
+    return None
 
 
 def find_grid(flags: Tensor) -> Grid | None:
@@ -221,7 +223,9 @@ class Piece:
             raise ModelError(
                 "an argument of scheduler.step has a value for each token, and patches are no runs of tokens"
             )
-        return self.take(x) if self.dim < x.ndim else x
+        if self.dim < x.ndim:
+            return self.take(x)
+        return x
 
     def put(self, x: Tensor, values: Tensor) -> None:
         """Writes what `take` returned."""
@@ -239,7 +243,9 @@ class Piece:
         if self.run is not None:
             return (*like.shape[: self.dim], len(self.run), *like.shape[self.dim + 1 :])
         length = len(self._get_index())
-        return (like.shape[0], length) if self.has_rows else (length,)
+        if self.has_rows:
+            return (like.shape[0], length)
+        return (length,)
 
     def _get_index(self) -> Tensor:
         assert self.index is not None

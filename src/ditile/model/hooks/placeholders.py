@@ -60,6 +60,7 @@ def turn_into_placeholder(module: nn.Module, kept: Iterable[str] = ()) -> Module
 def _copy_without_contents(module: nn.Module) -> nn.Module:
     copied = copy.copy(module)
     for name in ("_modules", "_parameters", "_buffers"):
+        # The copy shares the containers of its original otherwise.
         vars(copied)[name] = {}
     vars(copied)[_MARK] = True
     return copied
@@ -229,6 +230,7 @@ def _count_tensor_bytes(tensor: Any) -> int:
         return sum(_count_tensor_bytes(getattr(tensor, name)) for name in names)
     num_bytes = int(tensor.numel() * tensor.element_size())
     state = getattr(tensor, "quant_state", None)
+    # bitsandbytes may quantize the scales once more.
     while state is not None:
         num_bytes += _count_tensor_bytes(state.absmax)
         state = state.state2
