@@ -333,7 +333,8 @@ async def _answer_bad_parameter(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     problem = error.errors()[0]
     name = str(problem["loc"][-1])
-    return answer_error(RequestError(f"{name}: {problem['msg']}", param=name))
+    message = problem["msg"]
+    return answer_error(RequestError(f"{name}: {message}", param=name))
 
 
 async def _handle_client_disconnect(_: HttpRequest, error: Exception) -> Response:

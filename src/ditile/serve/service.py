@@ -258,13 +258,25 @@ class Service:
             reason = next(iter(self._failures.values())).message
         replicas = []
         for replica in self._replicas:
-            values = {"name": replica.name, "state": replica.state, "failure": None, "reason": None}
+            values = {
+                "name": replica.name,
+                "state": replica.state,
+                "failure": None,
+                "reason": None,
+            }
             failure = self._failures.get(replica.name)
             if failure is not None:
-                values |= {"failure": failure.code, "reason": failure.message}
+                values["failure"] = failure.code
+                values["reason"] = failure.message
             replicas.append(values)
         waiting, running = self._count_jobs()
-        return {"status": status, "reason": reason, "replicas": replicas, "running": running, "waiting": waiting}
+        return {
+            "status": status,
+            "reason": reason,
+            "replicas": replicas,
+            "running": running,
+            "waiting": waiting,
+        }
 
     def describe_plan(self) -> dict[str, Any]:
         """The plan, what was predicted, and the last measurement, in types of JSON."""

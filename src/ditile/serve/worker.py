@@ -262,7 +262,8 @@ class RankWorker:
     def _summarize_cache(self) -> list[dict[str, Any]]:
         if not self._has_cache:
             return []
-        return summarize_cache_reports([summary(self._runner, logging=False)])
+        report = summary(self._runner, logging=False)
+        return summarize_cache_reports([report])
 
     def _collect_trace(self) -> Files:
         """The Chrome trace of the last call, on rank 0; all ranks call it."""
@@ -279,7 +280,8 @@ class RankWorker:
         report = self._runner.report
         assert report is not None, "a call has ended"
         options = replace(request.options, model=self._setup.model)
-        texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, _decode_conditions(job))
+        conditions = _decode_conditions(job)
+        texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, conditions)
         if request.loras:
             texts["loras"] = json.dumps(request.loras)
         fps = choose_fps(self._pipe, options, call)

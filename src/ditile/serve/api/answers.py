@@ -40,6 +40,12 @@ NAMES_OF_OPTIONS = {
 STATUS_BY_FAILURE = {"refused": 422, "out_of_memory": 422, "timeout": 408, "cancelled": 409}
 # Seconds after which a client may try again while ranks start.
 NOT_READY_SECONDS = 5
+# Error of the service -> status, code, and after how many seconds it may be gone. The first that fits counts.
+_ANSWERS: list[tuple[type[DitileError], int, str, int | None]] = [
+    (RanksFailedError, 503, "ranks_failed", None),
+    (NotReadyError, 503, "not_ready", NOT_READY_SECONDS),
+    (JobNotFoundError, 404, "not_found", None),
+]
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
@@ -118,13 +124,9 @@ def convert_error(error: Exception) -> RequestError:
     message = str(error)
     if isinstance(error, QueueFullError):
         return RequestError(message, status=429, code="queue_full", retry_after=error.retry_after)
-    # Before `NotReadyError`, of which it is one.
-    if isinstance(error, RanksFailedError):
-        return RequestError(message, status=503, code="ranks_failed")
-    if isinstance(error, NotReadyError):
-        return RequestError(message, status=503, code="not_ready", retry_after=NOT_READY_SECONDS)
-    if isinstance(error, JobNotFoundError):
-        return RequestError(message, status=404, code="not_found")
+    for error_class, status, code, retry_after in _ANSWERS:
+        if isinstance(error, error_class):
+            return RequestError(message, status=status, code=code, retry_after=retry_after)
     if isinstance(error, ModelError | PlanError | LoadError):
         message = rename_options(message)
         # Messages about an option begin with it.
@@ -214,7 +216,8 @@ async def await_disconnect(http: HttpRequest) -> None:
 
 async def cancel_job_of_gone_client(service: Service, job: Job) -> None:
     """Cancels a job although the task of its request may be cancelled too."""
-    await asyncio.shield(asyncio.ensure_future(service.cancel(job.id, job.owner)))
+    cancelling = asyncio.ensure_future(service.cancel(job.id, job.owner))
+    await asyncio.shield(cancelling)
 
 
 async def _watch_until_end(service: Service, job: Job) -> Job:

@@ -52,7 +52,15 @@ OWN_VALUE = "Automatic"
 _LISTS = {
     "samplers": [{"name": OWN_VALUE, "aliases": [], "options": {}}],
     "schedulers": [{"name": OWN_VALUE.lower(), "label": OWN_VALUE, "aliases": None}],
-    "upscalers": [{"name": "None", "model_name": None, "model_path": None, "model_url": None, "scale": 1}],
+    "upscalers": [
+        {
+            "name": "None",
+            "model_name": None,
+            "model_path": None,
+            "model_url": None,
+            "scale": 1,
+        }
+    ],
 }
 _LORA = re.compile(r"<lora:([^:<>]{1,100})(?::([\d.]{1,10}))?(?::[^<>]{0,40})?>")
 _NUMBER = re.compile(r"\d*\.?\d+|\d+\.")
@@ -180,7 +188,14 @@ async def interrupt_jobs(http: HttpRequest) -> Response:
 async def list_sd_models(http: HttpRequest) -> Response:
     """The served model."""
     name = find_served_name(find_service(http).facts.name)
-    model = {"title": name, "model_name": name, "hash": None, "sha256": None, "filename": name, "config": None}
+    model = {
+        "title": name,
+        "model_name": name,
+        "hash": None,
+        "sha256": None,
+        "filename": name,
+        "config": None,
+    }
     return AsciiJSONResponse([model])
 
 
@@ -211,8 +226,11 @@ async def read_list(http: HttpRequest) -> Response:
 @router.get("/loras")
 async def list_loras(http: HttpRequest) -> Response:
     """The LoRAs that a prompt may name as <lora:name:scale>."""
-    names = sorted(await asyncio.to_thread(find_service(http).options.find_lora_files))
-    return AsciiJSONResponse([{"name": name, "alias": name, "path": name, "metadata": {}} for name in names])
+    files = await asyncio.to_thread(find_service(http).options.find_lora_files)
+    loras = []
+    for name in sorted(files):
+        loras.append({"name": name, "alias": name, "path": name, "metadata": {}})
+    return AsciiJSONResponse(loras)
 
 
 async def _generate_and_answer(

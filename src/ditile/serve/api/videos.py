@@ -101,7 +101,8 @@ async def read_video_content(
     if job.result is None:
         hint = "generate it again" if job.has_ended else "ask for its status until it is completed"
         raise RequestError(f"{job.id} is {STATUSES[job.state]}; {hint}", code="video_not_completed")
-    name = {"video": job.result.files[0], "thumbnail": POSTER, "spritesheet": SPRITESHEET}[variant]
+    names = {"thumbnail": POSTER, "spritesheet": SPRITESHEET}
+    name = names.get(variant, job.result.files[0])
     content = await asyncio.to_thread(find_service(http).read_output, job, name)
     media_type = MEDIA_TYPES[name.rpartition(".")[2]]
     return Response(content, media_type=media_type, headers={"x-content-type-options": "nosniff"})

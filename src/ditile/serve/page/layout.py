@@ -537,7 +537,8 @@ def _describe_settings(job: Job, result: JobResult, number: int) -> str:
         "LoRA": ", ".join(loras) or None,
         "seconds": f"{result.seconds.get('total', 0.0):.2f}",
     }
-    text = " · ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
+    parts = [f"{name} {value}" for name, value in settings.items() if value is not None]
+    text = " · ".join(parts)
     # As code, so that nothing of a prompt is markup.
     prompt = " ".join((options.prompt or "").replace("`", "'").split())
     return f"`{prompt[:300]}`\n\n{text}"
