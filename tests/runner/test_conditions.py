@@ -341,7 +341,7 @@ def test_a_plan_of_an_edit_is_verified_and_predicted(capsys: pytest.CaptureFixtu
     assert "proven" in capsys.readouterr().out
     words = ("--model", "shapes-flux", "--hardware", "l40-pcie", "--devices", "2")
     assert main.main(["plan", *words, "--image", "start.png"]) == 0
-    assert "not in the seconds: the 1 picture(s) that it starts from" in capsys.readouterr().out
+    assert "not in the seconds: the 1 image(s) that it starts from" in capsys.readouterr().out
     assert main.main(["plan", *words, "--image", "none.png"]) == 2
     assert "image='none.png' cannot be read as a picture" in capsys.readouterr().err
 

@@ -5,7 +5,7 @@
     bubble       seconds that the busiest stage waits for others even if messages take no time: filling and warmup
 
 The latency of the denoising loop is the sum of the three. A cache leaves out steps; a computed step among them fills
-the pipeline anew.
+the pipeline again.
 """
 
 from __future__ import annotations
