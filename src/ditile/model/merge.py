@@ -8,54 +8,54 @@ from ditile.plan.anatomy import LOCAL, REAL_PAIRS, Kinds, ListAnatomy, drop_furt
 from ditile.plan.errors import ModelError
 
 
-def merge_lists(where: str, one: ListAnatomy, other: ListAnatomy) -> ListAnatomy:
+def merge_lists(where: str, first: ListAnatomy, second: ListAnatomy) -> ListAnatomy:
     """The anatomy of two blocks of a list, which may differ only in what one of them does not have."""
     for name in ("image", "tokens", "has_no_batch", "is_tuple", "joint"):
-        if getattr(one, name) != getattr(other, name):
-            raise ModelError(f"{where} has {name}={getattr(one, name)!r} and {getattr(other, name)!r}")
-    attention = {**one.attention, **other.attention}
-    for path in one.attention.keys() & other.attention.keys():
-        attention[path] = _merge_attention(f"{where}.{path}", one.attention[path], other.attention[path])
+        if getattr(first, name) != getattr(second, name):
+            raise ModelError(f"{where} has {name}={getattr(first, name)!r} and {getattr(second, name)!r}")
+    attention = {**first.attention, **second.attention}
+    for path in first.attention.keys() & second.attention.keys():
+        attention[path] = _merge_attention(f"{where}.{path}", first.attention[path], second.attention[path])
     arguments = {}
-    for name in {**one.arguments, **other.arguments}:
-        arguments[name] = merge_kinds(f"{where}.{name}", one.arguments.get(name), other.arguments.get(name))
-    richer = one if len(one.returns) >= len(other.returns) else other
+    for name in {**first.arguments, **second.arguments}:
+        arguments[name] = merge_kinds(f"{where}.{name}", first.arguments.get(name), second.arguments.get(name))
+    richer = first if len(first.returns) >= len(second.returns) else second
     return replace(
-        one,
-        text=one.text or other.text,
+        first,
+        text=first.text or second.text,
         returns=richer.returns,
         arguments=arguments,
         attention=attention,
     )
 
 
-def merge_kinds(where: str, one: Kinds | None, other: Kinds | None) -> Kinds:
+def merge_kinds(where: str, first: Kinds | None, second: Kinds | None) -> Kinds:
     """The kinds of an argument's leaves; a call without the argument says nothing."""
-    if not one or not other or one == other:
-        return one or other or ()
-    if len(one) != len(other):
-        raise ModelError(f"{where} has {len(one)} values and {len(other)}")
-    return tuple(_merge_words(where, *words) for words in zip(one, other, strict=True))
+    if not first or not second or first == second:
+        return first or second or ()
+    if len(first) != len(second):
+        raise ModelError(f"{where} has {len(first)} values and {len(second)}")
+    return tuple(_merge_words(where, *words) for words in zip(first, second, strict=True))
 
 
-def _merge_attention(where: str, one: Kinds, other: Kinds) -> Kinds:
+def _merge_attention(where: str, first: Kinds, second: Kinds) -> Kinds:
     """The kinds of a module's attention calls, which have further keys in one pipeline and may have none in another."""
     # Nothing is done in local calls, however many a config makes.
-    if {*one, *other} == {LOCAL}:
-        return min(one, other, key=len)
-    if _has_real_pairs(one) != _has_real_pairs(other):
+    if {*first, *second} == {LOCAL}:
+        return min(first, second, key=len)
+    if _has_real_pairs(first) != _has_real_pairs(second):
         # A mask of pairs that says more than which keys are real: it is whole in every pipeline then.
-        one = tuple(kind.removesuffix(REAL_PAIRS) for kind in one)
-        other = tuple(kind.removesuffix(REAL_PAIRS) for kind in other)
-    error = ModelError(f"{where} attends to {one} and to {other}")
-    if len(one) != len(other):
+        first = tuple(kind.removesuffix(REAL_PAIRS) for kind in first)
+        second = tuple(kind.removesuffix(REAL_PAIRS) for kind in second)
+    error = ModelError(f"{where} attends to {first} and to {second}")
+    if len(first) != len(second):
         raise error
     merged = []
-    for kind, other_kind in zip(one, other, strict=True):
-        if kind == other_kind or other_kind == drop_further_keys(kind):
+    for kind, second_kind in zip(first, second, strict=True):
+        if kind == second_kind or second_kind == drop_further_keys(kind):
             merged.append(kind)
-        elif kind == drop_further_keys(other_kind):
-            merged.append(other_kind)
+        elif kind == drop_further_keys(second_kind):
+            merged.append(second_kind)
         else:
             raise error
     return tuple(merged)
@@ -65,31 +65,31 @@ def _has_real_pairs(kinds: Kinds) -> bool:
     return any(kind.endswith(REAL_PAIRS) for kind in kinds)
 
 
-def _merge_words(where: str, one: str, other: str) -> str:
-    if not one or not other:
-        return one or other
-    if "|" not in one + other and len(one) == len(other):
-        where = f"{where} ({one}, {other})"
-        return "".join(_merge_letters(where, *letters) for letters in zip(one, other, strict=True))
+def _merge_words(where: str, first: str, second: str) -> str:
+    if not first or not second:
+        return first or second
+    if "|" not in first + second and len(first) == len(second):
+        where = f"{where} ({first}, {second})"
+        return "".join(_merge_letters(where, *letters) for letters in zip(first, second, strict=True))
     # An argument that calls give with another number of dimensions has a word for each number.
-    words = {len(word): word for word in one.split("|")}
-    for word in other.split("|"):
+    words = {len(word): word for word in first.split("|")}
+    for word in second.split("|"):
         if len(word) in words:
             word = _merge_words(where, words[len(word)], word)
         words[len(word)] = word
     return "|".join(words[length] for length in sorted(words))
 
 
-def _merge_letters(where: str, one: str, other: str) -> str:
+def _merge_letters(where: str, first: str, second: str) -> str:
     # A length that did not change in the calls of one pipeline may do so in those of another.
     for weak in ("1", ".", "C"):
-        if one == weak:
-            return other
-        if other == weak:
-            return one
+        if first == weak:
+            return second
+        if second == weak:
+            return first
     # Whole for a mask of pairs, from which attention picks.
-    if "K" in (one, other):
+    if "K" in (first, second):
         return "K"
-    if one != other:
+    if first != second:
         raise ModelError(f"{where} has kinds that contradict each other")
-    return one
+    return first
