@@ -61,9 +61,9 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
         (f"{FLUX} --interlink 10Gbit", "interlink='10Gbit' joins hosts, and there is one; add --hosts N"),
         ("--hosts 2", "hosts=2 are joined by a link; measure it with `ditile calibrate`"),
         (f"{FLUX} --devices 1 --price pipefusion=2", "'pipefusion=2' needs 2 devices, and there are devices=1"),
-        (f"{FLUX} --devices 0", "devices=0 should be greater than or equal to 1"),
-        (f"{FLUX} --devices 1000000007", "devices=1000000007 should be less than or equal to 1024"),
-        (f"{FLUX} --steps 100000", "steps=100000 should be less than or equal to 1000; try steps=1000"),
+        (f"{FLUX} --devices 0", "--devices: '0' should be greater than or equal to 1"),
+        (f"{FLUX} --devices 1000000007", "'1000000007' should be less than or equal to 1024"),
+        (f"{FLUX} --steps 100000", "'100000' should be less than or equal to 1000"),
         (f"{FLUX} --memory many", "memory='many' is no amount; write 48GB or 40GiB"),
         (f"{FLUX} --memory 1GB --price pipefusion=2", "needs 27.55 GB a device, and there are 1.00 GB"),
         (f"{FLUX} --memory 2GB", "offload=blocks' needs least"),
@@ -77,7 +77,7 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
         (f"{FLUX} --warmup 2 --price pipefusion=2", "warmup=2 is for a search; say it in price='pipefusion=2'"),
         (f"{FLUX} --price ", "price='' says nothing; write name=value"),
         ("--hardware l40-pcie --price pipefusion=99", "pipefusion=99 exceeds the 12 blocks of"),
-        (f"{FLUX} --guidance nan", "guidance=nan should be a finite number; try guidance=3.5"),
+        (f"{FLUX} --guidance nan", "'nan' should be a finite number, such as 3.5"),
         (f"{FLUX} --cache F=1 --hit-rate 2", "'2' should be less than or equal to 1, such as 0.5"),
         (f"{FLUX} --hit-rate 0.5", "hit_rate=0.5 is for a cache; add --cache LINE"),
         (f"{FLUX} --cache R=0.1", "decides by what it measures; say which share"),
@@ -97,7 +97,7 @@ def test_guidance_is_a_finite_number(value: str, capsys: pytest.CaptureFixture[s
     """A failure means a picture of nothing, after all its steps."""
     assert main(["generate", "a red circle", "--dry-run", "--guidance", value]) == 2
     shown = capsys.readouterr().err
-    assert f"guidance={value} should be a finite number" in shown and shown.count("\n") == 1
+    assert f"{value!r} should be a finite number" in shown and shown.count("\n") == 1
 
 
 def test_a_number_has_its_divisors_in_order() -> None:

@@ -155,7 +155,9 @@ def describe_wrong_value(
     limits = rows[0].get("ctx", {})
     for proposed in (example, limits.get("ge"), limits.get("le"), default):
         if proposed is not None:
-            return f"{name}={value!r} should be {join_expectations(rows)}; try {name}={proposed}"
+            # Of "image='0x5': width" the last word is the name.
+            own_name = name.rpartition(" ")[2]
+            return f"{name}={value!r} should be {join_expectations(rows)}; try {own_name}={proposed}"
     return f"{name}={value!r} should be {join_expectations(rows)}"
 
 
