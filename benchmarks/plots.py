@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from benchmarks.cache_settings import OURS, THEIRS
 from benchmarks.sweep_figures import set_logarithmic_scale
 from ditile.measure.evaluate.figures import draw_tradeoff
 from ditile.measure.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
+from ditile.measure.rows import Row, list_values
 from ditile.plan.schedule import MicroStep, Schedule
 
 FRESH, STALE = "#4477aa", "#dddddd"
@@ -48,64 +50,73 @@ def save_figure(figure: Any, out: Path) -> None:
 
 def draw_gantt_chart(trace: Path, out: Path, steps: range) -> None:
     """Draws the computed micro-steps of each stage, one colour per patch; waiting is hatched."""
-    slices = [e for e in json.loads(trace.read_text("utf-8"))["traceEvents"] if e["ph"] == "X"]
-    shown = [e for e in slices if e["args"]["step"] in steps and e["cat"] in ("compute", "receive", "take")]
-    stages = 1 + max(e["tid"] for e in shown)
-    origin = min(e["ts"] for e in shown if e["cat"] == "compute")
+    events = []
+    for event in json.loads(trace.read_text("utf-8"))["traceEvents"]:
+        # Only slices have a duration.
+        if event["ph"] == "X" and event["args"]["step"] in steps and event["cat"] in ("compute", "receive", "take"):
+            events.append(event)
+    computed = [event for event in events if event["cat"] == "compute"]
+    origin = min(list_values(computed, "ts"))
+    stages = 1 + max(list_values(events, "tid"))
     figure, axes = plt.subplots(figsize=(11, 0.6 * stages + 1.2))
-    for event in shown:
+    for event in events:
         _draw_event_bar(axes, event, origin)
     axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
-    axes.set_xlim(0, max(e["ts"] + e["dur"] - origin for e in shown if e["cat"] == "compute") / 1e3)
-    title = (
-        f"steps {steps.start} to {steps.stop - 1}: grey = whole synchronous step, colours = patches, hatched = waiting"
-    )
-    axes.set_title(title, fontsize=10)
+    end = max(event["ts"] + event["dur"] for event in computed)
+    axes.set_xlim(0, (end - origin) / 1e3)
+    span = f"steps {steps.start} to {steps.stop - 1}"
+    axes.set_title(f"{span}: grey = whole synchronous step, colours = patches, hatched = waiting", fontsize=10)
     save_figure(figure, out)
 
 
 def freshness(patches: int, out: Path) -> None:
     """Draws which patches' keys are fresh in each micro-step of a step (figure 4 of arXiv 2405.14430)."""
     schedule = Schedule(stages=patches, patches=patches, steps=3, warmup=1)
-    figure, rows = plt.subplots(2, 1, figsize=(8, 3.4))
-    own = [tuple(int(q != p) for q in range(patches)) for p in range(patches)]
-    ours = [schedule.compute_key_ages(MicroStep(1, p)) for p in range(patches)]
-    for axes, ages, title in zip(rows, (ours, own), ("PipeFusion", "DistriFusion"), strict=True):
-        _draw_key_ages(axes, ages)
-        axes.set_title(
-            f"{title}: keys of each patch while patch p is computed (blue fresh, grey one step old)",
-            fontsize=9,
-        )
+    pipefusion = []
+    distrifusion = []
+    for patch in range(patches):
+        pipefusion.append(schedule.compute_key_ages(MicroStep(1, patch)))
+        # All keys but the patch's own are a step old.
+        ages = [1] * patches
+        ages[patch] = 0
+        distrifusion.append(ages)
+    figure, (first, second) = plt.subplots(2, 1, figsize=(8, 3.4))
+    for axes, ages_of_patches, method in ((first, pipefusion, "PipeFusion"), (second, distrifusion, "DistriFusion")):
+        _draw_key_ages(axes, ages_of_patches)
+        title = f"{method}: keys of each patch while patch p is computed (blue fresh, grey one step old)"
+        axes.set_title(title, fontsize=9)
     save_figure(figure, out)
 
 
 def draw_pareto_panels(files: Sequence[Path], out: Path) -> None:
     """Draws PSNR over speed-up, a panel for each model and number of steps: every setting, and each engine's front."""
-    rows = [row for row in average_image_rows(row for path in files for row in read_image_rows(path)) if row["engine"]]
-    panels = sorted({(row["model"], row["steps"]) for row in rows})
+    image_rows: list[Row] = []
+    for path in files:
+        image_rows += read_image_rows(path)
+    panels: dict[tuple[str, int], list[Row]] = {}
+    for row in average_image_rows(image_rows):
+        # The plain pipeline has no engine.
+        if row["engine"]:
+            panels.setdefault((row["model"], row["steps"]), []).append(row)
     figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 4.2), squeeze=False)
-    for axes, (model, steps) in zip(grid[0], panels, strict=True):
-        here = [row for row in rows if (row["model"], row["steps"]) == (model, steps)]
+    for axes, (model, steps) in zip(grid[0], sorted(panels), strict=True):
+        rows = panels[model, steps]
         for engine, colour, marker in ((THEIRS, "#cc3311", "s"), (OURS, "#004488", "o")):
-            mine = [row for row in here if row["engine"] == engine]
-            if not mine:
+            engine_rows = [row for row in rows if row["engine"] == engine]
+            if not engine_rows:
                 continue
-            speed, quality = ([row[name] for row in mine] for name in ("speedup", "psnr"))
-            axes.scatter(speed, quality, s=16, color=colour, marker=marker, alpha=0.45, lw=0)
-            axes.plot(
-                *zip(*find_speed_quality_front(mine, engine), strict=True),
-                color=colour,
-                marker=marker,
-                ms=4.5,
-                lw=1.6,
-                label=engine,
+            speedups = list_values(engine_rows, "speedup")
+            axes.scatter(
+                speedups, list_values(engine_rows, "psnr"), s=16, color=colour, marker=marker, alpha=0.45, lw=0
             )
-        captions = max(row["captions"] for row in here)
+            front = zip(*find_speed_quality_front(engine_rows, engine), strict=True)
+            axes.plot(*front, color=colour, marker=marker, ms=4.5, lw=1.6, label=engine)
+        captions = max(list_values(rows, "captions"))
         axes.set_title(f"{model}, {steps} steps, {captions} captions", fontsize=10)
-        axes.set_xlabel("speed-up over no cache (times, whole picture)")
-        axes.set_ylabel("mean PSNR to the picture without a cache (dB)")
+        axes.set_xlabel("speed-up over no cache (times, whole image)")
+        axes.set_ylabel("mean PSNR to the image without a cache (dB)")
         axes.grid(alpha=0.3)
         axes.legend(frameon=False)
     save_figure(figure, out)
@@ -115,16 +126,18 @@ def draw_pareto_panels(files: Sequence[Path], out: Path) -> None:
 
 def scaling(panels: Mapping[str, Mapping[str, Mapping[int, float]]], out: Path) -> None:
     """Draws seconds over devices, both logarithmic, a panel for each title and a line for each group of methods."""
-    figure, grid = plt.subplots(-(-len(panels) // 2), 2, figsize=(10.4, 3.9 * -(-len(panels) // 2)), squeeze=False)
+    num_rows = math.ceil(len(panels) / 2)
+    figure, grid = plt.subplots(num_rows, 2, figsize=(10.4, 3.9 * num_rows), squeeze=False)
     for axes, (title, groups) in zip(grid.flat, panels.items(), strict=False):
-        for k, (name, seconds) in enumerate(groups.items()):
+        devices = set[int]()
+        for (name, seconds), marker in zip(groups.items(), MARKERS, strict=False):
+            devices |= seconds.keys()
             if seconds:
                 colour = GROUP_COLOURS.get(name, ONE_RANK_COLOUR)
-                axes.plot(list(seconds), list(seconds.values()), color=colour, marker=MARKERS[k], ms=5, label=name)
-        devices = sorted({count for seconds in groups.values() for count in seconds})
+                axes.plot(list(seconds), list(seconds.values()), color=colour, marker=marker, ms=5, label=name)
         axes.set_xscale("log", base=2)
         set_logarithmic_scale(axes)
-        axes.set_xticks(devices, list(map(str, devices)))
+        axes.set_xticks(sorted(devices), list(map(str, sorted(devices))))
         axes.set_xlabel("devices")
         axes.set_ylabel("predicted latency (s)")
         axes.set_title(title, fontsize=9.5)
@@ -167,47 +180,45 @@ def main() -> None:
     bars = kinds.add_parser("suite")
     bars.add_argument("file", type=Path)
     bars.add_argument("out", type=Path)
-    given = parser.parse_args()
-    if given.kind == "suite":
-        draw_suite_bars(given.file, given.out)
-    elif given.kind == "tradeoff":
-        draw_tradeoff(json.loads(given.file.read_text("utf-8")), given.out)
-    elif given.kind == "pareto":
-        draw_pareto_panels(given.files, given.out)
-    elif given.kind == "freshness":
-        freshness(given.patches, given.out)
+    options = parser.parse_args()
+    if options.kind == "suite":
+        draw_suite_bars(options.file, options.out)
+    elif options.kind == "tradeoff":
+        draw_tradeoff(json.loads(options.file.read_text("utf-8")), options.out)
+    elif options.kind == "pareto":
+        draw_pareto_panels(options.files, options.out)
+    elif options.kind == "freshness":
+        freshness(options.patches, options.out)
     else:
-        first, _, last = given.steps.partition("-")
-        draw_gantt_chart(given.trace, given.out, range(int(first), int(last or first) + 1))
+        first, _, last = options.steps.partition("-")
+        draw_gantt_chart(options.trace, options.out, range(int(first), int(last or first) + 1))
 
 
 def _draw_event_bar(axes: Any, event: dict[str, Any], origin: float) -> None:
     start = (event["ts"] - origin) / 1e3
     width = event["dur"] / 1e3
-    patch = event["args"]["patch"]
+    stage = event["tid"]
     if event["cat"] != "compute":
-        axes.barh(event["tid"], width, left=start, height=0.3, color="none", edgecolor="#999999", hatch="////", lw=0)
+        axes.barh(stage, width, left=start, height=0.3, color="none", edgecolor="#999999", hatch="////", lw=0)
         return
-    colour = "#888888" if patch is None else PATCH_COLOURS[patch % len(PATCH_COLOURS)]
-    axes.barh(event["tid"], width, left=start, height=0.8, color=colour, edgecolor="white", lw=0.5)
-    axes.text(
-        start + width / 2,
-        event["tid"],
-        "all" if patch is None else patch,
-        ha="center",
-        va="center",
-        fontsize=7,
-    )
+    patch = event["args"]["patch"]
+    colour = "#888888"
+    label = "all"
+    if patch is not None:
+        colour = PATCH_COLOURS[patch % len(PATCH_COLOURS)]
+        label = str(patch)
+    axes.barh(stage, width, left=start, height=0.8, color=colour, edgecolor="white", lw=0.5)
+    axes.text(start + width / 2, stage, label, ha="center", va="center", fontsize=7)
 
 
-def _draw_key_ages(axes: Any, ages: Sequence[Sequence[int]]) -> None:
-    patches = len(ages)
-    for column, of_patch in enumerate(ages):
-        for row, age in enumerate(of_patch):
+def _draw_key_ages(axes: Any, ages_of_patches: Sequence[Sequence[int]]) -> None:
+    patches = range(len(ages_of_patches))
+    for column, ages in enumerate(ages_of_patches):
+        for row, age in enumerate(ages):
             colour = STALE if age else FRESH
             axes.barh(row, 0.9, left=column * 1.2, height=0.9, color=colour)
-    axes.set_xticks([1.2 * p + 0.45 for p in range(patches)], [f"p = {p}" for p in range(patches)], fontsize=8)
-    axes.set_yticks(range(patches), [f"patch {p}" for p in range(patches)], fontsize=8)
+    axes.set_xticks([1.2 * patch + 0.45 for patch in patches], [f"p = {patch}" for patch in patches], fontsize=8)
+    axes.set_yticks(patches, [f"patch {patch}" for patch in patches], fontsize=8)
     axes.invert_yaxis()
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

@@ -40,50 +40,55 @@ PLANS = ("plain", "references=1", "references=4", "references=2", "references=0"
 class ReferenceJob:
     """What is measured."""
 
-    pictures: int = define_option(4, "pictures, each of a held-out caption with the picture of another one")
-    size: int = define_option(256, "pixels of the side of picture and reference")
+    pictures: int = define_option(4, "images, each of a held-out caption with the image of another one")
+    size: int = define_option(256, "pixels of the side of image and reference")
     steps: int = define_option(20, "denoising steps")
     out: str | None = define_option(None, "write the rows as JSON", metavar="FILE")
 
 
-def draw_under_plans(wanted: ReferenceJob, plans: Sequence[str]) -> list[dict[str, Any]]:
+def generate_under_plans(job: ReferenceJob, plans: Sequence[str]) -> list[dict[str, Any]]:
     """The seconds of the loop and the PSNR against the first plan, which is plain, of each plan; medians."""
     base = load(MODEL)
     base.set_progress_bar_config(disable=True)
     pipe = diffusers.FluxKontextPipeline(**base.components)
     pipe.set_progress_bar_config(disable=True)
-    options = {**defaults(MODEL), "height": wanted.size, "width": wanted.size, "num_inference_steps": wanted.steps}
-    captions = list_captions(MODEL, wanted.pictures + 1)
+    size = {"height": job.size, "width": job.size}
+    call = defaults(MODEL) | size | {"num_inference_steps": job.steps}
+    captions = list_captions(MODEL, job.pictures + 1)
     seconds: dict[str, list[float]] = {plan: [] for plan in plans}
     psnr: dict[str, list[float]] = {plan: [] for plan in plans}
-    for index in range(wanted.pictures):
-        seed = {"generator": torch.Generator().manual_seed(1000 + index)}
-        reference = base(captions[index + 1], **(options | seed)).images[0]
-        more = {"image": reference, "max_area": wanted.size**2, "_auto_resize": False}
-        plain: Any = None
+    for index in range(job.pictures):
+        generator = torch.Generator().manual_seed(1000 + index)
+        reference = base(captions[index + 1], **call, generator=generator).images[0]
+        edit = call | {"image": reference, "max_area": job.size**2, "_auto_resize": False}
+        plain = None
         for plan in plans:
-            drawn, taken = draw_with_reference(pipe, plan, captions[index], options | more, seed=index)
-            plain = drawn if plain is None else plain
-            seconds[plan].append(taken)
-            psnr[plan].append(float(compute_psnr(plain[None], drawn[None])[0]))
-    return [
-        {
-            "plan": plan,
-            "seconds": median(seconds[plan]),
-            "speedup": median(a / b for a, b in zip(seconds[plans[0]], seconds[plan], strict=True)),
-            "psnr": median(psnr[plan]) if index else None,
-        }
-        for index, plan in enumerate(plans)
-    ]
+            image, loop_s = generate_with_reference(pipe, plan, captions[index], edit, seed=index)
+            if plain is None:
+                plain = image
+            seconds[plan].append(loop_s)
+            psnr[plan].append(float(compute_psnr(plain[None], image[None])[0]))
+    rows = []
+    for plan in plans:
+        # Ratios of the same caption.
+        ratios = [plain_s / loop_s for plain_s, loop_s in zip(seconds[plans[0]], seconds[plan], strict=True)]
+        row = {"plan": plan, "seconds": median(seconds[plan]), "speedup": median(ratios), "psnr": None}
+        if plan != plans[0]:
+            row["psnr"] = median(psnr[plan])
+        rows.append(row)
+    return rows
 
 
-def draw_with_reference(pipe: Any, plan: str, caption: str, options: Mapping[str, Any], seed: int) -> tuple[Any, float]:
-    """A picture `[H, W, 3]` of bytes, and the seconds of its denoising loop."""
-    runner = parallelize(pipe, Plan() if plan == "plain" else Plan.parse(plan))
-    drawn = runner(prompt=caption, **options, generator=torch.Generator().manual_seed(seed)).images[0]
-    taken = runner.report.seconds["denoise"]
+def generate_with_reference(
+    pipe: Any, plan: str, caption: str, call: Mapping[str, Any], seed: int
+) -> tuple[Any, float]:
+    """An image `[H, W, 3]` of bytes, and the seconds of its denoising loop."""
+    parsed = Plan() if plan == "plain" else Plan.parse(plan)
+    runner = parallelize(pipe, parsed)
+    image = runner(prompt=caption, **call, generator=torch.Generator().manual_seed(seed)).images[0]
+    seconds = runner.report.seconds["denoise"]
     runner.restore()
-    return np.asarray(drawn), taken
+    return np.asarray(image), seconds
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -99,11 +104,11 @@ def main() -> None:
     """Measures, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, ReferenceJob, title="options")
-    wanted = ReferenceJob(**collect_arguments(ReferenceJob, parser.parse_args()))
-    rows = draw_under_plans(wanted, PLANS)
+    job = ReferenceJob(**collect_arguments(ReferenceJob, parser.parse_args()))
+    rows = generate_under_plans(job, PLANS)
     show_rows(rows)
-    if wanted.out is not None:
-        files.write_json_file(Path(wanted.out), rows)
+    if job.out is not None:
+        files.write_json_file(Path(job.out), rows)
 
 
 if __name__ == "__main__":

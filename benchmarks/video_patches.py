@@ -2,10 +2,10 @@
 
     python -m benchmarks.video_patches --captions 20 --patches 2,4
 
-The bundled video model draws held-out captions in one process, and its self-attention is given the keys that a patch
-would see under a plan: what is not fresh is of the step before. PSNR is against the same noise without stale keys, over
-all frames of a clip. The controls attend to their own patch alone. For rows, `pipefusion` here is what ditile draws
-(see the tests); runs are simulated only.
+The bundled video model generates held-out captions in one process, and its self-attention is given the keys that a
+patch would see under a plan: what is not fresh is of the step before. PSNR is against the same noise without stale
+keys, over all frames of a clip. The controls attend to their own patch alone. For rows, `pipefusion` here is what
+ditile generates (see the tests); runs are simulated only.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ Clips = NDArray[np.uint8]  # [N, F, H, W, 3]
 MODEL = "shapes-wan"
 METHODS = ("pipefusion", "distrifusion", "own patch only")
 CUTS = ("runs", "rows")
-GRID = (3, 8, 8)  # frames, rows, columns of tokens of the model's clips
+GRID = (3, 8, 8)
+"""Frames, rows and columns of tokens of the model's clips."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +61,10 @@ def number_patches(cut: str, patches: int, grid: tuple[int, int, int] = GRID) ->
     """The patch of each token, `[tokens]`, in the order of the sequence."""
     frames, rows, columns = grid
     if cut == "runs":
-        return torch.arange(frames * rows * columns) * patches // (frames * rows * columns)
-    of_rows = torch.arange(rows) * patches // rows
-    return of_rows.view(1, rows, 1).expand(frames, rows, columns).flatten()
+        tokens = frames * rows * columns
+        return torch.arange(tokens) * patches // tokens
+    patch_of_row = torch.arange(rows) * patches // rows
+    return patch_of_row.view(1, rows, 1).expand(grid).flatten()
 
 
 class StaleAttention(TorchFunctionMode):
@@ -85,17 +87,20 @@ class StaleAttention(TorchFunctionMode):
         self._transformer_calls = self._layer = 0
 
     def end_transformer_call(self, *_: Any) -> None:
-        """A hook behind the transformer."""
+        """A hook after the transformer."""
         self._transformer_calls = self._transformer_calls + 1
         self._layer = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Attends; everything else is as ever."""
+        """Attends; every other function runs as it is."""
         named = dict(kwargs or {})
         if func is not scaled_dot_product_attention:
             return func(*args, **named)
-        q, k, v = args if args else (named.pop(name) for name in ("query", "key", "value"))
+        if not args:
+            args = [named.pop(name) for name in ("query", "key", "value")]
+        q, k, v = args
         tokens = len(self._of_patch)
+        # Cross-attention has other keys.
         if (q.shape[-2], k.shape[-2]) != (tokens, tokens):
             return func(q, k, v, **named)
         key = (self._transformer_calls % self._calls, self._layer)
@@ -108,42 +113,43 @@ class StaleAttention(TorchFunctionMode):
         for patch in range(int(self._of_patch.max()) + 1):
             own = self._of_patch == patch
             if self._method == "own patch only":
-                seen = k[..., own, :], v[..., own, :]
+                keys = k[..., own, :]
+                values = v[..., own, :]
             else:
-                fresh = (self._of_patch <= patch if self._method == "pipefusion" else own)[:, None]
-                seen = torch.where(fresh, k, old[0]), torch.where(fresh, v, old[1])
-            out[..., own, :] = func(q[..., own, :], *seen, **named)
+                fresh = own[:, None]
+                if self._method == "pipefusion":
+                    # Earlier patches of this step have passed through the layer already.
+                    fresh = (self._of_patch <= patch)[:, None]
+                keys = torch.where(fresh, k, old[0])
+                values = torch.where(fresh, v, old[1])
+            out[..., own, :] = func(q[..., own, :], keys, values, **named)
         return out
 
 
-def draw_clips(
+def generate_clips(
     pipe: Any, captions: Sequence[str], steps: int, make_attention: Callable[[], StaleAttention] | None = None
 ) -> Clips:
     """One clip a caption, whose place in the list is its seed, attended to so."""
     clips = []
+    call = defaults(MODEL) | {"num_inference_steps": steps, "output_type": "np"}
     for index, caption in enumerate(captions):
-        attention = contextlib.nullcontext() if make_attention is None else make_attention()
-        handle = None
-        if isinstance(attention, StaleAttention):
-            handle = pipe.transformer.register_forward_hook(attention.end_transformer_call)
-        with attention:
-            out = pipe(
-                caption, output_type="np", generator=torch.Generator().manual_seed(index),
-                **defaults(MODEL) | {"num_inference_steps": steps},
-            )  # fmt: skip
-        if handle is not None:
-            handle.remove()
+        with contextlib.ExitStack() as stack:
+            if make_attention is not None:
+                attention = stack.enter_context(make_attention())
+                handle = pipe.transformer.register_forward_hook(attention.end_transformer_call)
+                stack.callback(handle.remove)
+            out = pipe(caption, generator=torch.Generator().manual_seed(index), **call)
         clips.append(np.rint(out.frames[0] * 255).astype(np.uint8))
     return np.stack(clips)
 
 
 def measure_cuts(pipe: Any, captions: Sequence[str], job: CutJob) -> Iterator[dict[str, Any]]:
     """A row for one process, and for each number of patches, method and cut."""
-    reference = draw_clips(pipe, captions, job.steps)
+    reference = generate_clips(pipe, captions, job.steps)
     yield {"method": "one process", "all_right": score_clips(list(reference), captions)["all_right"]}
     for patches, method, cut in itertools.product(map(int, job.patches.split(",")), METHODS, CUTS):
         make = functools.partial(StaleAttention, number_patches(cut, patches), method, job.warmup)
-        clips = draw_clips(pipe, captions, job.steps, make)
+        clips = generate_clips(pipe, captions, job.steps, make)
         decibels = compute_psnr(_join_frames(clips), _join_frames(reference))
         yield {
             "method": method,
@@ -157,20 +163,24 @@ def measure_cuts(pipe: Any, captions: Sequence[str], job: CutJob) -> Iterator[di
 
 
 def _join_frames(clips: Clips) -> Clips:
-    """One high picture a clip, `[N, F * H, W, 3]`."""
+    """One high image a clip, `[N, F * H, W, 3]`."""
     return clips.reshape(clips.shape[0], -1, *clips.shape[3:])
 
 
-def make_cuts_table(found: Sequence[dict[str, Any]]) -> Table:
+def make_cuts_table(rows: Sequence[dict[str, Any]]) -> Table:
     """Both cuts side by side."""
-    cells = {(row["patches"], row["method"], row["cut"]): row for row in found if "cut" in row}
-    shown = Table("patches", "method")
+    table = Table("patches", "method")
     for cut in CUTS:
-        shown.add_column(f"{cut}: mean PSNR, dB (error; lowest)", justify="right")
-    for patches, method in dict.fromkeys((patches, method) for patches, method, _ in cells):
-        rows = [cells[patches, method, cut] for cut in CUTS]
-        shown.add_row(str(patches), method, *(f"{r['psnr']:.1f} ({r['error']:.1f}; {r['psnr_min']:.1f})" for r in rows))
-    return shown
+        table.add_column(f"{cut}: mean PSNR, dB (error; lowest)", justify="right")
+    lines: dict[tuple[int, str], dict[str, str]] = {}
+    for row in rows:
+        # One process has no cut.
+        if "cut" in row:
+            line = lines.setdefault((row["patches"], row["method"]), {})
+            line[row["cut"]] = f"{row['psnr']:.1f} ({row['error']:.1f}; {row['psnr_min']:.1f})"
+    for (patches, method), line in lines.items():
+        table.add_row(str(patches), method, *(line[cut] for cut in CUTS))
+    return table
 
 
 def main() -> None:
@@ -179,14 +189,14 @@ def main() -> None:
     add_arguments(parser, CutJob, title="job")
     job = CutJob(**collect_arguments(CutJob, parser.parse_args()))
     pipe: Any = load(MODEL)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     pipe.set_progress_bar_config(disable=True)
     for row in measure_cuts(pipe, list_captions(MODEL, job.captions), job):
-        found.append(row)
+        rows.append(row)
         print(json.dumps(row), flush=True)
         if job.out is not None:
-            files.write_json_file(Path(job.out), found)
-    Console(width=100).print(make_cuts_table(found))
+            files.write_json_file(Path(job.out), rows)
+    Console(width=100).print(make_cuts_table(rows))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Sample captions with a bundled model and check the pictures or clips: `python -m training.evaluate shapes-pixart
+"""Sample captions with a bundled model and check the images or clips: `python -m training.evaluate shapes-pixart
 --captions 200`.
 
 Runs the unmodified diffusers pipeline of src/ditile/model/assets/<model> (or of --folder) with the defaults of its
@@ -54,29 +54,35 @@ def list_captions(model: str, count: int) -> list[str]:
 
 
 def sample(pipe: Any, captions: list[str], call: dict[str, Any], *, batch: int, seed: int) -> list[Image | Video]:
-    """One picture or clip a caption; the noise of picture i depends on the seed and i only."""
+    """One image or clip a caption; the noise of image i depends on the seed and i only."""
     images: list[Image | Video] = []
     for start in range(0, len(captions), batch):
         part = captions[start : start + batch]
         generators = [torch.Generator().manual_seed(seed + start + i) for i in range(len(part))]
-        negative = {"negative_prompt": [call["negative_prompt"]] * len(part)} if "negative_prompt" in call else {}
-        out = pipe(prompt=part, generator=generators, output_type="np", **{**call, **negative})
-        drawn = out.frames if hasattr(out, "frames") else out.images
-        images += list(np.rint(drawn * 255).astype(np.uint8))
+        own: dict[str, Any] = {"prompt": part, "generator": generators, "output_type": "np"}
+        if "negative_prompt" in call:
+            own["negative_prompt"] = [call["negative_prompt"]] * len(part)
+        out = pipe(**call | own)
+        pixels = out.frames if hasattr(out, "frames") else out.images
+        images += list(np.rint(pixels * 255).astype(np.uint8))
     return images
 
 
 def sheet(images: list[Image], columns: int = 8) -> Pillow.Image:
-    """The pictures side by side, in full rows."""
-    rows = [
-        np.concatenate(images[i : i + columns], axis=1) for i in range(0, len(images) // columns * columns, columns)
-    ]
+    """The images side by side, in full rows."""
+    rows = []
+    for start in range(0, len(images) // columns * columns, columns):
+        rows.append(np.concatenate(images[start : start + columns], axis=1))
     return Pillow.fromarray(np.concatenate(rows, axis=0))
 
 
 def clip_sheet(videos: list[Video], columns: int = 2) -> Pillow.Image:
     """Some frames of each clip side by side, in full rows."""
-    strips = [np.concatenate([np.pad(v[k], ((1, 1), (1, 1), (0, 0))) for k in FRAMES_SHOWN], axis=1) for v in videos]
+    border = ((1, 1), (1, 1), (0, 0))
+    strips = []
+    for video in videos:
+        frames = [np.pad(video[place], border) for place in FRAMES_SHOWN]
+        strips.append(np.concatenate(frames, axis=1))
     return sheet(strips, columns)
 
 
@@ -85,29 +91,38 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads)
     folder = args.folder or ASSETS / args.model
-    pipe = load_pipeline(folder, args.transformer, torch.float32 if args.fp32 else torch.bfloat16)
+    dtype = torch.float32 if args.fp32 else torch.bfloat16
+    pipe = load_pipeline(folder, args.transformer, dtype)
     defaults = json.loads((folder / "generation.json").read_text())
     defaults.pop(FRAME_RATE, None)
     guidance_name = GUIDANCE[type(pipe).__name__]
     captions = list_captions(args.model, args.captions)
     for size in args.sizes or [f"{defaults['height']}x{defaults['width']}"]:
-        height, width = (int(x) for x in size.split("x"))
+        height, width = map(int, size.split("x"))
         for guidance in args.guidance or [defaults[guidance_name]]:
             call = defaults | {"height": height, "width": width, guidance_name: guidance}
             call["num_inference_steps"] = args.steps or defaults["num_inference_steps"]
-            cpu = time.process_time()
+            began = time.process_time()
             images = sample(pipe, captions, call, batch=args.batch, seed=args.seed)
-            cpu = (time.process_time() - cpu) / len(images)
-            items = score_clips(images, captions) if args.model == "shapes-wan" else score_images(images, captions)
-            row = {"model": args.model, "pixels": size, "guidance": guidance, "n": len(images)} | items
-            print(json.dumps(row | {"cpu_s_per_image": round(cpu, 2)}), flush=True)
-            if args.verbose and args.model == "shapes-wan":
-                for video, caption in zip(images, captions, strict=True):
-                    verdict = judge_clip(video, caption)
-                    print(caption, [item for item in CLIP_ITEMS if not getattr(verdict, item)], flush=True)
-            if args.sheet:
-                whole = clip_sheet(images[:32]) if args.model == "shapes-wan" else sheet(images[:32])
-                whole.save(args.sheet, optimize=True)
+            seconds = (time.process_time() - began) / len(images)
+            row = {"model": args.model, "pixels": size, "guidance": guidance, "n": len(images)}
+            row |= _report_images(images, captions, args)
+            print(json.dumps(row | {"cpu_s_per_image": round(seconds, 2)}), flush=True)
+
+
+def _report_images(images: list[Image | Video], captions: list[str], args: argparse.Namespace) -> dict[str, float]:
+    """The scores of images or clips; also saves the contact sheet, and says what is wrong with each clip, if asked."""
+    if args.model != "shapes-wan":
+        if args.sheet:
+            sheet(images[:32]).save(args.sheet, optimize=True)
+        return score_images(images, captions)
+    if args.sheet:
+        clip_sheet(images[:32]).save(args.sheet, optimize=True)
+    if args.verbose:
+        for video, caption in zip(images, captions, strict=True):
+            verdict = judge_clip(video, caption)
+            print(caption, [item for item in CLIP_ITEMS if not getattr(verdict, item)], flush=True)
+    return score_clips(images, captions)
 
 
 def _arguments() -> argparse.Namespace:

@@ -59,10 +59,16 @@ LANE_MOVES = ("moves from left to right", "moves from right to left", "stays in 
 """The moves of two things, one above the other."""
 LANES = (LOW, HIGH)
 """y of the upper and of the lower of two things."""
-CLIP_ITEMS = ("color", "shape", "size", "start", "end", "motion", "background", "clean", "all_right")
-MAX_OFF = 0.13  # of the side, between the middle of a thing and the place asked for
-MAX_PATH_OFF, MAX_HALFWAY_OFF = 0.15, 0.12  # of the side: of the way, and of the middle frame from the half of it
-FOREIGN = 0.008  # of a frame: more of an unnamed colour is an error
+MOVER_ITEMS = ("color", "shape", "size", "start", "end", "motion")
+CLIP_ITEMS = (*MOVER_ITEMS, "background", "clean", "all_right")
+MAX_OFF = 0.13
+"""Of the side, between the middle of a thing and the place in the caption."""
+MAX_PATH_OFF = 0.15
+"""Of the side, between the path of a thing and the caption's."""
+MAX_HALFWAY_OFF = 0.12
+"""Of the side, between the thing in the middle frame and the middle of its path."""
+FOREIGN = 0.008
+"""Of a frame: more of an unnamed colour is an error."""
 LARGE = float(np.sqrt(RADII["large"] * RADII["small"]))
 
 
@@ -135,21 +141,32 @@ class ClipVerdict:
 def judge_clip(video: Video, caption: str) -> ClipVerdict:
     """The verdict on one video. Raises `ValueError` if the caption is not of the grammar."""
     clip = parse_motion_caption(caption)
-    frames = [segment_colors(video[k]) for k in (0, len(video) // 2, len(video) - 1)]
-    masks = [{color: filter_by_majority(labels == k) for k, color in enumerate(COLORS)} for labels in frames]
-    named = {mover.color for mover in clip.movers}
-    verdicts = [_judge_mover(mover, [of_frame[mover.color] for of_frame in masks]) for mover in clip.movers]
-    return ClipVerdict(
-        **{item: all(verdict.get(item, False) for verdict in verdicts) for item in CLIP_ITEMS[:6]},
-        background=all(classify_background(labels) == clip.background for labels in frames),
-        clean=all(m.mean() <= FOREIGN for of_frame in masks for color, m in of_frame.items() if color not in named),
-    )
+    masks: dict[str, list[Mask]] = {color: [] for color in COLORS}
+    background = True
+    for frame in (video[0], video[len(video) // 2], video[-1]):
+        labels = segment_colors(frame)
+        background &= classify_background(labels) == clip.background
+        for index, color in enumerate(COLORS):
+            masks[color].append(filter_by_majority(labels == index))
+    items = dict.fromkeys(MOVER_ITEMS, True)
+    for mover in clip.movers:
+        verdict = _judge_mover(mover, masks[mover.color])
+        for item in MOVER_ITEMS:
+            items[item] &= verdict.get(item, False)
+    clean = True
+    for color in masks.keys() - {mover.color for mover in clip.movers}:
+        clean &= all(bool(mask.mean() <= FOREIGN) for mask in masks[color])
+    return ClipVerdict(**items, background=background, clean=clean)
 
 
 def score_clips(videos: Sequence[Video], captions: Sequence[str]) -> dict[str, float]:
     """Per cent of the videos that are right in each of `CLIP_ITEMS`."""
     verdicts = [judge_clip(video, caption) for video, caption in zip(videos, captions, strict=True)]
-    return {item: round(100 * float(np.mean([getattr(v, item) for v in verdicts])), 1) for item in CLIP_ITEMS}
+    scores = {}
+    for item in CLIP_ITEMS:
+        share = np.mean([getattr(verdict, item) for verdict in verdicts])
+        scores[item] = round(100 * float(share), 1)
+    return scores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,22 +181,23 @@ class _Sight:
 
 def _judge_mover(mover: Mover, masks: Sequence[Mask]) -> dict[str, bool]:
     """The verdict on a thing, from the pixels of its colour in the first, the middle and the last frame."""
-    sights = [_look_at_thing(mask) for mask in masks]
-    first, middle, last = sights
+    first, middle, last = map(_look_at_thing, masks)
     if first is None or middle is None or last is None:
         return {"color": False}
+    start_off = np.hypot(first.x - mover.start[0], first.y - mover.start[1])
+    end_off = np.hypot(last.x - mover.end[0], last.y - mover.end[1])
     way_x = mover.end[0] - mover.start[0]
     way_y = mover.end[1] - mover.start[1]
     path_off = np.hypot(last.x - first.x - way_x, last.y - first.y - way_y)
     halfway_off = np.hypot(middle.x - (first.x + last.x) / 2, middle.y - (first.y + last.y) / 2)
+    is_large = mover.size == "large"
+    sizes = [_compute_radius(sight, mover.shape) > LARGE for sight in (first, last)]
     return {
         "color": True,
-        "shape": all(sight.shape == mover.shape for sight in (first, last)),
-        "size": all(
-            (_compute_radius(sight, mover.shape) > LARGE) == (mover.size == "large") for sight in (first, last)
-        ),
-        "start": bool(np.hypot(first.x - mover.start[0], first.y - mover.start[1]) < MAX_OFF),
-        "end": bool(np.hypot(last.x - mover.end[0], last.y - mover.end[1]) < MAX_OFF),
+        "shape": first.shape == last.shape == mover.shape,
+        "size": sizes == [is_large, is_large],
+        "start": bool(start_off < MAX_OFF),
+        "end": bool(end_off < MAX_OFF),
         "motion": bool(path_off < MAX_PATH_OFF and halfway_off < MAX_HALFWAY_OFF),
     }
 
@@ -193,18 +211,19 @@ def _look_at_thing(mask: Mask) -> _Sight | None:
     center_x = float(x[mask].mean())
     center_y = float(y[mask].mean())
     overlaps = {shape: compute_overlap(mask, shape, area, center_x, center_y) for shape in SHAPES}
-    best = max(overlaps, key=lambda shape: overlaps[shape])
+    best = max(SHAPES, key=overlaps.__getitem__)
     unit_area, unit_x, unit_y = measure_template(best)
     radius = float(np.sqrt(area / unit_area))
-    return _Sight(
-        shape=best if overlaps[best] > MIN_OVERLAP else "none",
-        radius=radius,
-        x=center_x - unit_x * radius,  # the middle of a triangle is not its centroid
-        y=center_y - unit_y * radius,
-    )
+    shape = "none"
+    if overlaps[best] > MIN_OVERLAP:
+        shape = best
+    # The middle of a triangle is not its centroid.
+    return _Sight(shape=shape, radius=radius, x=center_x - unit_x * radius, y=center_y - unit_y * radius)
 
 
 def _compute_radius(sight: _Sight, shape: str) -> float:
     """The radius of a thing of this shape with as many pixels as were seen."""
-    seen = measure_template(sight.shape if sight.shape != "none" else shape)[0]
-    return float(sight.radius * np.sqrt(seen / measure_template(shape)[0]))
+    if sight.shape == "none":
+        return sight.radius
+    ratio = measure_template(sight.shape)[0] / measure_template(shape)[0]
+    return float(sight.radius * np.sqrt(ratio))

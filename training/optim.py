@@ -48,17 +48,22 @@ class BatchedMuon:
 def orthogonalise(matrices: torch.Tensor, steps: int = 4) -> torch.Tensor:
     """The nearly orthogonal factors of matrices [N, R, C], by Newton and Schulz."""
     a, b, c = NEWTON_SCHULZ
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.transpose(1, 2) if tall else matrices
+    # The Gram matrix of the shorter side is the smaller one.
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices
+    if is_tall:
+        x = matrices.transpose(1, 2)
     x = x / (x.flatten(1).norm(dim=1)[:, None, None] + 1e-7)
     for _ in range(steps):
         gram = x @ x.transpose(1, 2)
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.transpose(1, 2) if tall else x
+    if is_tall:
+        return x.transpose(1, 2)
+    return x
 
 
 class MasterOptimiser:
-    """Keeps fp32 master weights and their EMA beside a module's working weights, of whatever type.
+    """Keeps fp32 master weights and their EMA in addition to a module's working weights, of whatever type.
 
     The working weights get the gradients; a step updates the masters and rounds them back. `hidden(name, parameter)`
     says which parameters are Muon's. A step is `set_rate`, `update` and `average`; `update` never waits for the
@@ -83,9 +88,14 @@ class MasterOptimiser:
         self.decay = ema
         self.clip = clip
         self.steps = 0
-        is_muons = [(hidden or _is_hidden)(name, p) for name, p in named]
-        matrices = [m for m, yes in zip(self.masters, is_muons, strict=True) if yes]
-        others = [m for m, yes in zip(self.masters, is_muons, strict=True) if not yes]
+        is_hidden = hidden or _is_hidden
+        matrices = []
+        others = []
+        for (name, parameter), master in zip(named, self.masters, strict=True):
+            if is_hidden(name, parameter):
+                matrices.append(master)
+            else:
+                others.append(master)
         self.rate = torch.tensor(lr, device=self.masters[0].device)
         self.muon = BatchedMuon(matrices, weight_decay=weight_decay)
         self.adam = torch.optim.AdamW(

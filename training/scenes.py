@@ -1,4 +1,4 @@
-"""Scenes that training learns from: sampling them, their captions, and drawing them at any height and width."""
+"""Scenes that training learns from: sampling them, their captions, and rendering them at any height and width."""
 
 import hashlib
 import random
@@ -23,16 +23,21 @@ from ditile.measure.evaluate.caption_check import (
     make_pixel_grid,
 )
 
-STRIPE_DEPTH = 22.0  # of 255, either way
+# Of 255, either way.
+STRIPE_DEPTH = 22.0
+# How much darker a thing is from its upper left to its lower right.
 SHADING = 0.35
-HELD_OUT = 13  # of 256 hash values: about 5 % of all captions are never trained on
+# Of 256 hash values: about 5 % of all captions are never trained on.
+HELD_OUT = 13
 
 
 def describe_scene(scene: Scene) -> str:
     """The one sentence that says all of a scene: its caption."""
-    tail = f" {name_thing(scene.things[1])}" if len(scene.things) == 2 else ""
-    texture = "" if scene.texture == "plain" else f"{scene.texture} "
-    return f"{name_thing(scene.things[0])} {scene.where}{tail} on a {scene.background} {texture}background"
+    first, *others = map(name_thing, scene.things)
+    background = [scene.background, scene.texture, "background"]
+    if scene.texture == "plain":
+        background.remove("plain")
+    return " ".join([first, scene.where, *others, "on a", *background])
 
 
 def name_thing(thing: Thing) -> str:
@@ -54,27 +59,36 @@ def is_held_out(caption: str) -> bool:
 
 
 def render_scene(scene: Scene, height: int, width: int) -> Image:
-    """Draw the scene anti-aliased at any size."""
+    """Render the scene anti-aliased at any size."""
     x, y = make_pixel_grid(height, width)
-    image = np.array(BACKGROUNDS[scene.background], np.float32) + _shade_background(scene.texture, x, y)[..., None]
+    background = np.array(BACKGROUNDS[scene.background], np.float32)
+    image = background + _shade_background(scene.texture, x, y)[..., None]
+    # Radii are fractions of the shorter side, so that a circle stays one.
     short = min(height, width)
     for thing in scene.things:
         dx = (x - thing.x) * (width / short)
         dy = (y - thing.y) * (height / short)
-        cover = np.clip(0.5 - compute_signed_distance(thing.shape, dx, dy, thing.radius) * short, 0, 1)[..., None]
+        distance = compute_signed_distance(thing.shape, dx, dy, thing.radius)
+        # A pixel on the outline is covered by half.
+        cover = np.clip(0.5 - distance * short, 0, 1)[..., None]
         light = (1 - SHADING * (dx + dy) / (2 * thing.radius))[..., None]
         image = image * (1 - cover) + np.array(COLORS[thing.color], np.float32) * light * cover
-    picture: Image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
-    return picture
+    rendered: Image = np.clip(np.rint(image), 0, 255).astype(np.uint8)
+    return rendered
 
 
 def _sample_any_scene(rng: random.Random) -> Scene:
-    two = rng.random() < 0.6
-    where = rng.choice(list(RELATIONS if two else PLACES))
-    places = RELATIONS[where] if two else (PLACES[where],)
+    # The scenes of a seed depend on the order of these calls.
+    if rng.random() < 0.6:
+        where = rng.choice(list(RELATIONS))
+        places = list(RELATIONS[where])
+    else:
+        where = rng.choice(list(PLACES))
+        places = [PLACES[where]]
     colors = rng.sample(list(COLORS), len(places))
-    things = tuple(_sample_thing(rng, color, place) for color, place in zip(colors, places, strict=True))
-    return Scene(things=things, where=where, background=rng.choice(list(BACKGROUNDS)), texture=rng.choice(TEXTURES))
+    things = [_sample_thing(rng, color, place) for color, place in zip(colors, places, strict=True)]
+    background = rng.choice(list(BACKGROUNDS))
+    return Scene(things=tuple(things), where=where, background=background, texture=rng.choice(TEXTURES))
 
 
 def _sample_thing(rng: random.Random, color: str, place: tuple[float, float]) -> Thing:
@@ -91,8 +105,11 @@ def _sample_thing(rng: random.Random, color: str, place: tuple[float, float]) ->
 
 def _shade_background(texture: str, x: Field, y: Field) -> Field:
     shade: Field = np.zeros_like(x)
-    if texture == "gradient":  # dark at the top
+    if texture == "gradient":
+        # Dark at the top.
         shade = (2 * y - 1) * np.float32(GRADIENT_DEPTH)
-    elif texture == "striped":  # vertical, light first
-        shade = np.clip(np.sin(x * np.float32(2 * np.pi * STRIPES)) * 4, -1, 1) * np.float32(STRIPE_DEPTH)
+    elif texture == "striped":
+        # Vertical, light first.
+        wave = np.sin(x * np.float32(2 * np.pi * STRIPES))
+        shade = np.clip(wave * 4, -1, 1) * np.float32(STRIPE_DEPTH)
     return shade

@@ -9,8 +9,10 @@ training/out/text/{tokenizer,t5,clip}.
 
 import argparse
 import random
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -132,16 +134,18 @@ def make_examples(tokenizer: PreTrainedTokenizerFast, scenes: list[Scene]) -> Ex
         truncation=True,
         return_tensors="pt",
     )
-    rows = [_word_labels(scene) for scene in scenes]
-    words = {key: torch.tensor([row[key] for row in rows]) for key in rows[0]}
+    words = _stack_labels(map(_word_labels, scenes))
     words["word"] = batch.input_ids.masked_fill(batch.attention_mask == 0, IGNORE)
-    labels = [_scene_labels(scene) for scene in scenes]
-    return Examples(
-        batch.input_ids,
-        batch.attention_mask,
-        words,
-        {key: torch.tensor([x[key] for x in labels]) for key in labels[0]},
-    )
+    return Examples(batch.input_ids, batch.attention_mask, words, _stack_labels(map(_scene_labels, scenes)))
+
+
+def _stack_labels(rows: Iterable[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    """The labels of all scenes, by name."""
+    values: dict[str, list[Any]] = {}
+    for row in rows:
+        for key, value in row.items():
+            values.setdefault(key, []).append(value)
+    return {key: torch.tensor(labels) for key, labels in values.items()}
 
 
 class Reader(nn.Module):
@@ -153,15 +157,20 @@ class Reader(nn.Module):
 
     def loss(self, states: torch.Tensor, labels: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sum of the cross entropies, states [..., D]."""
-        return torch.stack(
-            [functional.cross_entropy(h(states).flatten(0, -2), labels[k].flatten()) for k, h in self.heads.items()]
-        ).sum()
+        losses = []
+        for key, head in self.heads.items():
+            losses.append(functional.cross_entropy(head(states).flatten(0, -2), labels[key].flatten()))
+        return torch.stack(losses).sum()
 
     @torch.no_grad()
     def accuracy(self, states: torch.Tensor, labels: dict[str, torch.Tensor]) -> dict[str, float]:
         """Share right of each label."""
-        right = {k: (h(states).argmax(-1) == labels[k])[labels[k] != IGNORE] for k, h in self.heads.items()}
-        return {k: round(v.float().mean().item(), 4) for k, v in right.items()}
+        shares = {}
+        for key, head in self.heads.items():
+            is_right = head(states).argmax(-1) == labels[key]
+            has_label = labels[key] != IGNORE
+            shares[key] = round(is_right[has_label].float().mean().item(), 4)
+        return shares
 
 
 def train(steps: int, seed: int) -> dict[str, dict[str, float]]:
@@ -171,20 +180,22 @@ def train(steps: int, seed: int) -> dict[str, dict[str, float]]:
     t5, clip = make_encoders()
     data = make_examples(tokenizer, [sample_scene(rng, held_out=False) for _ in range(20_000)])
     word_reader = Reader({"word": len(tokenizer)} | THING | SCENE)
-    scene_reader = Reader({f"{k}{i}": n for i in (0, 1) for k, n in THING.items()} | SCENE | {"things": 2})
+    classes = {}
+    for index in (0, 1):
+        classes |= {f"{key}{index}": count for key, count in THING.items()}
+    scene_reader = Reader(classes | SCENE | {"things": 2})
     modules = nn.ModuleList([t5, clip, word_reader, scene_reader])
     adam = torch.optim.AdamW(modules.parameters(), lr=2e-3, weight_decay=0.01)
     for step in range(steps):
         adam.param_groups[0]["lr"] = 2e-3 * min(1.0, step / 50) * max(0.02, 1 - step / steps)
         pick = torch.randint(len(data.ids), (64,))
-        ids, mask = (
-            data.ids[pick],
-            data.mask[pick] if step % 2 else None,
-        )  # PixArt masks the padding, FLUX does not
+        ids = data.ids[pick]
+        # PixArt masks the padding, FLUX does not: the encoder learns both.
+        mask = data.mask[pick] if step % 2 else None
         states = t5(ids, attention_mask=mask).last_hidden_state
-        loss = word_reader.loss(states, {k: v[pick] for k, v in data.words.items()})
+        loss = word_reader.loss(states, _pick_labels(data.words, pick))
         pooled = clip(ids).pooler_output
-        loss = loss + 0.5 * scene_reader.loss(pooled, {k: v[pick] for k, v in data.scenes.items()})
+        loss = loss + 0.5 * scene_reader.loss(pooled, _pick_labels(data.scenes, pick))
         adam.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(modules.parameters(), 1.0)
@@ -201,13 +212,25 @@ def train(steps: int, seed: int) -> dict[str, dict[str, float]]:
     }
 
 
+def _pick_labels(labels: Mapping[str, torch.Tensor], pick: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {key: values[pick] for key, values in labels.items()}
+
+
 def _thing_labels(thing: Thing) -> dict[str, int]:
-    third = {name: 0 if v < 0.4 else 2 if v > 0.6 else 1 for name, v in (("x", thing.x), ("y", thing.y))}
     return {
         "shape": SHAPES.index(thing.shape),
         "color": list(COLORS).index(thing.color),
         "size": list(SIZES).index(thing.size),
-    } | third
+        "x": _number_third(thing.x),
+        "y": _number_third(thing.y),
+    }
+
+
+def _number_third(place: float) -> int:
+    """0, 1 or 2: before, near or after the middle."""
+    if place < 0.4:
+        return 0
+    return 2 if place > 0.6 else 1
 
 
 def _backdrop_labels(scene: Scene) -> dict[str, int]:
@@ -218,23 +241,31 @@ def _word_labels(scene: Scene) -> dict[str, list[int]]:
     """Words of a thing carry its labels, the background's words and the end token those of the background."""
     rows = {key: [IGNORE] * LENGTH for key in THING | SCENE}
     words = describe_scene(scene).split()
-    starts = [0, 4 + len(scene.where.split())][: len(scene.things)]
-    backdrop = len(words) - (2 if scene.texture == "plain" else 3)
-    spans = [(start, start + 4, _thing_labels(thing)) for start, thing in zip(starts, scene.things, strict=True)]
-    for start, end, labels in [*spans, (backdrop, len(words) + 1, _backdrop_labels(scene))]:
+    # A thing has four words: the article, size, colour and shape.
+    starts = [0, 4 + len(scene.where.split())]
+    spans = []
+    for start, thing in zip(starts, scene.things, strict=False):
+        spans.append((start, start + 4, _thing_labels(thing)))
+    # The background's words: its colour, its texture if it has one, and "background"; then the end token.
+    backdrop = len(words) - 2
+    if scene.texture != "plain":
+        backdrop -= 1
+    spans.append((backdrop, len(words) + 1, _backdrop_labels(scene)))
+    for start, end, labels in spans:
         for key, value in labels.items():
             rows[key][start:end] = [value] * (end - start)
     return rows
 
 
 def _scene_labels(scene: Scene) -> dict[str, int]:
-    labels = (
-        {f"{key}{i}": IGNORE for i in (0, 1) for key in THING}
-        | _backdrop_labels(scene)
-        | {"things": len(scene.things) - 1}
-    )
-    for i, thing in enumerate(scene.things):
-        labels |= {f"{key}{i}": value for key, value in _thing_labels(thing).items()}
+    labels = {}
+    # A second thing that is not there has no labels.
+    for index in (0, 1):
+        labels |= {f"{key}{index}": IGNORE for key in THING}
+    labels |= _backdrop_labels(scene)
+    labels["things"] = len(scene.things) - 1
+    for index, thing in enumerate(scene.things):
+        labels |= {f"{key}{index}": value for key, value in _thing_labels(thing).items()}
     return labels
 
 

@@ -9,6 +9,7 @@ one. Writes training/out/vae.
 import argparse
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -46,16 +47,31 @@ def make_vae() -> AutoencoderKL:
 
 def crops(rng: random.Random, progress: float) -> list[Image]:
     """Crops of renders of several sizes, mostly around a thing; larger and fewer as training goes on."""
-    side, count = (32, 8) if progress < 0.55 else (64, 4) if progress < 0.85 else (128, 2)
+    side = 128
+    count = 2
+    if progress < 0.55:
+        side = 32
+        count = 8
+    elif progress < 0.85:
+        side = 64
+        count = 4
     return [_crop(rng, side) for _ in range(count)]
+
+
+def iterate_progress(budget: float) -> Iterator[float]:
+    """The share of a budget of CPU seconds that is spent, before each step, until it is over."""
+    start = time.process_time()
+    progress = 0.0
+    while progress < 1:
+        yield progress
+        progress = (time.process_time() - start) / budget
 
 
 def train_decoder(vae: AutoencoderKL, basis: Basis, rng: random.Random, budget: float) -> None:
     """Absolute, squared and gradient errors of pixels from slightly noisy latents."""
     part = nn.ModuleList([vae.decoder, vae.post_quant_conv])
     optimiser = MasterOptimiser(part, lr=2e-3, ema=0.99)
-    start = time.process_time()
-    while (progress := (time.process_time() - start) / budget) < 1:
+    for progress in iterate_progress(budget):
         images = crops(rng, progress)
         latents = basis.latents(images)
         out = vae.decode((latents + 0.04 * torch.randn_like(latents)).bfloat16()).sample.float()
@@ -70,13 +86,14 @@ def train_encoder(vae: AutoencoderKL, basis: Basis, rng: random.Random, budget: 
     """Imitate the linear encoding, at a small constant variance."""
     part = nn.ModuleList([vae.encoder, vae.quant_conv])
     optimiser = MasterOptimiser(part, lr=2e-3, ema=0.99)
-    start = time.process_time()
-    while (progress := (time.process_time() - start) / budget) < 1:
+    for progress in iterate_progress(budget):
         images = crops(rng, progress)
         x = pixels(images).permute(0, 3, 1, 2)
         mean, log_variance = vae.quant_conv(vae.encoder(x.bfloat16())).float().chunk(2, 1)
         d = mean - basis.latents(images)
-        (d.pow(2).mean() + 0.1 * d.abs().mean() + 0.01 * (log_variance - LOG_VARIANCE).pow(2).mean()).backward()
+        error = d.pow(2).mean() + 0.1 * d.abs().mean()
+        variance_error = (log_variance - LOG_VARIANCE).pow(2).mean()
+        (error + 0.01 * variance_error).backward()
         optimiser.step(learning_rate(progress, warmup=0.03, hold=0.03))
     _adopt(optimiser, vae)
 

@@ -22,8 +22,10 @@ from training.video_latents import GroupBasis, load_group_basis
 OUT = Path(__file__).parent / "out" / "wan"
 ASSETS = Path(__file__).parent.parent / "src" / "ditile" / "model" / "assets"
 LOG_VARIANCE = -6.0
-LATENT_NOISE = 0.04  # at the transformer's scale
-DECODER_SHARE = 0.6  # of the budget
+# At the transformer's scale.
+LATENT_NOISE = 0.04
+# Of the budget.
+DECODER_SHARE = 0.6
 
 
 class VaeTrainer:
@@ -33,21 +35,22 @@ class VaeTrainer:
         device = basis.mean.device
         self.basis = basis
         self.batch = batch
-        self.clips, self.count = make_clip_tensors(captions, device), len(captions)
+        self.clips = make_clip_tensors(captions, device)
+        self.count = len(captions)
         self.vae = AutoencoderKLWan.from_pretrained(init, torch_dtype=torch.float32).to(device)
 
     def make_optimiser(self, half: str, lr: float) -> MasterOptimiser:
         """Muon for the filters of a half, "decoder" or "encoder", and AdamW for the rest of it."""
         vae = self.vae
-        parts = [vae.decoder, vae.post_quant_conv] if half == "decoder" else [vae.encoder, vae.quant_conv]
-        self.optimiser = MasterOptimiser(
-            nn.ModuleList(parts), lr=lr, weight_decay=0.01, ema=0.995, hidden=_is_filter_matrix
-        )
+        parts = nn.ModuleList([vae.encoder, vae.quant_conv])
+        if half == "decoder":
+            parts = nn.ModuleList([vae.decoder, vae.post_quant_conv])
+        self.optimiser = MasterOptimiser(parts, lr=lr, weight_decay=0.01, ema=0.995, hidden=_is_filter_matrix)
         return self.optimiser
 
     def train_decoder(self) -> torch.Tensor:
         """One step of absolute, squared and gradient errors, from slightly noisy latents; the mean squared error."""
-        video = self._draw()
+        video = self._sample_clips()
         latents = self.basis.scale(self.basis.raw(video))
         raw = self.basis.unscale(latents + LATENT_NOISE * torch.randn_like(latents))
         d = decode_unclamped(self.vae, raw) - video.permute(0, 4, 1, 2, 3)
@@ -58,14 +61,15 @@ class VaeTrainer:
 
     def train_encoder(self) -> torch.Tensor:
         """One step to the linear latents, at a small constant variance; the mean squared error at the model's scale."""
-        video = self._draw()
+        video = self._sample_clips()
         mean, log_variance = self.vae._encode(video.permute(0, 4, 1, 2, 3)).chunk(2, 1)
         d = (mean - self.basis.raw(video)) / self.basis.std.view(1, -1, 1, 1, 1)
         squared = d.pow(2).mean()
-        self._update(squared + 0.1 * d.abs().mean() + 0.01 * (log_variance - LOG_VARIANCE).pow(2).mean())
+        variance_error = (log_variance - LOG_VARIANCE).pow(2).mean()
+        self._update(squared + 0.1 * d.abs().mean() + 0.01 * variance_error)
         return squared.detach()
 
-    def _draw(self) -> torch.Tensor:
+    def _sample_clips(self) -> torch.Tensor:
         pick = torch.randint(self.count, (self.batch,), device=self.basis.mean.device)
         return draw_clips(jitter_clips(self.clips.select(pick)), FRAMES, SIDE)
 
@@ -88,13 +92,12 @@ def decode_unclamped(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tens
     x = vae.post_quant_conv(latents)
     frames = []
     for i in range(x.shape[2]):
+        # The decoder counts its convolutions up from here, and keeps their frames for the next piece.
         vae._conv_idx = [0]
-        piece = x[:, :, i : i + 1]
-        frames.append(
-            vae.decoder(piece, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=True)
-            if i == 0
-            else vae.decoder(piece, feat_cache=vae._feat_map, feat_idx=vae._conv_idx)
-        )
+        options = {"feat_cache": vae._feat_map, "feat_idx": vae._conv_idx}
+        if i == 0:
+            options["first_chunk"] = True
+        frames.append(vae.decoder(x[:, :, i : i + 1], **options))
     vae.clear_cache()
     return torch.cat(frames, 2)
 
@@ -110,12 +113,15 @@ def measure_fidelity(vae: AutoencoderKLWan, basis: GroupBasis, count: int = 32, 
     x = video.permute(0, 4, 1, 2, 3)
     raw = basis.raw(video)
     own = vae.encode(x).latent_dist.mean
-    found = {"latent_mse": round((basis.scale(own) - basis.scale(raw)).pow(2).mean().item(), 4)}
+    error = (basis.scale(own) - basis.scale(raw)).pow(2).mean()
+    figures = {"latent_mse": round(error.item(), 4)}
     for name, latents in (("linear", raw), ("encoder", own)):
         squared = (vae.decode(latents).sample - x).pow(2)
-        for part, kept in (("", squared), ("_first_frame", squared[:, :, :1])):
-            found[name + part] = round((10 * torch.log10(4 / kept.mean((1, 2, 3, 4)))).mean().item(), 2)
-    return found
+        for part, errors in (("", squared), ("_first_frame", squared[:, :, :1])):
+            # The values are from -1 to 1: a peak of 2, and its square 4.
+            decibels = 10 * torch.log10(4 / errors.mean((1, 2, 3, 4)))
+            figures[name + part] = round(decibels.mean().item(), 2)
+    return figures
 
 
 def _is_filter_matrix(name: str, parameter: torch.Tensor) -> bool:

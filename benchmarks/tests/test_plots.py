@@ -27,7 +27,7 @@ def test_quality_over_speed_of_caches(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
     plots.draw_pareto_panels([tmp_path / "rows.jsonl"], tmp_path / "curves.png")
     for axes in figures[0].axes:
-        assert axes.get_xlabel() == "speed-up over no cache (times, whole picture)" and "(dB)" in axes.get_ylabel()
+        assert axes.get_xlabel() == "speed-up over no cache (times, whole image)" and "(dB)" in axes.get_ylabel()
         assert {text.get_text() for text in axes.get_legend().get_texts()} == {OURS, THEIRS}
     assert len(figures[0].axes) == 2
     assert_apart(figures[0])

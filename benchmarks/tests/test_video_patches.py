@@ -12,7 +12,7 @@ from benchmarks.video_patches import (  # fmt: skip
     MODEL,
     CutJob,
     StaleAttention,
-    draw_clips,
+    generate_clips,
     make_cuts_table,
     measure_cuts,
     number_patches,
@@ -25,10 +25,10 @@ CAPTIONS = list_captions(MODEL, 1)
 def test_rows_are_the_patches_of_the_engine() -> None:
     """A failure means that the figures are of another method than ditile's."""
     pipe = ditile.load(MODEL)
-    simulated = draw_clips(pipe, CAPTIONS, 5, lambda: StaleAttention(number_patches("rows", 4), METHODS[0], 1))
-    plain = draw_clips(pipe, CAPTIONS, 5)
+    simulated = generate_clips(pipe, CAPTIONS, 5, lambda: StaleAttention(number_patches("rows", 4), METHODS[0], 1))
+    plain = generate_clips(pipe, CAPTIONS, 5)
     runner = ditile.parallelize(pipe, ditile.Plan(pipefusion=1, patches=4, warmup=1), device="cpu")
-    drawn = draw_clips(runner, CAPTIONS, 5)
+    drawn = generate_clips(runner, CAPTIONS, 5)
     assert np.abs(drawn.astype(int) - simulated).max() <= 1 < np.abs(drawn.astype(int) - plain).max()
 
 

@@ -54,6 +54,7 @@ def assign_plan_colours(plans: Iterable[str]) -> dict[str, str]:
     counts: dict[str, int] = {}
     for plan in dict.fromkeys(plans):
         colour = choose_plan_colour(plan)
+        # Two plans of one method must be told apart.
         count = counts.get(colour, 0)
         colours[plan] = _lighten(colour, SHADES[count % len(SHADES)])
         counts[colour] = count + 1

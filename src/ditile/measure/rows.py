@@ -47,11 +47,13 @@ class RowFile:
             raise LoadError(f"{self.path} cannot be read: {error}") from error
         rows = []
         for line in lines:
+            # An append after a cut-off line begins with an end of line.
             if not line.strip():
                 continue
             try:
                 row = files.parse_json(line)
             except ValueError as error:
+                # Such a line is measured again, as if it were not there.
                 if self._is_cut_off(line):
                     continue
                 raise LoadError(

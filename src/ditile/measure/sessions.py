@@ -40,13 +40,14 @@ SHARED_PARTS = ("text_encoder", "text_encoder_2", "text_encoder_3", "vae")
 class TurnPipelines:
     """The plain pipeline and a runner for each plan, which take turns on the ranks of this process group.
 
-    Plans that divide no weights share the plain pipeline; the others share its text encoders and VAE.
+    By default plans share the plain pipeline's text encoders and VAE, and all of it if they divide no weights.
 
     Args:
         create_pipeline: (plan) -> what this rank needs of the pipeline for the plan; the whole for None.
         plans: the plans, as text.
         device: of this rank.
         with_plain: whether the plain pipeline has turns.
+        share_plain: whether plans share parts of it; it must have no cache of its own then.
         cores: the cores that the plain pipeline may use; None is all.
 
     Attributes:
@@ -61,6 +62,7 @@ class TurnPipelines:
         device: torch.device,
         *,
         with_plain: bool = True,
+        share_plain: bool = True,
         cores: Sequence[int] | None = None,
     ) -> None:
         self.plain: Any = None
@@ -69,16 +71,17 @@ class TurnPipelines:
         self._cores = cores
         self._is_first_rank = not dist.is_initialized() or dist.get_rank() == 0
         parsed_plans = [Plan.parse(text) for text in dict.fromkeys(plans)]
-        needs_whole = with_plain and self._is_first_rank
-        if needs_whole or any(_uses_whole_pipeline(plan) for plan in parsed_plans):
+        sharing_plans = [plan for plan in parsed_plans if share_plain and _uses_whole_pipeline(plan)]
+        if sharing_plans or (with_plain and self._is_first_rank):
             self.plain = create_pipeline(None).to(device)
         # Plans of the same degrees share their process groups, which are expensive to make.
         communicators = Communicators()
         for plan in parsed_plans:
             pipe = self.plain
-            if not _uses_whole_pipeline(plan):
+            if plan not in sharing_plans:
                 pipe = create_pipeline(plan)
-                self._share_parts(pipe, plan)
+                if share_plain:
+                    self._share_parts(pipe, plan)
             self.runners[str(plan)] = parallelize(pipe, plan, device=device, groups=communicators)
 
     def _share_parts(self, pipe: Any, plan: Plan) -> None:

@@ -374,7 +374,9 @@ class _HostSyncCounter:
         job = self._runner.job()
         calls = []
         for step, micro_steps in enumerate(self._micro_steps):
-            calls_per_patch = 1 if job is None else job.count_calls_in_step(step)
+            calls_per_patch = 1
+            if job is not None:
+                calls_per_patch = job.count_calls_in_step(step)
             calls.append(calls_per_patch * micro_steps)
         first = sum(calls[: self._first_step])
         last = sum(calls)

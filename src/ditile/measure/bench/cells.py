@@ -73,6 +73,7 @@ def parse_cells(lines: str) -> list[BenchCell]:
     cells = [_parse_cell(line) for line in lines.split(";") if line.strip()]
     if not cells:
         raise PlanError(f"plans={lines!r} names no plan; try 'pipefusion=2 patches=4; ulysses=2'")
+    # A plan that is named twice would be measured twice.
     return list(dict.fromkeys(cells))
 
 
@@ -93,4 +94,5 @@ def group_cells_by_world(cells: Iterable[BenchCell]) -> Mapping[int, list[BenchC
     cells_by_world: dict[int, list[BenchCell]] = {}
     for cell in cells:
         cells_by_world.setdefault(cell.num_ranks, []).append(cell)
+    # Plans of many ranks are the likeliest to fail, and then do so at once.
     return dict(sorted(cells_by_world.items(), reverse=True))

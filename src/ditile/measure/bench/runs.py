@@ -145,6 +145,7 @@ def _compare_with_one_rank(row: Row, runs: Sequence[Row]) -> None:
     if undisturbed_plain is not None and "undisturbed_s" in row:
         row["undisturbed_ratio"] = images * undisturbed_plain / row["undisturbed_s"]
     row |= {
+        # The field's name is older than the word image, and files have it.
         "pictures": images,
         "one_rank_seconds": plain_seconds,
         "one_rank_s": statistics.median(plain_seconds),
@@ -159,6 +160,7 @@ def _compare_with_one_rank(row: Row, runs: Sequence[Row]) -> None:
     shares = []
     warmup_shares = []
     shares_by_kind: dict[str, float] = {}
+    # All runs of a key have as many ranks.
     num_ranks = len(last["exposed"])
     for rank in range(num_ranks):
         rounds = [run["exposed"][rank] for run in runs]
@@ -198,6 +200,7 @@ def estimate_undisturbed_seconds(rounds: Sequence[Sequence[Sequence[float]]]) ->
     if len(rounds) < 2 or len(shapes) > 1:
         return None
     slowest = 0.0
+    # From rounds of ranks to ranks of rounds.
     for rank_rounds in zip(*rounds, strict=True):
         least = math.fsum(min(piece_rounds) for piece_rounds in zip(*rank_rounds, strict=True))
         slowest = max(slowest, least)

@@ -160,6 +160,7 @@ class _WorldBenchmark:
 
     def _measure_memory(self, cell: BenchCell) -> list[dict[str, int]]:
         """Bytes of each rank that computes, by use, without the VAE if that is not divided. It makes a run."""
+        # Ranks that only wait have none.
         sizes: dict[str, int] | None = None
         without_vae = cell.plan == ONE_RANK or cell.plan_object.vae == "whole"
         with self._prepare_call(cell, latent=without_vae) as call:
@@ -250,6 +251,7 @@ def compute_exposed_shares(report: Mapping[str, Any]) -> dict[str, Any]:
     """
     total = sum(report["step_seconds"]) or 1.0
     warmup_steps = report["synchronous"]
+    # Where all steps are synchronous there is no warmup.
     if len(warmup_steps) == report["steps"]:
         warmup_steps = []
     kinds = {}
@@ -266,6 +268,7 @@ def count_weight_bytes(pipe: Any) -> int:
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module) and name != "vae":
             for tensor in (*part.parameters(), *part.buffers()):
+                # Blocks of other ranks are placeholders.
                 if not tensor.is_meta:
                     # By address: tied weights count once.
                     sizes[tensor.data_ptr()] = tensor.nbytes

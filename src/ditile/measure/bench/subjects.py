@@ -16,7 +16,7 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError
 from ditile.plan.plan import Plan
 from ditile.planner.dry_run import build_subject_job
-from ditile.planner.subject import PlanSubject as Described
+from ditile.planner.subject import PlanSubject
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.arguments import build_call_arguments
@@ -49,9 +49,9 @@ class StoredSubject:
     name: str
 
     @cached_property
-    def planner_subject(self) -> Described:
+    def planner_subject(self) -> PlanSubject:
         """The model without its weights, from its configs."""
-        return Described.from_configs(self.name, find_model_source(self.name))
+        return PlanSubject.from_configs(self.name, find_model_source(self.name))
 
     def get_num_steps(self) -> int | None:
         """Denoising steps: as given, or as the model's `generation.json` says."""
@@ -126,12 +126,12 @@ class RandomSubject:
         return RandomModel.parse_model_name(self.name)
 
     @cached_property
-    def planner_subject(self) -> Described:
+    def planner_subject(self) -> PlanSubject:
         """The model without its weights."""
         # Memory for weights of this size may not be there.
         with init_on_meta_device():
             transformer = self.random_model.create_transformer(SIZE)
-        return Described(self.name, self.random_model.pipeline_class, transformer, VAE_SCALE)
+        return PlanSubject(self.name, self.random_model.pipeline_class, transformer, VAE_SCALE)
 
     def get_num_steps(self) -> int:
         """Denoising steps: as given, or 20."""

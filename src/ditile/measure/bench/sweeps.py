@@ -77,6 +77,7 @@ def list_method_plans(ranks: int, fits: Fits) -> list[Plan]:
         Plan(pipefusion=ranks, patches=patches, warmup_mode="pipelined"),
         Plan(distrifusion=ranks),
         Plan(ulysses=ranks),
+        # It hides a part of the exchange, so it is a method of its own.
         Plan(ulysses=ranks, async_ulysses=True),
         Plan(ring=ranks),
         Plan(tensor=ranks),
@@ -85,6 +86,7 @@ def list_method_plans(ranks: int, fits: Fits) -> list[Plan]:
     ]
     if ranks % 2 == 0:
         half = ranks // 2
+        # Guidance has two branches, so cfg alone has two ranks.
         plans.append(Plan(cfg=2, ulysses=half))
         if ranks >= 4:
             patches = choose_pipefusion_plan(half, fits).patches

@@ -107,12 +107,16 @@ def _format_exposed_share(row: Row) -> str:
 
 def _format_weights(row: Row) -> str:
     rank = find_peak_rank(row)
-    return format_bytes(rank["parameters"]) if rank else ""
+    if not rank:
+        return ""
+    return format_bytes(rank["parameters"])
 
 
 def _format_activations(row: Row) -> str:
     rank = find_peak_rank(row)
-    return format_bytes(sum(rank.values()) - rank["parameters"]) if rank else ""
+    if not rank:
+        return ""
+    return format_bytes(sum(rank.values()) - rank["parameters"])
 
 
 def _format_predicted_memory(row: Row) -> str:

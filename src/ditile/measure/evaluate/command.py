@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 import platform
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,26 +190,22 @@ def _list_session_tasks(
     settings: Sequence[EvaluationSetting],
     threads: int,
 ) -> list[EvaluationTask]:
-    """The sessions in their order, the largest number of ranks first."""
-    plans_by_world: dict[int, list[str]] = {}
-    for setting in settings:
-        if not setting.has_original_plan and setting.plan not in plans_by_world.get(setting.world_size, []):
-            plans_by_world.setdefault(setting.world_size, []).append(setting.plan)
-
-    def make_task(world: int, plans: Sequence[str], with_original: bool, title: str) -> EvaluationTask:
-        if world == 1:
-            title = "one process"
-        return EvaluationTask(options, session, job, world, tuple(plans), with_original, threads, title)
-
+    """The sessions in their order: one for each number of ranks, the largest first, or one for each plan."""
+    worlds = {setting.plan: setting.world_size for setting in settings if not setting.has_original_plan}
+    alone = EvaluationTask(options, session, job, 1, (), True, threads, "one process")
+    if not worlds:
+        return [alone]
     if session.one_at_a_time:
-        tasks = [make_task(1, (), True, "")]
-        for plan in dict.fromkeys(setting.plan for setting in settings if not setting.has_original_plan):
-            tasks.append(make_task(Plan.parse(plan).world, (plan,), False, plan))
+        tasks = [alone]
+        for plan, world in worlds.items():
+            tasks.append(replace(alone, world=world, plans=(plan,), with_original=False, title=plan))
         return tasks
-    if not plans_by_world:
-        return [make_task(1, (), True, "")]
-    worlds = sorted(plans_by_world, reverse=True)
-    return [make_task(world, plans_by_world[world], True, f"{world} rank(s)") for world in worlds]
+    tasks = []
+    for world in sorted(set(worlds.values()), reverse=True):
+        plans = tuple(plan for plan in worlds if worlds[plan] == world)
+        title = "one process" if world == 1 else f"{world} rank(s)"
+        tasks.append(replace(alone, world=world, plans=plans, title=title))
+    return tasks
 
 
 def _list_missing_turns(

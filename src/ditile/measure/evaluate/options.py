@@ -91,6 +91,7 @@ class EvaluateOptions(ModelOptions):
         settings = []
         for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]:
             plan = Plan.parse(text)
+            # Its images are those of one rank, so there is nothing to compare.
             if plan.data > 1:
                 raise PlanError(
                     f"data={plan.data} makes more images at a time, each as before; leave data out of '{plan}'"
@@ -154,6 +155,7 @@ class SessionOptions(DeviceOptions):
     def __post_init__(self) -> None:
         out = Path(self.out)
         # The functions of os.path are False for a name that is too long, for which methods of Path raise.
+        # An existing folder is resumed.
         if os.path.isdir(out):
             return
         if os.path.exists(out):

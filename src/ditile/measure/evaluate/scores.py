@@ -130,7 +130,9 @@ class MetricPanel:
     def _score_image(self, folder: EvaluationFolder, row: Row, setting: EvaluationSetting) -> ImageArray:
         """Gives an image the scores that its row lacks, and returns it, resized."""
         # Scores of another size say something else, and are measured again.
-        scores = row.get("scores", {}) if row.get("resize", 0) == self.side else {}
+        scores = {}
+        if row.get("resize", 0) == self.side:
+            scores = row["scores"]
         row["resize"] = self.side
         row["scores"] = {metric.name: scores[metric.name] for metric in self.metrics if metric.name in scores}
         place = row["caption"]
@@ -142,7 +144,8 @@ class MetricPanel:
         for metric in missing:
             score = metric.exact
             if score is None or setting != ORIGINAL:
-                score = metric.measure(whole if metric.whole else image, original, row["prompt"])
+                judged = whole if metric.whole else image
+                score = metric.measure(judged, original, row["prompt"])
             row["scores"][metric.name] = score
         return image
 

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from ditile.distributed import env
 from ditile.distributed.backend import pick_device
+from ditile.distributed.mesh import find_local_rank
 from ditile.distributed.torchrun import join_torchrun
 from ditile.distributed.transport import gather_json
 from ditile.measure.evaluate.metrics import ImageArrays, compute_psnr
@@ -35,7 +35,7 @@ from ditile.runner.caching import summary
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import build_call_arguments
-from ditile.runner.requests.console import show_progress_bar
+from ditile.runner.requests.console import is_writing_process, show_progress_bar
 from ditile.runner.requests.pictures import hide_local_path, read_picture, save_picture_with_texts
 from ditile.runner.requests.prepare import silence_libraries
 
@@ -91,14 +91,8 @@ def run_evaluation_session(task: EvaluationTask, turns: Sequence[CaptionTurn]) -
     Raises:
         DitileError: if the model, a plan or a cache does not fit.
     """
-    rank = 0
-    local_rank = 0
-    place = env.read_torchrun_place()
-    if place is not None:
-        rank = place.rank
-        local_rank = place.local_rank
     # Torchrun's other ranks have no part in a session of one process.
-    if task.world == 1 and rank > 0:
+    if task.world == 1 and not is_writing_process():
         return
     # Libraries print while they load; the standard output has the table alone.
     with contextlib.redirect_stdout(sys.stderr):
@@ -107,7 +101,8 @@ def run_evaluation_session(task: EvaluationTask, turns: Sequence[CaptionTurn]) -
         if task.world > 1:
             join_torchrun(task.session.stall_timeout)
         try:
-            _EvaluationSession(task, pick_device(task.session.device, local_rank)).generate_turns(turns)
+            device = pick_device(task.session.device, find_local_rank())
+            _EvaluationSession(task, device).generate_turns(turns)
         except torch.cuda.OutOfMemoryError as error:
             raise ModelError("the GPU has no room for all plans at once; add --one-at-a-time") from error
 
@@ -119,7 +114,10 @@ class _EvaluationSession:
         self._task = task
         self._device = device
         self._group = dist.group.WORLD if task.world > 1 else None
-        self._pipelines = TurnPipelines(self._create_pipeline, task.plans, device, with_plain=task.with_original)
+        # The plain pipeline has turns with a cache, which no plan may share.
+        self._pipelines = TurnPipelines(
+            self._create_pipeline, task.plans, device, with_plain=task.with_original, share_plain=False
+        )
         # All pipelines are of one class, so any of them knows the arguments of a call.
         pipe = self._pipelines.plain
         if pipe is None:

@@ -115,6 +115,7 @@ class EvaluationFolder:
                 # Settings that lack a caption are not judged.
                 if name in judged.get(key, {}):
                     row[name] = judged[key][name]
+        # Rows whose image is gone are dropped, so that it is generated again.
         self.rows.replace(rows_on_disk.values())
 
 
@@ -122,6 +123,7 @@ def make_setting_slug(setting: EvaluationSetting) -> str:
     """The name of a setting's folder, which is readable and unique."""
     if setting == ORIGINAL:
         return str(setting)
+    # Two settings may have the same letters and other signs.
     digest = hashlib.sha256(json.dumps(setting).encode()).hexdigest()[:8]
     words = re.sub(r"[^\w.]+", "-", str(setting))[:60].strip("-")
     return f"{words}-{digest}"

@@ -115,14 +115,19 @@ def fill_workload(work: Workload, gpus: int, ranks: int, *, small: bool) -> Work
         if small:
             model = SMALL_MODEL
         elif gpus:
-            ranks_per_gpu = 1 if gpus >= ranks else ranks
-            if torch.cuda.get_device_properties(0).total_memory / ranks_per_gpu >= LEAST_MEMORY:
+            memory = torch.cuda.get_device_properties(0).total_memory
+            if gpus < ranks:
+                # All ranks share one GPU.
+                memory //= ranks
+            if memory >= LEAST_MEMORY:
                 model = MODEL
+    steps = 2 if small else 8
+    dtype: Any = "bfloat16" if gpus else "float32"
     return replace(
         work,
         model=model,
-        steps=work.steps or (2 if small else 8),
-        dtype=work.dtype or ("bfloat16" if gpus else "float32"),
+        steps=work.steps or steps,
+        dtype=work.dtype or dtype,
         output="latent",
         threads=work.threads or 1,
     )
@@ -198,10 +203,11 @@ def make_suite_tables(rows: Sequence[Row]) -> list[Table | str]:
         if "seconds" not in row:
             others.add_row(row["part"], row["what"], str(row["ranks"]), _describe_answer(row))
             continue
-        cells = [row["part"], row["what"], str(row["size"]), str(row["ranks"])]
+        numbers = []
         for name in ("seconds", "of_plain", "peak_gb", "relative"):
-            cells.append("" if row[name] is None else f"{row[name]:.3g}")
-        timed.add_row(*cells)
+            text = "" if row[name] is None else f"{row[name]:.3g}"
+            numbers.append(text)
+        timed.add_row(row["part"], row["what"], str(row["size"]), str(row["ranks"]), *numbers)
     return [f"{card}: {facts}", timed, others]
 
 
