@@ -17,14 +17,10 @@ from ditile.plan import errors
 from ditile.plan.errors import DitileError, RankError
 
 TERMINATED = "killed by SIGTERM"
-
-
-SILENT, STALLED = "no sign of life", "no progress"
-
-
+SILENT = "no sign of life"
+STALLED = "no progress"
 BUSY_LIMITS = 10
 """How many times the stall limit a run may last in which ranks compute and none reports progress."""
-
 
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|socket closed|broken pipe|remote process|remoteerror",
@@ -88,7 +84,8 @@ class RankState:
     """
 
     def __init__(self, number: int) -> None:
-        self.number, self.signs = number, RankSigns()
+        self.number = number
+        self.signs = RankSigns()
         self.outcome: RankResult | RankFailure | None = None
 
     def detect_silence(self, limits: LaunchLimits, looked: float) -> None:
@@ -99,9 +96,10 @@ class RankState:
             looked: when this process last looked for signs, before it read them: it may have been stopped since.
         """
         silence = looked - self.signs.last_sign_of_life
-        if self.outcome is not None or silence <= min(limits.silence, limits.stopped):
+        if self.outcome is not None:
             return
         longest = limits.silence if self.signs.started else limits.start
+        # The system is asked last: it is a file to read for each rank.
         if silence > longest or (silence > limits.stopped and self.is_stopped()):
             message = f"no sign of life for {silence:.0f} s: stopped, or its interpreter is blocked"
             self.outcome = RankFailure(time.monotonic(), SILENT, message)
@@ -115,50 +113,64 @@ def find_first_failure(
     ranks: Sequence[RankState], limits: LaunchLimits, looked: float
 ) -> tuple[RankFailure, int] | None:
     """The failure that ends a run, and its rank; None while the run may go on. `looked`: as in `detect_silence`."""
-    failed = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
-    if failed:
-        if time.monotonic() < min(failed)[0].at + limits.grace:
+    failures = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
+    if failures:
+        # An earlier cause may still be on its way.
+        if time.monotonic() < min(failures)[0].at + limits.grace:
             return None
-        return min(failed, key=_order_of_blame)
+        return min(failures, key=_order_of_blame)
     return _find_abandoned_call(ranks, limits, looked) or _find_stall(ranks, limits, looked)
 
 
-def _order_of_blame(found: tuple[RankFailure, int]) -> tuple[int, float, int]:
+def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
     """Causes first; then ranks that torchrun may have ended because of another; then those whose connection broke."""
-    failure, number = found
-    return 2 * is_consequence(failure) or int(failure.cause == TERMINATED), failure.at, number
+    failure, number = entry
+    if is_consequence(failure):
+        return 2, failure.at, number
+    return int(failure.cause == TERMINATED), failure.at, number
 
 
 def _find_abandoned_call(
     ranks: Sequence[RankState], limits: LaunchLimits, now: float
 ) -> tuple[RankFailure, int] | None:
     """The first rank that left a call by an error, if another one is still in that call and does nothing."""
-    # Errors of calls that every rank has left do not concern anybody, and there may be any number of them.
+    # Errors of calls that every rank has left concern nobody, and there may be any number of them.
     oldest = min(rank.signs.last_call for rank in ranks)
-    found = []
+    failures = []
     for rank in ranks:
-        raised = rank.signs.raised = {call: rank.signs.raised[call] for call in rank.signs.raised if call >= oldest}
-        for call, failure in raised.items():
-            waiting = [other.signs.last_activity for other in ranks if other.signs.call == call]
-            if any(now - max(failure.at, since) > limits.abandoned for since in waiting):
-                found.append((failure, rank.number))
-    if not found:
+        rank.signs.raised = {call: failure for call, failure in rank.signs.raised.items() if call >= oldest}
+        for call, failure in rank.signs.raised.items():
+            if _is_awaited(call, failure, ranks, limits, now):
+                failures.append((failure, rank.number))
+    if not failures:
         return None
-    failure, number = min(found, key=_order_of_blame)
+    failure, number = min(failures, key=_order_of_blame)
     message = f"left a call with an error, and other ranks wait for it there: {failure.message}"
     return failure._replace(message=message, plain=""), number
 
 
+def _is_awaited(call: int, failure: RankFailure, ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> bool:
+    """Whether a rank has been idle for too long in a call since another one left that call by an error."""
+    for rank in ranks:
+        if rank.signs.call == call and now - max(failure.at, rank.signs.last_activity) > limits.abandoned:
+            return True
+    return False
+
+
 def _find_stall(ranks: Sequence[RankState], limits: LaunchLimits, now: float) -> tuple[RankFailure, int] | None:
-    waiting = [rank for rank in ranks if rank.outcome is None]
-    starting = not all(rank.signs.started for rank in waiting)
-    stall = max(limits.stall, limits.start) if starting else limits.stall
-    idle = now - max(rank.signs.last_activity for rank in ranks)
-    without = now - max(rank.signs.last_progress for rank in ranks)
-    if not waiting or (idle <= stall and without <= BUSY_LIMITS * stall):
+    """The rank that has been without progress for longest, if no rank has made any for too long."""
+    running = [rank for rank in ranks if rank.outcome is None]
+    if not running:
         return None
-    first = min(waiting, key=lambda rank: rank.signs.last_progress)
-    message = f"no rank made progress for {without:.0f} s; this one has been without for longest"
+    stall = limits.stall
+    if not all(rank.signs.started for rank in running):
+        stall = max(stall, limits.start)
+    idle = now - max(rank.signs.last_activity for rank in ranks)
+    without_progress = now - max(rank.signs.last_progress for rank in ranks)
+    if idle <= stall and without_progress <= BUSY_LIMITS * stall:
+        return None
+    first = min(running, key=lambda rank: rank.signs.last_progress)
+    message = f"no rank made progress for {without_progress:.0f} s; this one has been without for longest"
     return RankFailure(now, STALLED, message), first.number
 
 
@@ -166,13 +178,14 @@ def describe_exit(code: int) -> str:
     """How a process ended, by its return code, which is negative for a signal."""
     if code >= 0:
         return f"exited with code {code} before it returned"
+    # Python has no names for real-time signals.
     with contextlib.suppress(ValueError):
         return f"killed by {signal.Signals(-code).name}"
     return f"killed by signal {-code}"
 
 
 def explain_kill(code: int, memory_kills: int) -> str:
-    """What else is known of a rank that ended, to be put behind how it ended.
+    """What is added to how a rank ended: that the system had no memory left, if it killed the rank for that.
 
     Args:
         code: its return code.
@@ -185,33 +198,35 @@ def explain_kill(code: int, memory_kills: int) -> str:
 
 def count_memory_kills() -> int:
     """How many processes the kernel has killed for want of memory, in this control group or, if unknown, anywhere."""
-    counts = [_read_kill_count(path) for path in _list_memory_files()] or [_read_kill_count(Path("/proc/vmstat"))]
-    return max(counts)
+    paths = _list_memory_files() or [Path("/proc/vmstat")]
+    return max(map(_read_kill_count, paths))
 
 
 def _list_memory_files() -> list[Path]:
-    """The files of this process's control groups that count kills; version 2's, then version 1's."""
+    """The files of this process's control groups that count kills."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    root, found = Path("/sys/fs/cgroup"), []
+    paths = []
     for line in lines:
         _, controllers, group = line.split(":", 2)
+        # Version 2 of control groups has one hierarchy without a name, version 1 one for each controller.
         if controllers in ("", "memory"):
-            folder = root / controllers / group.lstrip("/")
-            found += [
-                folder / "memory.events",
-                folder / "memory.oom_control",
-                root / controllers / "memory.oom_control",
-            ]
-    return [path for path in found if path.exists()]
+            root = Path("/sys/fs/cgroup", controllers)
+            folder = root / group.lstrip("/")
+            paths += [folder / "memory.events", folder / "memory.oom_control", root / "memory.oom_control"]
+    return [path for path in paths if path.exists()]
 
 
 def _read_kill_count(path: Path) -> int:
-    """The number behind `oom_kill` in a file of the kernel."""
+    """The number after `oom_kill` in a file of the kernel."""
     try:
-        pairs = [line.split() for line in path.read_text().splitlines()]
+        lines = path.read_text().splitlines()
     except OSError:
         return 0
-    return next((int(words[1]) for words in pairs if words[0] == "oom_kill"), 0)
+    for line in lines:
+        name, _, count = line.partition(" ")
+        if name == "oom_kill":
+            return int(count)
+    return 0

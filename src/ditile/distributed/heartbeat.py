@@ -1,8 +1,8 @@
-"""What a rank says of itself over a pipe, and what its watcher concludes: heartbeats, reports of progress, and notes.
+"""What a rank reports about itself over a pipe, and what its watcher reads: heartbeats, progress and notes.
 
 A heartbeat is one byte every second. It says that the rank lives, and whether it has read from a disk or computed since
-the last one: who does either is not stuck. A report of progress is one byte too (`env.report_progress`). A note is a
-line of JSON:
+the last one: a rank that does either is not stuck. A report of progress is one byte too (`env.report_progress`). A note
+is a line of JSON:
 
     {"enter": 3}                    begins the third call that all ranks must make
     {"leave": 3, "error": [...]}    has left it; with the fields of an error, if it raised
@@ -38,14 +38,15 @@ COMPUTING = b"\2"
 PROGRESS = b"."
 
 PLAIN_ERRORS = ("PlanError", "ModelError", "LoadError", "StateError", "JoinError", "StoppedError")
-"""What a rank may raise that needs no traceback: who watches raises the very type with the same message."""
+"""What a rank may raise that needs no traceback: its watcher raises the same type with the same message."""
 BUSY = 0.05
 """The share of a core that a rank uses at least while it computes. One that waits uses less."""
 MEMORY_ERRORS = {"MemoryError", "OutOfMemoryError"}
 MEMORY_MESSAGE = re.compile(r"DefaultCPUAllocator|not enough memory|[Cc]annot allocate memory|[Cc]an't allocate memory")
 _NOTE = re.compile(rb"\{[^\n]*\n")
-_TRACEBACK_SIZE, _MESSAGE_SIZE = 2500, 1000
-"""The letters of a note that are kept. A write of up to 4096 bytes is not mixed with that of another thread."""
+# Letters of a note that are kept. A write of up to 4096 bytes (PIPE_BUF) is not mixed with one of another thread.
+_TRACEBACK_SIZE = 2500
+_MESSAGE_SIZE = 1000
 
 
 class RankFailure(NamedTuple):
@@ -68,14 +69,18 @@ class RankFailure(NamedTuple):
 
 def describe_error(error: BaseException) -> RankFailure:
     """An exception of a rank as its failure."""
-    exception_trace = traceback.TracebackException.from_exception(error)
-    kind = type(error)
-    cause = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    text = "".join(exception_trace.format())
-    plain = next((base.__name__ for base in kind.__mro__ if base.__module__ == "ditile.plan.errors"), "")
-    if plain in PLAIN_ERRORS:
-        return RankFailure(time.monotonic(), cause, str(error), text, plain)
-    message = "".join(exception_trace.format_exception_only()).strip()
+    error_class = type(error)
+    cause = error_class.__qualname__
+    if error_class.__module__ != "builtins":
+        cause = f"{error_class.__module__}.{cause}"
+    text = "".join(traceback.format_exception(error))
+    # The nearest of ditile's own classes: a user may have derived another one.
+    for base in error_class.__mro__:
+        if base.__module__ == "ditile.plan.errors":
+            if base.__name__ in PLAIN_ERRORS:
+                return RankFailure(time.monotonic(), cause, str(error), text, base.__name__)
+            break
+    message = "".join(traceback.format_exception_only(error)).strip()
     if is_out_of_memory(error):
         message = f"out of memory: {message}"
     return RankFailure(time.monotonic(), cause, message, text)
@@ -84,9 +89,10 @@ def describe_error(error: BaseException) -> RankFailure:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that no memory is left. torch's allocator raises a RuntimeError, the system an OSError.
 
-    What takes an error for one of its input (a model, a LoRA) must let these pass.
+    Code that takes an error to mean bad input (a model, a LoRA) must let these pass.
     """
-    names = {kind.__name__ for kind in type(error).__mro__}
+    # By name, so that torch need not be imported for its OutOfMemoryError.
+    names = {base.__name__ for base in type(error).__mro__}
     return not names.isdisjoint(MEMORY_ERRORS) or MEMORY_MESSAGE.search(str(error)) is not None
 
 
@@ -101,12 +107,14 @@ class RankSigns:
         call: the number of the call that it is in, of those that all ranks must make; None outside of them.
         last_call: the number of the last such call that it has entered.
         raised: the errors by which it left such calls, by the number of the call.
-        said: the last note that says how it ends.
+        said: the last note about how it ends.
     """
 
     def __init__(self) -> None:
         self.started = False
-        self.last_sign_of_life = self.last_activity = self.last_progress = time.monotonic()
+        self.last_sign_of_life = time.monotonic()
+        self.last_activity = self.last_sign_of_life
+        self.last_progress = self.last_sign_of_life
         self.call: int | None = None
         self.last_call = 0
         self.raised: dict[int, RankFailure] = {}
@@ -114,11 +122,13 @@ class RankSigns:
         self._partial = b""
 
     def read_signs(self, data: bytes) -> int:
-        """Reads what has come; returns the number of reports of progress, without the first: that it has started."""
-        now = self.last_sign_of_life = time.monotonic()
+        """Reads what has come; returns how often progress was reported, not counting the first: that it has started."""
+        now = time.monotonic()
+        self.last_sign_of_life = now
         data = self._partial + data
-        notes, signs = _NOTE.findall(data), _NOTE.sub(b"", data)
-        signs, brace, rest = signs.partition(b"{")
+        notes = _NOTE.findall(data)
+        # What is left after whole notes: single bytes, and the beginning of a note whose end is yet to come.
+        signs, brace, rest = _NOTE.sub(b"", data).partition(b"{")
         self._partial = brace + rest
         for note in notes:
             # A note that is longer than the system writes at once may have heartbeats within.
@@ -128,14 +138,15 @@ class RankSigns:
         if notes or signs.strip(HEARTBEAT + COMPUTING):
             self.last_progress = now
         reports = signs.count(PROGRESS)
-        if not reports:
-            return 0
-        first, self.started = not self.started, True
-        return reports - first
+        if reports and not self.started:
+            self.started = True
+            reports -= 1
+        return reports
 
     def _read_note(self, note: dict[str, Any], now: float) -> None:
         if "enter" in note:
-            self.call = self.last_call = note["enter"]
+            self.call = note["enter"]
+            self.last_call = note["enter"]
         elif "leave" in note:
             self.call = None
             if "error" in note:
@@ -145,7 +156,7 @@ class RankSigns:
 
 
 class CallCount:
-    """Counts the calls that all ranks must make, of this process.
+    """Counts the calls of this process that all ranks must make.
 
     Attributes:
         number: how many there were.
@@ -154,7 +165,9 @@ class CallCount:
     """
 
     def __init__(self) -> None:
-        self.number, self.is_inside, self.is_alone = 0, False, False
+        self.number = 0
+        self.is_inside = False
+        self.is_alone = False
 
 
 COUNT = CallCount()
@@ -165,12 +178,15 @@ def note_shared_call() -> Iterator[None]:
     """A context around what all ranks must do together.
 
     If one rank leaves it by an error, even by one that the user's code catches, the others are told, as they would wait
-    for it. `StoppedError` is none: all ranks raise it together.
+    for it. `StoppedError` does not count: all ranks raise it together.
     """
+    # A call within another one, as of a runner in a callback, is part of that one.
     if env.read_progress_fd() is None or COUNT.is_inside:
         yield
         return
-    COUNT.number, COUNT.is_inside, COUNT.is_alone = COUNT.number + 1, True, False
+    COUNT.number += 1
+    COUNT.is_inside = True
+    COUNT.is_alone = False
     send_note(enter=COUNT.number)
     try:
         yield
@@ -178,8 +194,10 @@ def note_shared_call() -> Iterator[None]:
         send_note(leave=COUNT.number)
         raise
     except BaseException as error:
-        failure = list(shorten_failure(describe_error(error))[1:])
-        send_note(leave=COUNT.number, **({} if COUNT.is_alone else {"error": failure}))
+        if COUNT.is_alone:
+            send_note(leave=COUNT.number)
+        else:
+            send_note(leave=COUNT.number, error=list(shorten_failure(describe_error(error))[1:]))
         raise
     else:
         send_note(leave=COUNT.number)
@@ -202,15 +220,24 @@ def send_note(**note: Any) -> None:
     env.send_to_watcher(json.dumps(note).encode() + b"\n")
 
 
-def send_heartbeats(pulse: int) -> NoReturn:
-    """Sends a heartbeat every second, for ever."""
-    read, used, since = _count_disk_reads(), _measure_cpu_seconds(), time.monotonic()
+def send_heartbeats(pipe: int) -> NoReturn:
+    """Sends a heartbeat every second, forever."""
+    reads = _count_disk_reads()
+    cpu_seconds = _measure_cpu_seconds()
+    sent_at = time.monotonic()
     while True:
-        before, read = read, _count_disk_reads()
-        used_before, used = used, _measure_cpu_seconds()
-        seconds, since = time.monotonic() - since, time.monotonic()
-        computes = used - used_before > BUSY * seconds
-        os.write(pulse, READING if read > before else COMPUTING if computes else HEARTBEAT)
+        reads_before = reads
+        cpu_seconds_before = cpu_seconds
+        sent_before = sent_at
+        reads = _count_disk_reads()
+        cpu_seconds = _measure_cpu_seconds()
+        sent_at = time.monotonic()
+        sign = HEARTBEAT
+        if reads > reads_before:
+            sign = READING
+        elif cpu_seconds - cpu_seconds_before > BUSY * (sent_at - sent_before):
+            sign = COMPUTING
+        os.write(pipe, sign)
         time.sleep(1)
 
 
@@ -221,42 +248,55 @@ def _count_disk_reads() -> int:
 
 
 def _measure_cpu_seconds() -> float:
-    """Seconds of processors that this process used, and those that it started; with a GPU, those alone.
+    """CPU seconds of this process, and of those that it started; with a GPU, only of those that it started.
 
     A thread that waits for a GPU uses its core while it waits. Threads that carry messages do not compute.
     """
-    # torch may be in the middle of its import.
-    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
-    own = 0.0
-    if is_initialized is None or not is_initialized():
-        own = time.process_time() - _measure_messenger_seconds()
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return own + ended.ru_utime + ended.ru_stime + sum(_measure_process_seconds(pid) for pid in _list_children("self"))
+    seconds = ended.ru_utime + ended.ru_stime
+    for child in _list_children("self"):
+        seconds += _measure_process_seconds(child)
+    # torch may be in the middle of its import, when its module has no such function yet.
+    is_initialized = getattr(sys.modules.get("torch.cuda"), "is_initialized", None)
+    if is_initialized is None or not is_initialized():
+        seconds += time.process_time() - _measure_messenger_seconds()
+    return seconds
 
 
 def _measure_messenger_seconds() -> float:
-    """Seconds of processors that the threads of gloo used, where the system tells.
-
-    The one that reads from connections spins for as long as there is a message that nobody receives.
-    """
-    folders = Path("/proc/self/task").glob("*")
-    return sum(_read_used_seconds(folder) for folder in folders if "gloo" in "".join(_read_words(folder / "comm")))
+    """CPU seconds of gloo's threads, where the system tells them apart."""
+    seconds = 0.0
+    for folder in Path("/proc/self/task").glob("*"):
+        # gloo's reading thread spins for as long as there is a message that nobody receives.
+        if "gloo" in "".join(_read_words(folder / "comm")):
+            seconds += _read_used_seconds(folder)
+    return seconds
 
 
 def _list_children(process: str) -> list[str]:
     """The processes that a process has started, where the system tells."""
-    return [pid for file in Path("/proc", process, "task").glob("*/children") for pid in _read_words(file)]
+    children = []
+    for file in Path("/proc", process, "task").glob("*/children"):
+        children += _read_words(file)
+    return children
 
 
 def _measure_process_seconds(pid: str) -> float:
-    own = _read_used_seconds(Path("/proc", pid))
-    return own + sum(_measure_process_seconds(child) for child in _list_children(pid))
+    seconds = _read_used_seconds(Path("/proc", pid))
+    for child in _list_children(pid):
+        seconds += _measure_process_seconds(child)
+    return seconds
 
 
 def _read_used_seconds(folder: Path) -> float:
-    """Seconds of processors that a process or a thread used, by its folder in /proc; 0 if it has ended."""
+    """CPU seconds that a process or a thread used, by its folder in /proc; 0 if it has ended."""
+    # Counted from the end, because the name at the beginning may have spaces.
     words = _read_words(folder / "stat")[-50:]
-    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK") if len(words) == 50 else 0.0
+    if len(words) < 50:
+        return 0.0
+    user_ticks = int(words[11])
+    system_ticks = int(words[12])
+    return (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def _read_words(path: Path) -> list[str]:

@@ -34,7 +34,7 @@ from ditile.distributed import cpus, env
 from ditile.distributed.env import RankPlace
 from ditile.distributed.failure_rules import LaunchLimits, RankResult
 from ditile.distributed.heartbeat import describe_error, die_with_parent, send_heartbeats
-from ditile.distributed.private_network import PrivateNetwork, create_private_network, join_user_space, make_groups
+from ditile.distributed.private_network import create_private_network, join_user_space, make_groups
 from ditile.distributed.supervise import HEADER, STACK_SIGNAL, RankProcess, terminate_ranks, watch_ranks
 from ditile.plan.errors import PlanError, StateError
 from ditile.plan.options import Count, Seconds, check_value
@@ -59,7 +59,7 @@ def launch(
         fn: a function that can be imported by its module and name, from a script's `__main__` too.
         ranks: how many processes; where there are as many GPUs, each has its own.
         args: the arguments of `fn`, the same in every rank.
-        threads: torch threads of each rank; the cores are shared out by default.
+        threads: torch threads of each rank; by default the cores are split evenly.
         stall_timeout: seconds without progress of any rank after which the run is ended.
         progress: called in this process as `progress(rank, reports)` when a rank has reported progress, with the number
             of reports since the last call. A rank reports each micro-step of a runner, and each tensor that it reads.
@@ -78,8 +78,8 @@ def launch(
     check_value(Count, ranks, "ranks", error=PlanError)
     check_value(Count | None, threads, "threads", error=PlanError, example=1)
     check_value(Seconds, stall_timeout, "stall_timeout", error=PlanError, example=600)
-    first_place, num_places = local_ranks or (0, ranks)
-    threads = threads or max(1, cpus.count_usable_cores() // num_places)
+    first_local_rank, local_world = local_ranks or (0, ranks)
+    threads = threads or max(1, cpus.count_usable_cores() // local_world)
     if env.read_progress_fd() is not None and not env.is_under_torchrun():
         raise StateError(
             "launch() was called inside a rank; call it once, in a script under `if __name__ == '__main__':`"
@@ -88,27 +88,31 @@ def launch(
         raise StateError(f"fn={fn!r} is no function; give one at the top of a module")
     if not isinstance(args, tuple | list):
         raise StateError(f"args={args!r} is no tuple of arguments; give args=({args!r},)")
-    call = _pickle_call(fn, args)
-    prepare = _find_main_module(call, getattr(fn, "__name__", "fn")) | {"sys_argv": sys.argv}
+    job = _pickle_call(fn, args)
+    prepare = _find_main_module(job, getattr(fn, "__name__", "fn")) | {"sys_argv": sys.argv}
     times = dataclasses.replace(limits or LaunchLimits(), stall=float(stall_timeout))
     started: list[RankProcess] = []
-    link_fds: Sequence[int | None] = links if links is not None else [None] * ranks
     with (
         unwind_on_signals() as check_interrupt,
         tempfile.TemporaryDirectory(prefix="ditile-") as directory,
         create_private_network() as network,
     ):
-        descriptors = () if network is None else network.list_descriptors()
+        network_fds = network or ()
+        checks = [check_interrupt]
+        if check is not None:
+            checks.append(check)
         try:
             for number in range(ranks):
-                place = RankPlace(number, ranks, first_place + number, num_places, threads)
-                rank_call = f"run_rank_process({tuple(place)}, {directory!r}, {descriptors}, {prepare})"
+                place = RankPlace(number, ranks, first_local_rank + number, local_world, threads)
+                rank_call = f"run_rank_process({tuple(place)}, {directory!r}, {network_fds}, {prepare})"
                 code = f"import sys; sys.path[:] = {sys.path}; from {__name__} import run_rank_process; {rank_call}"
-                command, link = (sys.executable, "-c", code, "ditile-rank", str(number)), link_fds[number]
+                command = (sys.executable, "-c", code, "ditile-rank", str(number))
+                link = None if links is None else links[number]
                 environ = functools.partial(env.build_rank_environment, place, directory, link)
-                stacks, own = Path(directory, f"stacks-{number}"), () if link is None else (link,)
-                started.append(RankProcess(number, command, environ, call, stacks, (*descriptors, *own)))
-            return watch_ranks(started, times, progress, [check_interrupt, *([check] if check else [])])
+                stacks = Path(directory, f"stacks-{number}")
+                descriptors = network_fds if link is None else (*network_fds, link)
+                started.append(RankProcess(number, command, environ, job, stacks, descriptors))
+            return watch_ranks(started, times, progress, checks)
         finally:
             terminate_ranks(started, times)
             end_open_line(Path(directory))
@@ -119,13 +123,14 @@ def run_rank_process(
 ) -> None:
     """Runs a rank from its start to its end. Its command line ends with the numbers of its three pipes."""
     place = RankPlace(*numbers)
-    # Before there is a second thread.
+    # Before there is a second thread: a process with several cannot enter a user namespace.
     network = _join_network(descriptors)
-    control, report, pulse = map(int, sys.argv[-3:])
+    control, report, heartbeats = map(int, sys.argv[-3:])
     # A Ctrl-C reaches all processes of a terminal; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()
-    for fd in (control, report, pulse):
+    # What the rank starts must not keep the pipes open after the rank has ended.
+    for fd in (control, report, heartbeats):
         os.set_inheritable(fd, False)
     with open(Path(directory, f"stacks-{place.rank}"), "w") as stacks:
         faulthandler.enable(stacks)
@@ -133,7 +138,7 @@ def run_rank_process(
         job = _read_frame(control)
         dismissed = threading.Event()
         threading.Thread(target=_wait_for_dismissal, args=(control, dismissed), daemon=True).start()
-        threading.Thread(target=send_heartbeats, args=(pulse,), daemon=True).start()
+        threading.Thread(target=send_heartbeats, args=(heartbeats,), daemon=True).start()
         try:
             # Before the imports of the script: the parent has shown these complaints already.
             env.drop_import_complaints()
@@ -161,8 +166,11 @@ def _join_network(descriptors: Sequence[int]) -> int | None:
         return None
     for fd in descriptors:
         os.set_inheritable(fd, False)
-    network = PrivateNetwork(descriptors[0], descriptors[1] if len(descriptors) > 1 else None)
-    return network.network if join_user_space(network) else None
+    network, *users = descriptors
+    # A network that root made belongs to no other user namespace.
+    if users and not join_user_space(users[0]):
+        return None
+    return network
 
 
 def _set_up_process_group(place: RankPlace, directory: str, network: int | None = None) -> None:
@@ -171,28 +179,29 @@ def _set_up_process_group(place: RankPlace, directory: str, network: int | None 
 
     from ditile.distributed import backend as backends
 
-    env.report_progress()  # it has started
-    number = place.rank
+    # The first report says that this rank has started: from now on shorter limits apply.
+    env.report_progress()
+    rank = place.rank
     world = place.world
-    threads = place.threads
     device = backends.pick_device(None, place.local_rank)
     if device.type == "cpu":
-        pin_to_own_cores(place.local_rank, place.local_world, threads)
-    torch.set_num_threads(threads)
+        pin_to_own_cores(place.local_rank, place.local_world, place.threads)
+    torch.set_num_threads(place.threads)
     backends.make_device_current(device)
     store = dist.FileStore(str(Path(directory, "store")), world)  # type: ignore[attr-defined]
     store.set_timeout(backends.PEER_TIMEOUT)
-    # All ranks enter the private network or none does.
-    store.set(f"network-{number}", str(network is not None))
-    alike = all(store.get(f"network-{rank}") == b"True" for rank in range(world))
-    env.set_network_fd(network if alike else None)
+    # All ranks enter the private network or none does: otherwise they could not reach each other.
+    store.set(f"network-{rank}", str(network is not None))
+    if not all(store.get(f"network-{peer}") == b"True" for peer in range(world)):
+        network = None
+    env.set_network_fd(network)
     with make_groups():
-        backend = backends.choose_backend(store, number, world, device)
-        dist.init_process_group(backend, store=store, rank=number, world_size=world, timeout=backends.PEER_TIMEOUT)
+        backend = backends.choose_backend(store, rank, world, device)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=backends.PEER_TIMEOUT)
 
 
 def pin_to_own_cores(number: int, world: int, threads: int) -> None:
-    """Pins a rank to cores of its own, if the ranks fill all cores; else the system may move it."""
+    """Pins a rank to cores of its own, if the ranks fill all cores; otherwise the system may move it."""
     # A rank that is moved to a core of another one makes the whole pipeline wait. Where cores are to spare, other
     # programs may run on them.
     cores = cpus.count_usable_cores()
@@ -216,13 +225,19 @@ def _wait_for_dismissal(control: int, dismissed: threading.Event) -> None:
 
 
 def _read_frame(fd: int) -> bytes:
+    size = int.from_bytes(_read_bytes(fd, HEADER), "little")
+    return _read_bytes(fd, size)
+
+
+def _read_bytes(fd: int, count: int) -> bytes:
     data = bytearray()
-    while len(data) < HEADER or len(data) < HEADER + int.from_bytes(data[:HEADER], "little"):
-        part = os.read(fd, 1 << 20)
-        if not part:  # the parent has gone
+    while len(data) < count:
+        part = os.read(fd, min(count - len(data), 1 << 20))
+        if not part:
+            # The parent has gone, so there is nobody to report to.
             os._exit(1)
         data += part
-    return bytes(memoryview(data)[HEADER:])
+    return bytes(data)
 
 
 def _write_frame(fd: int, payload: bytes) -> None:
@@ -243,23 +258,26 @@ def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return len(payload).to_bytes(HEADER, "little") + payload
 
 
-def _find_main_module(call: bytes, name: str) -> dict[str, str]:
-    """How `multiprocessing.spawn.prepare` finds the parent's `__main__`; empty if `call` needs none.
+def _find_main_module(job: bytes, name: str) -> dict[str, str]:
+    """How `multiprocessing.spawn.prepare` finds the parent's `__main__`; empty if `job` needs none.
 
     Raises:
-        StateError: if it is in no file; `name` is that of the function.
+        StateError: if it is in no file; `name` is the function's.
     """
-    if b"__main__" not in call:
+    # A pickle names the module of each function and class in it.
+    if b"__main__" not in job:
         return {}
     main = sys.modules["__main__"]
-    if spec := getattr(main, "__spec__", None):
+    # Of a script that was started by `python -m`.
+    spec = getattr(main, "__spec__", None)
+    if spec is not None:
         return {"init_main_from_name": spec.name}
     path = getattr(main, "__file__", None)
     if path is None or not Path(path).exists():
         raise StateError(
             f"fn={name!r} or one of its arguments is defined in a notebook or an interactive session, from which ranks "
             "cannot import it; write it in a file, such as a cell that begins with %%writefile draw.py, and call "
-            f"launch(draw.{name}, ..) after import draw; or start ditile serve and draw over HTTP"
+            f"launch(draw.{name}, ..) after import draw; or start ditile serve and generate over HTTP"
         )
     return {"init_main_from_path": str(Path(path).absolute())}
 
@@ -284,20 +302,21 @@ def unwind_on_signals() -> Iterator[Callable[[], None]]:
         if interrupted.is_set():
             raise KeyboardInterrupt
 
-    new_handlers = {signal.SIGTERM: exit_on_signal, signal.SIGHUP: exit_on_signal, signal.SIGINT: raise_interrupt}
-    stock = (signal.SIG_DFL, signal.default_int_handler)
+    handlers = {signal.SIGTERM: exit_on_signal, signal.SIGHUP: exit_on_signal, signal.SIGINT: raise_interrupt}
     previous_handlers: dict[signal.Signals, Any] = {}
+    # Python lets only the main thread set handlers.
     if threading.current_thread() is threading.main_thread():
-        previous_handlers = {
-            number: handler for number in new_handlers if (handler := signal.getsignal(number)) in stock
-        }
-    for number in previous_handlers:
-        signal.signal(number, new_handlers[number])
+        for number, handler in handlers.items():
+            previous = signal.getsignal(number)
+            # A handler that the user's program has set stays.
+            if previous in (signal.SIG_DFL, signal.default_int_handler):
+                previous_handlers[number] = previous
+                signal.signal(number, handler)
     try:
         yield check_interrupt
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        for number, previous in previous_handlers.items():
+            signal.signal(number, previous)
 
 
 _OPEN_LINE = "open-line"

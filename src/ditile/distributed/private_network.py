@@ -1,8 +1,8 @@
 """A network of their own for gloo's ports, so that no other user of the machine can connect to them.
 
 gloo listens on the loopback device, asks nobody who he is, and takes who connects first for a rank. On Linux a process
-can make a network that only those reach who have a descriptor of it; `launch` makes one for each run. A rank enters it
-with one thread, for as long as that makes process groups: sockets, and the threads that are started meanwhile, stay in
+can make a network that only processes with a descriptor of it can enter; `launch` makes one for each run. A rank enters
+it with one thread, while that thread makes process groups: sockets, and the threads that are started meanwhile, stay in
 the network in which they were made. Everything else, such as downloads, uses the network of the machine.
 
 It needs root, or user namespaces (`unshare --user --net` works). Elsewhere gloo listens on the loopback device.
@@ -17,10 +17,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ditile.distributed import env
 
+# Flags of unshare(2). Python has both calls from 3.12 on; 3.10 is supported.
 _NEW_USER = 0x10000000
 _NEW_NET = 0x40000000
 _MAKE = f"""
@@ -39,53 +40,46 @@ sys.stdin.read()
 """
 
 
-class PrivateNetwork(NamedTuple):
-    """Descriptors of a network, and of the user namespace that owns it; None where root made it."""
-
-    network: int
-    users: int | None
-
-    def list_descriptors(self) -> tuple[int, ...]:
-        """Those that there are."""
-        return (self.network,) if self.users is None else (self.network, self.users)
-
-
 @contextlib.contextmanager
-def create_private_network() -> Iterator[PrivateNetwork | None]:
-    """Makes a network, which lasts as long as somebody has its descriptor; None where this process may not.
+def create_private_network() -> Iterator[tuple[int, ...] | None]:
+    """Makes a network; yields its descriptor and, unless root made it, its user namespace's; None where it may not.
 
-    A machine with NVIDIA GPUs gets one from root alone: what their driver does in a user namespace is not known.
+    The network lasts as long as a process has its descriptor. A machine with NVIDIA GPUs gets one from root alone: what
+    their driver does in a user namespace is not known.
     """
     is_root = not hasattr(os, "geteuid") or os.geteuid() == 0
     if sys.platform != "linux" or (not is_root and Path("/dev/nvidiactl").exists()):
         yield None
         return
-    pipe = subprocess.PIPE
-    quiet = subprocess.DEVNULL
-    with subprocess.Popen([sys.executable, "-I", "-S", "-c", _MAKE], stdin=pipe, stdout=pipe, stderr=quiet) as maker:
+    names = ["net"] if is_root else ["net", "user"]
+    descriptors: tuple[int, ...] | None = None
+    # A child makes the network, because the process that makes one moves into it.
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _MAKE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as maker:
         assert maker.stdin is not None and maker.stdout is not None
         try:
-            network = _open_spaces(maker.pid, is_root) if maker.stdout.readline() == b"made\n" else None
+            if maker.stdout.readline() == b"made\n":
+                with contextlib.suppress(OSError):
+                    descriptors = tuple(os.open(f"/proc/{maker.pid}/ns/{name}", os.O_RDONLY) for name in names)
         finally:
             maker.stdin.close()
     try:
-        yield network
+        yield descriptors
     finally:
-        for fd in () if network is None else network.list_descriptors():
+        for fd in descriptors or ():
             os.close(fd)
 
 
-def _open_spaces(pid: int, is_root: bool) -> PrivateNetwork | None:
-    try:
-        network = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
-        return PrivateNetwork(network, None if is_root else os.open(f"/proc/{pid}/ns/user", os.O_RDONLY))
-    except OSError:
-        return None
+def join_user_space(fd: int) -> bool:
+    """Moves this process into a user namespace, so that it may enter its networks; False if it may not.
 
-
-def join_user_space(network: PrivateNetwork) -> bool:
-    """Makes this process one that may enter the network; False if it may not. It must have one thread alone."""
-    return network.users is None or _set_space(network.users, _NEW_USER)
+    The process must have one thread alone.
+    """
+    return _set_space(fd, _NEW_USER)
 
 
 @contextlib.contextmanager
@@ -109,7 +103,7 @@ def make_groups() -> Iterator[None]:
             os.close(home)
 
 
-def _set_space(fd: int, kind: int) -> bool:
+def _set_space(fd: int, space_type: int) -> bool:
     """Moves the calling thread, or for a user namespace the process, into a namespace."""
     library: Any = ctypes.CDLL(None, use_errno=True)
-    return bool(library.setns(fd, kind) == 0)
+    return bool(library.setns(fd, space_type) == 0)

@@ -1,10 +1,10 @@
-"""The parent's side of `launch`: read what every rank reports, find out who failed first, leave nothing behind.
+"""The parent's side of `launch`: read what every rank reports, find out who failed first, leave nothing running.
 
 A rank is one process, in a session of its own, with three anonymous pipes:
 
-    control   to the rank: its job, then one byte that lets it leave; the rank ends when this pipe does (a dead parent)
-    report    from the rank: one frame, what it returned or how it failed
-    pulse     from the rank: what `pulse` describes
+    control     to the rank: its job, then one byte that lets it leave; the rank ends when this pipe does
+    report      from the rank: one frame, what it returned or how it failed
+    heartbeats  from the rank: what `heartbeat` describes
 
 The parent never waits for one pipe alone, so that a rank which stops in the middle of a frame blocks nothing.
 """
@@ -41,6 +41,10 @@ STACK_SIGNAL = signal.SIGUSR1
 LEAVE = b"!"
 HEADER = 8
 """Bytes of a frame's length, little-endian, before its pickle."""
+CHUNK = 1 << 16
+"""Bytes that are read from or written to a pipe at a time, as many as a pipe of Linux holds."""
+STACK_SECONDS = 0.5
+"""How long ranks may take to write their stacks."""
 
 
 class RankProcess(RankState):
@@ -49,7 +53,7 @@ class RankProcess(RankState):
     Args:
         number: its place in the world.
         command: the command line; the numbers of its three descriptors follow as words.
-        environ: its whole environment, given the number of its pulse descriptor.
+        environ: its whole environment, given the number of its heartbeat descriptor.
         job: the frame that the parent sends to it.
         stacks: the file into which it writes its stacks.
         descriptors: more descriptors that it inherits, with their numbers.
@@ -67,15 +71,17 @@ class RankProcess(RankState):
         super().__init__(number)
         self.stacks = stacks
         self._memory_kills = count_memory_kills()
-        self._unsent_bytes, self._received_bytes = memoryview(job), bytearray()
-        (theirs_in, self._control), (self._report, theirs_out) = os.pipe(), os.pipe()
-        self._pulse, theirs_pulse = os.pipe()
-        theirs = (theirs_in, theirs_out, theirs_pulse)
+        self._unsent_bytes = memoryview(job)
+        self._received_bytes = bytearray()
+        rank_control, self._control = os.pipe()
+        self._report, rank_report = os.pipe()
+        self._heartbeats, rank_heartbeats = os.pipe()
+        rank_ends = (rank_control, rank_report, rank_heartbeats)
         try:
             self.process = subprocess.Popen(
-                [*command, *map(str, theirs)],
-                env=environ(theirs_pulse),
-                pass_fds=(*theirs, *descriptors),
+                [*command, *map(str, rank_ends)],
+                env=environ(rank_heartbeats),
+                pass_fds=(*rank_ends, *descriptors),
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
@@ -83,27 +89,29 @@ class RankProcess(RankState):
             self.close_pipes()
             raise
         finally:
-            for fd in theirs:
+            # While the parent holds them too, no pipe of a dead rank ends.
+            for fd in rank_ends:
                 os.close(fd)
 
     def register_pipes(self, selector: selectors.BaseSelector, progress: Callable[[int, int], None] | None) -> None:
         """Adds its three pipes; the data of each is a function that handles it, and returns False at its end."""
-        for fd in (self._control, self._report, self._pulse):
+        for fd in (self._control, self._report, self._heartbeats):
             os.set_blocking(fd, False)
         selector.register(self._control, selectors.EVENT_WRITE, self._send_frame_chunk)
         selector.register(self._report, selectors.EVENT_READ, self._receive_frame_chunk)
-        selector.register(self._pulse, selectors.EVENT_READ, lambda: self._read_pulse(progress))
+        selector.register(self._heartbeats, selectors.EVENT_READ, lambda: self._read_heartbeats(progress))
 
     def is_stopped(self) -> bool:
         """Whether the system says that the process is stopped."""
         try:
-            return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
             return False
+        return state == "T"
 
     def detect_failure(self, limits: LaunchLimits, looked: float) -> None:
         """Sets `outcome` to a failure if the process is gone, or has been silent for too long."""
-        code, now = self.process.poll(), time.monotonic()
+        code = self.process.poll()
         if code is not None and self.outcome is None:
             # Its last report may still be in the pipe.
             with contextlib.suppress(BlockingIOError):
@@ -112,7 +120,7 @@ class RankProcess(RankState):
         if code is not None and self.outcome is None:
             cause = describe_exit(code)
             message = cause + explain_kill(code, self._memory_kills)
-            self.outcome = RankFailure(now, cause, message, self.read_stack_file())
+            self.outcome = RankFailure(time.monotonic(), cause, message, self.read_stack_file())
         self.detect_silence(limits, looked)
 
     def read_stack_file(self) -> str:
@@ -121,7 +129,8 @@ class RankProcess(RankState):
 
     def signal_process_group(self, number: signal.Signals) -> None:
         """Sends a signal to the rank and to whatever it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: EPERM for a group of zombies
+        # macOS has EPERM for a group of zombies.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
     def allow_exit(self) -> None:
@@ -136,20 +145,23 @@ class RankProcess(RankState):
 
     def close_pipes(self) -> None:
         """Closes the parent's ends of the pipes."""
-        for fd in (self._control, self._report, self._pulse):
+        for fd in (self._control, self._report, self._heartbeats):
             os.close(fd)
 
     def _send_frame_chunk(self) -> bool:
         try:
-            self._unsent_bytes = self._unsent_bytes[os.write(self._control, self._unsent_bytes[: 1 << 16]) :]
+            written = os.write(self._control, self._unsent_bytes[:CHUNK])
         except BrokenPipeError:  # it ended; `detect_failure` finds out how
             return False
+        self._unsent_bytes = self._unsent_bytes[written:]
         return bool(self._unsent_bytes)
 
     def _receive_frame_chunk(self) -> bool:
-        data = os.read(self._report, 1 << 16)
+        data = os.read(self._report, CHUNK)
         self._received_bytes += data
-        self.signs.last_progress = self.signs.last_activity = time.monotonic()
+        # A large result takes long to send, and this is progress.
+        self.signs.last_progress = time.monotonic()
+        self.signs.last_activity = self.signs.last_progress
         if self.outcome is None and len(self._received_bytes) >= HEADER:
             end = HEADER + int.from_bytes(self._received_bytes[:HEADER], "little")
             if len(self._received_bytes) >= end:
@@ -157,8 +169,8 @@ class RankProcess(RankState):
                 self._received_bytes = bytearray()
         return bool(data)
 
-    def _read_pulse(self, progress: Callable[[int, int], None] | None) -> bool:
-        data = os.read(self._pulse, 1 << 16)
+    def _read_heartbeats(self, progress: Callable[[int, int], None] | None) -> bool:
+        data = os.read(self._heartbeats, CHUNK)
         reports = self.signs.read_signs(data)
         if progress and reports:
             progress(self.number, reports)
@@ -217,20 +229,20 @@ def terminate_ranks(ranks: Iterable[RankProcess], limits: LaunchLimits) -> None:
 
 
 def _raise_first_failure(ranks: Sequence[RankProcess], limits: LaunchLimits, looked: float) -> None:
-    found = find_first_failure(ranks, limits, looked)
-    if found is None:
+    first_failure = find_first_failure(ranks, limits, looked)
+    if first_failure is None:
         return
-    failure, number = found
+    failure, number = first_failure
     if failure.cause in (SILENT, STALLED):
         failure = failure._replace(traceback=_collect_stacks(ranks))
     raise make_error(failure, number)
 
 
 def _collect_stacks(ranks: Sequence[RankProcess]) -> str:
-    """The Python stacks of every rank, asked for now."""
+    """The Python stacks of every rank at this moment."""
     for rank in ranks:
         # Before the rank has made its file it has no handler, and the signal would end it.
         if rank.process.poll() is None and rank.stacks.exists():
             rank.process.send_signal(STACK_SIGNAL)
-    time.sleep(0.5)
+    time.sleep(STACK_SECONDS)
     return "\n".join(f"rank {rank.number}:\n{rank.read_stack_file() or '  (left no stack)'}" for rank in ranks)

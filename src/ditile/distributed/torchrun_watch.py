@@ -2,13 +2,14 @@
 
 torchrun ends the ranks of its own host when one of them exits. It does not notice a rank that hangs, and other hosts
 learn nothing. So each rank starts a small process, its watcher, which does not import torch. A watcher reads what its
-rank says of itself (`pulse`) and passes it on to the watcher of rank 0, the hub, which decides by the rules of `launch`
-(`supervise.find_first_failure`) and tells all others:
+rank reports about itself (`heartbeat`) and passes it on to the watcher of rank 0, the hub, which decides by the rules
+of `launch` (`failure_rules`) and tells all others:
 
     rank 0 -> its watcher, the hub <=> watcher <- rank 1
 
 A watcher ends its rank when the hub says so or is silent, and it ends when all ranks have. The hub listens on a port of
-its own; who connects must know a secret that is random in each run and that ranks get from torchrun's store.
+its own. A watcher that connects must know a secret, which is random in each run and which ranks get from torchrun's
+store.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from ditile.distributed.watcher import read_line, run_watcher
 from ditile.plan.errors import JoinError
 
 LOG = logging.getLogger("ditile")
+STORE_KEY = "ditile-watch"
+"""Where rank 0 writes for the others, in torchrun's store, where the hub listens."""
 START_SECONDS = 120.0
 """Seconds within which torchrun's ranks must have started, which takes long where torch is read from a cold disk."""
 
@@ -63,16 +66,19 @@ def begin_watch(stall: float | None, timeout: float) -> None:
         return
     assert place is not None
     process = start_watcher()
-    assert process.stdin is not None and process.stdout is not None
+    assert process.stdin is not None
     task = place._asdict() | {"stall": stall, "host": socket.gethostname()}
     try:
-        hub = functools.partial(_ask_hub_address, process, task) if place.rank == 0 else None
-        task |= _share_hub_address(place, hub, timeout)
+        store = open_torchrun_store(place, timeout)
+        if place.rank == 0:
+            store.set(STORE_KEY, json.dumps(_start_hub(process, task)))
+        else:
+            with explain_join_errors(place, timeout):
+                hub_address = json.loads(store.get(STORE_KEY))
+            _write_line(process.stdin, task | hub_address)
     except JoinError:
         process.kill()
         raise
-    if place.rank:
-        _write_line(process.stdin, task)
     fd = process.stdin.fileno()
     env.set_progress_fd(fd)
     env.send_to_watcher(PROGRESS)
@@ -107,47 +113,36 @@ def report_failure(failure: RankFailure, code: int) -> bool:
     return True
 
 
-def _report_uncaught(hook: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _report_uncaught(
+    hook: Any, error_class: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     failure = describe_error(error)
+    # Of a rank that failed because another one did, the traceback would only mislead.
     if not is_consequence(failure):
-        hook(kind, error, trace)
+        hook(error_class, error, trace)
     report_failure(failure._replace(plain=""), 1)
 
 
 def _obey_watcher(process: subprocess.Popen[bytes]) -> None:
     """Waits for the exit code with which this process must end; a watcher that was killed says nothing."""
     assert process.stdout is not None
-    os._exit((os.read(process.stdout.fileno(), 1) or b"\1")[0])
+    code = os.read(process.stdout.fileno(), 1) or b"\1"
+    os._exit(code[0])
 
 
-def _ask_hub_address(process: subprocess.Popen[bytes], task: dict[str, Any]) -> dict[str, Any]:
-    """Starts the hub; returns where it listens, and its secret."""
+def _start_hub(process: subprocess.Popen[bytes], task: dict[str, Any]) -> dict[str, Any]:
+    """Makes the watcher of rank 0 the hub; returns where it listens, and its secret."""
     assert process.stdin is not None and process.stdout is not None
-    alone = env.read_local_world() == task["world"]
-    master = "127.0.0.1" if alone else env.read_master_address()
+    addresses = ["127.0.0.1"]
+    if env.read_local_world() != task["world"]:
+        addresses = [env.read_master_address()]
+        # If MASTER_ADDR is no address of this host itself, the hub listens on all of its addresses.
+        with contextlib.suppress(OSError):
+            addresses.append(socket.gethostbyname(socket.gethostname()))
     secret = secrets.token_hex(32)
-    _write_line(process.stdin, task | {"secret": secret, "master": master})
+    _write_line(process.stdin, task | {"secret": secret, "master": addresses[0]})
     port = int(read_line(process.stdout.fileno()))
-    addresses = [master] if alone else list(dict.fromkeys((master, _find_own_address())))
     return {"addresses": addresses, "port": port, "secret": secret}
-
-
-def _find_own_address() -> str:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
-
-
-def _share_hub_address(place: env.Torchrun, hub: Any, timeout: float) -> dict[str, Any]:
-    """Where the hub listens: rank 0 writes it into the store of all ranks, the others read it there."""
-    store = open_torchrun_store(place, timeout)
-    if hub is not None:
-        shared = hub()
-        store.set("ditile-watch", json.dumps(shared))
-        return dict(shared)
-    with explain_join_errors(place, timeout):
-        return dict(json.loads(store.get("ditile-watch")))
 
 
 def _write_line(pipe: Any, value: dict[str, Any]) -> None:

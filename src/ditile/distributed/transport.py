@@ -3,7 +3,7 @@
 A `PeerChannel` is a one-way, ordered channel between two ranks: messages need no tags, shapes follow from the layout
 and are never exchanged. CUDA tensors over gloo (several ranks on one GPU) go through the CPU. A sent tensor is kept
 until its work is done; each receive has a buffer of its own. `HostRows` bring a few numbers from a GPU to the host
-without a wait for later work.
+without waiting for later work.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from torch import Tensor
 
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.wire import VectorPacking
+
+Unpack = Callable[[Tensor], Tensor]
+"""Makes a tensor of a packed message."""
 
 
 @dataclass(slots=True)
@@ -60,7 +63,7 @@ class PostedReceive(NamedTuple):
     work: dist.Work
     buffer: Tensor
     device: torch.device
-    unpack: Callable[[Tensor], Tensor] | None
+    unpack: Unpack | None
 
     def wait_for_message(self) -> Tensor:
         """The message, on the device of `like`, as it was given to `post_receive`."""
@@ -83,11 +86,16 @@ class PeerChannel:
     def __init__(
         self, group: dist.ProcessGroup, peer: int, kind: str, traffic: Traffic, *, shared: bool = False
     ) -> None:
-        self._group, self._peer, self._kind, self._traffic, self._shared = group, peer, kind, traffic, shared
+        self._group = group
+        self._peer = peer
+        self._kind = kind
+        self._traffic = traffic
+        self._shared = shared
         self._packing = traffic.packings.get(kind)
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._posted: deque[PostedReceive] = deque()
-        self._sent = self._sent_before = 0
+        self._sent = 0
+        self._sent_before = 0
 
     @property
     def num_open_receives(self) -> int:
@@ -107,8 +115,9 @@ class PeerChannel:
         """Starts to send; returns at once."""
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
-        message = message.contiguous() if self._packing is None else self._packing.pack_vectors(message)
-        message = move_to_transfer_device(message, self._group)
+        if self._packing is not None:
+            message = self._packing.pack_vectors(message)
+        message = move_to_transfer_device(message.contiguous(), self._group)
         self._sending.append((self._start_transfer(message, sends=True), message))
         self._sent += 1
         self._traffic.count_message(self._kind, message.nbytes)
@@ -121,10 +130,12 @@ class PeerChannel:
 
     def post_receive(self, key: Any, shape: Sequence[int], like: Tensor) -> None:
         """Starts to receive the next message, of a shape and `like`'s dtype and device."""
-        dtype, unpack = like.dtype, None
+        dtype = like.dtype
+        unpack: Unpack | None = None
         if self._packing is not None:
-            unpack = partial(self._packing.unpack_vectors, size=shape[-1], dtype=dtype)
-            shape, dtype = self._packing.pack_shape(shape), torch.uint8
+            unpack = _make_unpack(self._packing, shape[-1], dtype)
+            shape = self._packing.pack_shape(shape)
+            dtype = torch.uint8
         buffer = torch.empty(shape, dtype=dtype, device=_choose_transfer_device(like.device, self._group))
         self._posted.append(PostedReceive(key, self._start_transfer(buffer, sends=False), buffer, like.device, unpack))
 
@@ -141,54 +152,66 @@ class PeerChannel:
         with self._traffic.record_wait(self._kind):
             self._wait_for_sends(0)
 
-    def _wait_for_sends(self, but: int) -> None:
-        while len(self._sending) > but:
+    def _wait_for_sends(self, remaining: int) -> None:
+        """Waits until no more than so many sends are under way."""
+        while len(self._sending) > remaining:
             work, message = self._sending.popleft()
             work.wait()
-            del message  # not before
+            # The tensor must live until its work is done.
+            del message
 
     def _start_transfer(self, message: Tensor, *, sends: bool) -> dist.Work:
-        start = dist.isend if sends else dist.irecv
         if self._shared:
+            # A batch uses the communicator of the group; a message by itself would make one for the pair.
+            start = dist.isend if sends else dist.irecv
             (work,) = dist.batch_isend_irecv([dist.P2POp(start, message, group=self._group, group_peer=self._peer)])
             return work
-        return _require_work(start(message, group=self._group, **{"group_dst" if sends else "group_src": self._peer}))
+        if sends:
+            return _require_work(dist.isend(message, group=self._group, group_dst=self._peer))
+        return _require_work(dist.irecv(message, group=self._group, group_src=self._peer))
 
 
-class AsyncMax:
+class _AsyncReduction:
+    """Whole numbers of all ranks of a group that are being reduced; None for a group is this rank alone."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, numbers: Sequence[int], operation: Any, traffic: Traffic
+    ) -> None:
+        self._numbers = torch.tensor(list(numbers), dtype=torch.int64)
+        self._traffic = traffic
+        self._work: dist.Work | None = None
+        if group is not None:
+            self._work = dist.all_reduce(self._numbers, operation, group, async_op=True)
+            traffic.count_message("control", self._numbers.nbytes)
+
+    def _wait_for_numbers(self) -> list[int]:
+        if self._work is not None:
+            with self._traffic.record_wait("control"):
+                self._work.wait()
+            self._work = None
+        return [int(number) for number in self._numbers]
+
+
+class AsyncMax(_AsyncReduction):
     """An exchange under way: the largest of the values that the ranks of a group give."""
 
     def __init__(self, group: dist.ProcessGroup | None, value: int, traffic: Traffic) -> None:
-        self._value, self._traffic = torch.tensor([value], dtype=torch.int64), traffic
-        self._work = None if group is None else dist.all_reduce(self._value, dist.ReduceOp.MAX, group, async_op=True)
-        if group is not None:
-            traffic.count_message("control", 8)
+        super().__init__(group, [value], dist.ReduceOp.MAX, traffic)
 
     def wait_for_max(self) -> int:
         """Waits for all ranks and returns the largest value."""
-        if self._work is not None:
-            with self._traffic.record_wait("control"):
-                self._work.wait()
-            self._work = None
-        return int(self._value)
+        return self._wait_for_numbers()[0]
 
 
-class AsyncSum:
+class AsyncSum(_AsyncReduction):
     """An exchange under way: the sums of whole numbers over the ranks of a group."""
 
     def __init__(self, group: dist.ProcessGroup | None, values: Sequence[int], traffic: Traffic) -> None:
-        self._values, self._traffic = torch.tensor(list(values), dtype=torch.int64), traffic
-        self._work = None if group is None else dist.all_reduce(self._values, dist.ReduceOp.SUM, group, async_op=True)
-        if group is not None:
-            traffic.count_message("control", 8 * len(values))
+        super().__init__(group, values, dist.ReduceOp.SUM, traffic)
 
     def wait_for_sums(self) -> list[int]:
         """Waits for all ranks and returns the sums."""
-        if self._work is not None:
-            with self._traffic.record_wait("control"):
-                self._work.wait()
-            self._work = None
-        return [int(value) for value in self._values]
+        return self._wait_for_numbers()
 
 
 @dataclass(slots=True)
@@ -210,7 +233,7 @@ class PendingMessages:
     sent: Any
     traffic: Traffic
     kind: str
-    unpack: Callable[[Tensor], Tensor] | None = None
+    unpack: Unpack | None = None
 
     def wait_for_tensors(self) -> list[Tensor]:
         """Waits; returns the received tensors, in order."""
@@ -234,14 +257,19 @@ def start_all_to_all(
     Returns:
         One tensor `[vectors, n]` with the received runs, in rank order, once it is waited for.
     """
+    device = x.device
     packing = traffic.packings.get(kind)
-    staged = move_to_transfer_device(x if packing is None else packing.pack_vectors(x), group)
+    unpack: Unpack | None = None
+    if packing is not None:
+        unpack = _make_unpack(packing, x.shape[-1], x.dtype)
+        x = packing.pack_vectors(x)
+    staged = move_to_transfer_device(x, group)
     received = staged.new_empty((sum(receives), staged.shape[1]))
     work = dist.all_to_all_single(received, staged, list(receives), list(sends), group=group, async_op=True)
     vector_bytes = staged.shape[1] * staged.element_size()
+    # What a rank sends to itself does not travel.
     traffic.count_message(kind, (sum(sends) - sends[dist.get_rank(group)]) * vector_bytes)
-    unpack = None if packing is None else partial(packing.unpack_vectors, size=x.shape[-1], dtype=x.dtype)
-    return PendingMessages([_require_work(work)], [received], x.device, staged, traffic, kind, unpack)
+    return PendingMessages([_require_work(work)], [received], device, staged, traffic, kind, unpack)
 
 
 def start_exchange(
@@ -255,20 +283,27 @@ def start_exchange(
     """Starts messages to and from several peers at once; `receives` are (peer, shape) of tensors of `like`'s dtype."""
     if group is None:
         return PendingMessages([], [], like.device, None, traffic, kind)
-    if (packing := traffic.packings.get(kind)) is not None and like.dtype != torch.uint8:
-        # One message may go to several peers.
-        once = {id(message): message for _, message in sends}
-        packed = {key: packing.pack_vectors(message) for key, message in once.items()}
-        shapes = [(peer, packing.pack_shape(shape)) for peer, shape in receives]
-        codes = like.new_empty(0, dtype=torch.uint8)
-        pending = start_exchange(
-            [(peer, packed[id(message)]) for peer, message in sends], shapes, codes, group, traffic, kind
-        )
-        pending.unpack = partial(packing.unpack_vectors, size=like.shape[-1], dtype=like.dtype)
-        return pending
+    packing = traffic.packings.get(kind)
+    unpack: Unpack | None = None
+    if packing is not None:
+        unpack = _make_unpack(packing, like.shape[-1], like.dtype)
+        sends = _pack_messages(packing, sends)
+        receives = [(peer, packing.pack_shape(shape)) for peer, shape in receives]
+        like = like.new_empty(0, dtype=torch.uint8)
     for _, message in sends:
         traffic.count_message(kind, message.nbytes)
-    return _start_messages(sends, receives, like, group, traffic, kind)
+    pending = _start_messages(sends, receives, like, group, traffic, kind)
+    pending.unpack = unpack
+    return pending
+
+
+def _pack_messages(packing: VectorPacking, sends: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    # A message that goes to several peers is packed once.
+    packed: dict[int, Tensor] = {}
+    for _, message in sends:
+        if id(message) not in packed:
+            packed[id(message)] = packing.pack_vectors(message)
+    return [(peer, packed[id(message)]) for peer, message in sends]
 
 
 def start_gather(
@@ -280,22 +315,26 @@ def start_gather(
     """
     if group is None:
         return PendingMessages([], [x], x.device, None, traffic, kind)
-    if (packing := traffic.packings.get(kind)) is not None and x.dtype != torch.uint8:
-        packed_shapes = [packing.pack_shape(shape) for shape in shapes]
-        pending = start_gather(packing.pack_vectors(x), packed_shapes, group, traffic, kind)
-        pending.unpack = partial(packing.unpack_vectors, size=x.shape[-1], dtype=x.dtype)
-        return pending
-    own_rank = dist.get_rank(group)
+    packing = traffic.packings.get(kind)
+    unpack: Unpack | None = None
+    if packing is not None:
+        # This rank's own part is packed too, so that all ranks have the same bits of it.
+        unpack = _make_unpack(packing, x.shape[-1], x.dtype)
+        shapes = [packing.pack_shape(shape) for shape in shapes]
+        x = packing.pack_vectors(x)
     traffic.count_message(kind, (len(shapes) - 1) * x.nbytes)
     if len(set(shapes)) == 1:
         staged = move_to_transfer_device(x.contiguous(), group)
         everyone = [torch.empty_like(staged) for _ in shapes]
         work = dist.all_gather(everyone, staged, group=group, async_op=True)
-        return PendingMessages([_require_work(work)], everyone, x.device, staged, traffic, kind)
-    others = [(rank, shape) for rank, shape in enumerate(shapes) if rank != own_rank]
-    under_way = _start_messages([(rank, x) for rank, _ in others], others, x, group, traffic, kind)
-    under_way.received.insert(own_rank, x)
-    return under_way
+        return PendingMessages([_require_work(work)], everyone, x.device, staged, traffic, kind, unpack)
+    own_rank = dist.get_rank(group)
+    receives = list(enumerate(shapes))
+    del receives[own_rank]
+    pending = _start_messages([(peer, x) for peer, _ in receives], receives, x, group, traffic, kind)
+    pending.received.insert(own_rank, x)
+    pending.unpack = unpack
+    return pending
 
 
 def connect_group(group: dist.ProcessGroup, device: torch.device, *, pairs: bool = False) -> None:
@@ -306,11 +345,12 @@ def connect_group(group: dist.ProcessGroup, device: torch.device, *, pairs: bool
         device: the device of what they will send.
         pairs: whether they will send each other messages; NCCL connects two ranks when they first do.
     """
-    byte, size = torch.zeros(1, dtype=torch.uint8, device=device), group.size()
-    start_gather(byte, [(1,)] * size, group, Traffic(), "control").wait_for_tensors()
+    byte = torch.zeros(1, dtype=torch.uint8, device=device)
+    start_gather(byte, [(1,)] * group.size(), group, Traffic(), "control").wait_for_tensors()
     if pairs and is_on_gpu(device, group):
-        others = [rank for rank in range(size) if rank != dist.get_rank(group)]
-        sends, receives = [(rank, byte) for rank in others], [(rank, (1,)) for rank in others]
+        peers = [rank for rank in range(group.size()) if rank != dist.get_rank(group)]
+        sends = [(peer, byte) for peer in peers]
+        receives = [(peer, (1,)) for peer in peers]
         _start_messages(sends, receives, byte, group, Traffic(), "control").wait_for_tensors()
 
 
@@ -318,8 +358,10 @@ def start_shift(
     x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
 ) -> PendingMessages:
     """Starts to send `x` to the next rank of a ring, and to receive from the rank before, in this shape."""
-    own_rank, size = dist.get_rank(group), group.size()
-    return start_exchange([((own_rank + 1) % size, x)], [((own_rank - 1) % size, shape)], x, group, traffic, kind)
+    own_rank = dist.get_rank(group)
+    next_rank = (own_rank + 1) % group.size()
+    rank_before = (own_rank - 1) % group.size()
+    return start_exchange([(next_rank, x)], [(rank_before, shape)], x, group, traffic, kind)
 
 
 def _start_messages(
@@ -331,18 +373,21 @@ def _start_messages(
     kind: str,
 ) -> PendingMessages:
     """Starts all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones never go."""
-    staged = [(peer, move_to_transfer_device(x.contiguous(), group)) for peer, x in sends if x.numel()]
-    received = [
-        torch.empty(shape, dtype=like.dtype, device=_choose_transfer_device(like.device, group))
-        for _, shape in receives
-    ]
-    ops = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in staged]
-    ops += [
-        dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer)
-        for (peer, _), buffer in zip(receives, received, strict=True)
-        if buffer.numel()
-    ]
-    return PendingMessages(dist.batch_isend_irecv(ops) if ops else [], received, like.device, staged, traffic, kind)
+    staged = []
+    received = []
+    operations = []
+    for peer, x in sends:
+        if x.numel():
+            staged.append(move_to_transfer_device(x.contiguous(), group))
+            operations.append(dist.P2POp(dist.isend, staged[-1], group=group, group_peer=peer))
+    device = _choose_transfer_device(like.device, group)
+    for peer, shape in receives:
+        buffer = torch.empty(shape, dtype=like.dtype, device=device)
+        received.append(buffer)
+        if buffer.numel():
+            operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return PendingMessages(works, received, like.device, staged, traffic, kind)
 
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> PendingMessages:
@@ -382,12 +427,12 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([data.numel()]), group=group)
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    # All parts of a gather have one size, so the texts are padded to the longest.
+    padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
     padded[: data.numel()] = data
     parts = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
-    return [json.loads(bytes(p[: int(n)].numpy())) for p, n in zip(parts, sizes, strict=True)]
+    return [json.loads(bytes(part[: int(size)].numpy())) for part, size in zip(parts, sizes, strict=True)]
 
 
 def describe_dtype(tensor: Tensor) -> str:
@@ -407,14 +452,20 @@ def broadcast_named_tensors(
     """Named tensors of group rank `source`, on every rank, whatever their shapes. The headers are JSON."""
     if group is None:
         return tensors
-    headers = {name: [describe_dtype(t), list(t.shape)] for name, t in tensors.items()}
-    headers = gather_json(headers, control)[source]
-    received, is_source = {}, dist.get_rank(group) == source
+    own_headers = {name: [describe_dtype(t), list(t.shape)] for name, t in tensors.items()}
+    headers = gather_json(own_headers, control)[source]
+    received = {}
     for name, (dtype, shape) in headers.items():
-        empty = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-        tensor = tensors[name].to(device) if is_source else empty
+        if dist.get_rank(group) == source:
+            tensor = tensors[name].to(device)
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         received[name] = broadcast_tensor(tensor, source, group, traffic, kind)
     return received
+
+
+def _make_unpack(packing: VectorPacking, size: int, dtype: torch.dtype) -> Unpack:
+    return partial(packing.unpack_vectors, size=size, dtype=dtype)
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:
@@ -431,10 +482,11 @@ def is_on_gpu(device: torch.device, group: dist.ProcessGroup) -> bool:
 def _choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
     """The device on which a message must be: gloo cannot see a GPU, and NCCL alone sees nothing else."""
     backends = dist.get_backend_config(group)
-    if device.type == "cuda":
-        return device if "nccl" in backends else torch.device("cpu")
-    is_nccl_alone = "nccl" in backends and "gloo" not in backends
-    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cpu" and is_nccl_alone else device
+    if device.type == "cuda" and "nccl" not in backends:
+        return torch.device("cpu")
+    if device.type == "cpu" and "nccl" in backends and "gloo" not in backends:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -462,7 +514,9 @@ class HostCopy:
         """The numbers, on the CPU."""
         if not self.is_read:
             self._done.synchronize()
-            self._numbers, self.is_read = self._numbers.clone(), True
+            # A copy, because another one may use the row from now on.
+            self._numbers = self._numbers.clone()
+            self.is_read = True
         return self._numbers
 
 
@@ -486,11 +540,12 @@ class HostNumbers:
 class HostRows:
     """Page-locked rows for copies to the host, allocated before messages are under way.
 
-    To allocate such memory may wait for all that the GPU does, and so for a message that is posted. There is a row
-    for each copy that is not read yet; only more copies at once, or larger ones, than there are rows for allocate.
+    Allocating such memory may wait for all that the GPU does, and so for a message that is posted. There is a row for
+    each copy that is not read yet; only more copies at once, or larger ones, than there are rows for allocate.
     """
 
-    COUNT, BYTES = 8, 1 << 16
+    COUNT = 8
+    BYTES = 1 << 16
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
@@ -505,12 +560,17 @@ class HostRows:
         """Starts to copy numbers of any device to the host."""
         if numbers.device.type != "cuda":
             return HostNumbers(numbers)
-        for place, row in enumerate(self._rows):
-            used_by = self._copies[place]() if place in self._copies else None
-            if numbers.nbytes <= row.numel() and (used_by is None or used_by.is_read):
-                copy = HostCopy(numbers, row[: numbers.nbytes].view(numbers.dtype).view(numbers.shape))
-                self._copies[place] = ref(copy)
-                return copy
-        size = max(numbers.nbytes, self.BYTES)
-        self._rows.append(torch.empty(size, dtype=torch.uint8, pin_memory=True))
-        return self.start_copy(numbers)
+        index = self._find_free_row(numbers.nbytes)
+        row = self._rows[index][: numbers.nbytes].view(numbers.dtype).view(numbers.shape)
+        copy = HostCopy(numbers, row)
+        # A weak reference: a copy that nobody will read leaves its row to others.
+        self._copies[index] = ref(copy)
+        return copy
+
+    def _find_free_row(self, size: int) -> int:
+        for index, row in enumerate(self._rows):
+            copy = self._copies[index]() if index in self._copies else None
+            if size <= row.numel() and (copy is None or copy.is_read):
+                return index
+        self._rows.append(torch.empty(max(size, self.BYTES), dtype=torch.uint8, pin_memory=True))
+        return len(self._rows) - 1

@@ -1,6 +1,7 @@
-"""The watcher: a small process beside each of torchrun's ranks, which reads its signs of life and can end it.
+"""The watcher: a small process with each of torchrun's ranks, which reads its signs of life and can end it.
 
-The watcher of rank 0 is the hub: it hears of all ranks, decides by `failure_rules`, and tells the other watchers.
+The watcher of rank 0 is the hub. It hears of all ranks, decides by `failure_rules` whether the run has failed, and
+tells the other watchers. A watcher does not import torch.
 """
 
 from __future__ import annotations
@@ -32,35 +33,48 @@ from ditile.distributed.failure_rules import (
 )
 from ditile.distributed.heartbeat import RankFailure
 
-LINK = b"\3"
+LINK_ALIVE = b"\3"
 """What a watcher sends to the hub every second. It says that the link is whole, and nothing of the rank."""
-
-
 GRACE = 0.5
 """Seconds after the first failure: torchrun ends the other ranks of a host as soon as one has failed."""
-
-
-HELLO_SIZE, HELLO_SECONDS, MAX_STRANGERS = 4096, 10.0, 64
-"""Who connects has so many seconds to say who it is, in so many bytes; and so many may try at once."""
+# A connection that does not know the secret may take neither time nor memory from the hub.
+HELLO_SIZE = 4096
+HELLO_SECONDS = 10.0
+MAX_STRANGERS = 64
+SCRIPT_STALL = 60.0
+"""Seconds without progress in a runner's call after which a run of a user's script is ended."""
+STAT_WORDS = 50
+"""Words of /proc/PID/stat after the command's name; the last one is the exit status."""
 
 
 def run_watcher() -> None:
     """Runs a watcher: its standard input comes from its rank, its standard output goes there."""
-    # What ends ranks must not end who tells of it.
+    # What ends the ranks must not end the process that says why.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    own = WatchedProcess(int(sys.argv[-1]))
+    process = WatchedProcess(int(sys.argv[-1]))
     line = read_line(0)
     if not line:
-        own.tell_early_end()
+        process.print_early_end()
         return
     task = json.loads(line)
-    watcher = Hub(task, own) if task["rank"] == 0 else Spoke(task, own)
-    verdict = watcher.watch_until_end()
+    verdict = Hub(task, process).watch_until_end() if task["rank"] == 0 else watch_for_hub(task, process)
     if verdict is not None:
+        # One line for each host is enough.
         if task["local_rank"] == 0 and verdict["line"]:
             print_line(verdict["line"])
-        own.end_process(verdict["code"])
+        process.end_process(verdict["code"])
+
+
+def read_line(fd: int) -> bytes:
+    """A line, without reading what follows it; empty if the other side has ended."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(fd, 1)
+        if not byte:
+            return b""
+        line += byte
+    return line
 
 
 def print_line(message: str) -> None:
@@ -70,51 +84,66 @@ def print_line(message: str) -> None:
 
 
 class WatchedProcess:
-    """The rank's process, which is the parent of its watcher."""
+    """The rank's process, which is the parent of its watcher.
+
+    Attributes:
+        has_ended: whether `read_signs` has reported its end.
+    """
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._memory_kills, self._ended = pid, count_memory_kills(), False
+        self.has_ended = False
+        self._pid = pid
+        self._memory_kills = count_memory_kills()
+        # Its pipe does not end with it where a child of the rank has inherited it.
         self._pidfd: int | None = None
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(ProcessLookupError):
                 self._pidfd = os.pidfd_open(pid)
 
     def register_process(self, selector: selectors.BaseSelector) -> None:
-        """Adds its pipe, and where the system has such a thing the descriptor that says that it has ended."""
+        """Adds its pipe and, where the system has one, the descriptor that becomes readable at its end."""
+        os.set_blocking(0, False)
         selector.register(0, selectors.EVENT_READ, self.read_signs)
         if self._pidfd is not None:
             selector.register(self._pidfd, selectors.EVENT_READ, self.read_signs)
 
+    def unregister_ended(self, selector: selectors.BaseSelector) -> None:
+        """Removes its descriptors once it has ended: they would stay readable forever."""
+        if self.has_ended:
+            own_descriptors = [key.fileobj for key in selector.get_map().values() if key.data == self.read_signs]
+            for descriptor in own_descriptors:
+                selector.unregister(descriptor)
+
     def read_signs(self) -> bytes:
-        """What it has said; at its end a last note, which says how it ended."""
-        os.set_blocking(0, False)
+        """What it has sent; at its end a last note that says how it ended."""
         with contextlib.suppress(BlockingIOError):
-            if data := os.read(0, 1 << 16):
+            data = os.read(0, 1 << 16)
+            if data:
                 return data
-            self._ended = True
-        if not self._ended and self._pidfd is not None:
-            self._ended = bool(select.select([self._pidfd], [], [], 0)[0])
-        return json.dumps({"ended": self._explain_end()}).encode() + b"\n" if self._ended else b""
+            self.has_ended = True
+        if not self.has_ended and self._pidfd is not None:
+            self.has_ended = bool(select.select([self._pidfd], [], [], 0)[0])
+        if not self.has_ended:
+            return b""
+        return json.dumps({"ended": self._explain_end()}).encode() + b"\n"
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether `read_signs` has told of its end."""
-        return self._ended
-
-    def tell_early_end(self) -> None:
-        """Says how the rank ended, if a signal ended it before it found the others."""
-        how = self._explain_end()
-        if how and how[0].startswith("killed") and how[0] != TERMINATED:
-            place = env.read_torchrun_place()
-            print_line(f"rank {place.rank if place else 0}: {how[1]}")
+    def print_early_end(self) -> None:
+        """Prints how the rank ended, if a signal ended it before it had joined the others."""
+        end = self._explain_end()
+        if end is None or not end[0].startswith("killed") or end[0] == TERMINATED:
+            return
+        place = env.read_torchrun_place()
+        rank = 0 if place is None else place.rank
+        print_line(f"rank {rank}: {end[1]}")
 
     def end_process(self, code: int) -> None:
         """Lets it exit with a code, or kills it."""
         with contextlib.suppress(OSError):
             os.write(1, bytes([code]))
-        until = time.monotonic() + LaunchLimits().term
-        while time.monotonic() < until:
-            if self._read_state() in ("", "Z", "X"):
+        deadline = time.monotonic() + LaunchLimits().term
+        while time.monotonic() < deadline:
+            # It is gone, or dead and not yet waited for.
+            if self._read_stat()[:1] in ([], ["Z"], ["X"]):
                 return
             time.sleep(0.05)
         with contextlib.suppress(ProcessLookupError):
@@ -123,134 +152,147 @@ class WatchedProcess:
             else:
                 os.kill(self._pid, signal.SIGKILL)
 
-    def _read_words(self) -> list[str]:
+    def _read_stat(self) -> list[str]:
+        """The words that /proc has of it; none if it is gone, or the system has no /proc."""
         try:
             with open(f"/proc/{self._pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()
         except OSError:
             return []
 
-    def _read_state(self) -> str:
-        return next(iter(self._read_words()), "")
-
-    def _explain_end(self) -> list[str] | None:
+    def _explain_end(self) -> tuple[str, str] | None:
         """How it ended, as the cause and the message of a failure; None if well."""
-        words = self._read_words()
-        if len(words) < 50:  # its parent has asked for its exit code before; or this is not Linux
-            return ["ended", "ended before its work was done"]
-        code = os.waitstatus_to_exitcode(int(words[49]))
-        return (
-            None if code == 0 else [describe_exit(code), describe_exit(code) + explain_kill(code, self._memory_kills)]
-        )
+        words = self._read_stat()
+        if len(words) < STAT_WORDS:
+            # torchrun has collected its exit status already, or this is not Linux.
+            return "ended", "ended before its work was done"
+        code = os.waitstatus_to_exitcode(int(words[STAT_WORDS - 1]))
+        if code == 0:
+            return None
+        cause = describe_exit(code)
+        return cause, cause + explain_kill(code, self._memory_kills)
 
 
 class WatchedRank(RankState):
-    """A rank as the hub sees it: what it has said over the link of its watcher."""
+    """A rank as the hub sees it, by what its watcher sends.
+
+    Attributes:
+        host: its host; empty before its watcher has connected.
+        last_word: when its watcher sent anything last.
+        code: the exit code that it asks for if it fails.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
-        self.host, self.connected, self.last_word, self.code = "", False, time.monotonic(), 1
+        self.host = ""
+        self.last_word = time.monotonic()
+        self.code = 1
 
     def read_link(self, data: bytes) -> None:
         """Reads what its watcher has passed on."""
         self.last_word = time.monotonic()
-        if not (data := data.replace(LINK, b"")):
+        data = data.replace(LINK_ALIVE, b"")
+        if not data:
             return
         self.signs.read_signs(data)
-        said = self.signs.said
+        last_note = self.signs.said
         if isinstance(self.outcome, RankFailure):
             return
-        if "failed" in said:
-            self.code = said["code"]
-            self.outcome = RankFailure(time.monotonic(), *said["failed"])
-        elif said.get("ended"):
-            self.outcome = RankFailure(time.monotonic(), *said["ended"])
-        elif "ended" in said:
+        if "failed" in last_note:
+            self.code = last_note["code"]
+            self.outcome = RankFailure(time.monotonic(), *last_note["failed"])
+        elif last_note.get("ended"):
+            self.outcome = RankFailure(time.monotonic(), *last_note["ended"])
+        elif "ended" in last_note:
             self.outcome = RankResult(None)
 
     def detect_silence(self, limits: LaunchLimits, looked: float) -> None:
         """Sets `outcome` to a failure if the rank, or the link to its host, has been silent for too long."""
         silence = looked - self.last_word
-        if self.outcome is None and self.connected and silence > limits.silence:
-            message = f"no word from its host for {silence:.0f} s: the host or the link to it is gone"
-            self.outcome = RankFailure(time.monotonic(), "no link", message)
+        if self.outcome is None and self.host and silence > limits.silence:
+            self.outcome = RankFailure(time.monotonic(), "no link", _describe_lost_link(silence))
         super().detect_silence(limits, looked)
+
+
+def _describe_lost_link(silence: float) -> str:
+    return f"no word from its host for {silence:.0f} s: the host or the link to it is gone"
 
 
 class Hub:
     """The watcher of rank 0, which hears of all ranks and decides."""
 
-    def __init__(self, task: dict[str, Any], own: WatchedProcess) -> None:
-        self._own = own
-        self._secret = task["secret"]
-        self._world = task["world"]
+    def __init__(self, task: dict[str, Any], process: WatchedProcess) -> None:
+        self._process = process
+        self._secret = task["secret"].encode()
+        # A command names a limit and is timed from its start; a script only within a runner's calls.
         self._is_command = task["stall"] is not None
-        self._limits = LaunchLimits(stall=task["stall"] or 60.0, grace=GRACE)
+        self._limits = LaunchLimits(stall=task["stall"] or SCRIPT_STALL, grace=GRACE)
         self._ranks = [WatchedRank(number) for number in range(task["world"])]
-        self._ranks[0].connected = True
         self._ranks[0].host = task["host"]
         self._links: dict[socket.socket, WatchedRank] = {}
+        # Connections that have yet to say who they are, since when, and what they have sent.
         self._strangers: dict[socket.socket, tuple[float, bytes]] = {}
         self._server = _listen(task["master"])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept_stranger)
-        own.register_process(self._selector)
+        process.register_process(self._selector)
+        # The rank tells the others where the hub listens.
         os.write(1, b"%d\n" % self._server.getsockname()[1])
 
     def watch_until_end(self) -> dict[str, Any] | None:
         """Watches until all ranks have ended; returns the line and the exit code if one failed."""
-        last = 0.0
+        last_sent = 0.0
         while not all(isinstance(rank.outcome, RankResult) for rank in self._ranks):
             looked = time.monotonic()
             for key, _ in self._selector.select(timeout=0.2):
-                if key.data == self._own.read_signs:
-                    self._ranks[0].read_link(key.data())
-                    self._forget_own_process()
+                if key.data == self._process.read_signs:
+                    self._ranks[0].read_link(self._process.read_signs())
                 else:
                     key.data(key.fileobj)
+            self._process.unregister_ended(self._selector)
+            # Rank 0 is on this host: no link to it can break.
             self._ranks[0].last_word = time.monotonic()
+            # After the links were emptied: this process may have been stopped, and then all ranks seem silent.
             for rank in self._ranks:
                 rank.detect_silence(self._limits, looked)
-            self._excuse_idleness()
-            found = find_first_failure(self._ranks, self._limits, looked)
-            if found is not None:
-                return self._tell_verdict(*found)
-            if time.monotonic() - last > 1:
-                last = time.monotonic()
-                self._tell_all({"alive": True})
+            if not self._is_command:
+                self._allow_idle_script()
+            first_failure = find_first_failure(self._ranks, self._limits, looked)
+            if first_failure is not None:
+                return self._announce_failure(*first_failure)
+            if time.monotonic() - last_sent > 1:
+                last_sent = time.monotonic()
+                self._send_to_all({"alive": True})
                 self._drop_silent_strangers()
-        self._tell_all({"over": True})
+        self._send_to_all({"over": True})
         return None
 
-    def _forget_own_process(self) -> None:
-        if self._own.has_ended:
-            for fileobj in [
-                key.fileobj for key in self._selector.get_map().values() if key.data == self._own.read_signs
-            ]:
-                self._selector.unregister(fileobj)
+    def _allow_idle_script(self) -> None:
+        """Restarts the time limits while no rank is in a call: there a script may take as long as it likes."""
+        if any(rank.signs.call is not None for rank in self._ranks):
+            return
+        for rank in self._ranks:
+            rank.signs.last_activity = time.monotonic()
+            rank.signs.last_progress = time.monotonic()
 
-    def _excuse_idleness(self) -> None:
-        """A script may do what it likes, and nothing, while no rank is in a call."""
-        if not self._is_command and all(rank.signs.call is None for rank in self._ranks):
-            for rank in self._ranks:
-                rank.signs.last_activity = rank.signs.last_progress = time.monotonic()
-
-    def _tell_verdict(self, failure: RankFailure, number: int) -> dict[str, Any]:
+    def _announce_failure(self, failure: RankFailure, number: int) -> dict[str, Any]:
+        """Tells all watchers the line and the exit code of the run; returns them."""
         rank = self._ranks[number]
-        hosts = {each.host for each in self._ranks if each.host}
+        hosts = {state.host for state in self._ranks if state.host}
         message = str(make_error(failure, number))
         if not failure.plain and len(hosts) > 1 and rank.host:
             message = message.replace(f"rank {number}:", f"rank {number} on {rank.host}:", 1)
-        if failure.cause == TERMINATED and not all(each.connected for each in self._ranks):
-            message = ""  # torchrun ended it because of a rank that has not come so far, whose own watcher tells
+        if failure.cause == TERMINATED and not all(state.host for state in self._ranks):
+            # torchrun ended it because of a rank that has not connected, whose own watcher prints why.
+            message = ""
         verdict = {"line": " ".join(message.split()), "code": rank.code}
-        self._tell_all({"end": verdict})
+        self._send_to_all({"end": verdict})
         return verdict
 
-    def _tell_all(self, word: dict[str, Any]) -> None:
+    def _send_to_all(self, message: dict[str, Any]) -> None:
         for link in list(self._links):
             try:
-                link.sendall(json.dumps(word).encode() + b"\n")
+                link.sendall(json.dumps(message).encode() + b"\n")
             except OSError:
                 self._drop_link(link)
 
@@ -261,39 +303,42 @@ class Hub:
                 stranger.close()
                 return
             stranger.setblocking(False)
-            self._strangers[stranger] = (time.monotonic(), b"")
+            self._strangers[stranger] = time.monotonic(), b""
             self._selector.register(stranger, selectors.EVENT_READ, self._greet_stranger)
 
     def _greet_stranger(self, stranger: socket.socket) -> None:
         """Reads the first line of a connection; drops it unless it knows the secret."""
-        since, said = self._strangers[stranger]
+        since, received = self._strangers[stranger]
         data = _receive(stranger)
-        said += data
-        self._strangers[stranger] = since, said
-        if data and b"\n" not in said and len(said) < HELLO_SIZE:
+        received += data
+        if data and b"\n" not in received and len(received) < HELLO_SIZE:
+            self._strangers[stranger] = since, received
+            return
+        line, _, rest = received.partition(b"\n")
+        secret, _, hello = line.partition(b" ")
+        # In constant time, so that nobody can guess the secret letter by letter.
+        if not hmac.compare_digest(secret, self._secret):
+            self._drop_stranger(stranger)
             return
         del self._strangers[stranger]
-        self._selector.unregister(stranger)
-        line, _, rest = said.partition(b"\n")
-        secret, _, who = line.partition(b" ")
-        if not hmac.compare_digest(secret, self._secret.encode()):
-            stranger.close()
-            return
-        hello = json.loads(who)
-        rank = self._ranks[hello["rank"]]
-        rank.host = hello["host"]
-        rank.connected = True
+        facts = json.loads(hello)
+        rank = self._ranks[facts["rank"]]
+        rank.host = facts["host"]
         self._links[stranger] = rank
-        stranger.settimeout(5)  # of what is sent; what is received is there
-        self._selector.register(stranger, selectors.EVENT_READ, self._read_link)
+        # For what is sent; what is received is there already.
+        stranger.settimeout(5)
+        self._selector.modify(stranger, selectors.EVENT_READ, self._read_link)
         rank.read_link(rest)
 
     def _drop_silent_strangers(self) -> None:
         for stranger, (since, _) in list(self._strangers.items()):
             if time.monotonic() - since > HELLO_SECONDS:
-                del self._strangers[stranger]
-                self._selector.unregister(stranger)
-                stranger.close()
+                self._drop_stranger(stranger)
+
+    def _drop_stranger(self, stranger: socket.socket) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
+        stranger.close()
 
     def _read_link(self, link: socket.socket) -> None:
         data = _receive(link)
@@ -311,66 +356,56 @@ class Hub:
         link.close()
 
 
-class Spoke:
-    """The watcher of another rank, which passes on what that says and does what the hub says."""
+def watch_for_hub(task: dict[str, Any], process: WatchedProcess) -> dict[str, Any] | None:
+    """Passes on what a rank other than 0 reports; returns the line and the exit code if the hub ends the run.
 
-    def __init__(self, task: dict[str, Any], own: WatchedProcess) -> None:
-        self._own = own
-        self._rank = task["rank"]
-        self._heard = b""
-        self._link = _connect(task["addresses"], task["port"])
-        hello = {"rank": task["rank"], "host": task["host"]}
-        if self._link is not None:
-            self._link.sendall(task["secret"].encode() + b" " + json.dumps(hello).encode() + b"\n")
-        self._where = f"{task['addresses'][0]}:{task['port']}"
+    It returns None when all ranks have ended. If the hub is silent for too long, the run is over as well.
+    """
+    link = _connect(task["addresses"], task["port"])
+    if link is None:
+        where = f"{task['addresses'][0]}:{task['port']}"
+        return {"line": f"rank {task['rank']}: cannot connect to the watcher of rank 0 at {where}", "code": 2}
+    hello = {"rank": task["rank"], "host": task["host"]}
+    link.sendall(task["secret"].encode() + b" " + json.dumps(hello).encode() + b"\n")
+    received = b""
+    last_word = time.monotonic()
+    last_sent = 0.0
+    with selectors.DefaultSelector() as selector:
+        process.register_process(selector)
+        selector.register(link, selectors.EVENT_READ)
+        while True:
+            looked = time.monotonic()
+            for key, _ in selector.select(timeout=0.2):
+                if key.fileobj is not link:
+                    _pass_on(link, process.read_signs())
+                    continue
+                last_word = time.monotonic()
+                data = _receive(link)
+                if not data:
+                    return {"line": "rank 0: its watcher has ended, or its host is gone", "code": 1}
+                *lines, received = (received + data).split(b"\n")
+                for line in lines:
+                    message = json.loads(line)
+                    if "alive" not in message:
+                        # A verdict, or None where the hub says that all is over.
+                        verdict: dict[str, Any] | None = message.get("end")
+                        return verdict
+            process.unregister_ended(selector)
+            if time.monotonic() - last_sent > 1:
+                last_sent = time.monotonic()
+                _pass_on(link, LINK_ALIVE)
+            if looked - last_word > LaunchLimits().silence:
+                return {"line": f"rank 0: {_describe_lost_link(looked - last_word)}", "code": 1}
 
-    def watch_until_end(self) -> dict[str, Any] | None:
-        """Watches until all ranks have ended; returns the line and the exit code if one failed."""
-        if self._link is None:
-            return {"line": f"rank {self._rank}: cannot connect to the watcher of rank 0 at {self._where}", "code": 2}
-        silence = LaunchLimits().silence
-        last_word = time.monotonic()
-        sent = 0.0
-        with selectors.DefaultSelector() as selector:
-            self._own.register_process(selector)
-            selector.register(self._link, selectors.EVENT_READ)
-            while True:
-                looked = time.monotonic()
-                for key, _ in selector.select(timeout=0.2):
-                    if key.fileobj is self._link:
-                        last_word = time.monotonic()
-                        if word := self._read_words():
-                            return word[0]
-                    elif not self._own.has_ended:
-                        self._pass_on(self._own.read_signs())
-                if self._own.has_ended:
-                    for fileobj in [key.fileobj for key in selector.get_map().values() if key.data is not None]:
-                        selector.unregister(fileobj)
-                if time.monotonic() - sent > 1:
-                    sent = time.monotonic()
-                    self._pass_on(LINK)
-                if (quiet := looked - last_word) > silence:
-                    line = f"rank 0: no word from its host for {quiet:.0f} s: the host or the link to it is gone"
-                    return {"line": line, "code": 1}
 
-    def _read_words(self) -> list[dict[str, Any] | None]:
-        """What the hub has said that ends the watch: a verdict, or None if all is over."""
-        assert self._link is not None
-        data = _receive(self._link)
-        if not data:
-            return [{"line": "rank 0: its watcher has ended, or its host is gone", "code": 1}]
-        *lines, self._heard = (self._heard + data).split(b"\n")
-        words = [json.loads(line) for line in lines]
-        return [word.get("end") for word in words if "alive" not in word]
-
-    def _pass_on(self, data: bytes) -> None:
-        assert self._link is not None
-        with contextlib.suppress(OSError):  # of a link that is cut; the silence of the hub tells
-            self._link.sendall(data)
+def _pass_on(link: socket.socket, data: bytes) -> None:
+    # A cut link is noticed by the silence of the hub.
+    with contextlib.suppress(OSError):
+        link.sendall(data)
 
 
 def _listen(address: str) -> socket.socket:
-    """A port of an address of this host, or of all where the address is not this host's own."""
+    """A port of an address of this host, or of all its addresses where the given one is not its own."""
     try:
         return socket.create_server((address, 0), backlog=1024)
     except OSError:
@@ -378,8 +413,8 @@ def _listen(address: str) -> socket.socket:
 
 
 def _connect(addresses: Sequence[str], port: int) -> socket.socket | None:
-    until = time.monotonic() + LaunchLimits().silence
-    while time.monotonic() < until:
+    deadline = time.monotonic() + LaunchLimits().silence
+    while time.monotonic() < deadline:
         for address in addresses:
             with contextlib.suppress(OSError):
                 link = socket.create_connection((address, port), timeout=5)
@@ -390,20 +425,8 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket | None:
 
 
 def _receive(link: socket.socket) -> bytes:
+    """What has arrived; empty at the end of a connection."""
     try:
         return link.recv(1 << 16)
-    except BlockingIOError:
-        return b""
     except OSError:
         return b""
-
-
-def read_line(fd: int) -> bytes:
-    """A line, without reading what follows it; empty if the other side has ended."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(fd, 1)
-        if not byte:
-            return b""
-        line += byte
-    return line

@@ -153,7 +153,7 @@ def test_a_linear_of_attention_that_no_row_names_is_refused() -> None:
     """As a config brings one. A failure: whole gates, or keys of a picture, would meet half of the heads."""
     transformer, _ = record_call("ltx-2-image-to-video")
     table = {path: style for path, style in find_derived_cuts(transformer).items() if "gate_logits" not in path}
-    with pytest.raises(ModelError, match="to_gate_logits is not in the tensor table, and the heads beside it are cut"):
+    with pytest.raises(ModelError, match="to_gate_logits is not in the tensor table, and the heads next to it are cut"):
         cut(transformer, table)
 
 

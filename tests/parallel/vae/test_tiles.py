@@ -1,4 +1,4 @@
-"""Autoencoders that cannot be divided by rows: their tiles are shared out, and equal the tiled calls bit for bit."""
+"""Autoencoders that cannot be divided by rows: their tiles are distributed, and equal the tiled calls bit for bit."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_tiles_are_used_where_rows_cannot_be_and_are_asked_for() -> None:
             assert torch.equal(vae.decode(latents, return_dict=False)[0], want)
     assert "decode" not in vars(vae)
     vae.disable_tiling()
-    with pytest.raises(ModelError, match=r"call its enable_tiling\(\), so that tiles are shared out, or use vae=whole"):
+    with pytest.raises(
+        ModelError, match=r"call its enable_tiling\(\), so that tiles are distributed, or use vae=whole"
+    ):
         ParallelVAE(vae, Axis("image"), Traffic())
 
 

@@ -1,8 +1,8 @@
-"""IP-adapters under tensor parallelism: keys and values of their pictures are cut by heads, as their layer's are.
+"""IP-adapters under tensor parallelism: keys and values of their images are cut by heads, as their layer's are.
 
-Stable Diffusion 3's add what they make to their layer's heads, in front of a Linear that sums over the ranks. FLUX.1's
-add it behind: the heads of all ranks are gathered first, by a sum with zeros, which is exact and takes the way of the
-layer's own output. So they cost one more sum for each layer that has some, in each call.
+Stable Diffusion 3's add their output to the layer's heads, before a Linear that sums over the ranks. FLUX.1's add it
+after that Linear: the heads of all ranks are gathered first, by a sum with zeros, which is exact and uses the same path
+as the layer's own output. So they cost one more sum for each layer that has some, in each call.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 
 OUT = "to_out.0"
-"""The Linear behind the heads of an attention module of diffusers."""
+"""The Linear after the heads of an attention module of diffusers."""
 
 
 def list_adapter_linears(transformer: nn.Module) -> list[str]:
-    """The paths of what makes keys and values of the pictures of IP-adapters."""
-    return [
-        f"{path}.processor.{name}"
-        for path, _, processor in find_attention_processors(transformer)
-        if isinstance(processor, ADAPTER_PROCESSORS)
-        for name, module in processor.named_modules()
-        if name.startswith(("to_k_ip", "to_v_ip")) and not isinstance(module, nn.ModuleList)
-    ]
+    """The paths of the Linears that make keys and values of the images of IP-adapters."""
+    paths = []
+    for path, _, processor in find_attention_processors(transformer):
+        if not isinstance(processor, ADAPTER_PROCESSORS):
+            continue
+        for name, module in processor.named_modules():
+            if name.startswith(("to_k_ip", "to_v_ip")) and not isinstance(module, nn.ModuleList):
+                paths.append(f"{path}.processor.{name}")
+    return paths
 
 
 class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
@@ -45,7 +46,7 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
 
     def __init__(self, whole: FluxIPAdapterAttnProcessor, gather: Callable[[Tensor], Tensor]) -> None:
         nn.Module.__init__(self)
-        # Not as a child: the parameters are in their place in the model once.
+        # Not as a child: the parameters must be in the model once, at their own place.
         vars(self).update(vars(whole) | {"_whole": whole, "_gather": gather})
 
     @property
@@ -69,6 +70,7 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
         ip_adapter_masks: Tensor | None = None,
     ) -> Any:
         """Image `[B, S, C]` and text `[B, T, C]` to the same, and what the adapters add to the image."""
+        # The processor's own call without adapters; a hook keeps its normalised queries, which the adapters need too.
         queries: list[Tensor] = []
         handle = attn.norm_q.register_forward_hook(lambda module, given, made: queries.append(made))
         try:

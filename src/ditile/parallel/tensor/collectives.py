@@ -1,6 +1,6 @@
 """Collectives of the tensor axis, over NCCL or gloo, with the bytes that the ring algorithm sends counted.
 
-A stream of tokens is shared out by `pick_even_chunk`, the first ranks having one more. Every rank's message has the
+A stream of tokens is split by `pick_even_chunk`; the first ranks may have one token more. Every rank's message has the
 length of the longest share, so that one collective of equal parts is enough for any length, also one below n.
 """
 
@@ -33,7 +33,10 @@ class TensorCollectives:
     """
 
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
-        self._axis, self._index, self._size, self._traffic = axis, axis.index, axis.num_ranks, traffic
+        self._axis = axis
+        self._index = axis.index
+        self._size = axis.num_ranks
+        self._traffic = traffic
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:
         """Tokens of this rank, of streams of these whole lengths."""
@@ -61,7 +64,8 @@ class TensorCollectives:
             summed = torch.empty_like(packed[0])
             with self._traffic.record_wait(KIND):
                 _reduce_scatter(summed, packed.flatten(0, 1), group=group)
-        else:  # gloo's reduce-scatter would send everything to every rank
+        else:
+            # gloo's reduce-scatter would send everything to every rank.
             received = torch.empty_like(packed)
             with self._traffic.record_wait(KIND):
                 dist.all_to_all_single(received, packed, group=group)
@@ -96,19 +100,22 @@ class TensorCollectives:
             return x.reshape(batch, self._size, length // self._size, width).transpose(0, 1).contiguous()
         packed = x.new_zeros(self._size, x.shape[0], self._count_longest_share(streams), x.shape[2])
         for index in range(self._size):
-            whole = own = 0
+            stream_start = 0
+            own_start = 0
             for length in streams:
-                here = pick_even_chunk(range(length), self._size, index)
-                width = len(here)
-                packed[index, :, own : own + width] = x[:, whole + here.start : whole + here.stop]
-                whole, own = whole + length, own + width
+                chunk = pick_even_chunk(range(length), self._size, index)
+                tokens = x[:, stream_start + chunk.start : stream_start + chunk.stop]
+                packed[index, :, own_start : own_start + len(chunk)] = tokens
+                stream_start += length
+                own_start += len(chunk)
         return packed
 
     def _unpack_streams(self, received: Tensor, streams: Sequence[int]) -> Tensor:
         """The inverse: `[n, B, longest, C]` to `[B, S, C]`."""
         if len(streams) == 1 and streams[0] % self._size == 0:
             return received.transpose(0, 1).flatten(1, 2)
-        parts, starts = [], [0] * self._size
+        parts = []
+        starts = [0] * self._size
         for length in streams:
             for index in range(self._size):
                 width = len(pick_even_chunk(range(length), self._size, index))

@@ -9,7 +9,7 @@ One that was derived names Linears where a class leaves sizes to its config, so 
     ["colwise", "inner", "hidden"]  its outputs are blocks of as many features as these attributes of its owner say
     ["rowwise", "a.to_q", "a.up/1"] its inputs are as many as a.to_q makes, and then as many as the second block of a.up
     ["rms_norm", "a.to_q"]          across heads, where it has as many channels as a.to_q makes features, or a.qkv/0
-    ["gathered"]                    its outputs, if the ranks divide them, are few: each rank gets those of all
+    ["gathered"]                    its outputs, if the ranks divide them, are few: each rank gets all of them
     "a:rotary.0": ["heads", 1, "a.to_q"]    dimension 1 of the first tensor of an argument of a counts the heads of
                                             a.to_q, or their features
 """
@@ -117,29 +117,28 @@ class TensorCuts:
             ModelError: if the table names what cannot be cut, or nothing that is there.
             PlanError: if `size` does not divide heads or features.
         """
-        table, arguments = _split_table(table, transformer)
-        matched = {
-            path: (given, module)
-            for pattern, given in table.items()
-            for path, module in match_modules(transformer, pattern)
-        }
-        styles = {
-            path: _parse_cut_style(given, table, transformer, path, module)
-            for path, (given, module) in matched.items()
-            if not _is_norm_within_heads(given, table, transformer, path) and not _is_kept_whole(given, module, size)
-        }
+        module_rows = {pattern: row for pattern, row in table.items() if ":" not in pattern}
+        # Later rows win where two patterns match one module.
+        rows: dict[str, Any] = {}
+        for pattern, row in module_rows.items():
+            for path, _ in match_modules(transformer, pattern):
+                rows[path] = row
+        styles: dict[str, CutStyle] = {}
+        for path, row in rows.items():
+            style = _read_row(row, module_rows, transformer, path, size)
+            if style is not None:
+                styles[path] = style
         for path in list_adapter_linears(transformer):
             _check_linear_shardable(path, transformer.get_submodule(path))
             styles[path] = CutStyle("colwise")
         if not styles:
-            raise ModelError(
-                f"the tensor table of {type(transformer).__name__} names no module that is there: {', '.join(table)}"
-            )
+            names = ", ".join(module_rows)
+            raise ModelError(f"the tensor table of {type(transformer).__name__} names no module that is there: {names}")
         if not loaded:
             _check_tensor_degree(transformer, styles, size)
-            _check_linears_named(transformer, styles, matched)
-            _check_blocks_alike(transformer, table)
-        return cls(styles, index, size, arguments)
+            _check_linears_named(transformer, styles, rows)
+            _check_blocks_alike(transformer, module_rows)
+        return cls(styles, index, size, _match_argument_rows(table, transformer))
 
     def select_shard(self, name: str, shape: Sequence[int]) -> TensorCut | None:
         """This rank's part of a parameter of the whole model; None is all of it.
@@ -148,15 +147,18 @@ class TensorCuts:
             name: as in the model's `state_dict`, LoRAs included.
             shape: of the whole parameter.
         """
-        path, is_lora, rest = name.partition(".lora_")
-        leaf = "lora_" + rest.split(".")[0]
-        if not is_lora:
+        path, is_lora, adapter = name.partition(".lora_")
+        if is_lora:
+            leaf = "lora_" + adapter.partition(".")[0]
+        else:
             path, _, leaf = name.rpartition(".")
+        # peft moves the Linear that a LoRA wraps into this attribute.
         style = self.styles.get(path.removesuffix(".base_layer"))
-        dim = None if style is None else _DIMS[style.kind].get(leaf)
-        if style is None or dim is None or self.size == 1:
+        if style is None or leaf not in _DIMS[style.kind] or self.size == 1:
             return None
-        pieces, start = [], 0
+        dim = _DIMS[style.kind][leaf]
+        pieces = []
+        start = 0
         for block in style.compute_block_sizes(shape[dim]):
             share = block // self.size
             pieces.append(slice(start + self.index * share, start + (self.index + 1) * share))
@@ -169,24 +171,27 @@ def take_shard(whole: Tensor, cut: TensorCut) -> Tensor:
     return torch.cat([whole.narrow(cut.dim, p.start, p.stop - p.start) for p in cut.pieces], cut.dim)
 
 
-def _split_table(
-    table: Mapping[str, Any], transformer: nn.Module
-) -> tuple[dict[str, Any], dict[str, dict[tuple[str, int], HeadDim]]]:
-    """The rows of modules, and those of arguments of blocks."""
+def _match_argument_rows(table: Mapping[str, Any], transformer: nn.Module) -> dict[str, dict[tuple[str, int], HeadDim]]:
+    """The rows of a table that are about arguments of blocks."""
     arguments: dict[str, dict[tuple[str, int], HeadDim]] = {}
-    for row, given in ((row, given) for row, given in table.items() if ":" in row):
-        pattern, _, place = row.partition(":")
-        name, _, leaf = place.rpartition(".")
+    for row_name, row in table.items():
+        pattern, is_argument, place = row_name.partition(":")
+        if not is_argument:
+            continue
+        _, dim, linear_pattern = row
+        argument, _, leaf = place.rpartition(".")
         for path, _ in match_modules(transformer, pattern):
-            owner = transformer.get_submodule(_fill_pattern(given[2], path).rpartition(".")[0])
-            counts = {_find_named_linear(given[2], transformer, path).out_features, *read_head_counts(owner)}
-            arguments.setdefault(path, {})[name, int(leaf)] = HeadDim(given[1], frozenset(counts))
-    return {row: given for row, given in table.items() if ":" not in row}, arguments
+            linear_path = _fill_pattern(linear_pattern, path)
+            owner = transformer.get_submodule(linear_path.rpartition(".")[0])
+            counts = {_find_linear(transformer, linear_path).out_features, *read_head_counts(owner)}
+            arguments.setdefault(path, {})[argument, int(leaf)] = HeadDim(dim, frozenset(counts))
+    return arguments
 
 
 def read_head_counts(module: nn.Module) -> list[int]:
     """The numbers of heads that a module has as attributes."""
-    return [count for name in HEAD_COUNTS if isinstance(count := vars(module).get(name), int)]
+    values = [vars(module).get(name) for name in HEAD_COUNTS]
+    return [value for value in values if isinstance(value, int)]
 
 
 def find_sharded_attentions(transformer: nn.Module, styles: Mapping[str, CutStyle]) -> dict[str, Any]:
@@ -209,30 +214,40 @@ def unwrap_lora_base(module: nn.Module) -> nn.Module:
     return base
 
 
-def _parse_cut_style(
-    given: Any, table: Mapping[str, Any], transformer: nn.Module, path: str, module: nn.Module
-) -> CutStyle:
-    blocks: Sequence[int] | None
-    if isinstance(given, list | tuple):
-        kind, *sizes = given
+def _read_row(row: Any, table: Mapping[str, Any], transformer: nn.Module, path: str, size: int) -> CutStyle | None:
+    """How a row of a table cuts a module; None where the module stays whole by this config."""
+    module = transformer.get_submodule(path)
+    blocks: Sequence[int] | None = (1,)
+    if isinstance(row, list | tuple):
+        kind, *sizes = row
+        if kind == "gathered" and unwrap_lora_base(module).out_features % size:  # type: ignore[operator]
+            # The ranks cannot split the outputs of this modulation evenly, so every rank has all of it.
+            return None
         if kind == "rms_norm":
-            blocks = (1,)
-        elif kind == "rowwise":
-            blocks = _measure_parts(sizes, table, transformer, path) if sizes else (1,)
-        else:
+            # Where the table was derived it was across heads; by this config it may be one within each head.
+            width = _find_norm_width(module)
+            if width is not None and width != _measure_part(sizes[0], table, transformer, path):
+                return None
+        elif kind != "rowwise":
             blocks = _measure_columns(kind, sizes, transformer, path)
-    elif type(given) in _PACKED:
-        kind, attribute = _PACKED[type(given)]
-        blocks = given.blocks or getattr(unwrap_lora_base(module), attribute, None)
+        elif sizes:
+            blocks = _measure_parts(sizes, table, transformer, path)
+    elif type(row) in _PACKED:
+        kind, attribute = _PACKED[type(row)]
+        blocks = row.blocks or getattr(unwrap_lora_base(module), attribute, None)
     else:
-        kind, blocks = given, _find_value_and_gate(given, transformer, path)
+        kind = row
+        blocks = _find_value_and_gate(kind, transformer, path)
     if kind not in _DIMS or not blocks:
         raise ModelError(
-            f"{path} cannot be cut as {given!r}; known are {', '.join(_DIMS)}, and diffusers' PackedColwiseParallel "
+            f"{path} cannot be cut as {row!r}; known are {', '.join(_DIMS)}, and diffusers' PackedColwiseParallel "
             "and PackedRowwiseParallel with blocks"
         )
-    (_check_norm_shardable if kind == "rms_norm" else _check_linear_shardable)(path, module)
-    if any("forward" in vars(each) for each in (module, unwrap_lora_base(module))):
+    if kind == "rms_norm":
+        _check_norm_shardable(path, module)
+    else:
+        _check_linear_shardable(path, module)
+    if "forward" in vars(module) or "forward" in vars(unwrap_lora_base(module)):
         raise ModelError(
             f"the forward of {path} is replaced by a hook, such as one of enable_layerwise_casting, and tensor "
             "parallelism replaces it too; remove the hook, or set it after parallelize, around the share of each rank"
@@ -240,75 +255,66 @@ def _parse_cut_style(
     return CutStyle(kind, tuple(blocks))
 
 
-def _is_norm_within_heads(given: Any, table: Mapping[str, Any], transformer: nn.Module, path: str) -> bool:
-    """Whether a norm that is across heads where the table was derived is one of each head by this config."""
-    if not isinstance(given, list | tuple) or given[0] != "rms_norm":
-        return False
-    width = _find_norm_width(transformer.get_submodule(path))
-    return width is not None and width != _measure_part(given[1], table, transformer, path)
-
-
-def _is_kept_whole(given: Any, module: nn.Module, size: int) -> bool:
-    """Whether ranks cannot share the outputs of a modulation alike: every rank has all of it, as without a row."""
-    is_gathered = isinstance(given, list | tuple) and given[0] == "gathered"
-    return is_gathered and bool(unwrap_lora_base(module).out_features % size)  # type: ignore[operator]
-
-
 def _find_norm_width(norm: Any) -> int | None:
+    # torch and diffusers' RMSNorm have `normalized_shape` or `dim`, as a number or a shape.
     shape = getattr(norm, "normalized_shape", getattr(norm, "dim", None))
     return int(shape[-1]) if isinstance(shape, tuple | list) else shape
 
 
-def _find_named_linear(pattern: str, transformer: nn.Module, path: str) -> Any:
-    """The Linear that a row names."""
-    return unwrap_lora_base(transformer.get_submodule(_fill_pattern(pattern, path)))
+def _find_linear(transformer: nn.Module, path: str) -> Any:
+    return unwrap_lora_base(transformer.get_submodule(path))
 
 
 def _fill_pattern(pattern: str, path: str) -> str:
     """The path of a pattern in which `*` is what the path of the row's own module has there."""
-    own = path.split(".")
-    return ".".join(own[at] if name == "*" else name for at, name in enumerate(pattern.split(".")))
+    own_names = path.split(".")
+    names = pattern.split(".")
+    for place, name in enumerate(names):
+        if name == "*":
+            names[place] = own_names[place]
+    return ".".join(names)
 
 
 def _measure_parts(
     parts: Sequence[str | int], table: Mapping[str, Any], transformer: nn.Module, path: str
 ) -> list[int]:
-    """How many inputs of a Linear are of what lies side by side in them.
+    """How many inputs of a Linear come from each of the parts that lie side by side in them.
 
     Raises:
-        ModelError: if these are not all of its inputs: by this config, the model packs them otherwise.
+        ModelError: if these are not all of its inputs: by this config, the model packs them in another way.
     """
     sizes = [part if isinstance(part, int) else _measure_part(part, table, transformer, path) for part in parts]
-    _check_sum(path, "inputs", unwrap_lora_base(transformer.get_submodule(path)).in_features, sizes, transformer)
+    _check_sum(path, "inputs", _find_linear(transformer, path).in_features, sizes, transformer)
     return sizes
 
 
 def _measure_part(part: str, table: Mapping[str, Any], transformer: nn.Module, path: str) -> int:
-    """How many features a Linear makes, or those of them that lie side by side with others: `a.to_q`, `a.up/1`."""
+    """How many features a Linear makes (`a.to_q`), or one of the blocks that it makes side by side (`a.up/1`)."""
     pattern, _, index = part.partition("/")
-    made: int = _find_named_linear(pattern, transformer, path).out_features
+    linear_path = _fill_pattern(pattern, path)
+    features: int = _find_linear(transformer, linear_path).out_features
     kind, *blocks = table[pattern]
-    sizes = [*_measure_columns(kind, blocks, transformer, _fill_pattern(pattern, path))]
-    return made * sizes[int(index or 0)] // sum(sizes)
+    sizes = _measure_columns(kind, blocks, transformer, linear_path)
+    return features * sizes[int(index or 0)] // sum(sizes)
 
 
 def _measure_columns(kind: str, blocks: Sequence[int | str], transformer: nn.Module, path: str) -> Sequence[int]:
     """The outputs of a Linear that lie side by side: how many, or in which proportions.
 
     Raises:
-        ModelError: if those that attributes count are not all of its outputs.
+        ModelError: if attributes count them, and they are not all of its outputs.
     """
     if not blocks:
         return _find_value_and_gate(kind, transformer, path)
-    owner = transformer.get_submodule(path.rpartition(".")[0])
-    sizes = [int(vars(owner).get(block, 0)) if isinstance(block, str) else block for block in blocks]
+    attributes = vars(transformer.get_submodule(path.rpartition(".")[0]))
+    sizes = [int(attributes.get(block, 0)) if isinstance(block, str) else block for block in blocks]
     if isinstance(blocks[0], str):
-        _check_sum(path, "outputs", unwrap_lora_base(transformer.get_submodule(path)).out_features, sizes, transformer)
+        _check_sum(path, "outputs", _find_linear(transformer, path).out_features, sizes, transformer)
     return sizes
 
 
 def _check_sum(path: str, what: str, features: Any, sizes: Sequence[int], transformer: nn.Module) -> None:
-    """Raises `ModelError` if parts are not all features of a Linear: by this config, the model packs them otherwise."""
+    """Raises `ModelError` if parts are not all features of a Linear."""
     if sum(sizes) != features:
         raise ModelError(
             f"{path} has {features} {what}, and {' + '.join(map(str, sizes))} were expected, so this "
@@ -318,6 +324,7 @@ def _check_sum(path: str, what: str, features: Any, sizes: Sequence[int], transf
 
 
 def _find_value_and_gate(kind: str, transformer: nn.Module, path: str) -> Sequence[int]:
+    # diffusers' gated activations make the value and its gate by one Linear.
     parent = transformer.get_submodule(path.rpartition(".")[0])
     return (1, 1) if kind == "colwise" and isinstance(parent, GEGLU | SwiGLU) else (1,)
 
@@ -329,13 +336,16 @@ def _check_norm_shardable(path: str, module: nn.Module) -> None:
 
 def _check_linear_shardable(path: str, module: nn.Module) -> None:
     base = unwrap_lora_base(module)
-    if type(base) is not nn.Linear or type(base.weight) is not nn.Parameter:
-        kind = type(base).__name__ if type(base) is not nn.Linear else type(base.weight).__name__
-        raise ModelError(f"{path} is a {kind}, and tensor parallelism cuts plain Linears; load it unquantized")
+    # A quantized Linear is another class, or has another class of weights.
+    unknown = base if type(base) is not nn.Linear else base.weight
+    if type(unknown) is not nn.Parameter:
+        raise ModelError(
+            f"{path} is a {type(unknown).__name__}, and tensor parallelism cuts plain Linears; load it unquantized"
+        )
     if base is module:
         return
-    lora = isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
-    if not lora or getattr(module, "lora_variant", None) or getattr(module, "lora_magnitude_vector", None):
+    is_lora = isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
+    if not is_lora or getattr(module, "lora_variant", None) or getattr(module, "lora_magnitude_vector", None):
         raise ModelError(
             f"{path} has a {type(module).__module__} adapter, and tensor parallelism cuts plain LoRAs; fuse it into "
             "the weights and unload it first"
@@ -344,23 +354,23 @@ def _check_linear_shardable(path: str, module: nn.Module) -> None:
 
 def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle], size: int) -> None:
     """Every head and every feature of a block must have its rank."""
-    sizes_to_divide: list[tuple[int, str]] = []
+    counts: list[tuple[int, str]] = []
     attentions = find_sharded_attentions(transformer, styles)
     for path, attention in attentions.items():
-        sizes_to_divide += [(heads, f"heads of {path}") for heads in _list_head_counts(attention)]
+        counts += [(heads, f"heads of {path}") for heads in _list_head_counts(attention)]
     for path, style in styles.items():
-        parameter = next(unwrap_lora_base(transformer.get_submodule(path)).parameters(), None)
+        parameter = next(_find_linear(transformer, path).parameters(), None)
         if parameter is None:  # a norm without weights follows its heads
             continue
         total = parameter.shape[_DIMS[style.kind]["weight"]]
         if total % sum(style.blocks):
             raise ModelError(f"the {total} features of {path} have no blocks in proportion {list(style.blocks)}")
-        sizes_to_divide += [(block, f"features of {path}") for block in style.compute_block_sizes(total)]
-    wrong = next(((number, what) for number, what in sizes_to_divide if number % size), None)
-    if wrong:
-        most = math.gcd(*(number for number, _ in sizes_to_divide))
-        legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
-        raise PlanError(f"tensor={size} does not divide the {wrong[0]} {wrong[1]}; try {legal}")
+        counts += [(block, f"features of {path}") for block in style.compute_block_sizes(total)]
+    for count, what in counts:
+        if count % size:
+            most = math.gcd(*(number for number, _ in counts))
+            legal = ", ".join(str(n) for n in range(1, most + 1) if most % n == 0)
+            raise PlanError(f"tensor={size} does not divide the {count} {what}; try {legal}")
     # After the numbers: keys of one head have a norm as wide as all of their heads, and cannot be cut anyway.
     for path, attention in attentions.items():
         _check_attention_shardable(path, attention, styles)
@@ -368,9 +378,12 @@ def _check_tensor_degree(transformer: nn.Module, styles: Mapping[str, CutStyle],
 
 def _list_head_counts(attention: Any) -> list[int]:
     """Heads of queries, and of keys where they are fewer."""
-    heads, *others = read_head_counts(attention)
-    inner, keys = getattr(attention, "inner_dim", None), getattr(attention, "inner_kv_dim", None)
-    return [heads, keys // (inner // heads)] if inner and keys else [heads, *others]
+    counts = read_head_counts(attention)
+    query_width = getattr(attention, "inner_dim", None)
+    key_width = getattr(attention, "inner_kv_dim", None)
+    if query_width and key_width:
+        return [counts[0], key_width // (query_width // counts[0])]
+    return counts
 
 
 def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, CutStyle]) -> None:
@@ -383,54 +396,68 @@ def _check_attention_shardable(path: str, attention: Any, styles: Mapping[str, C
             f"{path} has weights in its processor {type(processor).__name__}, which tensor parallelism does not cut; "
             "unload the IP-adapter that brought it"
         )
-    columns = [at for at, style in styles.items() if style.kind == "colwise" and at.startswith(f"{path}.")]
-    widths = {unwrap_lora_base(attention.get_submodule(at.removeprefix(f"{path}."))).out_features for at in columns}
+    if read_head_counts(attention)[0] <= 1:
+        return
+    widths = set()
+    for linear_path, style in styles.items():
+        if style.kind == "colwise" and linear_path.startswith(f"{path}."):
+            widths.add(_find_linear(attention, linear_path.removeprefix(f"{path}.")).out_features)
     for name, norm in attention.named_children():
-        of_heads = "norm" in name and {"q", "k"} & set(name.split("_"))
-        across = of_heads and read_head_counts(attention)[0] > 1 and _find_norm_width(norm) in widths
-        if across and f"{path}.{name}" not in styles:
+        is_of_heads = "norm" in name and not {"q", "k"}.isdisjoint(name.split("_"))
+        if is_of_heads and _find_norm_width(norm) in widths and f"{path}.{name}" not in styles:
             raise ModelError(f"{path}.{name} normalises across heads; the tensor table must name it as rms_norm")
 
 
 def _check_linears_named(transformer: nn.Module, styles: Mapping[str, CutStyle], named: Collection[str]) -> None:
-    """What lies beside the projections of heads must be in the table: whole, it would meet this rank's heads."""
+    """Every Linear next to projections of heads must be in the table: whole, it would meet this rank's heads."""
     owners = {_find_owner(transformer, path) for path in styles}
-    attentions = find_sharded_attentions(transformer, styles)
-    for path in owners & attentions.keys():
-        attention = attentions[path]
+    for path, attention in find_sharded_attentions(transformer, styles).items():
+        if path not in owners:
+            continue
         for name, module in attention.named_children():
-            linears = module.named_children() if isinstance(module, nn.ModuleList) else [("", module)]
-            for place, linear in linears:
-                at = f"{path}.{name}.{place}".rstrip(".")
-                is_linear = isinstance(unwrap_lora_base(linear), nn.Linear)
-                if is_linear and at not in named and not is_unfused_leftover(attention, name):
+            if is_unfused_leftover(attention, name):
+                continue
+            linears = {f"{path}.{name}": module}
+            if isinstance(module, nn.ModuleList):
+                linears = {f"{path}.{name}.{place}": linear for place, linear in module.named_children()}
+            for linear_path, linear in linears.items():
+                if isinstance(unwrap_lora_base(linear), nn.Linear) and linear_path not in named:
                     raise ModelError(
-                        f"{at} is not in the tensor table, and the heads beside it are cut, so this config has what "
-                        "the one did not have that the table was derived from; use ulysses or ring, or give "
+                        f"{linear_path} is not in the tensor table, and the heads next to it are cut, so this config "
+                        "has a Linear that the config of the table did not have; use ulysses or ring, or give "
                         "ModelSpec(tensor=...)"
                     )
 
 
 def _check_blocks_alike(transformer: nn.Module, table: Mapping[str, Any]) -> None:
-    """Raises `ModelError` if attention of some blocks lacks what the same of others has, by a table that was derived.
+    """Raises `ModelError` if attention of some blocks lacks a Linear that the same of others has, by a derived table.
 
-    What such a module makes without a Linear of its own would be this rank's heads alone. A last block may lack those
-    behind attention, whose results nobody reads.
+    What such a module makes without a Linear of its own would be this rank's heads alone. A last block may lack the
+    Linears after attention, whose results nobody reads.
     """
-    columns = [row for row, given in table.items() if isinstance(given, list | tuple) and given[0] == "colwise"]
-    for pattern in columns:
+    for pattern, row in table.items():
+        if not isinstance(row, list | tuple) or row[0] != "colwise":
+            continue
         owner, _, name = pattern.rpartition(".")
-        owners = dict(match_modules(transformer, owner)) if owner else {}
-        having = [path for path, module in owners.items() if getattr(module, name, None) is not None]
-        lacking = [path for path in owners if path not in having]
-        if having and lacking:
+        if not owner:
+            continue
+        having = None
+        lacking = None
+        for path, module in match_modules(transformer, owner):
+            if getattr(module, name, None) is not None:
+                having = having or path
+            else:
+                lacking = lacking or path
+        if having is not None and lacking is not None:
             raise ModelError(
-                f"{lacking[0]} has no {name}, and {having[0]} has, so this config has blocks of another kind than "
-                "those that its cuts were derived from; use ulysses or ring, or give ModelSpec(tensor=...)"
+                f"{lacking} has no {name}, and {having} has, so this config has blocks of another kind than "
+                "the one that its cuts were derived from; use ulysses or ring, or give ModelSpec(tensor=...)"
             )
 
 
 def _find_owner(transformer: nn.Module, path: str) -> str:
     """The module that has another as an attribute, or in a list."""
     owner = path.rpartition(".")[0]
-    return owner.rpartition(".")[0] if isinstance(transformer.get_submodule(owner), nn.ModuleList) else owner
+    if isinstance(transformer.get_submodule(owner), nn.ModuleList):
+        return owner.rpartition(".")[0]
+    return owner

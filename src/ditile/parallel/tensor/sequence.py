@@ -1,7 +1,7 @@
 """The "sequence" scheme of tensor parallelism: between its blocks' Linears a rank has its share of the tokens.
 
 Where this happens is a table (`ModelSpec.tensor_tokens`): module pattern -> what of it holds tokens -> their stream. An
-argument is gathered before the module runs; "return" (or the first of several results) is gathered behind it, or, of a
+argument is gathered before the module runs; "return" (or the first of several results) is gathered after it, or, of a
 row-parallel Linear, summed and scattered. A stream is "image", "text" or, where a block has put both into one sequence,
 "text+image": each rank has its share of the text and then its share of the image, and the whole has the same order,
 so that rotary tables are those of the undivided call.
@@ -33,7 +33,7 @@ class SharedStreams:
     """Every rank has its share of each stream.
 
     Args:
-        tokens: gets the lengths of the call at hand.
+        tokens: gets the lengths of the current call.
         axis: the ranks.
         collectives: gather.
     """
@@ -60,7 +60,7 @@ class SharedStreams:
 
 @dataclass(slots=True)
 class StreamLengths:
-    """Whole lengths of the streams of the call at hand, set where they are cut; the same on all ranks."""
+    """Whole lengths of the streams of the current call, set where they are cut; the same on all ranks."""
 
     image: int = 0
     text: int = 0
@@ -123,12 +123,18 @@ def _gather_tokens(path: str, collectives: TensorCollectives, tokens: StreamLeng
 def _gather_arguments(
     names: Sequence[str], gather: Mapping[str, Gather], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    def gather_argument(name: str, value: Any) -> Any:
-        return gather[name](value) if name in gather and value is not None else value
-
-    named = [gather_argument(name, value) for name, value in zip(names, args, strict=False)]
-    return (*named, *args[len(named) :]), {name: gather_argument(name, value) for name, value in kwargs.items()}
+    whole_args = list(args)
+    whole_kwargs = dict(kwargs)
+    for place, (name, value) in enumerate(zip(names, args, strict=False)):
+        if name in gather and value is not None:
+            whole_args[place] = gather[name](value)
+    for name, value in kwargs.items():
+        if name in gather and value is not None:
+            whole_kwargs[name] = gather[name](value)
+    return tuple(whole_args), whole_kwargs
 
 
 def _gather_result(gather: Gather, _: nn.Module, __: Any, result: Any) -> Any:
-    return (gather(result[0]), *result[1:]) if isinstance(result, tuple) else gather(result)
+    if isinstance(result, tuple):
+        return (gather(result[0]), *result[1:])
+    return gather(result)

@@ -5,9 +5,9 @@ weights of its share of the outputs; a row-parallel one those of its share of th
 over the ranks before the bias is added, once. The model's own forward runs; attention has all tokens and its share of
 the heads.
 
-Two schemes. "row": an all-reduce behind each row-parallel Linear. "sequence" (arXiv 2205.05198): between them every
+Two schemes. "row": an all-reduce after each row-parallel Linear. "sequence" (arXiv 2205.05198): between them every
 rank has its share of the tokens, residuals and norms included; tokens are gathered before attention and feed-forward
-and reduce-scattered behind them: the same bytes, 1/n of the activations in between.
+and reduce-scattered after them: the same bytes, 1/n of the activations in between.
 
 Sent by a rank, for p image and t text tokens of h channels and f = 2(n-1)/n; batch and element size apart:
 
@@ -66,13 +66,15 @@ class ShardedTransformer:
 
     Attributes:
         cuts: what is cut; a loader asks its `select_shard`.
-        stream_lengths: of the call at hand; only "sequence" reads them.
+        stream_lengths: of the current call; only "sequence" reads them.
         streams: what this rank has of the tokens between its Linears.
         edits: what `restore_whole_weights` undoes.
     """
 
     def __init__(self, cuts: TensorCuts, *, keep: bool) -> None:
-        self.cuts, self.stream_lengths, self.edits = cuts, StreamLengths(), ExitStack()
+        self.cuts = cuts
+        self.stream_lengths = StreamLengths()
+        self.edits = ExitStack()
         self.streams: TokenStreams = WholeTokenStreams()
         self.select_shard = cuts.select_shard
         self._keep = keep
@@ -97,7 +99,7 @@ class ShardedTransformer:
         """Lets a pipeline load LoRAs whose factors are cut as this share is, until the stack is closed.
 
         Raises:
-            ModelError: if ranks share out the tokens between Linears, which LoRAs around them would not see.
+            ModelError: if ranks split the tokens between Linears, which LoRAs around them would not see.
         """
         if not isinstance(self.streams, WholeTokenStreams):
             raise ModelError(
@@ -106,7 +108,7 @@ class ShardedTransformer:
             )
         for owner, name in ((pipe, "load_lora_weights"), (transformer, "load_lora_adapter")):
             guard = vars(owner).get(name)
-            # A pipeline of another class on the same model, or one that somebody wrapped since, has no guard of ours.
+            # A pipeline of another class on the same model, or one that was wrapped since, has no guard of ours.
             if isinstance(guard, partial) and guard.func is _refuse_method:
                 override_attribute(stack, owner, name, guard.keywords["stock"])
 
@@ -126,7 +128,8 @@ class ShardedTransformer:
         """Makes the LoRAs that were loaded since the cut sum over the ranks as the Linears below them do."""
         for path, style in self.cuts.styles.items():
             for linear in _list_summing_loras(transformer.get_submodule(path), style.kind):
-                if "forward" not in vars(linear):  # it goes with the LoRA, so nothing need undo it
+                if "forward" not in vars(linear):
+                    # The forward goes with the LoRA, so nothing needs to undo it.
                     vars(linear)["forward"] = _make_sum(linear, style.kind, self.cuts, self._sums[path])
 
     def restore_whole_weights(self) -> None:
@@ -163,9 +166,8 @@ def find_tensor_table(
     Raises:
         ModelError: if it has none.
     """
-    table: Mapping[str, Any] | None = (
-        (spec.tensor if spec else None) or derived or getattr(transformer, "_tp_plan", None)
-    )
+    table: Mapping[str, Any] | None = spec.tensor if spec else None
+    table = table or derived or getattr(transformer, "_tp_plan", None)
     if not table:
         raise ModelError(
             f"{type(transformer).__name__} has no tensor table, and none was derived that two ranks prove, as where "
@@ -203,21 +205,21 @@ def shard_weights(
         StateError: if it is cut already.
     """
     check_unsharded(transformer, sequence)
-    # a model that cannot be cut is refused before anything is touched
+    # A model that cannot be cut is refused before anything is touched.
     cuts = TensorCuts.match_tensor_table(transformer, table, axis.index, axis.num_ranks, loaded=loaded)
     sharded = ShardedTransformer(cuts, keep=keep)
     if axis.num_ranks == 1:
         return sharded
+    collectives = TensorCollectives(axis, traffic)
+    if sum_over_ranks is None:
+        sum_over_ranks = collectives.sum_over_ranks
     with ExitStack() as stack:
         scatters: Mapping[str, Callable[[Tensor], Tensor]] = {}
-        if sequence is not None or sum_over_ranks is None:
-            collectives = TensorCollectives(axis, traffic)
-            sum_over_ranks = sum_over_ranks or collectives.sum_over_ranks
         if sequence is not None:
             scatters = install_token_gathers(stack, transformer, cuts, sequence, sharded.stream_lengths, collectives)
             sharded.streams = SharedStreams(sharded.stream_lengths, axis, collectives)
         _divide_head_counts(stack, transformer, cuts)
-        # Read whole where the other weights were read as a share: they are no part of the model's files.
+        # Adapters are read whole where the other weights were read as a share: they are no part of the model's files.
         adapters = list_adapter_linears(transformer)
         for path, style in cuts.styles.items():
             module = transformer.get_submodule(path)
@@ -250,6 +252,7 @@ def _gather_adapters(
     stack: ExitStack, transformer: nn.Module, cuts: TensorCuts, sums: Mapping[str, Callable[[Tensor], Tensor]]
 ) -> None:
     """Makes FLUX.1's IP-adapters gather the heads of all ranks."""
+    # A list, because the processors are replaced meanwhile.
     for path, attention, processor in list(find_attention_processors(transformer)):
         if isinstance(processor, FluxIPAdapterAttnProcessor):
             gather = partial(_gather_features, cuts, sums[f"{path}.{OUT}"])
@@ -273,31 +276,35 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
 
 def _resize_features(stack: ExitStack, module: nn.Module) -> None:
     """Sets the sizes of a Linear, and of the LoRAs around it, to those of its share."""
-    base = unwrap_lora_base(module)
     linears: list[tuple[Any, Any]] = [(owner, owner) for owner in module.modules() if isinstance(owner, nn.Linear)]
-    # peft's layer repeats the sizes of its base
-    for owner, linear in linears if base is module else [*linears, (module, base)]:
+    base = unwrap_lora_base(module)
+    if base is not module:
+        # peft's layer repeats the sizes of its base.
+        linears.append((module, base))
+    for owner, linear in linears:
         override_attribute(stack, owner, "out_features", linear.weight.shape[0])
         override_attribute(stack, owner, "in_features", linear.weight.shape[1])
 
 
 def _divide_head_counts(stack: ExitStack, transformer: nn.Module, cuts: TensorCuts) -> None:
-    for attention in find_sharded_attentions(transformer, cuts.styles).values():
+    owners = dict(find_sharded_attentions(transformer, cuts.styles))
+    for path, style in cuts.styles.items():
+        if len(style.blocks) > 1:
+            # It splits what its fused Linear makes by sizes that it has as attributes.
+            owner = path.rpartition(".")[0]
+            owners[owner] = transformer.get_submodule(owner)
+    for module in owners.values():
         for name in _HEAD_ATTRIBUTES:
-            value = vars(attention).get(name)
+            value = vars(module).get(name)
             if isinstance(value, int):
-                override_attribute(stack, attention, name, value // cuts.size)
-    packed = {path.rpartition(".")[0] for path, style in cuts.styles.items() if len(style.blocks) > 1}
-    for path in packed - find_sharded_attentions(transformer, cuts.styles).keys():
-        owner = transformer.get_submodule(path)
-        for name in _HEAD_ATTRIBUTES:
-            if isinstance(value := vars(owner).get(name), int):
-                override_attribute(stack, owner, name, value // cuts.size)
+                override_attribute(stack, module, name, value // cuts.size)
 
 
 def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCuts) -> None:
     """Gives a block this rank's heads of tables that have a row for each head, or the features of all heads."""
-    names, forward, places = list_parameter_names(block), block.forward, cuts.arguments[path]
+    names = list_parameter_names(block)
+    forward = block.forward
+    places = cuts.arguments[path]
 
     def cut_leaves(name: str, value: Any) -> Any:
         leaves, structure = pytree.tree_flatten(value)
@@ -317,8 +324,9 @@ def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCu
 
     @wraps(forward)
     def forward_with_share(*args: Any, **kwargs: Any) -> Any:
-        own = [cut_leaves(name, value) for name, value in zip(names, args, strict=False)]
-        return forward(*own, *args[len(own) :], **{name: cut_leaves(name, value) for name, value in kwargs.items()})
+        own_args = [cut_leaves(name, value) for name, value in zip(names, args, strict=False)]
+        own_kwargs = {name: cut_leaves(name, value) for name, value in kwargs.items()}
+        return forward(*own_args, *args[len(own_args) :], **own_kwargs)
 
     override_attribute(stack, block, "forward", forward_with_share)
 
@@ -330,7 +338,7 @@ def _install_sums(
     if kind == "rms_norm":
         override_attribute(stack, module, "forward", partial(_norm_across_ranks, module, cuts.size, over_ranks))
     if kind in _LORA_FACTORS:
-        # the LoRAs around a Linear sum by themselves what they have, so that they may go later
+        # The LoRAs around a Linear sum their own outputs, so that they may be removed later.
         for linear in (unwrap_lora_base(module), *_list_summing_loras(module, kind)):
             override_attribute(stack, linear, "forward", _make_sum(linear, kind, cuts, over_ranks))
 
@@ -351,6 +359,7 @@ def _make_sum(
 def _multiply_and_sum(linear: Any, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A row-parallel Linear."""
     out = over_ranks(functional.linear(x, linear.weight))
+    # After the sum, or the bias would be added once for each rank.
     return out if linear.bias is None else out.add_(linear.bias)
 
 
@@ -368,6 +377,7 @@ def _gather_features(cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor], s
 
 def _norm_across_ranks(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """An RMS norm whose channels lie on all ranks: their squares are summed over the ranks."""
+    # The dtypes follow diffusers' RMSNorm.
     wide = x.float()
     squares = over_ranks(wide.square().sum(-1, keepdim=True)) / (x.shape[-1] * size)
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
@@ -376,7 +386,9 @@ def _norm_across_ranks(norm: Any, size: int, over_ranks: Callable[[Tensor], Tens
         return out.to(x.dtype)
     out = out * norm.weight
     bias = getattr(norm, "bias", None)
-    return (out if bias is None else out + bias).to(norm.weight.dtype)  # type: ignore[no-any-return]
+    if bias is not None:
+        out = out + bias
+    return out.to(norm.weight.dtype)
 
 
 def _refuse_methods(stack: ExitStack, owner: Any, names: Sequence[str]) -> None:

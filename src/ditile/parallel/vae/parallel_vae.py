@@ -1,9 +1,9 @@
-"""Parallel VAE: each rank codes its own rows of the picture or video, and the result equals the undivided one.
+"""Parallel VAE: each rank codes its own rows of the image or video, and the result equals the undivided one.
 
-diffusers' own encoder and decoder run on every rank, on a strip. What looks beyond a pixel meets the other strips:
-convolutions exchange halo rows with their neighbours, group norms share their statistics, attention gathers keys and
-values. A cache of frames holds rows of the strip. Weights are whole on every rank; activations are a share. The idea is
-DistVAE's.
+diffusers' own encoder and decoder run on every rank, on a strip. Operations that look beyond a pixel use the other
+strips: convolutions exchange halo rows with their neighbours, group norms share their statistics, attention gathers
+keys and values. A cache of frames holds rows of the strip. Weights are whole on every rank; activations are a share.
+The idea is DistVAE's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PROVEN = frozenset({
 })  # fmt: skip
 """Classes whose division is under test; others are tried when they are divided first."""
 LEAST_UNIT = 32
-"""Rows of a picture that make a row at the lowest resolution of any autoencoder that does not say how many do."""
+"""Rows of an image that make a row at the lowest resolution of an autoencoder whose config does not say how many do."""
 STOCK = (AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0)
 """The processors with the same result as `AttnProcessor2_0`."""
 
@@ -53,13 +53,13 @@ class ParallelVAE:
     """An autoencoder whose `encode` and `decode` are divided by rows over the ranks of an axis.
 
     Args:
-        vae: as it is on every rank; slicing and tiling work as ever, and each slice or tile is divided.
-        axis: the ranks; each must make the same calls with the same pictures. One rank is fine.
+        vae: as it is on every rank; slicing and tiling work as before, and each slice or tile is divided.
+        axis: the ranks; each must make the same calls with the same images. One rank is fine.
         traffic: counts what is sent, as "vae".
         block_size: rows that a convolution makes at a time, to lower the peak further: what its kernel takes, and the
             normalized rows that it is given; None for all.
-        gather: who gets the decoded picture: "all", or "first": the others get zeros around their own rows, so that
-            what follows in a pipeline runs as ever. Latents always go to all.
+        gather: who gets the decoded image: "all", or "first": the others get zeros around their own rows, so that
+            what follows in a pipeline runs as before. Latents always go to all.
 
     Raises:
         ModelError: if the autoencoder is not one that can be divided exactly.
@@ -121,7 +121,7 @@ def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: boo
             if isinstance(module, Attention) and type(module.processor) in STOCK:
                 override_attribute(stack, module, "processor", AttnProcessor2_0())
             elif isinstance(module, nn.SiLU) and isinstance(coder, Encoder | Decoder):
-                # It is only called on what a norm has just made, which nobody else reads.
+                # It is only called on what a norm has just made, which no other module reads.
                 override_attribute(stack, module, "inplace", True)
             elif isinstance(module, Upsample2D) and isinstance(coder, Encoder | Decoder) and _doubles_rows(module):
                 # Halo rows travel before they are doubled.
@@ -145,12 +145,15 @@ def _install_coder_forward(
             raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
         with torch.no_grad():
             if not may_be_empty and sample.shape[-2] < strip.num_ranks:
-                return whole(sample, *args, **kwargs)  # every rank all of it: a strip of no rows is not known to work
+                # Every rank codes all of it: a strip of no rows is not known to work.
+                return whole(sample, *args, **kwargs)
             own = strip.select_own_rows(sample, unit)
             with functions:
                 result = whole(own, *args, **kwargs)
-            # What comes beside the picture, as a cache of frames, is this rank's.
-            return (gather(result[0]), *result[1:]) if isinstance(result, tuple) else gather(result)
+            if isinstance(result, tuple):
+                # What comes with the image, as a cache of frames, stays this rank's.
+                return (gather(result[0]), *result[1:])
+            return gather(result)
 
     override_attribute(stack, coder, "forward", code_own_rows)
 
@@ -158,7 +161,7 @@ def _install_coder_forward(
 def _divide_module(
     stack: ExitStack, module: nn.Module, functions: RowFunctions, forward: Callable[[Tensor], Tensor]
 ) -> None:
-    """Overrides a module that is given a strip alone by what divides it itself."""
+    """Overrides a module by a forward that divides its strip itself."""
 
     def forward_strip(x: Tensor, *_: Any, **__: Any) -> Tensor:
         with functions.pause():
@@ -174,10 +177,13 @@ def _doubles_rows(module: Upsample2D) -> bool:
 
 
 def find_row_unit(vae: Any) -> int:
-    """Rows of a picture of which every strip of an encoder has a whole number, if it can: at least a row of latents."""
-    names = ("spatial_compression_ratio", "scale_factor_spatial")
-    ratios = [vars(vae).get(name) or vae.config.get(name) for name in names]
-    return max((LEAST_UNIT, *(ratio for ratio in ratios if isinstance(ratio, int))))
+    """Rows of an image of which every strip of an encoder has a whole number, if it can: at least a row of latents."""
+    unit = LEAST_UNIT
+    for name in ("spatial_compression_ratio", "scale_factor_spatial"):
+        ratio = vars(vae).get(name) or vae.config.get(name)
+        if isinstance(ratio, int):
+            unit = max(unit, ratio)
+    return unit
 
 
 def check_vae_divisible(vae: Any) -> None:
@@ -192,23 +198,23 @@ def check_vae_divisible(vae: Any) -> None:
     if hasattr(vae, "use_tiling"):
         reason = (
             reason.removesuffix("use vae=whole")
-            + "call its enable_tiling(), so that tiles are shared out, or use vae=whole"
+            + "call its enable_tiling(), so that tiles are distributed, or use vae=whole"
         )
     raise ModelError(reason)
 
 
 def explain_rows_refusal(vae: Any) -> str | None:
-    """Why an autoencoder cannot be divided by rows exactly, or None; one that is not as its class makes it is tried."""
+    """Why an autoencoder cannot be divided by rows exactly, or None; one that was changed is tried again."""
     structure = _describe_structure(vae)
-    known = _checked.get(vae)
-    if known is None or known[0] != structure:
-        try:
-            _check_rows(vae, structure)
-            known = structure, None
-        except ModelError as error:
-            known = structure, str(error)
-        _checked[vae] = known
-    return known[1]
+    if vae in _checked and _checked[vae][0] == structure:
+        return _checked[vae][1]
+    reason = None
+    try:
+        _check_rows(vae, structure)
+    except ModelError as error:
+        reason = str(error)
+    _checked[vae] = structure, reason
+    return reason
 
 
 def _check_rows(vae: Any, structure: Structure) -> None:
@@ -217,7 +223,8 @@ def _check_rows(vae: Any, structure: Structure) -> None:
         raise ModelError(f"{kind} has no encoder and no decoder that could be divided by rows; use vae=whole")
     for part, coder in _iterate_coders(vae):
         for name, module in coder.named_modules(prefix=part):
-            if reason := _find_module_refusal(module):
+            reason = _find_module_refusal(module)
+            if reason is not None:
                 raise ModelError(f"{kind}.{name} cannot be divided by rows: {reason}, or use vae=whole")
     if kind not in PROVEN or structure != _describe_structure(build_meta_model(vae)):
         prove_rows(vae, install_row_forwards)
@@ -225,16 +232,20 @@ def _check_rows(vae: Any, structure: Structure) -> None:
 
 Structure = list[tuple[Any, ...]]
 _checked: weakref.WeakKeyDictionary[Any, tuple[Structure, str | None]] = weakref.WeakKeyDictionary()
-"""What was found, and why an autoencoder is not divisible by rows."""
+"""The structure of each autoencoder that was checked, and why it is not divisible by rows."""
 
 
 def _describe_structure(vae: nn.Module) -> Structure:
     """The modules of the coders, with what may be replaced on them."""
-    return [
-        (name, type(module), getattr(module, "padding_mode", ""), type(getattr(module, "processor", None)))
-        for part, coder in _iterate_coders(vae)
-        for name, module in coder.named_modules(prefix=part)
-    ] + [(name, "forward") for name, module in vae.named_modules() if "forward" in vars(module)]
+    structure: Structure = []
+    for part, coder in _iterate_coders(vae):
+        for name, module in coder.named_modules(prefix=part):
+            processor = type(getattr(module, "processor", None))
+            structure.append((name, type(module), getattr(module, "padding_mode", ""), processor))
+    for name, module in vae.named_modules():
+        if "forward" in vars(module):
+            structure.append((name, "forward"))
+    return structure
 
 
 def _iterate_coders(vae: Any) -> Iterator[tuple[str, nn.Module]]:
