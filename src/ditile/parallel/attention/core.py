@@ -2,7 +2,8 @@
 
     tokens to heads (ulysses) -> keys that are kept, or a ring -> kernel -> heads to tokens
 
-It gets them after projections, qk-norm and rope. Each part has a null object, so that the core has no cases.
+It gets q, k and v after projections, qk-norm and rope. Each part has a null object, so that the core has no special
+cases.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ class AttentionCore:
 
     Args:
         now: the generation under way.
-        exchange, keys, masks: the parts of that chain, and what gathers a mask of keys.
+        exchange, keys, masks: the parts of this chain, and what gathers a mask of keys.
         kind: of its tokens, as in `ListAnatomy.attention`: one letter, or one of its queries and one of its keys; or
             with further keys.
-        turn: shared by layers whose order is to be kept, where they are compiled.
+        turn: shared by layers that must stay in order where they are compiled.
 
     Attributes:
-        attend: `(q, k, v, *, mask, scale)`, `[B, S, N, H]` to the same, where S counts the tokens of the micro-step at
-            hand; what dummies become is never read.
+        attend: `(q, k, v, *, mask, scale)`, `[B, S, N, H]` to the same, where S counts the tokens of the current
+            micro-step; what dummies become is never read.
         overlaps: whether `attend_overlapped` gains anything.
     """
 
@@ -62,18 +63,17 @@ class AttentionCore:
         self._exchange = exchange
         self._keys = keys
         self._masks = masks
-        self._further, self._kind = kind if FURTHER in kind else "", drop_further_keys(kind)
+        self._further = kind if FURTHER in kind else ""
+        self._kind = drop_further_keys(kind)
         self.attend = CustomOp(self.attend_to_tokens, turn)
         self.overlaps = exchange.overlaps
 
     def attend_overlapped(
         self, makers: Sequence[DeferredTensor], *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """The same for q, k and v that are yet to be computed: each travels while the next one is computed.
-
-        In a compiled block they are computed before any travels.
-        """
+        """The same for q, k and v that are yet to be computed: each travels while the next one is computed."""
         if torch.compiler.is_compiling():
+            # A compiled block computes all of them before any travels.
             q, k, v = (make() for make in makers)
             return self.attend(q, k, v, mask=mask, scale=scale)
         tokens = self._now.tokens.get_layer_tokens(self._now.token_patch, self._kind)
@@ -82,6 +82,7 @@ class AttentionCore:
         def make_without_dummies(make: DeferredTensor) -> Tensor:
             nonlocal heads
             x = make()
+            # Keys and values may have fewer heads than queries.
             heads = max(heads, x.shape[2])
             return x[:, tokens.real_tokens] if tokens.dummies else x
 
@@ -98,20 +99,21 @@ class AttentionCore:
         scale: float | None,
         tokens: LayerTokens | None = None,
     ) -> Tensor:
-        """The same over the tokens that are given, or over those of the micro-step at hand.
+        """The same over the tokens that are given, or over the tokens of the current micro-step.
 
         Raises:
             ModelError: if the mask is not one of keys alone.
         """
-        kind = self._kind
-        keys = tokens = tokens or self._now.tokens.get_layer_tokens(self._now.token_patch, kind[0])
-        if len(kind) > 1:
-            keys = self._now.tokens.get_layer_tokens(self._now.token_patch, kind[1])
+        if tokens is None:
+            tokens = self._now.tokens.get_layer_tokens(self._now.token_patch, self._kind[0])
+        keys = tokens
+        if len(self._kind) > 1:
+            keys = self._now.tokens.get_layer_tokens(self._now.token_patch, self._kind[1])
         heads = q.shape[2]
         further = None
         if self._further and k.shape[1] > q.shape[1]:
             k, v, mask, further = self._take_further_keys(q, k, v, mask, tokens)
-        # Queries of dummies cost less than to leave them out and to bring the output to its length again.
+        # To compute queries of dummies costs less than to leave them out and pad the output afterwards.
         if tokens.dummies and (tokens.are_none or mask is not None or not self._exchange.takes_dummies):
             q = q[:, tokens.real_tokens]
         if keys.dummies:
@@ -131,28 +133,35 @@ class AttentionCore:
             ModelError: if a mask tells queries apart, or is of another number of keys.
         """
         own = q.shape[1]
-        count = k.shape[1] - q.shape[1]
+        count = k.shape[1] - own
         heads = q.shape[2]
-        at = tokens.locate_further_keys(self._further, own)
-        (k, more_k), (v, more_v) = (_take_apart(x, at, count, 1) for x in (k, v))
-        more_mask = None
+        place = tokens.locate_further_keys(self._further, own)
+        k, further_k = _take_apart(k, place, count, 1)
+        v, further_v = _take_apart(v, place, count, 1)
+        further_mask = None
         if mask is not None:
-            whole = mask.shape[-1] == tokens.length + count
-            if not whole and mask.shape[-1] != own + count:
-                raise ModelError(
-                    f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; "
-                    f"give one of {own + count} or {tokens.length + count} keys, or use a plan of data or cfg"
-                )
-            places = tokens.locate_further_keys(self._further, None if whole else own)
-            mask, more_mask = _take_apart(mask, places, count, mask.ndim - 1)
-            more_mask = expand_mask(more_mask, q.shape[0])
-            if more_mask.shape[2] > 1:
-                raise make_pairs_error(more_mask)
-            if more_mask.shape[1] > 1:
-                more_mask = self._exchange.select_own_heads(more_mask.transpose(1, 2), heads).transpose(1, 2)
-        more_k, more_v = (self._exchange.select_own_heads(x, heads) for x in (more_k, more_v))
-        at = max(0, at - tokens.dummies) if tokens.dummies_first else min(at, own - tokens.dummies)
-        return k, v, mask, FurtherKeys(more_k, more_v, more_mask, at)
+            mask, further_mask = self._take_further_mask(mask, own, count, tokens)
+            further_mask = expand_mask(further_mask, q.shape[0])
+            if further_mask.shape[2] > 1:
+                raise make_pairs_error(further_mask)
+            if further_mask.shape[1] > 1:
+                further_mask = self._exchange.select_own_heads(further_mask.transpose(1, 2), heads).transpose(1, 2)
+        further_k = self._exchange.select_own_heads(further_k, heads)
+        further_v = self._exchange.select_own_heads(further_v, heads)
+        # Where the further keys go once the dummies are left out.
+        place = max(0, place - tokens.dummies) if tokens.dummies_first else min(place, own - tokens.dummies)
+        return k, v, mask, FurtherKeys(further_k, further_v, further_mask, place)
+
+    def _take_further_mask(self, mask: Tensor, own: int, count: int, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
+        """The mask of tokens, and of `count` further keys; it is given for all tokens, or for this rank's."""
+        is_whole = mask.shape[-1] == tokens.length + count
+        if not is_whole and mask.shape[-1] != own + count:
+            raise ModelError(
+                f"an attention mask of {mask.shape[-1]} keys came with {own} keys of tokens and {count} others; "
+                f"give one of {own + count} or {tokens.length + count} keys, or use a plan of data or cfg"
+            )
+        length = None if is_whole else own
+        return _take_apart(mask, tokens.locate_further_keys(self._further, length), count, mask.ndim - 1)
 
     def _attend_to_heads(
         self,
@@ -176,8 +185,10 @@ class AttentionCore:
         out = self._exchange.exchange_heads_for_tokens(out, tokens, heads)
         if out.shape[1] > tokens.rank_lengths[tokens.index] or not tokens.dummies:
             return out
+        # The block expects as many tokens as it gave.
         dummies = out.new_zeros((out.shape[0], tokens.dummies, *out.shape[2:]))
-        return torch.cat([dummies, out] if tokens.dummies_first else [out, dummies], dim=1)
+        parts = [dummies, out] if tokens.dummies_first else [out, dummies]
+        return torch.cat(parts, dim=1)
 
 
 class NoExchange:
@@ -206,13 +217,13 @@ class NoExchange:
 
 
 class LocalKeyMaskSource:
-    """This rank has all tokens of the patch at hand, so a mask may also differ from query to query."""
+    """This rank has all tokens of the current patch, so a mask may also differ from query to query."""
 
     def gather_key_mask(self, mask: Tensor, batch: int, tokens: LayerTokens, heads: int | None) -> KeyPaddingMask:
-        """The mask without dummies: of the keys of the patch; of all keys, where it tells queries apart.
+        """The mask without dummies: of the keys of the patch; of all keys, where it differs between queries.
 
         Raises:
-            ModelError: if it tells queries apart and is not of all keys.
+            ModelError: if it differs between queries and does not cover all keys.
         """
         mask = expand_mask(mask, batch)
         own = tokens.rank_lengths[tokens.index]
@@ -227,8 +238,9 @@ class LocalKeyMaskSource:
             if is_partial and not covers_sequence:
                 raise make_pairs_error(mask)
             return KeyPaddingMask((mask,), covers_sequence)
-        mask = take_runs(mask, runs, 3) if covers_sequence else mask[..., tokens.real_tokens]
-        return KeyPaddingMask((mask,))
+        if covers_sequence:
+            return KeyPaddingMask((take_runs(mask, runs, 3),))
+        return KeyPaddingMask((mask[..., tokens.real_tokens],))
 
 
 class FreshKeys:
@@ -250,7 +262,7 @@ class StaleKeys:
     """PipeFusion: fresh keys of a patch replace its stale ones in the layer's store; the patch attends to the whole.
 
     In a synchronous step nothing is stale; if the next step is asynchronous, its keys are kept (arXiv 2405.14430,
-    section 3.4). Ranks that share out the patch along ring gather its fresh keys once, so that all hold the same.
+    section 3.4). Ranks that split the patch along ring gather its fresh keys once, so that all have the same.
 
     Attributes:
         now: the generation under way.
@@ -293,7 +305,8 @@ class StaleKeys:
         if self.check is not None:
             where = f"{self.layer} at {now.micro_step} branch {now.branch}"
             ages = now.schedule.compute_key_ages(now.micro_step)
-            if not tokens.image:  # a text is computed with the first patch of the image
+            if not tokens.image:
+                # A text is computed with the first patch of the image.
                 ages = (int(patch < now.schedule.num_references),) * len(ages)
             self.check.expect_ages(store, step, ages, where)
         k, v = store.buffers
@@ -313,8 +326,13 @@ class StaleKeys:
 
 def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tensor]:
     """What is around `count` places from `at` on along a dimension, and what is in them."""
-    before, taken, behind = x.split([at, count, x.shape[dim] - at - count], dim)
-    return (torch.cat([before, behind], dim) if at and behind.shape[dim] else behind if not at else before), taken
+    before, taken, after = x.split([at, count, x.shape[dim] - at - count], dim)
+    # A view will do where everything else is on one side.
+    if not at:
+        return after, taken
+    if not after.shape[dim]:
+        return before, taken
+    return torch.cat([before, after], dim), taken
 
 
 @lru_cache(maxsize=4096)
@@ -324,5 +342,5 @@ def merge_rank_runs(tokens: LayerTokens) -> tuple[range, ...]:
 
 
 def skip_ring_gather(k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-    """Returns k and v as they are: no rank shares out the patch along ring."""
+    """Returns k and v as they are: no ranks split the patch along ring."""
     return k, v

@@ -1,8 +1,7 @@
 """Kernels: `(q, k, v) -> out` in `[B, S, N, H]`, chosen apart from any split; and the same with log-sum-exp.
 
-A backend of diffusers that calls the core of a layer is registered beside the stock ones. It is named by no processor
-but those that hold an `AttentionCore`, so nothing process-wide changes: text encoders, VAE and other pipelines never
-reach it.
+A backend of diffusers that calls the core of a layer is registered in addition to the stock ones. Only processors that
+have an `AttentionCore` name it, so nothing process-wide changes: text encoders, VAE and other pipelines never reach it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,8 @@ LSE_ARGUMENTS = {
 }
 """Backends that give it themselves -> the argument that asks for it, and whether it comes as `[B, N, S]`.
 
-Else it is `[B, S, N]`: diffusers passes on what most of the packages return, and transposes that of `_flash_3` itself.
+Otherwise it is `[B, S, N]`: diffusers passes on what most of the packages return, and transposes the result of
+`_flash_3` itself.
 """
 
 AMPERE = (8, 0)
@@ -59,9 +59,15 @@ class NativeKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """`[B, S, N, H]` to the same."""
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         out = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False, scale=scale, enable_gqa=k.shape[1] != q.shape[1]
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=0.0,
+            is_causal=False,
+            scale=scale,
+            enable_gqa=k.shape[2] != q.shape[2],
         )
         return out.transpose(1, 2)
 
@@ -86,9 +92,13 @@ class DiffusersKernel:
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
         """`[B, S, N, H]` to the same."""
-        also: dict[str, Any] = {} if mask is None else {"attn_mask": mask}
-        also |= {} if k.shape[2] == q.shape[2] else {"enable_gqa": True}
-        out: Tensor = dispatch_attention_fn(q, k, v, scale=scale, backend=self.backend, **also)
+        # Only what is needed: not every backend knows masks and grouped heads.
+        options: dict[str, Any] = {}
+        if mask is not None:
+            options["attn_mask"] = mask
+        if k.shape[2] != q.shape[2]:
+            options["enable_gqa"] = True
+        out: Tensor = dispatch_attention_fn(q, k, v, scale=scale, backend=self.backend, **options)
         return out
 
     def attend_with_lse(
@@ -103,14 +113,15 @@ class DiffusersKernel:
         if name in ATEN_KERNELS:
             return run_fused_kernel(ATEN_KERNELS[name], q, k, v, mask, scale)
         if name not in LSE_ARGUMENTS:
-            known = ", ".join(one.value for one in (*ATEN_KERNELS, *LSE_ARGUMENTS))
+            known = ", ".join(backend.value for backend in (*ATEN_KERNELS, *LSE_ARGUMENTS))
             raise ModelError(f"the attention kernel {name.value} gives no log-sum-exp, which ring needs; try {known}")
         if mask is not None:
             raise ModelError(f"the attention kernel {name.value} takes no mask, which this model has; try native")
         k, v = _repeat_grouped_heads(q, k, v)
         argument, has_heads_first = LSE_ARGUMENTS[name]
         out, lse = _AttentionBackendRegistry._backends[name](query=q, key=k, value=v, scale=scale, **{argument: True})
-        lse = lse.transpose(1, 2) if has_heads_first else lse
+        if has_heads_first:
+            lse = lse.transpose(1, 2)
         if lse.shape != q.shape[:3]:
             raise ModelError(
                 f"the attention kernel {name.value} gives a log-sum-exp of {list(lse.shape)} for queries of "
@@ -128,12 +139,12 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, lse: b
     Args:
         name: as diffusers calls it: native, _native_cudnn, flash, sage and so on.
         device, dtype: of q, k and v.
-        lse: whether the log-sum-exp will be wanted.
+        lse: whether the log-sum-exp will be needed.
 
     Raises:
         ModelError: if it is unknown, or cannot run here.
     """
-    known = [one.value for one in AttentionBackendName]
+    known = [backend.value for backend in AttentionBackendName]
     if name not in known:
         raise ModelError(f"attention={name!r} is not known; try one of {', '.join(known)}")
     backend = AttentionBackendName(name)
@@ -163,20 +174,23 @@ def run_fused_kernel(
     """`[B, S, N, H]` to the output and the log-sum-exp `[B, S, N]`, by torch's kernel of this name, or one that suits.
 
     Raises:
-        ModelError: if the kernel named takes no mask, and there is one.
+        ModelError: if the named kernel takes no mask, and there is one.
     """
     size = q.shape[3]
     length = q.shape[1]
-    scale = size**-0.5 if scale is None else scale
+    if scale is None:
+        scale = size**-0.5
     k, v = _repeat_grouped_heads(q, k, v)
-    on_cpu = q.device.type == "cpu"
-    # The public function pads head sizes before it calls these kernels.
-    if not on_cpu and size % 8:
+    is_on_cpu = q.device.type == "cpu"
+    # On a GPU the kernels need head sizes that 8 divides; torch's public function pads before it calls them.
+    if not is_on_cpu and size % 8:
         q, k, v = (functional.pad(x, (0, -size % 8)) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     bias = None if mask is None else _make_additive_mask(mask, q, k)
-    name = name or ("efficient" if bias is not None else choose_fused_kernel(q.device, q.dtype, size))
-    if on_cpu:
+    if not name:
+        # Flash takes no mask.
+        name = choose_fused_kernel(q.device, q.dtype, size) if bias is None else "efficient"
+    if is_on_cpu:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
     elif name == "flash":
         if bias is not None:
@@ -186,7 +200,8 @@ def run_fused_kernel(
         # cuDNN's kernel gives wrong results for tensors that are not contiguous.
         q, k, v = (x.contiguous() for x in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, scale=scale)[:2]
-        lse = lse.squeeze(-1) if lse.ndim == 4 else lse
+        if lse.ndim == 4:
+            lse = lse.squeeze(-1)
     else:
         out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, scale=scale)[:2]
     # Some kernels pad the log-sum-exp to more queries.
@@ -200,17 +215,20 @@ def choose_fused_kernel(device: torch.device, dtype: torch.dtype, size: int) -> 
         device, dtype: of q, k and v.
         size: the channels of a head.
     """
-    is_flash = dtype in (torch.float16, torch.bfloat16) and size <= 256 and device.type == "cuda"
-    return "flash" if is_flash and torch.cuda.get_device_capability(device) >= AMPERE else "efficient"
+    if dtype not in (torch.float16, torch.bfloat16) or size > 256 or device.type != "cuda":
+        return "efficient"
+    return "flash" if torch.cuda.get_device_capability(device) >= AMPERE else "efficient"
 
 
 def _make_additive_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """An additive mask `[B, N, queries, keys]` in rows of aligned length. Its values are finite: no query gives NaN."""
+    # Not the least number itself: with a negative score it would become infinite.
     least = torch.finfo(q.dtype).min / 4
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, least)
     else:
         bias = mask.to(q.dtype).clamp(min=least)
+    # The kernels need rows that begin at multiples of 8 numbers.
     bias = functional.pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
     return bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
@@ -218,15 +236,15 @@ def _make_additive_mask(mask: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def _repeat_grouped_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Grouped-query heads, repeated; the queries have at least one head."""
     repeat = q.shape[2] // k.shape[2]
-    return (k, v) if repeat == 1 else (k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2))
+    if repeat == 1:
+        return k, v
+    return k.repeat_interleave(repeat, 2), v.repeat_interleave(repeat, 2)
 
 
 @functools.cache
 def register_backend(kernel: AttentionBackendName | None) -> AttentionBackendName:
-    """Registers a backend that calls the core of a layer, or `kernel` where there is none; returns its name.
-
-    It is an instance of the closed enum without being one of its members.
-    """
+    """Registers a backend that calls the core of a layer, or `kernel` where there is none; returns its name."""
+    # diffusers takes only instances of its enum, to which no member can be added: this is an instance, not a member.
     value = "ditile" if kernel is None else f"ditile {kernel.value}"
     name = str.__new__(AttentionBackendName, value)
     name._name_ = value.upper()

@@ -388,7 +388,7 @@ def _norm_across_ranks(norm: Any, size: int, over_ranks: Callable[[Tensor], Tens
     bias = getattr(norm, "bias", None)
     if bias is not None:
         out = out + bias
-    return out.to(norm.weight.dtype)
+    return out.to(norm.weight.dtype)  # type: ignore[no-any-return]
 
 
 def _refuse_methods(stack: ExitStack, owner: Any, names: Sequence[str]) -> None:
