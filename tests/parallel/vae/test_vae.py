@@ -16,7 +16,7 @@ from torch import nn
 import ditile
 from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
-from ditile.parallel.vae.halo import GroupLinks, PictureRows, Strip
+from ditile.parallel.vae.halo import GroupLinks, ImageRows, Strip
 from ditile.parallel.vae.layers import normalize_strip
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.errors import ModelError, PlanError
@@ -97,7 +97,7 @@ def compared(cases: list[Case]) -> list[list[float]]:
             posterior = vae.encode(picture).latent_dist
         if case.gather == "first" and dist.get_rank() > 0:  # zeros around its own rows
             own, scale = (
-                PictureRows.split_evenly(case.height, dist.get_world_size()).select_rank_rows(dist.get_rank()),
+                ImageRows.split_evenly(case.height, dist.get_world_size()).select_rank_rows(dist.get_rank()),
                 mine.shape[2] // case.height,
             )
             decoded[:, :, : own.start * scale] = 0
@@ -168,7 +168,7 @@ def normed(height: int) -> list[float]:
     exact = nn.functional.group_norm(x.double(), 4, norm.weight.double(), norm.bias.double())
     strip = Strip(GroupLinks(axis(), Traffic()))
     own = strip.select_own_rows(x)
-    results = strip.gather_picture(normalize_strip(norm, own, strip))
+    results = strip.gather_image(normalize_strip(norm, own, strip))
     parts = strip.start_strip_gather(
         normalize_strip(norm, own.flatten(2), strip).permute(2, 0, 1), units=6
     ).wait_for_tensors()
@@ -307,5 +307,5 @@ def test_other_refusals() -> None:
     with ParallelVAE(vae, Axis(), Traffic(), block_size=8).install_forwards():
         with pytest.raises(ModelError, match="makes no gradients"):
             vae.decode(torch.randn(1, 4, 8, 8, requires_grad=True))
-        with pytest.raises(ModelError, match="a picture of height 1 is too low"):
+        with pytest.raises(ModelError, match="an image of height 1 is too low"):
             vae.encode(torch.randn(1, 3, 4, 64))

@@ -1,1 +1,1 @@
-"""The text encoders: on one rank of an image, or their layers shared out."""
+"""The text encoders: on one rank of an image, or with their layers split."""

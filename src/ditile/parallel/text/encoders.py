@@ -1,7 +1,7 @@
-"""Text encoders: on the first rank of an image alone, or their layers shared out. The pipeline encodes as ever.
+"""Text encoders: on the first rank of an image alone, or with their layers split. The pipeline encodes as before.
 
-`first`: the first rank runs the encoder, and what it returns is broadcast. `split`: the pipeline calls the encoder on
-every rank; the layers of others pass their input through, and the last layer of each run sends its output to all.
+`first`: the first rank runs the encoder, and its result is broadcast. `split`: the pipeline calls the encoder on every
+rank; the layers of other ranks pass their input through, and the last layer of each run sends its output to all.
 """
 
 from __future__ import annotations
@@ -47,12 +47,15 @@ Forward = Callable[..., Any]
 
 def find_text_encoders(pipe: Any) -> dict[str, Any]:
     """The text encoders of a pipeline, by component."""
-    components = {name: part for name, part in pipe.components.items() if name.startswith("text_encoder")}
-    return {name: part for name, part in components.items() if isinstance(part, nn.Module)}
+    encoders = {}
+    for name, component in pipe.components.items():
+        if name.startswith("text_encoder") and isinstance(component, nn.Module):
+            encoders[name] = component
+    return encoders
 
 
 class TextEncoders:
-    """The text encoders of a pipeline, of which a rank holds a part."""
+    """The text encoders of a pipeline, of which a rank has a part."""
 
     def __init__(
         self,
@@ -73,18 +76,20 @@ class TextEncoders:
             axis: the ranks of an image.
             control: their CPU group, for headers.
             device: where the encoders run.
-            keep: keep aside what other ranks hold.
+            keep: keep the parts of other ranks aside.
             after: what becomes of them when denoising begins: they stay, wait on the CPU for the next call, where they
-                may be edited as ever, or are gone for good, so that later calls need embeddings in place of prompts.
+                may be edited as before, or are gone for good, so that later calls need embeddings instead of prompts.
 
         Raises:
             ModelError: if an encoder cannot be split, or `after` is not known.
-            StateError: if there is another part than this rank's, or all of it is to be kept and is not there.
+            StateError: if an encoder was loaded as another rank's part, or is to be kept whole and is not.
         """
         check_value(Literal[TEXT_AFTER], after, "text_after")
         self.encoders = find_text_encoders(pipe)
         self._place = EncoderPlacement.choose_placement(mode, axis.index, axis.num_ranks)
-        self._after, self._device, self._keep = after, device, keep
+        self._after = after
+        self._device = device
+        self._keep = keep
         self._channel = _EncoderChannel(axis, control, device, traffic)
         self._kept: list[tuple[nn.Module, ModuleContents]] = []
         self._guards = ExitStack()
@@ -119,19 +124,20 @@ class TextEncoders:
         return self._place == WHOLE and self._after != "free"
 
     def empty_foreign_parts(self) -> None:
-        """Takes out what other ranks hold, unless it was never read; refuses calls that would find a part alone."""
+        """Empties the parts of other ranks, unless they were never read; refuses calls that would find a part alone."""
         for name, encoder in self.encoders.items():
             if read_placement(encoder) is not None:
                 continue
             if self._place != WHOLE:
-                taken = empty_foreign_modules(encoder, self._place)
-                self._kept += taken if self._keep else []
+                contents = empty_foreign_modules(encoder, self._place)
+                if self._keep:
+                    self._kept += contents
             install_guards(self._guards, encoder, name)
 
     def refill_foreign_parts(self) -> None:
         """Puts back what `empty_foreign_parts` kept."""
-        for module, parts in reversed(self._kept):
-            restore_contents(module, parts)
+        for module, contents in reversed(self._kept):
+            restore_contents(module, contents)
         self._kept.clear()
         self._guards.close()
         for encoder in self.encoders.values():
@@ -159,7 +165,7 @@ class TextEncoders:
             yield
 
     def _release_encoders(self) -> None:
-        """Denoising begins. The pipeline goes on asking the encoders for its device, which is that of the call."""
+        """Offloads or frees the encoders when denoising begins."""
         if self._away or self.has_freed_encoders:
             return
         self._away = self._after == "offload"
@@ -173,67 +179,78 @@ class TextEncoders:
                     turn_into_placeholder(child)
                 store_placement(encoder, FREED)
                 refuse_saving(self._guards, encoder)
+            # The pipeline goes on asking the encoders for its device.
             set_placeholder_parameter(encoder, dtype, self._device)
 
     def _finish_offload(self) -> None:
-        """The call is over: the encoders are what they were before it, on the CPU."""
-        for encoder in self.encoders.values() if self._away and not self._place.has_no_weights else ():
-            set_placeholder_parameter(encoder, None)
+        """Makes the encoders what they were before the call, on the CPU."""
+        if self._away and not self._place.has_no_weights:
+            for encoder in self.encoders.values():
+                set_placeholder_parameter(encoder, None)
         self._away = False
 
 
 class _EncoderChannel:
-    """Sends what one rank of an image has made to the others."""
+    """Sends what one rank of an image returns to the others."""
 
     def __init__(self, axis: Axis, control: dist.ProcessGroup | None, device: torch.device, traffic: Traffic) -> None:
-        self._axis, self.control, self._device, self._traffic = axis, control, device, traffic
+        self.control = control
+        self._axis = axis
+        self._device = device
+        self._traffic = traffic
 
     def broadcast_result(self, source: int, make: Callable[[], Any], encoder: nn.Module) -> Any:
-        """What `make` returns on rank `source`, on every rank: tensors, and what holds them, described in JSON.
+        """What `make` returns on rank `source`, on every rank: tensors, and their containers as JSON.
 
         Raises:
             StateError: if `make` raised on that rank.
-            ModelError: if what it returned cannot be described.
+            ModelError: if its result cannot be described.
         """
         if self._axis.index != source:
-            header = gather_json(None, self.control)[source]
-            if "raised" in header:
-                raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
-            empty = [
-                torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
-                for dtype, shape in header["tensors"]
-            ]
-            tensors = iter([self._broadcast_tensor(tensor, source) for tensor in empty])
-            return _rebuild_output(header["made"], tensors, encoder)
-        output_tensors: list[Tensor] = []
+            return self._receive_result(source, encoder)
+        tensors: list[Tensor] = []
         try:
-            made = make()
+            result = make()
             header = {
-                "made": _describe_output(made, output_tensors),
-                "tensors": [[describe_dtype(t), list(t.shape)] for t in output_tensors],
+                "made": _describe_output(result, tensors),
+                "tensors": [[describe_dtype(tensor), list(tensor.shape)] for tensor in tensors],
             }
-        except BaseException as error:  # the others wait for a header
+        except BaseException as error:
+            # The others wait for a header, whatever happens here.
             gather_json({"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}, self.control)
             raise
         gather_json(header, self.control)
-        for tensor in output_tensors:
+        for tensor in tensors:
             self._broadcast_tensor(tensor.to(self._device), source)
-        return made
+        return result
+
+    def _receive_result(self, source: int, encoder: nn.Module) -> Any:
+        header = gather_json(None, self.control)[source]
+        if "raised" in header:
+            raise StateError(f"the text encoder raised on rank {self._axis.ranks[source]}: {header['raised']}")
+        tensors = []
+        for dtype, shape in header["tensors"]:
+            empty = torch.empty(shape, dtype=getattr(torch, dtype), device=self._device)
+            tensors.append(self._broadcast_tensor(empty, source))
+        return _rebuild_output(header["made"], iter(tensors), encoder)
 
     def broadcast_forward(self, source: int, encoder: nn.Module, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """What a forward returns on rank `source`."""
         return self.broadcast_result(source, lambda: forward(*args, **kwargs), encoder)
 
     def _broadcast_tensor(self, tensor: Tensor, source: int) -> Tensor:
-        assert self._axis.group is not None  # a single rank shares nothing
+        # A single rank broadcasts nothing.
+        assert self._axis.group is not None
         return broadcast_tensor(tensor, source, self._axis.group, self._traffic, "text")
 
 
 class _SplitEncoder:
-    """An encoder whose layers are shared out, for the length of a call."""
+    """An encoder whose layers are split over the ranks, for the length of a call."""
 
     def __init__(self, encoder: Any, place: EncoderPlacement, channel: _EncoderChannel) -> None:
-        self._encoder, self._index, self._channel = encoder, place.index, channel
+        self._encoder = encoder
+        self._index = place.index
+        self._channel = channel
         self._layers = find_encoder_layers(encoder)
         self._owners = assign_layer_ranks(len(self._layers), place.ranks)
         self._extras: tuple[Any, ...] | None = None
@@ -259,22 +276,24 @@ class _SplitEncoder:
         return forward(*args, **kwargs)
 
     def _forward_layer(self, index: int, forward: Forward, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """All that the first layer returns goes to all: in T5 that is the position bias, which every layer adds."""
+        """Runs a layer on its rank; sends its output where another rank needs it, and passes its input on elsewhere."""
         owner = self._owners[index]
-        is_last_of_run = self._owners[index + 1 : index + 2] != [owner]
+        if index == 0:
+            # All ranks get everything that the first layer returns: in T5 the position bias, which every layer adds.
+            out = self._channel.broadcast_forward(owner, self._encoder, forward, hidden_states, *args, **kwargs)
+            self._extras = out[1:] if isinstance(out, tuple) else None
+            return out
 
         def forward_own_tokens() -> Any:
             out = forward(hidden_states, *args, **kwargs)
             return out[0] if isinstance(out, tuple) else out
 
-        if index == 0:
-            out = self._channel.broadcast_forward(owner, self._encoder, forward, hidden_states, *args, **kwargs)
-            self._extras = out[1:] if isinstance(out, tuple) else None
-            return out
+        is_last_of_run = self._owners[index + 1 : index + 2] != [owner]
         if is_last_of_run or self._recording:
-            tokens = self._channel.broadcast_result(owner, forward_own_tokens, self._encoder)
-            return self._append_extras(tokens)
-        return forward(hidden_states, *args, **kwargs) if owner == self._index else self._append_extras(hidden_states)
+            return self._append_extras(self._channel.broadcast_result(owner, forward_own_tokens, self._encoder))
+        if owner == self._index:
+            return forward(hidden_states, *args, **kwargs)
+        return self._append_extras(hidden_states)
 
     def _append_extras(self, hidden_states: Tensor) -> Any:
         return hidden_states if self._extras is None else (hidden_states, *self._extras)
@@ -300,9 +319,8 @@ def _rebuild_output(made: dict[str, Any], tensors: Iterator[Tensor], encoder: nn
         case "tensor":
             return next(tensors)
         case "output":
-            return _find_output_class(made["class"], encoder)(
-                **{k: _rebuild_output(v, tensors, encoder) for k, v in made["fields"].items()}
-            )
+            fields = {name: _rebuild_output(part, tensors, encoder) for name, part in made["fields"].items()}
+            return _find_output_class(made["class"], encoder)(**fields)
         case "plain":
             return made["value"]
         case kind:

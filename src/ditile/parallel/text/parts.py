@@ -1,6 +1,6 @@
-"""Which part of a text encoder a rank holds (everything, nothing, a run of its layers), and who may call it.
+"""Which part of a text encoder a rank has (everything, nothing, a run of its layers), and who may call it.
 
-What belongs to other ranks is taken out of a whole encoder, or is never read. The first rank has what comes before the
+Modules of other ranks are emptied in a whole encoder, or are never read. The first rank has what comes before the
 layers (token embeddings), every rank the little that comes after them.
 """
 
@@ -69,42 +69,52 @@ def can_split_encoder(kind: type) -> bool:
 
 def find_encoder_layers(encoder: nn.Module) -> nn.ModuleList:
     """The list of layers of an encoder. Raises `ModelError` if the encoder cannot be split."""
-    wanted = find_encoder_modules(type(encoder)).layers
-    candidates = (module for name, module in encoder.named_modules() if name.rpartition(".")[2] == wanted)
-    return next(module for module in candidates if isinstance(module, nn.ModuleList))
+    list_name = find_encoder_modules(type(encoder)).layers
+    for name, module in encoder.named_modules():
+        if name.rpartition(".")[2] == list_name and isinstance(module, nn.ModuleList):
+            return module
+    raise ModelError(f"{type(encoder).__name__} has no list of layers called {list_name}; use text=first")
 
 
 def assign_layer_ranks(layers: int, ranks: int) -> list[int]:
     """The rank of each layer: runs of equal length, the last ones longer, as the first rank has the embeddings."""
-    sizes = [layers // ranks + (rank >= ranks - layers % ranks) for rank in range(ranks)]
-    return [rank for rank, size in enumerate(sizes) for _ in range(size)]
+    owners = []
+    first_longer_run = ranks - layers % ranks
+    for rank in range(ranks):
+        length = layers // ranks
+        if rank >= first_longer_run:
+            length += 1
+        owners += [rank] * length
+    return owners
 
 
 def list_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[nn.Module]:
-    """The largest modules that belong to other ranks alone; the list of layers stays, for the encoder walks along it.
+    """The largest modules that only other ranks need; the list of layers stays, because the encoder iterates over it.
 
     Raises:
         ModelError: if the encoder cannot be split.
     """
     if place.mode == "first":
         return list(encoder.children()) if place.has_no_weights else []
-    anatomy, layers = find_encoder_modules(type(encoder)), find_encoder_layers(encoder)
-    of_layers = assign_layer_ranks(len(layers), place.ranks)
-    mine = {id(layers)}
+    module_names = find_encoder_modules(type(encoder))
+    layers = find_encoder_layers(encoder)
+    owners = assign_layer_ranks(len(layers), place.ranks)
+    own_modules = {id(layers)}
     for path, module in encoder.named_modules():
-        if module._parameters and _find_owner_rank(path.split("."), anatomy, of_layers) in (place.index, None):
-            mine.add(id(module))
-    return list(_iterate_largest_foreign(encoder, mine))
+        if module._parameters and _find_owner_rank(path.split("."), module_names, owners) in (place.index, None):
+            own_modules.add(id(module))
+    return list(_iterate_largest_foreign(encoder, own_modules))
 
 
 def empty_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[tuple[nn.Module, ModuleContents]]:
-    """Takes out what belongs to other ranks, and returns it."""
-    dtype, device = next((p.dtype, p.device) for p in encoder.parameters() if p.is_floating_point())
-    taken = [(module, turn_into_placeholder(module)) for module in list_foreign_modules(encoder, place)]
+    """Empties the modules of other ranks, and returns these with their contents."""
+    # Before they are empty: the dtype and the device of an encoder are those of its parameters.
+    weight = next(parameter for parameter in encoder.parameters() if parameter.is_floating_point())
+    contents = [(module, turn_into_placeholder(module)) for module in list_foreign_modules(encoder, place)]
     store_placement(encoder, place)
     if place.has_no_weights:
-        set_placeholder_parameter(encoder, dtype, device)
-    return taken
+        set_placeholder_parameter(encoder, weight.dtype, weight.device)
+    return contents
 
 
 def set_placeholder_parameter(
@@ -113,9 +123,8 @@ def set_placeholder_parameter(
     """Gives an encoder without weights a dtype and a device; without a dtype, takes them away again."""
     encoder._parameters.pop(_PLACEHOLDER, None)
     if dtype is not None:
-        encoder._parameters[_PLACEHOLDER] = nn.Parameter(
-            torch.empty(0, dtype=dtype, device=device), requires_grad=False
-        )
+        empty = torch.empty(0, dtype=dtype, device=device)
+        encoder._parameters[_PLACEHOLDER] = nn.Parameter(empty, requires_grad=False)
 
 
 def read_partial_encoder(
@@ -123,7 +132,7 @@ def read_partial_encoder(
 ) -> Any:
     """A text encoder of which only this rank's part is read from its checkpoint, on the CPU.
 
-    transformers' own loader does it, by its own rules of names and dtypes: it reads what the model has once it is made.
+    transformers' own loader does it, by its own rules of names and dtypes: it reads the parameters that the model has.
 
     Args:
         kind: the class of the encoder.
@@ -136,57 +145,68 @@ def read_partial_encoder(
     """
     if place.has_no_weights:
         subfolder = options.get("subfolder", "")
+        config = kind.config_class.from_pretrained(source, subfolder=subfolder)
         with torch.device("meta"):
-            made = kind._from_config(kind.config_class.from_pretrained(source, subfolder=subfolder), dtype=dtype).eval()
-        empty_foreign_modules(made, place)
-        set_placeholder_parameter(made, dtype)
-        return made
-    cls = kind if place.mode == "first" else _derive_partial_class(kind, place)
-    made, info = cls.from_pretrained(source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options)
-    made.__class__ = kind
-    if lacking := sorted(info["missing_keys"]):
+            encoder = kind._from_config(config, dtype=dtype).eval()
+        empty_foreign_modules(encoder, place)
+        set_placeholder_parameter(encoder, dtype)
+        return encoder
+    partial_class = kind if place.mode == "first" else _derive_partial_class(kind, place)
+    encoder, info = partial_class.from_pretrained(
+        source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+    )
+    encoder.__class__ = kind
+    missing = sorted(info["missing_keys"])
+    if missing:
         raise LoadError(
-            f"{kind.__name__} in {source} lacks {len(lacking)} weight(s), such as {lacking[0]}; copy it again"
+            f"{kind.__name__} in {source} lacks {len(missing)} weight(s), such as {missing[0]}; copy it again"
         )
-    store_placement(made, place)
-    return made
+    store_placement(encoder, place)
+    return encoder
 
 
 def _derive_partial_class(kind: type[Any], place: EncoderPlacement) -> type[Any]:
-    """The class under its own name, but instances lose what belongs to other ranks when they are made."""
+    """The class under its own name, but its instances lose the modules of other ranks when they are made."""
 
     def initialize_own_part(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
-        gone = {id(module) for module, _ in empty_foreign_modules(self, place)}
+        emptied = {id(module) for module, _ in empty_foreign_modules(self, place)}
         for module in self.modules():
-            if any(id(part) in gone for part in module.modules()):
-                module._is_hf_initialized = True  # else transformers draws random weights for what is not there
-        here = {name for name, _ in self.named_parameters(remove_duplicate=False)}
+            if not emptied.isdisjoint(map(id, module.modules())):
+                # Otherwise transformers draws random weights for what is not there.
+                module._is_hf_initialized = True
+        # transformers ties weights by name, and must not look for names that are gone.
+        names = {name for name, _ in self.named_parameters(remove_duplicate=False)}
         tied = self.all_tied_weights_keys
-        self.all_tied_weights_keys = {name: other for name, other in tied.items() if {name, other} <= here}
+        self.all_tied_weights_keys = {key: source for key, source in tied.items() if {key, source} <= names}
 
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(
-        kind.__name__, (kind,), {**names, "__init__": initialize_own_part, "_keys_to_ignore_on_load_unexpected": ["."]}
-    )
+    attributes = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__init__": initialize_own_part,
+        # The weights of other ranks are in the checkpoint and are not expected here.
+        "_keys_to_ignore_on_load_unexpected": ["."],
+    }
+    return type(kind.__name__, (kind,), attributes)
 
 
-def _find_owner_rank(path: list[str], anatomy: EncoderModules, of_layers: list[int]) -> int | None:
-    """The rank that holds a module; None is every rank."""
-    for before, name in zip(path, path[1:], strict=False):
-        if before == anatomy.layers and name.isdigit():
-            return of_layers[int(name)]
-    if set(path) & set(anatomy.first):
+def _find_owner_rank(path: list[str], module_names: EncoderModules, owners: list[int]) -> int | None:
+    """The rank that has a module; None is every rank."""
+    for list_name, name in zip(path, path[1:], strict=False):
+        if list_name == module_names.layers and name.isdigit():
+            return owners[int(name)]
+    if not set(path).isdisjoint(module_names.first):
         return 0
-    if set(path) & set(anatomy.every):
+    if not set(path).isdisjoint(module_names.every):
         return None
     raise ModelError(f"text=split does not know where {'.'.join(path)} of this text encoder belongs; use text=first")
 
 
-def _iterate_largest_foreign(module: nn.Module, mine: set[int]) -> Iterator[nn.Module]:
+def _iterate_largest_foreign(module: nn.Module, own_modules: set[int]) -> Iterator[nn.Module]:
     for child in module.children():
-        if any(id(part) in mine for part in child.modules()):
-            yield from _iterate_largest_foreign(child, mine)
+        if not own_modules.isdisjoint(map(id, child.modules())):
+            yield from _iterate_largest_foreign(child, own_modules)
         elif next(child.parameters(), None) is not None:
             yield child
 
@@ -197,7 +217,7 @@ _PLACE = "_place_by_ditile"
 
 @dataclass(frozen=True, slots=True)
 class EncoderPlacement:
-    """Which part of the text encoders a rank holds: mode, place among the ranks of its image, and their number."""
+    """Which part of the text encoders a rank has: mode, place among the ranks of its image, and their number."""
 
     mode: str = "each"
     index: int = 0
@@ -205,16 +225,18 @@ class EncoderPlacement:
 
     @classmethod
     def choose_placement(cls, mode: str, index: int, ranks: int) -> EncoderPlacement:
-        """The part of a rank; all of it where nothing is shared."""
+        """The part of a rank; all of it where nothing is split."""
         return WHOLE if mode == "each" or ranks == 1 else cls(mode, index, ranks)
 
     @property
     def has_no_weights(self) -> bool:
-        """Whether the rank holds nothing."""
+        """Whether the rank has nothing."""
         return self.mode == "first" and self.index > 0
 
     def __str__(self) -> str:
-        return f"text={self.mode} on rank {self.index} of {self.ranks}" if self != FREED else "text_after=free"
+        if self == FREED:
+            return "text_after=free"
+        return f"text={self.mode} on rank {self.index} of {self.ranks}"
 
 
 WHOLE = EncoderPlacement()
@@ -234,7 +256,7 @@ def store_placement(encoder: nn.Module, place: EncoderPlacement | None) -> None:
 
 
 def install_guards(stack: ExitStack, encoder: nn.Module, name: str) -> None:
-    """Refuses, of an encoder that is not there or not whole, calls outside of a runner, and to save it."""
+    """Makes an encoder that is not there or not whole refuse calls outside of a runner, and to be saved."""
 
     def refuse_partial_call(encoder: nn.Module, *_: Any) -> None:
         place = read_placement(encoder)
@@ -242,8 +264,8 @@ def install_guards(stack: ExitStack, encoder: nn.Module, name: str) -> None:
             raise StateError(
                 f"{name} was freed when denoising first began; pass prompt embeddings, or use text_after='offload'"
             )
-        divided = place is not None and (place.mode == "split" or place.has_no_weights)
-        if divided and IN_CALL not in vars(encoder):
+        is_partial = place is not None and (place.mode == "split" or place.has_no_weights)
+        if is_partial and IN_CALL not in vars(encoder):
             raise StateError(
                 f"of {name} there is only what {place} leaves, so it works in calls of the runner alone; give the "
                 "runner the prompt, or plan with text=each"

@@ -1,8 +1,8 @@
-"""Which rows of a picture each rank has at each resolution, which rows of others it needs, and how they travel.
+"""Which rows of an image each rank has at each resolution, which rows of others it needs, and how they travel.
 
-Every rank computes the same tables from the height alone, so no size is ever sent. A picture of H rows is cut at
-`PictureRows.cuts`; some ranks may have no row. An operation with a `RowWindow` makes each of its output rows from a run
-of input rows; whoever has the input row at its place owns the output row. A `Strip` is what this rank has.
+Every rank computes the same tables from the height alone, so no size is ever sent. An image of H rows is cut at
+`ImageRows.cuts`; some ranks may have no row. An operation with a `RowWindow` makes each of its output rows from a run
+of input rows; the rank that has the input row at the same place owns the output row. A `Strip` is what this rank has.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from ditile.plan.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class PictureRows:
-    """The rows of a picture at one resolution: rank r has those from `cuts[r]` up to `cuts[r + 1]`, maybe none."""
+class ImageRows:
+    """The rows of an image at one resolution: rank r has the rows from `cuts[r]` up to `cuts[r + 1]`, maybe none."""
 
     cuts: tuple[int, ...]
 
     @classmethod
-    def split_evenly(cls, height: int, ranks: int) -> PictureRows:
+    def split_evenly(cls, height: int, ranks: int) -> ImageRows:
         """Shares that differ by one row at most."""
         return cls(tuple(height * rank // ranks for rank in range(ranks + 1)))
 
     @property
-    def picture_height(self) -> int:
+    def image_height(self) -> int:
         """All rows."""
         return self.cuts[-1]
 
     @property
     def rows_per_rank(self) -> tuple[int, ...]:
         """How many rows each rank has."""
-        return tuple(b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False))
+        return tuple(len(self.select_rank_rows(rank)) for rank in range(len(self.cuts) - 1))
 
     def select_rank_rows(self, rank: int) -> range:
         """The rows of a rank."""
@@ -53,7 +53,7 @@ class RowWindow:
     Attributes:
         kernel: rows that an output row is made of.
         stride: rows from one output row to the next.
-        before: rows of zeros above the picture.
+        before: rows of zeros above the image.
         after: rows of zeros below it.
         scale: how often each input row is repeated first (nearest up-sampling).
     """
@@ -64,30 +64,32 @@ class RowWindow:
     after: int = 0
     scale: int = 1
 
-    def divide_output_rows(self, rows: PictureRows) -> PictureRows:
+    def divide_output_rows(self, rows: ImageRows) -> ImageRows:
         """Who has which rows of the output.
 
         Raises:
-            ModelError: if the picture is too low to make a row of.
+            ModelError: if the image is too low to make a row of.
         """
-        height = (rows.picture_height * self.scale + self.before + self.after - self.kernel) // self.stride + 1
+        height = (rows.image_height * self.scale + self.before + self.after - self.kernel) // self.stride + 1
         if height < 1:
             raise ModelError(
-                f"a picture of height {rows.picture_height} is too low for a kernel of {self.kernel} rows; try 64 "
-                "pixels"
+                f"an image of height {rows.image_height} is too low for a kernel of {self.kernel} rows; try 64 pixels"
             )
-        inner = (min(-(-cut * self.scale // self.stride), height) for cut in rows.cuts[1:-1])
-        return PictureRows((0, *inner, height))
+        cuts = [0]
+        for cut in rows.cuts[1:-1]:
+            # The first output row whose place in the input is not above the cut.
+            cuts.append(min(-(-cut * self.scale // self.stride), height))
+        return ImageRows((*cuts, height))
 
     def compute_input_reach(self, out: range) -> range:
-        """The repeated input rows that some output rows are made of; they may lie outside of the picture."""
+        """The repeated input rows that some output rows are made of; they may lie outside of the image."""
         if not out:
             return range(0)
         first = out.start * self.stride - self.before
         return range(first, first + (len(out) - 1) * self.stride + self.kernel)
 
     def find_input_rows(self, out: range, height: int) -> range:
-        """The input rows that some output rows are made of, of a picture of `height` rows."""
+        """The input rows that some output rows are made of, in an image of `height` rows."""
         reach = self.compute_input_reach(out)
         return intersect_ranges(range(reach.start // self.scale, -(-reach.stop // self.scale)), range(height))
 
@@ -106,7 +108,7 @@ class Halo:
     Attributes:
         own: the input rows that it has.
         out: the output rows that it makes.
-        inner: those of them that need no rows of others.
+        inner: the output rows that need no rows of others.
         above: rows that it receives from lower ranks, from top to bottom.
         below: rows that it receives from higher ranks, from top to bottom.
         sends: rows of its own that it gives away.
@@ -121,33 +123,36 @@ class Halo:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_halo_exchange(rows: PictureRows, window: RowWindow, rank: int) -> Halo:
-    """What a rank does in an operation on a picture that is cut so."""
-    made = window.divide_output_rows(rows)
-    ranks = range(len(rows.rows_per_rank))
+def plan_halo_exchange(rows: ImageRows, window: RowWindow, rank: int) -> Halo:
+    """What a rank does in an operation on an image with these cuts."""
+    output_rows = window.divide_output_rows(rows)
+    height = rows.image_height
     own = rows.select_rank_rows(rank)
-    out = made.select_rank_rows(rank)
-    needed = [window.find_input_rows(made.select_rank_rows(peer), rows.picture_height) for peer in ranks]
-
-    def list_peer_rows(peers: range, wanted: dict[int, range]) -> tuple[PeerRows, ...]:
-        return tuple(PeerRows(peer, wanted[peer]) for peer in peers if wanted[peer])
-
-    receives = {peer: intersect_ranges(needed[rank], rows.select_rank_rows(peer)) for peer in ranks}
-    sends = {peer: intersect_ranges(needed[peer], own) if peer != rank else range(0) for peer in ranks}
-    alone = [row for row in out if set(window.find_input_rows(range(row, row + 1), rows.picture_height)) <= set(own)]
-    return Halo(
-        own=own,
-        out=out,
-        inner=range(alone[0], alone[-1] + 1) if alone else range(out.start, out.start),
-        above=list_peer_rows(range(rank), receives),
-        below=list_peer_rows(range(rank + 1, len(ranks)), receives),
-        sends=list_peer_rows(ranks, sends),
-    )
+    out = output_rows.select_rank_rows(rank)
+    needed = window.find_input_rows(out, height)
+    above = []
+    below = []
+    sends = []
+    for peer in range(len(rows.cuts) - 1):
+        if peer == rank:
+            continue
+        received = intersect_ranges(needed, rows.select_rank_rows(peer))
+        if received:
+            side = above if peer < rank else below
+            side.append(PeerRows(peer, received))
+        sent = intersect_ranges(window.find_input_rows(output_rows.select_rank_rows(peer), height), own)
+        if sent:
+            sends.append(PeerRows(peer, sent))
+    # Its neighbours' rows are needed at the edges only, so these rows follow each other.
+    inner = [row for row in out if set(window.find_input_rows(range(row, row + 1), height)).issubset(own)]
+    inner_range = range(inner[0], inner[-1] + 1) if inner else range(out.start, out.start)
+    return Halo(own, out, inner_range, tuple(above), tuple(below), tuple(sends))
 
 
 def intersect_ranges(a: range, b: range) -> range:
     """The rows that two runs have in common."""
-    return range(max(a.start, b.start), max(min(a.stop, b.stop), max(a.start, b.start)))
+    start = max(a.start, b.start)
+    return range(start, max(start, min(a.stop, b.stop)))
 
 
 KIND = "vae"
@@ -161,7 +166,7 @@ class PendingRows(Protocol):
 
 
 class RowLinks(Protocol):
-    """How rows travel between the ranks of a picture.
+    """How rows travel between the ranks of an image.
 
     Attributes:
         index: this rank.
@@ -187,7 +192,7 @@ class GroupLinks:
     """Links over a process group.
 
     Args:
-        axis: the ranks of a picture.
+        axis: the ranks of an image.
         traffic: counts what is sent, as "vae".
     """
 
@@ -209,107 +214,105 @@ class GroupLinks:
 
 
 class Strip:
-    """This rank's rows of a picture or a video. Tensors are `[B, C, rows, W]` or `[B, C, T, rows, W]`.
+    """This rank's rows of an image or a video. Tensors are `[B, C, rows, W]` or `[B, C, T, rows, W]`.
 
     Attributes:
-        rows: how the picture is cut at the resolution of the tensor that was looked at last.
+        rows: how the image is cut at the resolution of the tensor that was looked at last.
         block_size: output rows that a convolution makes at a time; None for all.
     """
 
     def __init__(self, links: RowLinks, block_size: int | None = None) -> None:
-        self.rows = PictureRows.split_evenly(0, links.num_ranks)
+        self.rows = ImageRows.split_evenly(0, links.num_ranks)
         self.block_size = block_size
         self._links = links
         self._rank = links.index
-        self._known: list[PictureRows] = []
+        self._known: list[ImageRows] = []
 
     @property
     def num_ranks(self) -> int:
-        """The ranks that share out the rows."""
+        """The ranks that split the rows."""
         return self._links.num_ranks
 
     @property
     def own_height(self) -> int:
         """The rows that this rank has."""
-        return self.rows.rows_per_rank[self._rank]
+        return len(self.rows.select_rank_rows(self._rank))
 
     @property
-    def picture_share(self) -> float:
-        """The part of the picture that this rank has."""
-        return self.rows.rows_per_rank[self._rank] / self.rows.picture_height
+    def image_share(self) -> float:
+        """The part of the image that this rank has."""
+        return self.own_height / self.rows.image_height
 
-    def select_own_rows(self, picture: Tensor, unit: int = 1) -> Tensor:
-        """Cuts a picture that all ranks have; returns this rank's rows of it.
+    def select_own_rows(self, image: Tensor, unit: int = 1) -> Tensor:
+        """Cuts an image that all ranks have; returns this rank's rows of it.
 
         Args:
-            picture: all rows.
-            unit: a power of two: rows of which strips have a whole number, or else of half as many, and so on, so that
-                each has whole rows at the lowest resolution of a coder.
+            image: all rows.
+            unit: a power of two: strips have a multiple of so many rows, or if that is impossible of half as many, and
+                so on, so that each has whole rows at the lowest resolution of a coder.
         """
-        height = picture.shape[-2]
+        height = image.shape[-2]
         num_ranks = self._links.num_ranks
         while unit > 1 and (height % unit or height < unit * num_ranks):
             unit //= 2
-        rows = PictureRows.split_evenly(height // unit, num_ranks)
-        self.rows = PictureRows(tuple(cut * unit for cut in rows.cuts))
+        rows = ImageRows.split_evenly(height // unit, num_ranks)
+        self.rows = ImageRows(tuple(cut * unit for cut in rows.cuts))
         self._known = [self.rows]
         own = self.rows.select_rank_rows(self._rank)
-        return picture.narrow(-2, own.start, len(own))
+        return image.narrow(-2, own.start, len(own))
 
     def find_rows(self, height: int) -> None:
         """Finds out at which resolution a tensor of so many own rows is, and sets `rows` to it.
 
-        Besides what operations with a window made there may be resolutions that views made: a whole number of rows of
-        each known row, or one of each such number.
-
         Raises:
             ModelError: if the tensor has no such number of rows.
         """
-        rank = self._rank
-        if self.rows.rows_per_rank[rank] == height:
+        if self.own_height == height:
             return
         for rows in reversed(self._known):
-            if rows.rows_per_rank[rank] == height:
+            if len(rows.select_rank_rows(self._rank)) == height:
                 self.rows = rows
                 return
+        # Operations with a window are known. A view makes several rows of each known row, or one of several.
         for rows in self._known:
-            own = rows.rows_per_rank[rank]
-            if own and not height % own:
-                self._remember_rows(PictureRows(tuple(cut * (height // own) for cut in rows.cuts)))
+            own = len(rows.select_rank_rows(self._rank))
+            if own and height % own == 0:
+                factor = height // own
+                self._remember_rows(ImageRows(tuple(cut * factor for cut in rows.cuts)))
                 return
-            if height and not own % height and not any(cut % (own // height) for cut in rows.cuts):
-                self._remember_rows(PictureRows(tuple(cut // (own // height) for cut in rows.cuts)))
-                return
+            if height and own % height == 0:
+                divisor = own // height
+                if all(cut % divisor == 0 for cut in rows.cuts):
+                    self._remember_rows(ImageRows(tuple(cut // divisor for cut in rows.cuts)))
+                    return
+        own = len(self._known[0].select_rank_rows(self._rank))
         raise ModelError(
-            f"a coder makes {height} rows of a strip of {self._known[0].rows_per_rank[rank]}, so that it cannot be "
-            "divided by rows; use vae=whole"
+            f"a coder makes {height} rows of a strip of {own}, so that it cannot be divided by rows; use vae=whole"
         )
 
-    def _remember_rows(self, rows: PictureRows) -> None:
+    def _remember_rows(self, rows: ImageRows) -> None:
         self.rows = rows
         if rows not in self._known:
             self._known.append(rows)
 
     def begin_operation(self, window: RowWindow) -> Halo:
-        """Returns this rank's part in an operation, and cuts the picture as its output is cut."""
+        """Returns this rank's part in an operation, and sets `rows` to the cuts of its output."""
         part = plan_halo_exchange(self.rows, window, self._rank)
         self._remember_rows(window.divide_output_rows(self.rows))
         return part
 
     def start_halo_exchange(self, x: Tensor, part: Halo) -> Callable[[], list[tuple[range, Tensor]]]:
         """Starts to send and to receive halo rows; returns what waits for all rows that this rank can see."""
-        start = part.own.start
-        parts = (*part.above, *part.below)
-        exchange = self._links.start_exchange(
-            [(peer, x.narrow(-2, rows.start - start, len(rows))) for peer, rows in part.sends],
-            [(peer, (*x.shape[:-2], len(rows), x.shape[-1])) for peer, rows in parts],
-            x,
-        )
+        sends = [(peer, x.narrow(-2, rows.start - part.own.start, len(rows))) for peer, rows in part.sends]
+        incoming = (*part.above, *part.below)
+        receives = [(peer, (*x.shape[:-2], len(rows), x.shape[-1])) for peer, rows in incoming]
+        exchange = self._links.start_exchange(sends, receives, x)
 
         def wait_for_rows() -> list[tuple[range, Tensor]]:
-            received = [(rows, tensor) for (_, rows), tensor in zip(parts, exchange.wait_for_tensors(), strict=True)]
-            above = len(part.above)
-            return [*received[:above], (part.own, x), *received[above:]]
+            ranges = [rows for _, rows in incoming]
+            visible = list(zip(ranges, exchange.wait_for_tensors(), strict=True))
+            visible.insert(len(part.above), (part.own, x))
+            return visible
 
         return wait_for_rows
 
@@ -318,24 +321,28 @@ class Strip:
         shapes = [(units * size, *x.shape[1:]) for size in self.rows.rows_per_rank]
         return self._links.start_gather(x, shapes)
 
-    def gather_picture(self, x: Tensor) -> Tensor:
-        """The whole picture, on every rank."""
+    def gather_image(self, x: Tensor) -> Tensor:
+        """The whole image, on every rank."""
         self.find_rows(x.shape[-2])
-        return torch.cat(self.start_strip_gather(x.movedim(-2, 0)).wait_for_tensors()).movedim(0, -2).contiguous()
+        # Rows first, so that strips of different heights follow each other in memory.
+        strips = self.start_strip_gather(x.movedim(-2, 0)).wait_for_tensors()
+        return torch.cat(strips).movedim(0, -2).contiguous()
 
-    def gather_picture_on_first(self, x: Tensor) -> Tensor:
-        """The whole picture on the first rank; elsewhere zeros around this rank's own rows."""
+    def gather_image_on_first(self, x: Tensor) -> Tensor:
+        """The whole image on the first rank; elsewhere zeros around this rank's own rows."""
         self.find_rows(x.shape[-2])
-        sizes = self.rows.rows_per_rank
-        first = self._rank == 0
-        peers = [rank for rank in range(1, len(sizes)) if sizes[rank]]
-        sends = [] if first or not x.numel() else [(0, x)]
-        receives = [(rank, (*x.shape[:-2], sizes[rank], x.shape[-1])) for rank in peers] if first else []
-        parts = self._links.start_exchange(sends, receives, x).wait_for_tensors()
-        if first:
-            return torch.cat([x, *parts], dim=-2)
+        if self._rank == 0:
+            receives = []
+            for rank, size in enumerate(self.rows.rows_per_rank):
+                if rank and size:
+                    receives.append((rank, (*x.shape[:-2], size, x.shape[-1])))
+            strips = self._links.start_exchange([], receives, x).wait_for_tensors()
+            return torch.cat([x, *strips], dim=-2)
+        # The first rank expects nothing from a rank that has no rows.
+        sends = [(0, x)] if x.numel() else []
+        self._links.start_exchange(sends, [], x).wait_for_tensors()
         own = self.rows.select_rank_rows(self._rank)
-        whole = x.new_zeros(*x.shape[:-2], self.rows.picture_height, x.shape[-1])
+        whole = x.new_zeros(*x.shape[:-2], self.rows.image_height, x.shape[-1])
         whole.narrow(-2, own.start, len(own)).copy_(x)
         return whole
 

@@ -110,7 +110,7 @@ def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: boo
     """
     functions = RowFunctions(strip)
     for name, coder in _iterate_coders(vae):
-        gather = strip.gather_picture_on_first if first and name == "decoder" else strip.gather_picture
+        gather = strip.gather_image_on_first if first and name == "decoder" else strip.gather_image
         unit = find_row_unit(vae) if name == "encoder" else 1
         _install_coder_forward(stack, coder, functions, strip, gather, unit)
         if strip.block_size is not None and isinstance(coder, Encoder | Decoder):
