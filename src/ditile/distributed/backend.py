@@ -1,4 +1,4 @@
-"""The backend of groups: NCCL where every rank has a GPU of its own, else gloo; and gloo groups that share a thread.
+"""The backend of groups: NCCL where every rank has its own GPU, otherwise gloo; and gloo groups that share a thread.
 
 NCCL refuses two ranks on one GPU. What a rank sees of its machine does not tell whether it shares its GPU: some ranks
 see all GPUs, others only their own, as number 0 (Slurm with `--gpus-per-task=1`, or a CUDA_VISIBLE_DEVICES for each).
@@ -33,7 +33,7 @@ in which no rank makes progress."""
 
 
 def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> str:
-    """The backend for all ranks, the same on each: NCCL for GPUs if no two ranks have the same one, else gloo.
+    """The backend for all ranks, the same on each: NCCL for GPUs if no two ranks have the same one, otherwise gloo.
 
     Args:
         store: shared by all ranks; each waits here for all others, as long as the store's time limit.
@@ -42,11 +42,12 @@ def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> s
     """
     store = dist.PrefixStore("gpus", store)  # type: ignore[attr-defined]
     store.set(str(rank), json.dumps(_identify_gpu(device)))
-    everyone = [json.loads(store.get(str(each))) for each in range(world)]
-    shortage = _describe_gpu_shortage(everyone)
+    gpus = [json.loads(store.get(str(peer))) for peer in range(world)]
+    shortage = _describe_gpu_shortage(gpus)
     if shortage is None:
         return NCCL
-    if rank == 0 and any(everyone):
+    # Without any GPU there is nothing to warn of.
+    if rank == 0 and any(gpus):
         LOG.warning(f"{shortage}: gloo carries all messages, through the CPU; for NCCL give each rank a GPU of its own")
     return "gloo"
 
@@ -58,10 +59,10 @@ def _identify_gpu(device: torch.device) -> str | None:
     return f"{torch.cuda.get_device_properties(device).uuid} of {socket.gethostname()}"
 
 
-def _describe_gpu_shortage(everyone: Sequence[str | None]) -> str | None:
+def _describe_gpu_shortage(gpus: Sequence[str | None]) -> str | None:
     """A sentence that names a rank without a GPU of its own; None if every rank has one."""
     owners: dict[str, int] = {}
-    for rank, gpu in enumerate(everyone):
+    for rank, gpu in enumerate(gpus):
         if gpu is None:
             return f"rank {rank} has no GPU"
         if gpu in owners:
@@ -90,7 +91,8 @@ def make_group_on_one_loop(
     backend_options: dict[str, Any] = {"backend": backend}
     if links and has_nccl(backend) and dist.is_nccl_available():
         backend_options["pg_options"] = _make_link_options(timeout)
-    if _is_gloo_only(backend) and (devices := _find_world_devices()):
+    devices = _find_world_devices() if _is_gloo_only(backend) else []
+    if devices:
         backend_options = {"backend": _register_backend(), "pg_options": _make_gloo_options(devices, timeout)}
     group: dist.ProcessGroup = dist.new_group(list(ranks), timeout, **backend_options)
     # All ranks of a gloo group connect before one of them goes on: if it left the group at once, it would close the
@@ -110,7 +112,9 @@ def _is_gloo_only(backend: str | None) -> bool:
 
 def has_nccl(backend: str | None) -> bool:
     """Whether groups of a backend are NCCL's on GPUs."""
-    return "nccl" in (dist.get_backend_config(dist.group.WORLD) if backend is None else backend)
+    if backend is None:
+        backend = dist.get_backend_config(dist.group.WORLD)
+    return "nccl" in backend
 
 
 LINK_CTAS = 2
@@ -122,8 +126,8 @@ which is for hundreds of GB/s; a patch of FLUX.1 at 1024 px is 7 MB in some 4 ms
 
 
 def _make_link_options(timeout: datetime.timedelta | None) -> Any:
-    kind: Any = dist.ProcessGroupNCCL
-    options = kind.Options()
+    group_class: Any = dist.ProcessGroupNCCL
+    options = group_class.Options()
     options.config.max_ctas = LINK_CTAS
     if timeout is not None:
         options._timeout = timeout
@@ -132,18 +136,20 @@ def _make_link_options(timeout: datetime.timedelta | None) -> Any:
 
 def _find_world_devices() -> list[Any]:
     """Gloo's devices of the group of all ranks; none where it is not gloo's, or torch wraps it for debugging."""
-    everyone: Any = dist.group.WORLD
+    world_group: Any = dist.group.WORLD
     try:
-        return list(everyone._get_backend(torch.device("cpu")).options._devices)
+        return list(world_group._get_backend(torch.device("cpu")).options._devices)
     except (RuntimeError, AttributeError):
         return []
 
 
 def _make_gloo_options(devices: Sequence[Any], timeout: datetime.timedelta | None) -> Any:
-    kind: Any = dist.ProcessGroupGloo
-    options = kind._Options()
+    # Private, so torch's type stubs do not have it.
+    group_class: Any = dist.ProcessGroupGloo
+    options = group_class._Options()
+    options._devices = devices
     # As many threads as torch itself gives a group.
-    options._devices, options._threads = devices, 2 * len(devices)
+    options._threads = 2 * len(devices)
     if timeout is not None:
         options._timeout = timeout
     return options
@@ -160,28 +166,29 @@ def _register_backend() -> str:
     return BACKEND_NAME
 
 
-def pick_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device of a rank: the wanted one, else its own GPU, else a shared one, else the CPU.
+def pick_device(requested: str | torch.device | None, local_rank: int) -> torch.device:
+    """The device of a rank: the requested one; otherwise its own GPU, a shared one, or the CPU, in this order.
 
     A rank that sees one GPU takes it, as number 0, whatever its number on the machine.
 
     Raises:
         PlanError: if the device is not one that torch has here.
     """
-    if wanted is None:
-        if not torch.cuda.is_available():
-            return torch.device("cpu")
-        wanted = f"cuda:{local_rank % torch.cuda.device_count()}"
+    if requested is None:
+        requested = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        device = torch.device(wanted)
+        device = torch.device(requested)
     except RuntimeError as error:
-        raise PlanError(f"device={wanted!r} is no device; try cpu, cuda or cuda:0") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise PlanError(f"device={wanted!r} asks for a GPU and torch finds none; try cpu")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    if device.type == "cuda" and device.index >= (count := torch.cuda.device_count()):
-        raise PlanError(f"device={wanted!r} is not among the {count} GPU(s) that torch finds here; try cuda")
+        raise PlanError(f"device={requested!r} is no device; try cpu, cuda or cuda:0") from error
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise PlanError(f"device={requested!r} asks for a GPU and torch finds none; try cpu")
+    count = torch.cuda.device_count()
+    if device.index is None:
+        return torch.device("cuda", local_rank % count)
+    if device.index >= count:
+        raise PlanError(f"device={requested!r} is not among the {count} GPU(s) that torch finds here; try cuda")
     return device
 
 

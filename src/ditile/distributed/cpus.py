@@ -14,7 +14,7 @@ from ditile.distributed import env
 LOG = logging.getLogger("ditile")
 CPUINFO = Path("/proc/cpuinfo")
 SPARE_CORES = 0.5
-"""What other programs may take of the cores before threads that spin hold them up."""
+"""Cores that other programs may use before threads that spin hold them up."""
 
 
 def read_cpu_name() -> str:
@@ -39,7 +39,10 @@ def count_usable_cores() -> int:
 
 def list_usable_cores() -> list[int]:
     """The numbers of the cores that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    # macOS does not say which cores a process may use.
+    return list(range(os.cpu_count() or 1))
 
 
 def warn_of_spinning_threads() -> None:

@@ -48,9 +48,11 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        kind = "cuda" if device is None else device.type
-        self._device, self._is_cuda = device, kind == "cuda" and torch.cuda.is_available()
-        self._origin = (time.perf_counter(), self._record_cuda_event() if self._is_cuda else None)
+        self._device = device
+        self._is_cuda = (device is None or device.type == "cuda") and torch.cuda.is_available()
+        # Events measure times from each other alone: this one stands for a time of the machine's clock.
+        self._origin_seconds = time.perf_counter()
+        self._origin = self._record_cuda_event() if self._is_cuda else None
 
     def mark_point(self) -> Any:
         """The point in time that the device has reached when it has done all work so far."""
@@ -58,11 +60,10 @@ class DeviceClock:
 
     def convert_to_seconds(self, point: Any) -> float:
         """A point in seconds of the machine's monotonic clock. Waits until a GPU has passed it."""
-        wall, origin = self._origin
-        if origin is None:
+        if self._origin is None:
             return float(point)
         point.synchronize()
-        return wall + float(origin.elapsed_time(point)) / 1e3
+        return self._origin_seconds + float(self._origin.elapsed_time(point)) / 1e3
 
     def _record_cuda_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -81,8 +82,9 @@ class GenerationTrace:
     def __init__(self) -> None:
         self.on = False
         self.device: torch.device | None = None
-        self._events: list[tuple[str, int, int | None, int, Any, Any]] = []
-        self._waits: list[tuple[str, int, Any, Any]] = []
+        # Start and end are points of the device's clock until they are listed.
+        self._events: list[TraceEvent] = []
+        self._waits: list[TraceEvent] = []
         self._marks: list[Any] = []
         self._clock: DeviceClock | None = None
 
@@ -106,7 +108,7 @@ class GenerationTrace:
     def _record_wait(self, kind: str) -> Iterator[None]:
         start = self.mark_point()
         yield
-        self._waits.append((kind, len(self._marks) - 1, start, self.mark_point()))
+        self._waits.append(TraceEvent(kind, len(self._marks) - 1, None, 0, start, self.mark_point()))
 
     @contextmanager
     def record_span(self, kind: str, step: int, patch: int | None, branch: int = 0) -> Iterator[None]:
@@ -126,34 +128,30 @@ class GenerationTrace:
     def record_op(self, kind: str, step: int, patch: int | None, branch: int, start: Any) -> None:
         """Records an op that began at `start` and ends now."""
         if self.on and start is not None:
-            self._events.append((kind, step, patch, branch, start, self.mark_point()))
+            self._events.append(TraceEvent(kind, step, patch, branch, start, self.mark_point()))
 
     def list_events(self) -> list[TraceEvent]:
         """The ops that were recorded. Waits for the GPU."""
-        return [
-            TraceEvent(*event[:4], self._convert_to_seconds(event[4]), self._convert_to_seconds(event[5]))
-            for event in self._events
-        ]
+        return [self._read_clock(event) for event in self._events]
 
     def list_waits(self) -> list[TraceEvent]:
         """The waits, as events. Waits for the GPU."""
-        return [
-            TraceEvent(f"wait {kind}", step, None, 0, self._convert_to_seconds(start), self._convert_to_seconds(end))
-            for kind, step, start, end in self._waits
-        ]
+        return [self._read_clock(wait)._replace(kind=f"wait {wait.kind}") for wait in self._waits]
 
     def measure_waits(self) -> tuple[list[float], dict[str, list[float]]]:
         """The seconds of each step, and how many of them this rank waited, by kind. Waits for the GPU."""
-        marks = [self._convert_to_seconds(mark) for mark in self._marks]
-        waits = [
-            TraceWait(kind, self._convert_to_seconds(start), self._convert_to_seconds(end))
-            for kind, _, start, end in self._waits
-        ]
-        return [end - begin for begin, end in zip(marks, marks[1:], strict=False)], sum_waits_by_step(waits, marks)
+        if self._clock is None:
+            return [], {}
+        marks = [self._clock.convert_to_seconds(mark) for mark in self._marks]
+        events = [self._read_clock(wait) for wait in self._waits]
+        waits = [TraceWait(event.kind, event.start, event.end) for event in events]
+        seconds = [end - begin for begin, end in zip(marks, marks[1:], strict=False)]
+        return seconds, sum_waits_by_step(waits, marks)
 
-    def _convert_to_seconds(self, point: Any) -> float:
+    def _read_clock(self, event: TraceEvent) -> TraceEvent:
         assert self._clock is not None
-        return self._clock.convert_to_seconds(point)
+        start = self._clock.convert_to_seconds(event.start)
+        return event._replace(start=start, end=self._clock.convert_to_seconds(event.end))
 
 
 def sum_waits_by_step(waits: Sequence[TraceWait], marks: Sequence[float]) -> dict[str, list[float]]:
@@ -164,12 +162,13 @@ def sum_waits_by_step(waits: Sequence[TraceWait], marks: Sequence[float]) -> dic
         marks: when the first step began, and when each one ended; waits outside do not count.
     """
     by_kind: dict[str, list[float]] = {}
-    until = marks[0] if marks else 0.0
+    counted_until = marks[0] if marks else 0.0
     for kind, start, end in sorted(waits, key=lambda wait: (wait.start, wait.end)):
-        start = max(start, until)
-        until = max(end, until)
-        for step, (begin, stop) in enumerate(zip(marks, marks[1:], strict=False)):
-            if (seconds := min(end, stop) - max(start, begin)) > 0:
+        start = max(start, counted_until)
+        counted_until = max(end, counted_until)
+        for step, (step_start, step_end) in enumerate(zip(marks, marks[1:], strict=False)):
+            seconds = min(end, step_end) - max(start, step_start)
+            if seconds > 0:
                 by_kind.setdefault(kind, [0.0] * (len(marks) - 1))[step] += seconds
     return by_kind
 
@@ -180,23 +179,25 @@ def write_chrome_trace(path: str | Path, events_of_rank: list[list[TraceEvent]])
     Raises:
         OSError: if it cannot be written.
     """
-    origin = min((e.start for events in events_of_rank for e in events), default=0.0)
-    slices = [
-        {
-            "name": event.kind if event.patch is None else f"{event.kind} p{event.patch}",
-            "cat": event.kind,
-            "ph": "X",
-            "pid": 0,
-            "tid": rank,
-            "ts": round((event.start - origin) * 1e6, 3),
-            "dur": round((event.end - event.start) * 1e6, 3),
-            "args": {"step": event.step, "patch": event.patch, "branch": event.branch},
-        }
-        for rank, events in enumerate(events_of_rank)
-        for event in events
-    ]
-    names = [
-        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"stage {rank}"}}
-        for rank in range(len(events_of_rank))
-    ]
-    files.write_atomically(Path(path), json.dumps({"traceEvents": names + slices, "displayTimeUnit": "ms"}))
+    starts = [event.start for events in events_of_rank for event in events]
+    origin = min(starts, default=0.0)
+    slices: list[dict[str, Any]] = []
+    for rank, events in enumerate(events_of_rank):
+        # The name of a row; "M" is metadata in Chrome's format, and "X" a slice with a duration.
+        name = {"name": f"stage {rank}"}
+        slices.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": name})
+        for event in events:
+            label = event.kind if event.patch is None else f"{event.kind} p{event.patch}"
+            slices.append(
+                {
+                    "name": label,
+                    "cat": event.kind,
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": rank,
+                    "ts": round((event.start - origin) * 1e6, 3),
+                    "dur": round((event.end - event.start) * 1e6, 3),
+                    "args": {"step": event.step, "patch": event.patch, "branch": event.branch},
+                }
+            )
+    files.write_atomically(Path(path), json.dumps({"traceEvents": slices, "displayTimeUnit": "ms"}))

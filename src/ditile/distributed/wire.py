@@ -1,6 +1,6 @@
 """Messages in fewer bytes: numbers of eight bits, and their scales in the same message.
 
-A message `[..., n]` travels as bytes `[..., n + 2 g]`: the n codes of a vector, and behind them g scales in bf16, by
+A message `[..., n]` travels as bytes `[..., n + 2 g]`: the n codes of a vector, and after them g scales in bf16, by
 which the largest number of each run of n / g gets the largest code. A vector is a token's activation, or a head of its
 query, key or value, so a token of large numbers costs no other token precision. What was NaN or infinite arrives as
 NaN, and so does all that shares its scale.
@@ -27,7 +27,7 @@ from ditile.plan.cost import PACKED_KINDS, SCALE_BYTES, find_scaled_run
 from ditile.plan.plan import Plan
 
 SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
-"""Of numbers that are all zero."""
+"""The scale of numbers that are all zero."""
 ROUND_UP = 1 + torch.finfo(torch.bfloat16).eps
 """A scale that was rounded down would make codes that are too large."""
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
@@ -51,6 +51,7 @@ class VectorPacking:
         code_dtype = CODES[self.wire_dtype]
         largest_code = LARGEST_CODE[self.wire_dtype]
         run = find_scaled_run(self.wire_dtype, size)
+        # The largest number of a run by a norm, which reads the numbers once and keeps NaN.
         runs = x.reshape(*shape, size // run, run)
         largest = torch.linalg.vector_norm(runs, math.inf, dim=-1, keepdim=True).to(torch.float32)
         scales = largest.mul_(ROUND_UP / largest_code).clamp_min_(SMALLEST_SCALE).to(torch.bfloat16)
@@ -64,7 +65,7 @@ class VectorPacking:
 
     def unpack_vectors(self, packed: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         """Bytes `[..., n + 2 g]` to `[..., n]` of a type, where n is `size`."""
-        # A copy: bytes behind others need not begin where a number of two may.
+        # A copy, because bytes that follow others need not begin where a number of two bytes may.
         scales = packed[..., size:].contiguous().view(torch.bfloat16).to(torch.float32)
         codes = packed[..., :size].view(CODES[self.wire_dtype]).to(torch.float32)
         codes.view(*scales.shape, size // scales.shape[-1]).mul_(scales.unsqueeze(-1))
@@ -78,4 +79,6 @@ class VectorPacking:
 
 def select_packings(plan: Plan) -> Mapping[str, VectorPacking]:
     """How messages of each kind are packed under a plan; kinds that are not there travel as they are."""
-    return {} if plan.wire_dtype is None else dict.fromkeys(PACKED_KINDS, VectorPacking(plan.wire_dtype))
+    if plan.wire_dtype is None:
+        return {}
+    return dict.fromkeys(PACKED_KINDS, VectorPacking(plan.wire_dtype))
