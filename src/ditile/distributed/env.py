@@ -64,7 +64,7 @@ def read_api_key() -> str | None:
 
 
 def set_page_variables(folder: Path) -> None:
-    """Has Gradio keep its files in a folder, and report to nobody. Before it is imported."""
+    """Makes Gradio keep its files in a folder, and report to nobody; must be called before Gradio is imported."""
     os.environ["GRADIO_TEMP_DIR"] = str(folder)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -84,17 +84,17 @@ def read_torchrun_place() -> Torchrun | None:
     Raises:
         PlanError: if they are no place of a process.
     """
-    names = [name for name in _PLACE_VARIABLES if name in os.environ]
-    if names[:2] != ["RANK", "WORLD_SIZE"]:
+    values = {name: os.environ[name].strip() for name in _PLACE_VARIABLES if name in os.environ}
+    if "RANK" not in values or "WORLD_SIZE" not in values:
         return None
-    values = [os.environ[name].strip() for name in names]
-    numbers = [int(value) for value in values if value.isdecimal() and len(value) < 10]
-    if len(numbers) < len(names) or not numbers[0] < numbers[1]:
-        given = ", ".join(f"{name}={value[:20]!r}" for name, value in zip(names, values, strict=True))
-        raise PlanError(f"{given} of the environment are no rank among ranks; unset them, or start with torchrun")
-    # Containers and schedulers set both for a process that is alone.
-    rank, world, local_rank = (*numbers, numbers[0])[:3]
-    return Torchrun(rank, world, local_rank) if world > 1 else None
+    numbers = {name: int(value) for name, value in values.items() if value.isdecimal() and len(value) < 10}
+    if numbers.keys() != values.keys() or numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        listed = ", ".join(f"{name}={value[:20]!r}" for name, value in values.items())
+        raise PlanError(f"{listed} of the environment are no rank among ranks; unset them, or start with torchrun")
+    if numbers["WORLD_SIZE"] == 1:
+        # Containers and schedulers set both variables for a process that is alone.
+        return None
+    return Torchrun(numbers["RANK"], numbers["WORLD_SIZE"], numbers.get("LOCAL_RANK", numbers["RANK"]))
 
 
 def check_torchrun_world(plan: Plan) -> None:
@@ -127,7 +127,7 @@ def is_first_on_host() -> bool:
 
 
 def read_local_world() -> int | None:
-    """How many ranks torchrun has started on this machine; None if it does not say."""
+    """How many ranks torchrun has started on this machine; None if the environment does not say."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdigit() else None
 
@@ -139,6 +139,7 @@ def read_launched_local_rank() -> int | None:
 
 def read_progress_fd() -> int | None:
     """The file descriptor on which this rank reports to its watcher; None where nobody watches it."""
+    # A user may have exported it from a rank by mistake.
     text = os.environ.get("DITILE_PROGRESS_FD", "")
     if text and not (text.isdecimal() and len(text) < 10):
         raise StateError(f"DITILE_PROGRESS_FD={text[:20]!r} of the environment is no whole number; unset it")
@@ -158,7 +159,7 @@ IMPORT_COMPLAINTS = {
     "transformers.utils.import_utils": "requires torchvision (not installed)",
 }
 """Logger -> a part of its complaints while diffusers imports torchao and transformers: torchao is built for another
-torch, or cannot load kernels that are not used; pictures are prepared without torchvision."""
+torch, or cannot load kernels that are not used; images are prepared without torchvision."""
 
 
 class PhraseFilter(NamedTuple):
@@ -174,15 +175,15 @@ class PhraseFilter(NamedTuple):
 def silence_library_imports() -> None:
     """Silences imports of transformers and torchao, in this process and in those that it starts.
 
-    It is for the command line: a user's script may want to see what transformers has to say.
+    It is for the command line: a user's script may want to see the messages of transformers.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     drop_import_complaints()
 
 
 WAITING = {"OMP_WAIT_POLICY": "passive"}
-"""How OpenMP's threads wait for each other, unless the user says. A thread that spins holds the core that the other one
-needs: with two threads beside other programs on two cores passes of an MLP took 4 to 45 times as long."""
+"""How OpenMP's threads wait for each other, unless the user chooses. A thread that spins occupies the core that another
+one needs: with two threads and other programs on two cores, passes of an MLP took 4 to 45 times as long."""
 
 
 def prefer_passive_waiting() -> None:
@@ -196,7 +197,10 @@ def lets_threads_spin() -> bool:
 
 
 def _choose_waiting() -> dict[str, str]:
-    return {} if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & set(os.environ) else WAITING
+    # The user has chosen by one of the variables of GNU's or LLVM's OpenMP.
+    if not os.environ.keys().isdisjoint(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
+        return {}
+    return WAITING
 
 
 def drop_import_complaints() -> None:
@@ -230,7 +234,7 @@ def report_progress() -> None:
 
 
 def send_to_watcher(data: bytes) -> None:
-    """Sends bytes of `pulse` to the watcher of this rank: `launch`'s parent, or `watch`'s process under torchrun."""
+    """Sends bytes of `heartbeat` to this rank's watcher: `launch`'s parent, or a `watcher` process under torchrun."""
     fd = read_progress_fd()
     if fd is not None:
         os.write(fd, data)
@@ -265,10 +269,11 @@ to the system after each operation must be mapped anew for the next one."""
 
 def _merge_malloc_tunables() -> str:
     user_tunables = os.environ.get("GLIBC_TUNABLES", "")
-    added_tunables = [
-        f"glibc.malloc.{name}={value}" for name, value in MALLOC.items() if f"malloc.{name}=" not in user_tunables
-    ]
-    return ":".join(filter(None, (user_tunables, *added_tunables)))
+    tunables = [user_tunables] if user_tunables else []
+    for name, value in MALLOC.items():
+        if f"malloc.{name}=" not in user_tunables:
+            tunables.append(f"glibc.malloc.{name}={value}")
+    return ":".join(tunables)
 
 
 def build_host_environment(rank: int, world: int, master: str, interface: str) -> dict[str, str]:
@@ -276,8 +281,8 @@ def build_host_environment(rank: int, world: int, master: str, interface: str) -
     place = _build_place_variables(rank, world, 0, 1, interface)
     # torch warns of hosts without names, as these are.
     log_level = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    rest = {"MASTER_ADDR": master, "MASTER_PORT": "29577", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": log_level}
-    return os.environ | place | rest
+    meeting = {"MASTER_ADDR": master, "MASTER_PORT": "29577"}
+    return os.environ | place | meeting | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": log_level}
 
 
 class RankPlace(NamedTuple):
@@ -297,15 +302,17 @@ class RankPlace(NamedTuple):
 
 
 def build_rank_environment(rank: RankPlace, directory: str, link_fd: int | None, progress_fd: int) -> dict[str, str]:
-    """The whole environment of a rank that `launch` starts.
-
-    Its connections stay on the loopback device, also where variables of a run of several hosts are still exported.
-    """
-    place = _build_place_variables(*rank[:4], "lo0" if sys.platform == "darwin" else "lo")
-    own = {"DITILE_PROGRESS_FD": str(progress_fd), "DITILE_DIRECTORY": directory}
-    own["DITILE_LINK_FD"] = "" if link_fd is None else str(link_fd)
-    threads = str(rank.threads)
-    return os.environ | _choose_waiting() | place | own | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": threads}
+    """The whole environment of a rank that `launch` starts."""
+    # Connections stay on the loopback device, also where variables of a run of several hosts are still exported.
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    own = {
+        "DITILE_PROGRESS_FD": str(progress_fd),
+        "DITILE_DIRECTORY": directory,
+        "DITILE_LINK_FD": "" if link_fd is None else str(link_fd),
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": str(rank.threads),
+    }
+    return os.environ | _choose_waiting() | _build_place_variables(*rank[:4], interface) | own
 
 
 def set_actor_place(place: RankPlace, master: str, port: int, interface: str) -> None:
@@ -326,12 +333,12 @@ def build_actor_environment() -> dict[str, str]:
 
 
 def prepare_ray() -> None:
-    """Lets Ray send no statistics home, unless the user says, and connect to no cluster by itself.
+    """Keeps Ray from sending statistics, unless the user chose, and from connecting to a cluster by itself.
 
-    It must come before Ray is imported.
+    It must be called before Ray is imported.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Threads that Ray Serve leaves behind would connect again after the end.
+    # Threads that Ray Serve leaves running would connect again after the end.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 

@@ -39,7 +39,7 @@ EVERYONE = "everyone"
 class Axis:
     """This rank's line along one or several axes.
 
-    Its group changes when a mesh renews its groups, so that who sends asks for it each time.
+    Its group changes when a mesh renews its groups, so code that sends must read it each time.
 
     Attributes:
         name: the axes.
@@ -71,7 +71,7 @@ class Mesh:
         pipeline_groups: along pipefusion, for what a stage sends to the next one, stage by stage in turn; see
             `select_downstream_group`.
         latents: another group, for what comes back from the last stage. NCCL's messages have no tags, and all messages
-            between two ranks of a group are one queue: one down the pipeline would wait behind posted receives.
+            between two ranks of a group are one queue: one down the pipeline would wait for receives posted earlier.
         control: a CPU group of the ranks of one image, for headers and decisions.
         within_calls: a CPU group of all ranks, for what they agree on within a call.
         everyone: another one, for what they agree on between calls. No error of a call leaves messages in it.
@@ -102,25 +102,29 @@ class Mesh:
         return self.axes[name]
 
     def connect_groups(self, plan: Plan, device: torch.device) -> None:
-        """Makes the communicators and the connections between ranks that a picture needs. All ranks must call it."""
-        # NCCL would make both when they are first used: in the middle of a picture, while kernels wait for messages, so
-        # that ranks would wait for each other for ever.
+        """Makes the communicators and the connections between ranks that an image needs. All ranks must call it."""
+        # NCCL would make both when they are first used: in the middle of an image, while kernels wait for messages, so
+        # that ranks would wait for each other forever.
         pairs = self._list_message_groups(plan)
         for group in self._list_axis_groups():
             connect_group(group, device, pairs=group in pairs)
         self.host_rows.allocate_rows(device)
 
     def renew_groups(self, plan: Plan) -> None:
-        """Takes the groups of the current epoch in place of those in which messages of a failed call are under way.
+        """Replaces groups that may have messages of a failed call by the groups of the current epoch.
 
         All ranks must call it.
         """
         renewed = _make_mesh_groups(plan, self.rank, self.groups)
+        # In place: other objects have these axes.
         for name, axis in self.axes.items():
             axis.group = renewed.axes[name].group
-        self.sequence.group, self.image.group = renewed.sequence.group, renewed.image.group
-        self.pipeline_groups, self.latents = renewed.pipeline_groups, renewed.latents
-        self.control, self.within_calls = renewed.control, renewed.within_calls
+        self.sequence.group = renewed.sequence.group
+        self.image.group = renewed.image.group
+        self.pipeline_groups = renewed.pipeline_groups
+        self.latents = renewed.latents
+        self.control = renewed.control
+        self.within_calls = renewed.within_calls
         self.epoch = renewed.epoch
 
     def close_groups(self) -> None:
@@ -133,8 +137,10 @@ class Mesh:
 
     def _list_message_groups(self, plan: Plan) -> list[dist.ProcessGroup]:
         """The groups in which a plan starts several messages at once; tensor parallelism never does."""
-        axes = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)] + [self.sequence]
-        # For a warmup group; in the other modes stages have channels, which connect one by one.
+        axes = [self.axes[name] for name in ("data", "cfg", *SEQUENCE)]
+        axes.append(self.sequence)
+        # Stages exchange such messages in these warmup modes; in the others they have channels, which connect one by
+        # one.
         if plan.warmup_mode in ("sequence", "separate"):
             axes.append(self.axes["pipefusion"])
         if plan.vae == "rows":
@@ -152,21 +158,21 @@ class Mesh:
         return self.axes["pipefusion"].num_ranks
 
     def select_downstream_group(self, stage: int) -> dist.ProcessGroup:
-        """The group in which a stage sends to the stages behind it."""
+        """The group in which a stage sends to the stages after it."""
         return self.pipeline_groups[stage % len(self.pipeline_groups)]
 
 
 def _deduplicate_groups(groups: Iterable[dist.ProcessGroup | None]) -> list[dist.ProcessGroup]:
     """The groups without None, each once."""
-    return list({id(group): group for group in groups if group is not None}.values())
+    return list(dict.fromkeys(group for group in groups if group is not None))
 
 
 BROKEN_WORLDS: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Groups of all ranks that have NCCL, of which a call has failed: receives that wait for ever are on the GPU."""
+"""Groups of all ranks that have NCCL, in which a call has failed: receives that wait forever are on the GPU."""
 
 
 def is_world_broken() -> bool:
-    """Whether messages of a call that failed are on the GPU, so that work after them would wait for ever."""
+    """Whether messages of a call that failed are on the GPU, so that work after them would wait forever."""
     return dist.is_initialized() and dist.group.WORLD in BROKEN_WORLDS
 
 
@@ -174,7 +180,7 @@ def check_world_unbroken() -> None:
     """Raises `StateError` where messages of a call that failed are on the GPU."""
     if is_world_broken():
         raise StateError(
-            "an earlier call raised in the middle of a picture, and its messages are still under way; start the ranks "
+            "an earlier call raised in the middle of an image, and its messages are still under way; start the ranks "
             "again. To end a call early, use runner.stop() or pipe._interrupt"
         )
 
@@ -182,12 +188,12 @@ def check_world_unbroken() -> None:
 class Communicators:
     """Process groups by purpose and ranks, each made once, for the meshes of several runners.
 
-    Their time limit is that of the group of all ranks. They cost threads, and on GPUs memory. Runners that share them
+    They have the time limit of the group of all ranks. They cost threads, and on GPUs memory. Runners that share them
     must run one at a time, in the same order on all ranks.
 
     Attributes:
         is_spoiled: whether a call has failed on this rank: messages may be under way that nobody receives.
-        epoch: how often the groups were given up for such messages.
+        epoch: how often the groups were given up because of such messages.
     """
 
     def __init__(self) -> None:
@@ -199,7 +205,7 @@ class Communicators:
         """Notes that a call has failed on this rank.
 
         Args:
-            has_begun: whether messages of a picture were under way.
+            has_begun: whether messages of an image were under way.
         """
         if not backends.has_nccl(None):
             self.is_spoiled = True
@@ -208,10 +214,10 @@ class Communicators:
             BROKEN_WORLDS.add(dist.group.WORLD)
 
     def begin_epoch(self) -> None:
-        """Gives up all groups but that of all ranks between calls: they are made anew. All ranks must call it."""
-        spoiled = {key: group for key, group in self._groups.items() if key[0] != EVERYONE}
-        self._groups = {key: group for key, group in self._groups.items() if key[0] == EVERYONE}
-        _destroy_groups(spoiled.values())
+        """Destroys all groups but the one of all ranks between calls; others replace them. All ranks must call it."""
+        kept = {key: group for key, group in self._groups.items() if key[0] == EVERYONE}
+        _destroy_groups(group for key, group in self._groups.items() if key not in kept)
+        self._groups = kept
         self.is_spoiled = False
         self.epoch += 1
 
@@ -220,9 +226,8 @@ class Communicators:
         key = (purpose, tuple(ranks), backend)
         if key not in self._groups:
             with make_groups():
-                self._groups[key] = backends.make_group_on_one_loop(
-                    ranks, _read_world_timeout(), backend, links=purpose in LINKS
-                )
+                timeout = _read_world_timeout()
+                self._groups[key] = backends.make_group_on_one_loop(ranks, timeout, backend, links=purpose in LINKS)
         return self._groups[key]
 
     def destroy_groups(self) -> None:
@@ -233,19 +238,17 @@ class Communicators:
 
 def _destroy_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
-        # Ranks that are not in a group have a number in its place.
+        # torch gives ranks that are not in a group a number instead.
         if isinstance(group, dist.ProcessGroup):
             dist.destroy_process_group(group)
 
 
 def _read_world_timeout() -> datetime.timedelta | None:
-    """The time limit of the group of all ranks; None where the backend does not tell it.
-
-    Without it torch gives each new group a limit of its own: 30 minutes for gloo.
-    """
-    everyone: Any = dist.group.WORLD
+    """The time limit of the group of all ranks; None where the backend does not have it."""
+    # Without a limit torch gives each new group one of its own: 30 minutes for gloo.
+    world_group: Any = dist.group.WORLD
     try:
-        options = everyone._get_backend(everyone._device_types[0]).options
+        options = world_group._get_backend(world_group._device_types[0]).options
     except (RuntimeError, AttributeError):
         return None
     return getattr(options, "_timeout", None)
@@ -263,7 +266,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         PlanError: if the plan does not use all ranks, or ranks have different plans.
         JoinError: if torchrun's ranks cannot connect to each other.
     """
-    # Before this rank waits for others that nobody starts.
+    # Refuses a wrong number of ranks before this rank waits for others that nobody starts.
     find_process_rank(plan)
     join_torchrun(device=device)
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -276,23 +279,26 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
     communicators = groups or Communicators()
     everyone = communicators.get_or_make_group(EVERYONE, range(world), "gloo")
     # Before ranks of different plans make different groups, and wait for each other.
-    spoiled = [is_spoiled for _, is_spoiled in _gather_plans(plan, communicators.is_spoiled, everyone)]
-    if any(spoiled):
+    if _agree_on_plan(plan, communicators.is_spoiled, everyone):
         communicators.begin_epoch()
     mesh = _make_mesh_groups(plan, rank, communicators)
-    mesh.everyone, mesh.shared = everyone, groups is not None
+    mesh.everyone = everyone
+    mesh.shared = groups is not None
     return mesh
 
 
 def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Mesh:
-    """The mesh of a rank of several, but for the group of all ranks between calls."""
+    """The mesh of a rank of several, without the group of all ranks between calls."""
     axes = {name: _make_axis(name, plan, rank, communicators) for name in AXES}
 
     def merge_axes(name: str, names: Sequence[str]) -> Axis:
         """Several axes as one; where only one of them is used, that one."""
-        several = [axes[each] for each in names if axes[each].num_ranks > 1]
-        return several[0] if len(several) == 1 else _make_subgroup_axis(name, names, plan, rank, communicators)
+        used_axes = [axes[axis_name] for axis_name in names if axes[axis_name].num_ranks > 1]
+        if len(used_axes) == 1:
+            return used_axes[0]
+        return _make_subgroup_axis(name, names, plan, rank, communicators)
 
+    # All ranks make their groups in this order: otherwise they would wait for each other forever.
     return Mesh(
         rank,
         plan.world,
@@ -309,22 +315,25 @@ def _make_mesh_groups(plan: Plan, rank: int, communicators: Communicators) -> Me
     )
 
 
-def _gather_plans(plan: Plan, is_spoiled: bool, everyone: dist.ProcessGroup) -> list[tuple[dict[str, Any], bool]]:
-    """The plan of every rank, and whether its groups are spoiled.
+def _agree_on_plan(plan: Plan, is_spoiled: bool, everyone: dist.ProcessGroup) -> bool:
+    """Whether the groups of any rank are spoiled.
 
     Raises:
         PlanError: on every rank, if two ranks have different plans.
     """
-    gathered = gather_json([plan.to_dict(), is_spoiled], everyone)
-    first = gathered[0][0]
-    for rank, (theirs, _) in enumerate(gathered[1:], start=1):
-        for name, value in theirs.items():
-            if value != first[name]:
+    plans = []
+    any_spoiled = False
+    for options, is_rank_spoiled in gather_json([plan.to_dict(), is_spoiled], everyone):
+        plans.append(options)
+        any_spoiled = any_spoiled or is_rank_spoiled
+    for rank, options in enumerate(plans):
+        for name, value in options.items():
+            if value != plans[0][name]:
                 raise PlanError(
-                    f"rank {rank} has a plan with {name}={value!r} and rank 0 one with {name}={first[name]!r}; give "
+                    f"rank {rank} has a plan with {name}={value!r} and rank 0 one with {name}={plans[0][name]!r}; give "
                     "all ranks one plan"
                 )
-    return gathered
+    return any_spoiled
 
 
 def find_local_rank() -> int:
@@ -332,7 +341,9 @@ def find_local_rank() -> int:
     place = env.read_torchrun_place()
     if place is not None:
         return place.local_rank
-    if (launched := env.read_launched_local_rank()) is not None:
+    # Of a run of one rank, which the variables of torchrun do not count as a rank among others.
+    launched = env.read_launched_local_rank()
+    if launched is not None:
         return launched
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -355,8 +366,8 @@ def find_process_rank(plan: Plan) -> int:
 
 
 def _make_axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
-    """This rank's line along an axis. The only axis of a plan uses the group of all ranks that NCCL has."""
-    # It saves memory of the GPU. Gloo's are cheap, and must be others in each epoch.
+    """This rank's line along an axis. The only axis of a plan uses the group of all ranks, under NCCL."""
+    # It saves memory of the GPU. Groups of gloo are cheap, and must be new in each epoch.
     if getattr(plan, name) == plan.world and backends.has_nccl(None):
         return Axis(name, tuple(range(plan.world)), rank, dist.group.WORLD)
     return _make_subgroup_axis(name, (name,), plan, rank, groups)
@@ -365,7 +376,8 @@ def _make_axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
 def _make_subgroup_axis(
     name: str, names: Sequence[str], plan: Plan, rank: int, groups: Communicators, *, backend: str | None = None
 ) -> Axis:
-    """This rank's line along some axes, with its group; every rank makes the groups of all lines, in one order."""
+    """This rank's line along some axes, with its group."""
+    # torch wants every rank to make the groups of all lines, in one order.
     own_axis = Axis(name, (rank,))
     for ranks in list_subgroups(plan, names):
         group = groups.get_or_make_group(name, ranks, backend) if len(ranks) > 1 else None
@@ -381,11 +393,17 @@ def _make_pipeline_groups(plan: Plan, rank: int, stages: Axis, groups: Communica
     one_queue = has_one_queue()
     if not one_queue and not backends.has_nccl(None):
         return (stages.group,)
-    # Apart from the axis, whose exchanges want more of a GPU than links do. Where a group has one queue, a stage must
-    # not send in the group in which it waits to receive.
-    names = ("even links", "odd links")[: stages.num_ranks - 1] if one_queue else ("links",)
-    pipeline_groups = [_make_subgroup_axis(name, ("pipefusion",), plan, rank, groups).group for name in names]
-    return tuple(group for group in pipeline_groups if group is not None)
+    # Not the group of the axis, whose exchanges need more of a GPU than links do. Where a group has one queue, a stage
+    # must not send in the group in which it waits to receive. Two stages have one link.
+    names = ["links"]
+    if one_queue:
+        names = ["even links", "odd links"][: stages.num_ranks - 1]
+    pipeline_groups = []
+    for name in names:
+        group = _make_subgroup_axis(name, ("pipefusion",), plan, rank, groups).group
+        assert group is not None
+        pipeline_groups.append(group)
+    return tuple(pipeline_groups)
 
 
 def has_one_queue() -> bool:
