@@ -53,7 +53,7 @@ def choose_backend(store: Any, rank: int, world: int, device: torch.device) -> s
 
 
 def _identify_gpu(device: torch.device) -> str | None:
-    """The identity of a GPU among those of all hosts; None for a CPU."""
+    """The identity of a GPU among the GPUs of all hosts; None for a CPU."""
     if device.type != "cuda":
         return None
     return f"{torch.cuda.get_device_properties(device).uuid} of {socket.gethostname()}"

@@ -34,7 +34,7 @@ class Torchrun(NamedTuple):
 
     Attributes:
         rank, world: among all of them.
-        local_rank: among those of its machine.
+        local_rank: among the ranks of its machine.
     """
 
     rank: int
@@ -64,7 +64,7 @@ def read_api_key() -> str | None:
 
 
 def set_page_variables(folder: Path) -> None:
-    """Makes Gradio keep its files in a folder, and report to nobody; must be called before Gradio is imported."""
+    """Makes Gradio keep its files in a folder, and send no statistics; must be called before Gradio is imported."""
     os.environ["GRADIO_TEMP_DIR"] = str(folder)
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
@@ -264,7 +264,7 @@ def is_under_torchrun() -> bool:
 MALLOC = {"hugetlb": 1, "mmap_threshold": 2**25, "trim_threshold": 2**29}
 """How glibc allocates in ranks, unless GLIBC_TUNABLES says otherwise. Huge pages: with small ones the speed of a matrix
 product depends on which of them a process got, by up to 15 % on one core. Up to 512 MiB are kept: memory that goes back
-to the system after each operation must be mapped anew for the next one."""
+to the system after each operation must be mapped again for the next one."""
 
 
 def _merge_malloc_tunables() -> str:
@@ -289,7 +289,7 @@ class RankPlace(NamedTuple):
     """The place of a rank that `launch` starts.
 
     Attributes:
-        rank, world: among those of its run.
+        rank, world: among the ranks of its run.
         local_rank, local_world: among all on this machine, of other runs too.
         threads: of its CPU.
     """

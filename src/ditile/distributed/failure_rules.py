@@ -36,11 +36,11 @@ class LaunchLimits:
     """no rank reports progress, reads from a disk or computes; at least `start` while one is starting. Where ranks
     compute, ten times as long without a report"""
     silence: float = 10.0
-    """a rank that has started gives no heartbeat: it is stopped, or holds the interpreter's lock"""
+    """a rank that has started gives no heartbeat: it is stopped, or blocks the interpreter's lock"""
     stopped: float = 10.0
     """the same, where the system says that it is stopped"""
     start: float = 120.0
-    """the same before it has started, unless it is stopped: loading torch from a cold disk holds that lock"""
+    """the same before it has started, unless it is stopped: loading torch from a cold disk blocks that lock"""
     grace: float = 0.3
     """after the first failure, for an earlier cause to arrive"""
     term: float = 1.0
@@ -134,7 +134,7 @@ def _find_abandoned_call(
     ranks: Sequence[RankState], limits: LaunchLimits, now: float
 ) -> tuple[RankFailure, int] | None:
     """The first rank that left a call by an error, if another one is still in that call and does nothing."""
-    # Errors of calls that every rank has left concern nobody, and there may be any number of them.
+    # Errors of calls that every rank has left do not matter, and there may be any number of them.
     oldest = min(rank.signs.last_call for rank in ranks)
     failures = []
     for rank in ranks:

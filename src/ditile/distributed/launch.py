@@ -284,7 +284,7 @@ def _find_main_module(job: bytes, name: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def unwind_on_signals() -> Iterator[Callable[[], None]]:
-    """While ranks run, SIGTERM and SIGHUP raise SystemExit, so that nothing is left behind.
+    """While ranks run, SIGTERM and SIGHUP raise SystemExit, so that no process or file is left.
 
     Yields a function that raises KeyboardInterrupt after a Ctrl-C that was lost. (Python prints an exception in a
     destructor and goes on.)

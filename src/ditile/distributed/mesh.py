@@ -79,7 +79,7 @@ class Mesh:
         host_rows: for numbers that a GPU sends to the host.
         groups: makes and keeps its groups.
         shared: whether other meshes have the same groups.
-        epoch: that of `groups` in which its groups were made.
+        epoch: the epoch of `groups` in which its groups were made.
     """
 
     rank: int
@@ -337,7 +337,7 @@ def _agree_on_plan(plan: Plan, is_spoiled: bool, everyone: dist.ProcessGroup) ->
 
 
 def find_local_rank() -> int:
-    """This process's rank among those of its machine; in a script's own group its rank, as nothing else is known."""
+    """This process's rank on its machine; in a script's own group its rank, as nothing else is known."""
     place = env.read_torchrun_place()
     if place is not None:
         return place.local_rank
@@ -425,7 +425,7 @@ def make_subgroup(
         names: the axes.
         plan: their degrees.
         mesh: owns the group, and destroys it when it is closed.
-        backend: None for that of the group of all ranks.
+        backend: None for the backend of the group of all ranks.
     """
     if all(getattr(plan, name) == 1 for name in names):
         return None

@@ -89,7 +89,7 @@ class RankProcess(RankState):
             self.close_pipes()
             raise
         finally:
-            # While the parent holds them too, no pipe of a dead rank ends.
+            # A pipe ends only when all processes have closed it, so the parent must not keep the rank's ends open.
             for fd in rank_ends:
                 os.close(fd)
 

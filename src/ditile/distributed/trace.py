@@ -1,6 +1,6 @@
 """Trace: when each op of the schedule ran on this rank, for Chrome's trace viewer (chrome://tracing, Perfetto).
 
-On CUDA the times are those of the GPU's own events, read after the call, so that tracing never synchronises. The
+On CUDA the times come from the GPU's own events, read after the call, so that tracing never synchronises. The
 transport records every wait for a message, in every method; `measure_waits` says how long each step waited.
 """
 

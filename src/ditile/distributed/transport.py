@@ -124,7 +124,7 @@ class PeerChannel:
 
     def release_old_sends(self) -> None:
         """Releases tensors that were sent before the last call; they must have arrived, so that it never waits."""
-        # Gloo does not report that a message has arrived before somebody waits for it: all of them would be kept.
+        # gloo reports that a message has arrived only to code that waits for it: otherwise all of them would be kept.
         self._wait_for_sends(self._sent - self._sent_before)
         self._sent_before = self._sent
 

@@ -1,4 +1,4 @@
-"""Random generators: which ones a call draws from, their states, and the same states on every rank."""
+"""States of random generators: which generators a call uses, saved and restored states, and one state on all ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from ditile.distributed.transport import Traffic, broadcast_tensor
 
 
 def list_generators(generator: Any, device: torch.device) -> list[torch.Generator]:
-    """The generators that a call may draw from: the given one or list, and torch's own, which some schedulers use."""
+    """The generators that a call may use: the given one or list, and torch's own, which some schedulers use."""
     generators = [generator] if isinstance(generator, torch.Generator) else list(generator or [])
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = device.index
+        if index is None:
+            index = torch.cuda.current_device()
         generators.append(torch.cuda.default_generators[index])
     return [*generators, torch.default_generator]
 
@@ -32,8 +34,8 @@ def restore_generators(generators: Sequence[torch.Generator], saved: Iterable[to
 
 
 def has_state_change(generators: Sequence[torch.Generator], saved: Sequence[torch.Tensor]) -> bool:
-    """Whether a number was drawn since `saved`."""
-    return any(not torch.equal(now, then) for now, then in zip(read_generator_states(generators), saved, strict=True))
+    """Whether a random number was generated since `saved`."""
+    return not all(map(torch.equal, read_generator_states(generators), saved))
 
 
 def synchronise_generators(

@@ -140,7 +140,7 @@ def _half(call: dict[str, Any]) -> dict[str, Any]:
 def test_wrong_use_is_refused_and_bf16_stays_bf16(pool: Pool) -> None:
     """A failure: a model is cut twice, chunks of tokens are taken for shares, or a sum changes the dtype."""
     for (twice, chunks), dtype, difference in pool.run(refused_and_half, 2):
-        assert "holds a share of its weights already" in twice
+        assert "has only a share of its weights already" in twice
         assert "transformer_blocks.0.ff was given 1 tokens of image, and this rank's share of 63 is 3" in chunks
         assert dtype == torch.bfloat16 and difference < 0.1
 

@@ -288,7 +288,7 @@ class StaleKeys:
             return self.fresh.attend_to_keys(q, k, v, tokens, extra)
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, tokens.patches)
         mask = store.mask
-        # Keys of the text are those of the patch that it is computed with, which is the first of the step.
+        # The text is computed with the first patch of a step, and its keys are written with that patch.
         if not tokens.are_none:
             k, v = self.gather(k, v, tokens)
             store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
@@ -315,7 +315,7 @@ class StaleKeys:
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)
 
     def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
-        """Writes the mask of fresh keys into the store; returns that of the keys that are attended to now."""
+        """Writes the mask of fresh keys into the store; returns the mask of the keys that are attended to now."""
         now = self.now
         joined = mask.join_ring_masks()
         if mask.covers_sequence:

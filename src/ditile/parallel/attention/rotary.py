@@ -48,7 +48,8 @@ class RotaryEmbedding:
     """Applies rotary embeddings; a table is prepared once, and forgotten with the one that it is made of."""
 
     def __init__(self) -> None:
-        self._tables: Any = WeakIdKeyDictionary()  # by sines
+        # By the tensor of sines, and gone with it.
+        self._tables: Any = WeakIdKeyDictionary()
         # Layer after layer has the same table, and to look it up by its sines is many Python calls.
         self._latest: Callable[[], _RotaryTable | None] = lambda: None
         self._classes: dict[type, type] = {}
@@ -75,6 +76,7 @@ class RotaryEmbedding:
             return apply_rotary_emb(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
         cos, sin = freqs_cis
         table = self._latest()
+        # The version counts what was written into the tensor, as a pipeline may reuse its memory.
         source = (id(sin), id(cos), sequence_dim, sin._version)
         if table is None or table.source != source:
             table = self._find_table(source, cos, sin, x.device)
@@ -88,8 +90,12 @@ class RotaryEmbedding:
         if table is None or table.source != source:
             evens, odds = sin.unflatten(-1, (-1, 2)).unbind(-1)
             signed = torch.stack((-evens, odds), -1).flatten(-2)
-            index = (None, slice(None), None) if source[2] == 1 else (None, None)
-            table = self._tables[sin] = _RotaryTable(source, cos[index].to(device), signed[index].to(device))
+            # Dimensions of batch and heads, of which the latter is before or after the tokens.
+            heads_dim = 2 if source[2] == 1 else 1
+            cos = cos[None].unsqueeze(heads_dim)
+            signed = signed[None].unsqueeze(heads_dim)
+            table = _RotaryTable(source, cos.to(device), signed.to(device))
+            self._tables[sin] = table
         self._latest = weakref.ref(table)
         return table
 
@@ -109,18 +115,19 @@ class RotaryEmbedding:
     def copy_processor(self, processor: Any) -> Any:
         """A copy of such a processor, which applies rotary embeddings as this does."""
         stock = type(processor)
-        made = copy.copy(processor)
         if stock not in self._classes:
             self._classes[stock] = _make_processor_class(stock, self.rotate_pairs)
-        made.__class__ = self._classes[stock]
-        return made
+        twin = copy.copy(processor)
+        twin.__class__ = self._classes[stock]
+        return twin
 
 
 def _make_processor_class(stock: type, rotate: Any) -> type:
     """A subclass whose call is the same code with another function of that name."""
     call: Any = stock.__call__
     names = {**call.__globals__, _NAME: rotate}
-    made = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
-    made.__kwdefaults__ = call.__kwdefaults__
-    contents = {"__call__": functools.update_wrapper(made, call), "__module__": stock.__module__}
+    twin_call = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)
+    # FunctionType does not take the defaults of arguments that are given by name only.
+    twin_call.__kwdefaults__ = call.__kwdefaults__
+    contents = {"__call__": functools.update_wrapper(twin_call, call), "__module__": stock.__module__}
     return type(stock.__name__, (stock,), contents)

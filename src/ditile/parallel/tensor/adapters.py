@@ -38,7 +38,7 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
 
     Args:
         whole: the processor, of whose linear layers this rank has its share.
-        gather: `[B, S, own features]` to those of all heads, of the tokens that this rank has between layers.
+        gather: `[B, S, own features]` to the features of all heads, of the tokens that this rank has between layers.
     """
 
     _gather: Callable[[Tensor], Tensor]
@@ -82,9 +82,9 @@ class FluxShardedAdapterProcessor(FluxIPAdapterAttnProcessor):
         query = queries[0]
         heads = (len(hidden_states), -1, attn.heads, attn.head_dim)
         added: Any = 0
-        for picture, scale, to_k, to_v in zip(ip_hidden_states, self.scale, self.to_k_ip, self.to_v_ip, strict=False):
-            key = to_k(picture).view(heads)
-            value = to_v(picture).view(heads)
+        for image, scale, to_k, to_v in zip(ip_hidden_states, self.scale, self.to_k_ip, self.to_v_ip, strict=False):
+            key = to_k(image).view(heads)
+            value = to_v(image).view(heads)
             out = dispatch_attention_fn(
                 query, key, value, backend=self._attention_backend, parallel_config=self._parallel_config
             )

@@ -3,7 +3,7 @@
 A table has the format of diffusers' `_tp_plan`: module pattern (`*` stands for one name) -> "colwise", "rowwise",
 `PackedColwiseParallel` or `PackedRowwiseParallel`; and, beyond it, "rms_norm": an RMS norm across all heads.
 
-One that was derived names Linears where a class leaves sizes to its config, so that it holds for every config:
+One that was derived names Linears where a class leaves sizes to its config, so that it fits every config:
 
     ["colwise", 1, 1]               its outputs are blocks in these proportions
     ["colwise", "inner", "hidden"]  its outputs are blocks of as many features as these attributes of its owner say
@@ -433,7 +433,7 @@ def _check_blocks_alike(transformer: nn.Module, table: Mapping[str, Any]) -> Non
     """Raises `ModelError` if attention of some blocks lacks a Linear that the same of others has, by a derived table.
 
     What such a module makes without a Linear of its own would be this rank's heads alone. A last block may lack the
-    Linears after attention, whose results nobody reads.
+    Linears after attention, whose results are never read.
     """
     for pattern, row in table.items():
         if not isinstance(row, list | tuple) or row[0] != "colwise":

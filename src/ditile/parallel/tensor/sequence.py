@@ -4,7 +4,7 @@ Where this happens is a table (`ModelSpec.tensor_tokens`): module pattern -> wha
 argument is gathered before the module runs; "return" (or the first of several results) is gathered after it, or, of a
 row-parallel Linear, summed and scattered. A stream is "image", "text" or, where a block has put both into one sequence,
 "text+image": each rank has its share of the text and then its share of the image, and the whole has the same order,
-so that rotary tables are those of the undivided call.
+so that the rotary tables of the undivided call fit.
 """
 
 from __future__ import annotations
@@ -87,12 +87,14 @@ def install_token_gathers(
     for pattern, streams in table.items():
         for path, module in match_modules(transformer, pattern):
             if path in cuts.styles:
+                # A row-parallel Linear sums, so its scatter takes the place of its sum.
                 scatters[path] = partial(_scatter_tokens, collectives, tokens, streams[RETURN])
                 continue
             gather = {
                 what: exclude_from_compile(partial(_gather_tokens, path, collectives, tokens, stream))
                 for what, stream in streams.items()
             }
+            # The result is gathered after the module; all others are arguments, which are gathered before it.
             after = gather.pop(RETURN, None)
             if after is not None:
                 stack.callback(module.register_forward_hook(partial(_gather_result, after)).remove)

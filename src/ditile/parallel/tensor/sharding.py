@@ -1,9 +1,9 @@
 """Tensor parallel: every rank has a share of the heads and of the hidden features of each block (arXiv 1909.08053).
 
 The finished model is edited in place, on the instance, and has plain tensors. A column-parallel Linear keeps the
-weights of its share of the outputs; a row-parallel one those of its share of the inputs, and what it makes is summed
-over the ranks before the bias is added, once. The model's own forward runs; attention has all tokens and its share of
-the heads.
+weights of its share of the outputs. A row-parallel one keeps the weights of its share of the inputs; its results are
+summed over the ranks before the bias is added, once. The model's own forward runs; attention has all tokens and its
+share of the heads.
 
 Two schemes. "row": an all-reduce after each row-parallel Linear. "sequence" (arXiv 2205.05198): between them every
 rank has its share of the tokens, residuals and norms included; tokens are gathered before attention and feed-forward
@@ -62,7 +62,7 @@ _LORA_FACTORS = {"gathered": "lora_B", "rowwise": "lora_A"}
 
 
 class ShardedTransformer:
-    """A transformer of which this rank holds a share of the weights.
+    """A transformer of which this rank has a share of the weights.
 
     Attributes:
         cuts: what is cut; a loader asks its `select_shard`.
@@ -153,7 +153,7 @@ class ShardedTransformer:
 
 
 def find_share(transformer: nn.Module) -> ShardedTransformer | None:
-    """What a model holds a share of its weights by; None if it is whole."""
+    """The share that this rank has of a model's weights; None if the model is whole."""
     share: ShardedTransformer | None = vars(transformer).get(_MARK)
     return share
 
@@ -161,7 +161,7 @@ def find_share(transformer: nn.Module) -> ShardedTransformer | None:
 def find_tensor_table(
     transformer: nn.Module, spec: ModelSpec | None, derived: Mapping[str, Any] = MappingProxyType({})
 ) -> Mapping[str, Any]:
-    """The tensor table of a model: its spec's, else one that was derived, else diffusers' own.
+    """The tensor table of a model: its spec's, or one that was derived, or diffusers' own, in this order.
 
     Raises:
         ModelError: if it has none.
@@ -243,7 +243,7 @@ def check_unsharded(transformer: nn.Module, sequence: Mapping[str, Mapping[str, 
     """Raises `StateError` if a model is cut already, and `ModelError` if "sequence" has no table of its streams."""
     kind = type(transformer).__name__
     if find_share(transformer) is not None:
-        raise StateError(f"this {kind} holds a share of its weights already; undo that, or reload it")
+        raise StateError(f"this {kind} has only a share of its weights already; undo that, or reload it")
     if sequence is not None and not sequence:
         raise ModelError(f"{kind} has no table of its token streams for split_scheme=sequence; use row")
 
@@ -275,7 +275,7 @@ def _cut_parameters(stack: ExitStack, path: str, module: nn.Module, cuts: Tensor
 
 
 def _resize_features(stack: ExitStack, module: nn.Module) -> None:
-    """Sets the sizes of a Linear, and of the LoRAs around it, to those of its share."""
+    """Sets the sizes of a Linear, and of the LoRAs around it, to the sizes of its share."""
     linears: list[tuple[Any, Any]] = [(owner, owner) for owner in module.modules() if isinstance(owner, nn.Linear)]
     base = unwrap_lora_base(module)
     if base is not module:

@@ -108,7 +108,7 @@ def list_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[nn
 
 def empty_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[tuple[nn.Module, ModuleContents]]:
     """Empties the modules of other ranks, and returns these with their contents."""
-    # Before they are empty: the dtype and the device of an encoder are those of its parameters.
+    # Read before the modules are empty: an encoder takes its dtype and device from its parameters.
     weight = next(parameter for parameter in encoder.parameters() if parameter.is_floating_point())
     contents = [(module, turn_into_placeholder(module)) for module in list_foreign_modules(encoder, place)]
     store_placement(encoder, place)

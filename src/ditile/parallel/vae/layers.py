@@ -16,7 +16,7 @@ from ditile.parallel.vae.halo import Halo, RowWindow, Strip, intersect_ranges
 from ditile.plan.errors import ModelError
 
 VisibleRows = list[tuple[range, Tensor]]
-"""Rows of the input, from top to bottom, and where in the picture they are."""
+"""Rows of the input, from top to bottom, and where in the image they are."""
 PrepareRows = Callable[[Tensor], Tensor]
 """What is done to rows of the input before the convolution, such as norm and activation: to each pixel alone."""
 
@@ -32,7 +32,7 @@ class StripConvolution:
         convolve: (rows, n) -> the convolution of these rows with n rows of zeros above and below.
         strip: this rank's rows.
         window: along the rows; the kernel and its stride are the convolution's own.
-        mode: what is beyond the picture, as `torch.nn.functional.pad` names it.
+        mode: what is beyond the image, as `torch.nn.functional.pad` names it.
     """
 
     convolve: Callable[[Tensor, int], Tensor]
@@ -41,7 +41,7 @@ class StripConvolution:
     mode: str = "constant"
 
     def __call__(self, x: Tensor, prepare: PrepareRows | None = None) -> Tensor:
-        """This rank's rows of the output `[..., rows, W]`, from those of the input.
+        """This rank's rows of the output `[..., rows, W]`, from its rows of the input.
 
         Args:
             x: the input.
@@ -182,7 +182,7 @@ def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
 def run_residual_block(block: Any, x: Tensor, strip: Strip) -> Tensor:
     """This rank's rows of what a `ResnetBlock2D` makes without a time embedding; its convolutions are divided.
 
-    diffusers' own forward holds a normalized copy of the whole strip in addition to its input. Here a block of rows is
+    diffusers' own forward keeps a normalized copy of the whole strip in addition to its input. Here a block of rows is
     normalized when it is convolved, the second branch is added in place, and rows travel before the norm.
     """
 

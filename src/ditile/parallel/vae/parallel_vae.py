@@ -2,7 +2,7 @@
 
 diffusers' own encoder and decoder run on every rank, on a strip. Operations that look beyond a pixel use the other
 strips: convolutions exchange halo rows with their neighbours, group norms share their statistics, attention gathers
-keys and values. A cache of frames holds rows of the strip. Weights are whole on every rank; activations are a share.
+keys and values. A cache of frames has rows of the strip. Weights are whole on every rank; activations are a share.
 The idea is DistVAE's.
 """
 

@@ -90,7 +90,7 @@ def simulate_ranks(vae: Any, install: Install, num_ranks: int, call: Callable[[A
 
 
 def _describe(error: Exception) -> str:
-    """One line of at most 200 letters about an error of somebody's model."""
+    """One line about an error: its class and at most 200 letters of its message."""
     message = " ".join(str(error).split())
     return f"{type(error).__name__}: {message[:200]}"
 

@@ -1,9 +1,9 @@
 """Tiles of an autoencoder that cannot be divided by rows: each rank codes some of them, and all get the rest.
 
-diffusers calls a coder on one tile after the other, and blends them at the end. Here the coder of a tile that another
-rank has returns at once a tensor that is yet to arrive, and the first operation that reads it waits. So all ranks code
-their own tiles at the same time, and what comes out equals the tiled call on one rank. An autoencoder that blends each
-tile before it codes the next would wait for one rank after the other: right, and no sooner.
+diffusers calls a coder on one tile after the other, and blends them at the end. Here the coder of another rank's tile
+returns at once, with a tensor that is yet to arrive, and the first operation that reads it waits. So all ranks code
+their own tiles at the same time, and the result equals the tiled call on one rank. An autoencoder that blends each tile
+before it codes the next would wait for one rank after the other: correct, but no faster.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class SharedCoder:
             raise ModelError("a divided autoencoder makes no gradients, and its input requires them; detach() it")
         links = self._links
         owner = self.count % links.num_ranks
-        self.count = self.count + 1
+        # Every rank counts the same tiles in the same order, so that all agree on the owner of each.
+        self.count += 1
         with torch.no_grad():
             if owner != links.index:
                 shape = self._find_shape(sample, args, kwargs)
@@ -107,7 +108,7 @@ class SharedCoder:
             result = self._forward(sample, *args, **kwargs)
             if not isinstance(result, Tensor) or result.dtype != sample.dtype:
                 raise ModelError(f"{self._name} does not make one tensor of the type of a tile; use vae=whole")
-            # A copy, because tiles are blended in place.
+            # A copy, because tiles are blended in place while the message is under way.
             sent = result.clone(memory_format=torch.contiguous_format)
             others = [(peer, sent) for peer in range(links.num_ranks) if peer != owner]
             self._tiles.keep_sent(links.start_exchange(others, [], sent))
@@ -116,17 +117,18 @@ class SharedCoder:
     def _find_shape(self, sample: Tensor, args: Any, kwargs: Any) -> torch.Size:
         key = (sample.shape, len(args), tuple(kwargs))
         if key not in self._shapes:
-            on_meta = pytree.tree_map_only(Tensor, lambda x: x.to("meta", self._dtype), (sample, args, kwargs))
-            self._shapes[key] = self._meta(on_meta[0], *on_meta[1], **on_meta[2]).shape
+            call = (sample, args, kwargs)
+            meta_sample, meta_args, meta_kwargs = pytree.tree_map_only(Tensor, self._move_to_meta, call)
+            self._shapes[key] = self._meta(meta_sample, *meta_args, **meta_kwargs).shape
         return self._shapes[key]
 
-    @functools.cached_property
-    def _dtype(self) -> torch.dtype:
-        return next(self._meta.parameters()).dtype
+    def _move_to_meta(self, x: Tensor) -> Tensor:
+        # The twin may have another dtype than the coder, which was cast since.
+        return x.to("meta", next(self._meta.parameters()).dtype)
 
 
 def install_tile_forwards(stack: ExitStack, vae: Any, links: RowLinks) -> None:
-    """Shares out the tiles of an autoencoder's calls, on the instance, until the stack is closed."""
+    """Distributes the tiles of an autoencoder's calls, on the instance, until the stack is closed."""
     meta = build_meta_model(vae)
     for call, name in zip(CALLS, ("encoder", "decoder"), strict=True):
         coder = getattr(vae, name, None)
