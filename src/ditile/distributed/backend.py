@@ -75,7 +75,11 @@ BACKEND_NAME = "gloo_on_one_loop"
 
 
 def make_group_on_one_loop(
-    ranks: Sequence[int], timeout: datetime.timedelta | None, backend: str | None, *, links: bool = False
+    ranks: Sequence[int],
+    timeout: datetime.timedelta | None,
+    backend: str | None,
+    *,
+    links: bool = False,
 ) -> dist.ProcessGroup:
     """Makes a group of some ranks; all ranks must call it.
 

@@ -110,7 +110,9 @@ class RankState:
 
 
 def find_first_failure(
-    ranks: Sequence[RankState], limits: LaunchLimits, looked: float
+    ranks: Sequence[RankState],
+    limits: LaunchLimits,
+    looked: float,
 ) -> tuple[RankFailure, int] | None:
     """The failure that ends a run, and its rank; None while the run may go on. `looked`: as in `detect_silence`."""
     failures = [(rank.outcome, rank.number) for rank in ranks if isinstance(rank.outcome, RankFailure)]
@@ -131,7 +133,9 @@ def _order_of_blame(entry: tuple[RankFailure, int]) -> tuple[int, float, int]:
 
 
 def _find_abandoned_call(
-    ranks: Sequence[RankState], limits: LaunchLimits, now: float
+    ranks: Sequence[RankState],
+    limits: LaunchLimits,
+    now: float,
 ) -> tuple[RankFailure, int] | None:
     """The first rank that left a call by an error, if another one is still in that call and does nothing."""
     # Errors of calls that every rank has left do not matter, and there may be any number of them.

@@ -119,7 +119,10 @@ def launch(
 
 
 def run_rank_process(
-    numbers: Sequence[int], directory: str, descriptors: Sequence[int], prepare: dict[str, Any]
+    numbers: Sequence[int],
+    directory: str,
+    descriptors: Sequence[int],
+    prepare: dict[str, Any],
 ) -> None:
     """Runs a rank from its start to its end. Its command line ends with the numbers of its three pipes."""
     place = RankPlace(*numbers)

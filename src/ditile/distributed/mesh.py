@@ -374,7 +374,13 @@ def _make_axis(name: str, plan: Plan, rank: int, groups: Communicators) -> Axis:
 
 
 def _make_subgroup_axis(
-    name: str, names: Sequence[str], plan: Plan, rank: int, groups: Communicators, *, backend: str | None = None
+    name: str,
+    names: Sequence[str],
+    plan: Plan,
+    rank: int,
+    groups: Communicators,
+    *,
+    backend: str | None = None,
 ) -> Axis:
     """This rank's line along some axes, with its group."""
     # torch wants every rank to make the groups of all lines, in one order.
@@ -416,7 +422,12 @@ def has_one_queue() -> bool:
 
 
 def make_subgroup(
-    purpose: str, names: Sequence[str], plan: Plan, mesh: Mesh, *, backend: str | None = None
+    purpose: str,
+    names: Sequence[str],
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    backend: str | None = None,
 ) -> dist.ProcessGroup | None:
     """A group of its own for the ranks along some axes; None where this rank is alone on them. All ranks must call it.
 

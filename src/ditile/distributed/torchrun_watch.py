@@ -114,7 +114,10 @@ def report_failure(failure: RankFailure, code: int) -> bool:
 
 
 def _report_uncaught(
-    hook: Any, error_class: type[BaseException], error: BaseException, trace: TracebackType | None
+    hook: Any,
+    error_class: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
 ) -> None:
     failure = describe_error(error)
     # Of a rank that failed because another one did, the traceback would only mislead.

@@ -84,7 +84,13 @@ class PeerChannel:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, peer: int, kind: str, traffic: Traffic, *, shared: bool = False
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        kind: str,
+        traffic: Traffic,
+        *,
+        shared: bool = False,
     ) -> None:
         self._group = group
         self._peer = peer
@@ -175,7 +181,11 @@ class _AsyncReduction:
     """Whole numbers of all ranks of a group that are being reduced; None for a group is this rank alone."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, numbers: Sequence[int], operation: Any, traffic: Traffic
+        self,
+        group: dist.ProcessGroup | None,
+        numbers: Sequence[int],
+        operation: Any,
+        traffic: Traffic,
     ) -> None:
         self._numbers = torch.tensor(list(numbers), dtype=torch.int64)
         self._traffic = traffic
@@ -245,7 +255,12 @@ class PendingMessages:
 
 
 def start_all_to_all(
-    x: Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
+    x: Tensor,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+    kind: str,
 ) -> PendingMessages:
     """Starts to send consecutive runs of vectors to the ranks of a group, and to receive runs from them.
 
@@ -307,7 +322,11 @@ def _pack_messages(packing: VectorPacking, sends: Sequence[tuple[int, Tensor]]) 
 
 
 def start_gather(
-    x: Tensor, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup | None, traffic: Traffic, kind: str
+    x: Tensor,
+    shapes: Sequence[tuple[int, ...]],
+    group: dist.ProcessGroup | None,
+    traffic: Traffic,
+    kind: str,
 ) -> PendingMessages:
     """Starts to exchange `x` with every rank of a group; theirs have these shapes. All arrive, in rank order.
 
@@ -355,7 +374,11 @@ def connect_group(group: dist.ProcessGroup, device: torch.device, *, pairs: bool
 
 
 def start_shift(
-    x: Tensor, shape: Sequence[int], group: dist.ProcessGroup, traffic: Traffic, kind: str
+    x: Tensor,
+    shape: Sequence[int],
+    group: dist.ProcessGroup,
+    traffic: Traffic,
+    kind: str,
 ) -> PendingMessages:
     """Starts to send `x` to the next rank of a ring, and to receive from the rank before, in this shape."""
     own_rank = dist.get_rank(group)

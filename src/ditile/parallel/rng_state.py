@@ -39,7 +39,10 @@ def has_state_change(generators: Sequence[torch.Generator], saved: Sequence[torc
 
 
 def synchronise_generators(
-    generators: Sequence[torch.Generator], source: int, group: dist.ProcessGroup | None, traffic: Traffic
+    generators: Sequence[torch.Generator],
+    source: int,
+    group: dist.ProcessGroup | None,
+    traffic: Traffic,
 ) -> None:
     """Puts the generators of every rank into the states that they have on group rank `source`."""
     if group is None:

@@ -45,7 +45,10 @@ class ThreadRank:
         self._queues = queues  # by sender and receiver
 
     def start_exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Sequence[int]]],
+        like: Tensor,
     ) -> PendingThreadMessages:
         """Sends tensors to several peers; `receives` are (peer, shape) of what arrives."""
         for peer, x in sends:

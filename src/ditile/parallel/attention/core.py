@@ -69,7 +69,11 @@ class AttentionCore:
         self.overlaps = exchange.overlaps
 
     def attend_overlapped(
-        self, makers: Sequence[DeferredTensor], *, mask: Tensor | None = None, scale: float | None = None
+        self,
+        makers: Sequence[DeferredTensor],
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """The same for q, k and v that are yet to be computed: each travels while the next one is computed."""
         if torch.compiler.is_compiling():
@@ -125,7 +129,12 @@ class AttentionCore:
         return self._attend_to_heads(tokens, keys, q, k, v, heads, mask, scale, further)
 
     def _take_further_keys(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: LayerTokens
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        tokens: LayerTokens,
     ) -> tuple[Tensor, Tensor, Tensor | None, FurtherKeys]:
         """The keys and values of tokens, the mask of these alone, and the further keys with theirs.
 
@@ -198,7 +207,12 @@ class NoExchange:
     takes_dummies = True
 
     def exchange_tokens_for_heads(
-        self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, keys: LayerTokens
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tokens: LayerTokens,
+        keys: LayerTokens,
     ) -> tuple[Tensor, ...]:
         """Returns q, k and v as they are."""
         return q, k, v

@@ -56,7 +56,13 @@ class NativeKernel:
     """torch's scaled dot-product attention, which the stock processors of `Attention` call."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """`[B, S, N, H]` to the same."""
         out = functional.scaled_dot_product_attention(
@@ -72,7 +78,13 @@ class NativeKernel:
         return out.transpose(1, 2)
 
     def attend_with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp `[B, S, N]`, by one of torch's own fused kernels."""
         return run_fused_kernel("", q, k, v, mask, scale)
@@ -89,7 +101,13 @@ class DiffusersKernel:
         self.backend = backend
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> Tensor:
         """`[B, S, N, H]` to the same."""
         # Only what is needed: not every backend knows masks and grouped heads.
@@ -102,7 +120,13 @@ class DiffusersKernel:
         return out
 
     def attend_with_lse(
-        self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: Tensor | None = None,
+        scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output and the log-sum-exp `[B, S, N]`.
 
@@ -169,7 +193,12 @@ def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, lse: b
 
 
 def run_fused_kernel(
-    name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
 ) -> tuple[Tensor, Tensor]:
     """`[B, S, N, H]` to the output and the log-sum-exp `[B, S, N]`, by torch's kernel of this name, or one that suits.
 

@@ -84,7 +84,11 @@ class RotaryEmbedding:
         return torch.add(x * table.cos, swapped * table.sin, out=swapped)
 
     def _find_table(
-        self, source: tuple[int, int, int, int], cos: Tensor, sin: Tensor, device: torch.device
+        self,
+        source: tuple[int, int, int, int],
+        cos: Tensor,
+        sin: Tensor,
+        device: torch.device,
     ) -> _RotaryTable:
         table: _RotaryTable | None = self._tables.get(sin)
         if table is None or table.source != source:

@@ -107,7 +107,13 @@ class TensorCuts:
 
     @classmethod
     def match_tensor_table(
-        cls, transformer: nn.Module, table: Mapping[str, Any], index: int, size: int, *, loaded: bool = False
+        cls,
+        transformer: nn.Module,
+        table: Mapping[str, Any],
+        index: int,
+        size: int,
+        *,
+        loaded: bool = False,
     ) -> TensorCuts:
         """Matches a table with a model, whose blocks may be placeholders and whose weights may be on the meta device.
 
@@ -276,7 +282,10 @@ def _fill_pattern(pattern: str, path: str) -> str:
 
 
 def _measure_parts(
-    parts: Sequence[str | int], table: Mapping[str, Any], transformer: nn.Module, path: str
+    parts: Sequence[str | int],
+    table: Mapping[str, Any],
+    transformer: nn.Module,
+    path: str,
 ) -> list[int]:
     """How many inputs of a Linear come from each of the parts that lie side by side in them.
 

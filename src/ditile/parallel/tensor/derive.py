@@ -186,7 +186,12 @@ class _FlowWatch(TorchFunctionMode):
         override_attribute(stack, block.block, "forward", forward_and_mark)
 
     def _mark_arguments(
-        self, block: str, of_list: ListAnatomy, names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        block: str,
+        of_list: ListAnatomy,
+        names: Sequence[str],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> None:
         streams = {of_list.image, of_list.text} - {None}
         # In every block the first positional arguments are streams.
@@ -265,7 +270,11 @@ class _FlowWatch(TorchFunctionMode):
         self._kept.append(x)
 
     def _find_parts(
-        self, name: str, args: Any, kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+        self,
+        name: str,
+        args: Any,
+        kwargs: Mapping[str, Any],
+        inputs: Sequence[Tensor],
     ) -> tuple[Part, ...]:
         """What was joined in the last dimension of what a function makes."""
         if name in ("cat", "concat", "concatenate"):

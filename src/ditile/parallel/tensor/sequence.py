@@ -123,7 +123,11 @@ def _gather_tokens(path: str, collectives: TensorCollectives, tokens: StreamLeng
 
 
 def _gather_arguments(
-    names: Sequence[str], gather: Mapping[str, Gather], _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    names: Sequence[str],
+    gather: Mapping[str, Gather],
+    _: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     whole_args = list(args)
     whole_kwargs = dict(kwargs)

@@ -49,6 +49,8 @@ from ditile.parallel.tensor.sequence import SharedStreams, StreamLengths, instal
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.spec import ModelSpec
 
+TensorMap = Callable[[Tensor], Tensor]
+"""Such as what sums a tensor over the ranks."""
 _MARK = "_ditile_tensor"
 _HEAD_ATTRIBUTES = (
     *HEAD_COUNTS, "sliceable_head_dim", "inner_dim", "inner_kv_dim", "kv_inner_dim", "mlp_hidden_dim",
@@ -79,7 +81,7 @@ class ShardedTransformer:
         self.select_shard = cuts.select_shard
         self._keep = keep
         self._fused: list[tuple[str, Any, list[str]]] = []
-        self._sums: dict[str, Callable[[Tensor], Tensor]] = {}
+        self._sums: dict[str, TensorMap] = {}
 
     def remember_fused_loras(self, path: str, module: Any) -> None:
         """Remembers which LoRAs are fused into a Linear's whole weight."""
@@ -159,7 +161,9 @@ def find_share(transformer: nn.Module) -> ShardedTransformer | None:
 
 
 def find_tensor_table(
-    transformer: nn.Module, spec: ModelSpec | None, derived: Mapping[str, Any] = MappingProxyType({})
+    transformer: nn.Module,
+    spec: ModelSpec | None,
+    derived: Mapping[str, Any] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
     """The tensor table of a model: its spec's, or one that was derived, or diffusers' own, in this order.
 
@@ -186,7 +190,7 @@ def shard_weights(
     sequence: Mapping[str, Mapping[str, str]] | None = None,
     loaded: bool = False,
     keep: bool = False,
-    sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    sum_over_ranks: TensorMap | None = None,
 ) -> ShardedTransformer:
     """Leaves this rank its share of a model's weights, and makes the model sum over the ranks.
 
@@ -214,7 +218,7 @@ def shard_weights(
     if sum_over_ranks is None:
         sum_over_ranks = collectives.sum_over_ranks
     with ExitStack() as stack:
-        scatters: Mapping[str, Callable[[Tensor], Tensor]] = {}
+        scatters: Mapping[str, TensorMap] = {}
         if sequence is not None:
             scatters = install_token_gathers(stack, transformer, cuts, sequence, sharded.stream_lengths, collectives)
             sharded.streams = SharedStreams(sharded.stream_lengths, axis, collectives)
@@ -249,7 +253,10 @@ def check_unsharded(transformer: nn.Module, sequence: Mapping[str, Mapping[str, 
 
 
 def _gather_adapters(
-    stack: ExitStack, transformer: nn.Module, cuts: TensorCuts, sums: Mapping[str, Callable[[Tensor], Tensor]]
+    stack: ExitStack,
+    transformer: nn.Module,
+    cuts: TensorCuts,
+    sums: Mapping[str, TensorMap],
 ) -> None:
     """Makes FLUX.1's IP-adapters gather the heads of all ranks."""
     # A list, because the processors are replaced meanwhile.
@@ -332,7 +339,11 @@ def _cut_arguments(stack: ExitStack, path: str, block: nn.Module, cuts: TensorCu
 
 
 def _install_sums(
-    stack: ExitStack, module: nn.Module, kind: str, cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor]
+    stack: ExitStack,
+    module: nn.Module,
+    kind: str,
+    cuts: TensorCuts,
+    over_ranks: TensorMap,
 ) -> None:
     """Makes a norm or Linear that needs what all ranks have sum over the ranks."""
     if kind == "rms_norm":
@@ -349,33 +360,36 @@ def _list_summing_loras(module: nn.Module, kind: str) -> Iterable[nn.Module]:
 
 
 def _make_sum(
-    linear: nn.Module, kind: str, cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor]
-) -> Callable[[Tensor], Tensor]:
+    linear: nn.Module,
+    kind: str,
+    cuts: TensorCuts,
+    over_ranks: TensorMap,
+) -> TensorMap:
     if kind == "gathered":
         return partial(_multiply_and_gather, linear, cuts, over_ranks)
     return partial(_multiply_and_sum, linear, over_ranks)
 
 
-def _multiply_and_sum(linear: Any, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _multiply_and_sum(linear: Any, over_ranks: TensorMap, x: Tensor) -> Tensor:
     """A row-parallel Linear."""
     out = over_ranks(functional.linear(x, linear.weight))
     # After the sum, or the bias would be added once for each rank.
     return out if linear.bias is None else out.add_(linear.bias)
 
 
-def _multiply_and_gather(linear: Any, cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _multiply_and_gather(linear: Any, cuts: TensorCuts, over_ranks: TensorMap, x: Tensor) -> Tensor:
     """A Linear of which each rank has a share of the outputs, and all ranks get all: a sum with zeros is exact."""
     return _gather_features(cuts, over_ranks, functional.linear(x, linear.weight, linear.bias))
 
 
-def _gather_features(cuts: TensorCuts, over_ranks: Callable[[Tensor], Tensor], share: Tensor) -> Tensor:
+def _gather_features(cuts: TensorCuts, over_ranks: TensorMap, share: Tensor) -> Tensor:
     own = share.shape[-1]
     out = share.new_zeros(*share.shape[:-1], own * cuts.size)
     out[..., cuts.index * own : (cuts.index + 1) * own] = share
     return over_ranks(out)
 
 
-def _norm_across_ranks(norm: Any, size: int, over_ranks: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def _norm_across_ranks(norm: Any, size: int, over_ranks: TensorMap, x: Tensor) -> Tensor:
     """An RMS norm whose channels lie on all ranks: their squares are summed over the ranks."""
     # The dtypes follow diffusers' RMSNorm.
     wide = x.float()

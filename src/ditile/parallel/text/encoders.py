@@ -126,6 +126,7 @@ class TextEncoders:
     def empty_foreign_parts(self) -> None:
         """Empties the parts of other ranks, unless they were never read; refuses calls that would find a part alone."""
         for name, encoder in self.encoders.items():
+            # Its other parts were never read.
             if read_placement(encoder) is not None:
                 continue
             if self._place != WHOLE:
@@ -153,6 +154,7 @@ class TextEncoders:
                 for encoder in self.encoders.values():
                     encoder.to(self._device)
             for encoder in self.encoders.values():
+                # The guards let calls of the runner pass by this mark.
                 override_attribute(stack, encoder, IN_CALL, True)
                 if self._place.mode == "first":
                     broadcast = partial(self._channel.broadcast_forward, 0, encoder, encoder.forward)
@@ -160,6 +162,7 @@ class TextEncoders:
                 elif self._place.mode == "split" and read_placement(encoder) != FREED:
                     _SplitEncoder(encoder, self._place, self._channel).install_forwards(stack)
             if self._after != "keep":
+                # A pipeline encodes its prompts before it denoises: the first call of the denoiser ends the encoding.
                 release = exclude_from_compile(lambda *_: self._release_encoders())
                 stack.callback(denoiser.register_forward_pre_hook(release).remove)
             yield
@@ -170,6 +173,7 @@ class TextEncoders:
             return
         self._away = self._after == "offload"
         for encoder in self.encoders.values():
+            # Read first: an encoder without parameters has no dtype.
             dtype = encoder.dtype
             set_placeholder_parameter(encoder, None)
             if self._after == "offload":
@@ -260,6 +264,7 @@ class _SplitEncoder:
         """Overrides the forwards of the encoder, of what comes before its layers, and of its layers."""
         encoder = self._encoder
         override_attribute(stack, encoder, "forward", partial(self._forward_encoder, encoder.forward))
+        # The first rank has the embeddings; the others get what they return.
         first = find_encoder_modules(type(encoder)).first
         for name, module in encoder.named_modules():
             if name.rpartition(".")[2] in first:
@@ -272,6 +277,7 @@ class _SplitEncoder:
         config = self._encoder.config
         if kwargs.get("output_attentions", config.output_attentions):
             raise ModelError("text=split has no attention weights of the layers of other ranks; use text=first")
+        # Then every layer's output is part of the result, not only the output of the last layer of each run.
         self._recording = bool(kwargs.get("output_hidden_states", config.output_hidden_states))
         return forward(*args, **kwargs)
 
@@ -330,6 +336,7 @@ def _rebuild_output(made: dict[str, Any], tensors: Iterator[Tensor], encoder: nn
 
 def _find_output_class(name: str, encoder: nn.Module) -> type[ModelOutput]:
     """The class of an output: transformers' own, or one from the module of the encoder."""
+    # Only these modules: the name comes from another process, and must not name any other class.
     for module in (sys.modules[type(encoder).__module__], modeling_outputs):
         candidate = getattr(module, name, None)
         if isinstance(candidate, type) and issubclass(candidate, ModelOutput):

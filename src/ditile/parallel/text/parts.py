@@ -55,6 +55,7 @@ def find_encoder_modules(kind: type) -> EncoderModules:
     Raises:
         ModelError: if none of these is known.
     """
+    # A user's own subclass has the parts of its nearest known base.
     for cls in kind.__mro__:
         if cls in ENCODER_MODULES:
             return ENCODER_MODULES[cls]
@@ -118,7 +119,9 @@ def empty_foreign_modules(encoder: nn.Module, place: EncoderPlacement) -> list[t
 
 
 def set_placeholder_parameter(
-    encoder: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None = None
+    encoder: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None = None,
 ) -> None:
     """Gives an encoder without weights a dtype and a device; without a dtype, takes them away again."""
     encoder._parameters.pop(_PLACEHOLDER, None)
@@ -128,7 +131,11 @@ def set_placeholder_parameter(
 
 
 def read_partial_encoder(
-    kind: type[Any], source: str, place: EncoderPlacement, dtype: torch.dtype, **options: Any
+    kind: type[Any],
+    source: str,
+    place: EncoderPlacement,
+    dtype: torch.dtype,
+    **options: Any,
 ) -> Any:
     """A text encoder of which only this rank's part is read from its checkpoint, on the CPU.
 
@@ -152,6 +159,7 @@ def read_partial_encoder(
         set_placeholder_parameter(encoder, dtype)
         return encoder
     partial_class = kind if place.mode == "first" else _derive_partial_class(kind, place)
+    # The loading info has the missing weights, of which transformers only warns.
     encoder, info = partial_class.from_pretrained(
         source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
     )
@@ -207,6 +215,7 @@ def _iterate_largest_foreign(module: nn.Module, own_modules: set[int]) -> Iterat
     for child in module.children():
         if not own_modules.isdisjoint(map(id, child.modules())):
             yield from _iterate_largest_foreign(child, own_modules)
+        # Modules without parameters, such as activations, cost nothing.
         elif next(child.parameters(), None) is not None:
             yield child
 

@@ -180,7 +180,10 @@ class RowLinks(Protocol):
     def num_ranks(self) -> int: ...
 
     def start_exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Sequence[int]]],
+        like: Tensor,
     ) -> PendingRows:
         """Starts messages to and from several peers; `receives` are (peer, shape) of tensors like one."""
 
@@ -203,7 +206,10 @@ class GroupLinks:
         self._traffic = traffic
 
     def start_exchange(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Sequence[int]]], like: Tensor
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        receives: Sequence[tuple[int, Sequence[int]]],
+        like: Tensor,
     ) -> PendingRows:
         """As `RowLinks` says."""
         return start_exchange(sends, receives, like, self._group, self._traffic, KIND)
@@ -251,6 +257,7 @@ class Strip:
             unit: a power of two: strips have a multiple of so many rows, or if that is impossible of half as many, and
                 so on, so that each has whole rows at the lowest resolution of a coder.
         """
+        # Fewer units than ranks would leave ranks without rows.
         height = image.shape[-2]
         num_ranks = self._links.num_ranks
         while unit > 1 and (height % unit or height < unit * num_ranks):
@@ -273,7 +280,7 @@ class Strip:
             if len(rows.select_rank_rows(self._rank)) == height:
                 self.rows = rows
                 return
-        # Operations with a window are known. A view makes several rows of each known row, or one of several.
+        # Resolutions that operations made are known. A view makes several rows of each known row, or one of several.
         for rows in self._known:
             own = len(rows.select_rank_rows(self._rank))
             if own and height % own == 0:

@@ -68,7 +68,13 @@ class StripConvolution:
         return self.convolve(rows, 0).narrow(-2, 0, 0)
 
     def _fill_output_rows(
-        self, out: Tensor | None, visible: VisibleRows, rows: range, part: Halo, size: int, prepare: PrepareRows | None
+        self,
+        out: Tensor | None,
+        visible: VisibleRows,
+        rows: range,
+        part: Halo,
+        size: int,
+        prepare: PrepareRows | None,
     ) -> Tensor | None:
         for first in range(rows.start, rows.stop, size):
             block = range(first, min(first + size, rows.stop))
@@ -240,6 +246,7 @@ class RowFunctions(TorchFunctionMode):
         super().__init__()
         self._strip = strip
         self._padding: RowPadding | None = None
+        # Of the tensor that a convolution or a norm saw last: attention has only a number of tokens.
         self._frames = 1
         self._width = 1
         self._is_paused = False
@@ -325,6 +332,7 @@ class RowFunctions(TorchFunctionMode):
         dilations = _repeat_number(dilation, dims)
         before = self._take_padding(input)
         kernel = (weight.shape[-2] - 1) * dilations[-2] + 1
+        # It looks at no other row, so no rows travel.
         is_pointwise = kernel == 1 and strides[-2] == 1 and not paddings[-2] and before is None
         if is_pointwise and input.shape[-2]:
             return self._note_shape(func(input, weight, bias, stride, padding, dilation, groups))
@@ -372,6 +380,7 @@ class RowFunctions(TorchFunctionMode):
                 f"a coder attends to {length} tokens in {own} rows of {self._width} and {self._frames} frames"
                 f"{causally}, so that it cannot be divided by rows; use vae=whole"
             )
+        # One message for both.
         pairs = torch.cat([key, value], dim=-1).movedim(-2, 0)
         # Every rank must take part in the gather, also one without rows of its own.
         gathered = self._strip.start_strip_gather(pairs, units=tokens_per_row).wait_for_tensors()
@@ -397,6 +406,7 @@ def _extend_frame_mask(mask: Tensor, own: int, lengths: Sequence[int]) -> Tensor
     Raises:
         ModelError: if the mask tells tokens of a frame apart.
     """
+    # One token of each frame stands for all of its tokens.
     frames = mask[..., ::own, ::own]
     if not torch.equal(frames.repeat_interleave(own, -2).repeat_interleave(own, -1), mask):
         raise ModelError("a coder's mask tells tokens of a frame apart, so it cannot be divided by rows; use vae=whole")

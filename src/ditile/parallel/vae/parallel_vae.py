@@ -94,6 +94,7 @@ class ParallelVAE:
         """
         check_vae_divisible(self.vae)
         with ExitStack() as stack:
+            # Only one that tiles is left here: the check above refused all others.
             if explain_rows_refusal(self.vae) is not None:
                 install_tile_forwards(stack, self.vae, GroupLinks(self.axis, self.traffic))
             elif self.axis.num_ranks > 1 or self.block_size is not None:
@@ -113,12 +114,14 @@ def install_row_forwards(stack: ExitStack, vae: Any, strip: Strip, *, first: boo
         gather = strip.gather_image_on_first if first and name == "decoder" else strip.gather_image
         unit = find_row_unit(vae) if name == "encoder" else 1
         _install_coder_forward(stack, coder, functions, strip, gather, unit)
+        # Blocks are normalized and convolved together, so that no whole normalized strip is made.
         if strip.block_size is not None and isinstance(coder, Encoder | Decoder):
             for module in coder.modules():
                 if isinstance(module, ResnetBlock2D) and is_plain_residual(module):
                     _divide_module(stack, module, functions, partial(run_residual_block, module, strip=strip))
         for module in coder.modules():
             if isinstance(module, Attention) and type(module.processor) in STOCK:
+                # RowFunctions divides scaled_dot_product_attention alone, which AttnProcessor does not call.
                 override_attribute(stack, module, "processor", AttnProcessor2_0())
             elif isinstance(module, nn.SiLU) and isinstance(coder, Encoder | Decoder):
                 # It is only called on what a norm has just made, which no other module reads.
@@ -159,7 +162,10 @@ def _install_coder_forward(
 
 
 def _divide_module(
-    stack: ExitStack, module: nn.Module, functions: RowFunctions, forward: Callable[[Tensor], Tensor]
+    stack: ExitStack,
+    module: nn.Module,
+    functions: RowFunctions,
+    forward: Callable[[Tensor], Tensor],
 ) -> None:
     """Overrides a module by a forward that divides its strip itself."""
 

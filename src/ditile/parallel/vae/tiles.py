@@ -102,6 +102,7 @@ class SharedCoder:
             if owner != links.index:
                 shape = self._find_shape(sample, args, kwargs)
                 message = links.start_exchange([], [(owner, shape)], sample)
+                # The message has a buffer of its own: it is copied into the tile when an operation first reads it.
                 tile = sample.new_empty(shape)
                 self._tiles.expect_tile(tile, message)
                 return tile
@@ -146,6 +147,7 @@ def _wrap_call(call: Callable[..., Any], shared: SharedCoder, tiles: ArrivingTil
         shared.count = 0
         with tiles:
             result = call(*args, **kwargs)
+        # The caller may read tiles that no operation has read.
         tiles.wait_for_all()
         return result
 
