@@ -366,7 +366,7 @@ def watch_for_hub(task: dict[str, Any], process: WatchedProcess) -> dict[str, An
         where = f"{task['addresses'][0]}:{task['port']}"
         return {"line": f"rank {task['rank']}: cannot connect to the watcher of rank 0 at {where}", "code": 2}
     hello = {"rank": task["rank"], "host": task["host"]}
-    link.sendall(task["secret"].encode() + b" " + json.dumps(hello).encode() + b"\n")
+    link.sendall(f"{task['secret']} {json.dumps(hello)}\n".encode())
     received = b""
     last_word = time.monotonic()
     last_sent = 0.0

@@ -307,19 +307,24 @@ class _FlowWatch(TorchFunctionMode):
         if span is None:
             return
         path, start = span
-        if name in ("chunk", "split", "tensor_split") and {part.shape[:-1] for part in result} == {x.shape[:-1]}:
+        width = x.shape[-1]
+        if name in ("chunk", "split", "tensor_split"):
+            # Not one along another dimension.
+            if {part.shape[:-1] for part in result} != {x.shape[:-1]}:
+                return
             for part in result:
                 self._note_span(part, path, start)
                 start += part.shape[-1]
         elif name == "__getitem__" and isinstance(result, Tensor) and result.shape[:-1] == x.shape[:-1]:
             last_index = args[1][-1] if isinstance(args[1], tuple) else None
             if isinstance(last_index, slice) and last_index.step in (None, 1):
-                self._note_span(result, path, start + last_index.indices(x.shape[-1])[0])
+                self._note_span(result, path, start + last_index.indices(width)[0])
         elif name in ("reshape", "view", "unflatten") and result.ndim == x.ndim + 2 and result.shape[-3] in (2, 3):
             # Queries, keys and values: [..., 3, heads, features of a head].
-            width = math.prod(result.shape[-2:])
-            if width * result.shape[-3] == x.shape[-1]:
-                self._ends.setdefault(path, set()).update(range(start + width, start + x.shape[-1] + 1, width))
+            part_width = math.prod(result.shape[-2:])
+            if part_width * result.shape[-3] == width:
+                ends = range(start + part_width, start + width + 1, part_width)
+                self._ends.setdefault(path, set()).update(ends)
 
     def _find_span(self, x: Tensor) -> tuple[str, int] | None:
         """The Linear that made a tensor, and at which of its features the tensor begins."""

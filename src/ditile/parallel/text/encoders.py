@@ -221,7 +221,8 @@ class _EncoderChannel:
             }
         except BaseException as error:
             # The others wait for a header, whatever happens here.
-            gather_json({"raised": f"{type(error).__name__}: {' '.join(str(error).split())}"}, self.control)
+            message = " ".join(str(error).split())
+            gather_json({"raised": f"{type(error).__name__}: {message}"}, self.control)
             raise
         gather_json(header, self.control)
         for tensor in tensors:

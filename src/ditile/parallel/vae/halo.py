@@ -70,7 +70,8 @@ class RowWindow:
         Raises:
             ModelError: if the image is too low to make a row of.
         """
-        height = (rows.image_height * self.scale + self.before + self.after - self.kernel) // self.stride + 1
+        padded_height = rows.image_height * self.scale + self.before + self.after
+        height = (padded_height - self.kernel) // self.stride + 1
         if height < 1:
             raise ModelError(
                 f"an image of height {rows.image_height} is too low for a kernel of {self.kernel} rows; try 64 pixels"
@@ -91,7 +92,10 @@ class RowWindow:
     def find_input_rows(self, out: range, height: int) -> range:
         """The input rows that some output rows are made of, in an image of `height` rows."""
         reach = self.compute_input_reach(out)
-        return intersect_ranges(range(reach.start // self.scale, -(-reach.stop // self.scale)), range(height))
+        first = reach.start // self.scale
+        # Rounded up: half of a doubled row needs the row.
+        end = -(-reach.stop // self.scale)
+        return intersect_ranges(range(first, end), range(height))
 
 
 class PeerRows(NamedTuple):
@@ -153,6 +157,11 @@ def intersect_ranges(a: range, b: range) -> range:
     """The rows that two runs have in common."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
+
+
+def replace_height(x: Tensor, height: int) -> tuple[int, ...]:
+    """The shape of a tensor with another number of rows."""
+    return (*x.shape[:-2], height, x.shape[-1])
 
 
 KIND = "vae"
@@ -312,7 +321,7 @@ class Strip:
         """Starts to send and to receive halo rows; returns what waits for all rows that this rank can see."""
         sends = [(peer, x.narrow(-2, rows.start - part.own.start, len(rows))) for peer, rows in part.sends]
         incoming = (*part.above, *part.below)
-        receives = [(peer, (*x.shape[:-2], len(rows), x.shape[-1])) for peer, rows in incoming]
+        receives = [(peer, replace_height(x, len(rows))) for peer, rows in incoming]
         exchange = self._links.start_exchange(sends, receives, x)
 
         def wait_for_rows() -> list[tuple[range, Tensor]]:
@@ -342,14 +351,14 @@ class Strip:
             receives = []
             for rank, size in enumerate(self.rows.rows_per_rank):
                 if rank and size:
-                    receives.append((rank, (*x.shape[:-2], size, x.shape[-1])))
+                    receives.append((rank, replace_height(x, size)))
             strips = self._links.start_exchange([], receives, x).wait_for_tensors()
             return torch.cat([x, *strips], dim=-2)
         # The first rank expects nothing from a rank that has no rows.
         sends = [(0, x)] if x.numel() else []
         self._links.start_exchange(sends, [], x).wait_for_tensors()
         own = self.rows.select_rank_rows(self._rank)
-        whole = x.new_zeros(*x.shape[:-2], self.rows.image_height, x.shape[-1])
+        whole = x.new_zeros(replace_height(x, self.rows.image_height))
         whole.narrow(-2, own.start, len(own)).copy_(x)
         return whole
 

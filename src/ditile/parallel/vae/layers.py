@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ditile.parallel.vae.halo import Halo, RowWindow, Strip, intersect_ranges
+from ditile.parallel.vae.halo import Halo, RowWindow, Strip, intersect_ranges, replace_height
 from ditile.plan.errors import ModelError
 
 VisibleRows = list[tuple[range, Tensor]]
@@ -83,7 +83,7 @@ class StripConvolution:
                 if len(block) == len(part.out):
                     # One block is the whole output: there is nothing to copy.
                     return output_rows
-                out = output_rows.new_empty(*output_rows.shape[:-2], len(part.out), output_rows.shape[-1])
+                out = output_rows.new_empty(replace_height(output_rows, len(part.out)))
             out.narrow(-2, block.start - part.out.start, len(block)).copy_(output_rows)
         return out
 
@@ -176,7 +176,8 @@ def _compute_moments(x: Tensor, groups: int, share: float) -> Tensor:
     flat = x.contiguous().view(x.shape[0], groups, -1)
     means = []
     variances = []
-    for part in flat.split(max(NUMBERS_AT_ONCE // (flat.shape[0] * flat.shape[2]), 1), dim=1):
+    groups_at_once = max(NUMBERS_AT_ONCE // (flat.shape[0] * flat.shape[2]), 1)
+    for part in flat.split(groups_at_once, dim=1):
         mean = part.mean(2, dtype=wide)
         means.append(mean)
         variances.append((part - mean[..., None]).square_().mean(2))
@@ -386,7 +387,8 @@ class RowFunctions(TorchFunctionMode):
         gathered = self._strip.start_strip_gather(pairs, units=tokens_per_row).wait_for_tensors()
         if not own:
             return query
-        keys, values = torch.cat(gathered).movedim(0, -2).split([key.shape[-1], value.shape[-1]], dim=-1)
+        all_pairs = torch.cat(gathered).movedim(0, -2)
+        keys, values = all_pairs.split([key.shape[-1], value.shape[-1]], dim=-1)
         if attn_mask is not None:
             lengths = [count * self._width for count in self._strip.rows.rows_per_rank]
             attn_mask = _extend_frame_mask(attn_mask, own * self._width, lengths)
