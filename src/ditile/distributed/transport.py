@@ -26,6 +26,10 @@ from ditile.distributed.wire import VectorPacking
 
 Unpack = Callable[[Tensor], Tensor]
 """Makes a tensor of a packed message."""
+OutgoingTensors = Sequence[tuple[int, Tensor]]
+"""(peer, tensor) of each message to send."""
+IncomingShapes = Sequence[tuple[int, Sequence[int]]]
+"""(peer, shape) of each message to receive."""
 
 
 @dataclass(slots=True)
@@ -288,8 +292,8 @@ def start_all_to_all(
 
 
 def start_exchange(
-    sends: Sequence[tuple[int, Tensor]],
-    receives: Sequence[tuple[int, Sequence[int]]],
+    sends: OutgoingTensors,
+    receives: IncomingShapes,
     like: Tensor,
     group: dist.ProcessGroup | None,
     traffic: Traffic,
@@ -312,7 +316,7 @@ def start_exchange(
     return pending
 
 
-def _pack_messages(packing: VectorPacking, sends: Sequence[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+def _pack_messages(packing: VectorPacking, sends: OutgoingTensors) -> list[tuple[int, Tensor]]:
     # A message that goes to several peers is packed once.
     packed: dict[int, Tensor] = {}
     for _, message in sends:
@@ -388,8 +392,8 @@ def start_shift(
 
 
 def _start_messages(
-    sends: Sequence[tuple[int, Tensor]],
-    receives: Sequence[tuple[int, Sequence[int]]],
+    sends: OutgoingTensors,
+    receives: IncomingShapes,
     like: Tensor,
     group: dist.ProcessGroup,
     traffic: Traffic,

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ditile.distributed.transport import IncomingShapes, OutgoingTensors
+
 TIMEOUT = 60.0
 """Seconds that a rank waits for a message. Proofs run tiny models, so a longer wait means that ranks disagree."""
 
@@ -46,8 +48,8 @@ class ThreadRank:
 
     def start_exchange(
         self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Sequence[int]]],
+        sends: OutgoingTensors,
+        receives: IncomingShapes,
         like: Tensor,
     ) -> PendingThreadMessages:
         """Sends tensors to several peers; `receives` are (peer, shape) of what arrives."""

@@ -40,7 +40,11 @@ class TensorCollectives:
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:
         """Tokens of this rank, of streams of these whole lengths."""
-        return sum(len(pick_even_chunk(range(length), self._size, self._index)) for length in streams)
+        return sum(len(self._pick_chunk(length, self._index)) for length in streams)
+
+    def _pick_chunk(self, length: int, index: int) -> range:
+        """The share of a rank in a stream."""
+        return pick_even_chunk(range(length), self._size, index)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place where the group sees the device."""
@@ -95,6 +99,7 @@ class TensorCollectives:
 
     def _pack_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """`[B, S, C]` to `[n, B, longest, C]`: every rank's tokens. What is beyond a rank's own is never read."""
+        # Equal shares need no padding, and one copy brings them into order.
         if len(streams) == 1 and x.shape[1] % self._size == 0:
             batch, length, width = x.shape
             return x.reshape(batch, self._size, length // self._size, width).transpose(0, 1).contiguous()
@@ -103,7 +108,7 @@ class TensorCollectives:
             stream_start = 0
             own_start = 0
             for length in streams:
-                chunk = pick_even_chunk(range(length), self._size, index)
+                chunk = self._pick_chunk(length, index)
                 tokens = x[:, stream_start + chunk.start : stream_start + chunk.stop]
                 packed[index, :, own_start : own_start + len(chunk)] = tokens
                 stream_start += length
@@ -118,9 +123,9 @@ class TensorCollectives:
         starts = [0] * self._size
         for length in streams:
             for index in range(self._size):
-                width = len(pick_even_chunk(range(length), self._size, index))
-                parts.append(received[index, :, starts[index] : starts[index] + width])
-                starts[index] += width
+                end = starts[index] + len(self._pick_chunk(length, index))
+                parts.append(received[index, :, starts[index] : end])
+                starts[index] = end
         return torch.cat(parts, dim=1)
 
     def _count_traffic(self, size: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
-from ditile.distributed.transport import Traffic, start_exchange, start_gather
+from ditile.distributed.transport import IncomingShapes, OutgoingTensors, Traffic, start_exchange, start_gather
 from ditile.plan.errors import ModelError
 
 
@@ -190,8 +190,8 @@ class RowLinks(Protocol):
 
     def start_exchange(
         self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Sequence[int]]],
+        sends: OutgoingTensors,
+        receives: IncomingShapes,
         like: Tensor,
     ) -> PendingRows:
         """Starts messages to and from several peers; `receives` are (peer, shape) of tensors like one."""
@@ -216,8 +216,8 @@ class GroupLinks:
 
     def start_exchange(
         self,
-        sends: Sequence[tuple[int, Tensor]],
-        receives: Sequence[tuple[int, Sequence[int]]],
+        sends: OutgoingTensors,
+        receives: IncomingShapes,
         like: Tensor,
     ) -> PendingRows:
         """As `RowLinks` says."""
