@@ -184,48 +184,42 @@ class PeerChannel:
 class _AsyncReduction:
     """Whole numbers of all ranks of a group that are being reduced; None for a group is this rank alone."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        numbers: Sequence[int],
-        operation: Any,
-        traffic: Traffic,
-    ) -> None:
-        self._numbers = torch.tensor(list(numbers), dtype=torch.int64)
+    operation: Any
+
+    def __init__(self, group: dist.ProcessGroup | None, numbers: int | Sequence[int], traffic: Traffic) -> None:
+        self._numbers = torch.tensor(numbers, dtype=torch.int64)
         self._traffic = traffic
         self._work: dist.Work | None = None
         if group is not None:
-            self._work = dist.all_reduce(self._numbers, operation, group, async_op=True)
+            self._work = dist.all_reduce(self._numbers, self.operation, group, async_op=True)
             traffic.count_message("control", self._numbers.nbytes)
 
-    def _wait_for_numbers(self) -> list[int]:
+    def _wait_for_numbers(self) -> Any:
         if self._work is not None:
             with self._traffic.record_wait("control"):
                 self._work.wait()
             self._work = None
-        return [int(number) for number in self._numbers]
+        return self._numbers.tolist()
 
 
 class AsyncMax(_AsyncReduction):
-    """An exchange under way: the largest of the values that the ranks of a group give."""
+    """An exchange under way: the largest of the numbers that the ranks of a group give."""
 
-    def __init__(self, group: dist.ProcessGroup | None, value: int, traffic: Traffic) -> None:
-        super().__init__(group, [value], dist.ReduceOp.MAX, traffic)
+    operation = dist.ReduceOp.MAX
 
     def wait_for_max(self) -> int:
-        """Waits for all ranks and returns the largest value."""
-        return self._wait_for_numbers()[0]
+        """Waits for all ranks and returns the largest number."""
+        return int(self._wait_for_numbers())
 
 
 class AsyncSum(_AsyncReduction):
     """An exchange under way: the sums of whole numbers over the ranks of a group."""
 
-    def __init__(self, group: dist.ProcessGroup | None, values: Sequence[int], traffic: Traffic) -> None:
-        super().__init__(group, values, dist.ReduceOp.SUM, traffic)
+    operation = dist.ReduceOp.SUM
 
     def wait_for_sums(self) -> list[int]:
         """Waits for all ranks and returns the sums."""
-        return self._wait_for_numbers()
+        return list(self._wait_for_numbers())
 
 
 @dataclass(slots=True)

@@ -40,11 +40,7 @@ class TensorCollectives:
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:
         """Tokens of this rank, of streams of these whole lengths."""
-        return sum(len(self._pick_chunk(length, self._index)) for length in streams)
-
-    def _pick_chunk(self, length: int, index: int) -> range:
-        """The share of a rank in a stream."""
-        return pick_even_chunk(range(length), self._size, index)
+        return sum(len(pick_even_chunk(range(length), self._size, self._index)) for length in streams)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in place where the group sees the device."""
@@ -108,7 +104,7 @@ class TensorCollectives:
             stream_start = 0
             own_start = 0
             for length in streams:
-                chunk = self._pick_chunk(length, index)
+                chunk = pick_even_chunk(range(length), self._size, index)
                 tokens = x[:, stream_start + chunk.start : stream_start + chunk.stop]
                 packed[index, :, own_start : own_start + len(chunk)] = tokens
                 stream_start += length
@@ -123,7 +119,7 @@ class TensorCollectives:
         starts = [0] * self._size
         for length in streams:
             for index in range(self._size):
-                end = starts[index] + len(self._pick_chunk(length, index))
+                end = starts[index] + len(pick_even_chunk(range(length), self._size, index))
                 parts.append(received[index, :, starts[index] : end])
                 starts[index] = end
         return torch.cat(parts, dim=1)
