@@ -307,7 +307,9 @@ class StaleKeys:
             k, v = self.gather(k, v, tokens)
             store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
             mask = None if extra.mask is None else self._keep_mask(store, extra.mask, tokens)
-            store.mark_written(step, patch if tokens.image else None)
+            # The keys of a text are all written at once.
+            written_patch = patch if tokens.image else None
+            store.mark_written(step, written_patch)
         if patch is None:
             # The keys keep the order in which they came: the result is bit-identical to one process.
             if extra.further is not None:

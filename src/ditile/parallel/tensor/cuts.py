@@ -292,13 +292,15 @@ def _measure_parts(
     Raises:
         ModelError: if these are not all of its inputs: by this config, the model packs them in another way.
     """
-    sizes = [part if isinstance(part, int) else _measure_part(part, table, transformer, path) for part in parts]
+    sizes = [_measure_part(part, table, transformer, path) for part in parts]
     _check_sum(path, "inputs", _find_linear(transformer, path).in_features, sizes, transformer)
     return sizes
 
 
-def _measure_part(part: str, table: Mapping[str, Any], transformer: nn.Module, path: str) -> int:
+def _measure_part(part: str | int, table: Mapping[str, Any], transformer: nn.Module, path: str) -> int:
     """How many features a Linear makes (`a.to_q`), or one of the blocks that it makes side by side (`a.up/1`)."""
+    if isinstance(part, int):
+        return part
     pattern, _, index = part.partition("/")
     linear_path = _fill_pattern(pattern, path)
     features: int = _find_linear(transformer, linear_path).out_features
@@ -316,7 +318,9 @@ def _measure_columns(kind: str, blocks: Sequence[int | str], transformer: nn.Mod
     if not blocks:
         return _find_value_and_gate(kind, transformer, path)
     attributes = vars(transformer.get_submodule(path.rpartition(".")[0]))
-    sizes = [int(attributes.get(block, 0)) if isinstance(block, str) else block for block in blocks]
+    sizes = []
+    for block in blocks:
+        sizes.append(block if isinstance(block, int) else int(attributes.get(block, 0)))
     if isinstance(blocks[0], str):
         _check_sum(path, "outputs", _find_linear(transformer, path).out_features, sizes, transformer)
     return sizes

@@ -78,16 +78,18 @@ def derive_tensor_cuts(transformer: nn.Module, anatomy: Anatomy, call: Call) -> 
         transformer(**call)
     table: dict[str, list[Any]] = {}
     for path, style in flow.list_styles().items():
-        row = [_find_pattern(transformer, word) if isinstance(word, str) else word for word in style]
+        row = [_find_pattern(transformer, word) for word in style]
         # Blocks of one list share a row; the first one that ran decides.
-        table.setdefault(_find_pattern(transformer, path), row)
+        table.setdefault(str(_find_pattern(transformer, path)), row)
     if not prove_tensor_cuts(transformer, table, call):
         return anatomy
     return replace(anatomy, tensor=table)
 
 
-def _find_pattern(transformer: nn.Module, path: str) -> str:
-    """A path in which `*` stands for each place in a list whose modules are of one class: blocks, experts."""
+def _find_pattern(transformer: nn.Module, path: str | int) -> str | int:
+    """A path in which `*` stands for each place in a list whose modules are of one class; a number stays."""
+    if isinstance(path, int):
+        return path
     # What follows ":" or "/" names an argument of the module, or a part of its features.
     end = re.search("[:/]|$", path)
     assert end is not None
@@ -278,7 +280,9 @@ class _FlowWatch(TorchFunctionMode):
     ) -> tuple[Part, ...]:
         """What was joined in the last dimension of what a function makes."""
         if name in ("cat", "concat", "concatenate"):
-            dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            dim = kwargs.get("dim", 0)
+            if len(args) > 1:
+                dim = args[1]
             if inputs and inputs[0].ndim and dim in (-1, inputs[0].ndim - 1):
                 return tuple(Part(x.shape[-1], self._find_sources(x)) for x in inputs)
         for x in inputs:

@@ -67,7 +67,8 @@ class StreamLengths:
 
     def list_stream_lengths(self, stream: str) -> list[int]:
         """The lengths that follow each other in a stream."""
-        return [self.text if name == "text" else self.image for name in stream.split("+")]
+        lengths = {"text": self.text, "image": self.image}
+        return [lengths[name] for name in stream.split("+")]
 
 
 def install_token_gathers(
