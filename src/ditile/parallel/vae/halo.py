@@ -134,9 +134,9 @@ def plan_halo_exchange(rows: ImageRows, window: RowWindow, rank: int) -> Halo:
     own = rows.select_rank_rows(rank)
     out = output_rows.select_rank_rows(rank)
     needed = window.find_input_rows(out, height)
-    above = []
-    below = []
-    sends = []
+    above: list[PeerRows] = []
+    below: list[PeerRows] = []
+    sends: list[PeerRows] = []
     for peer in range(len(rows.cuts) - 1):
         if peer == rank:
             continue
