@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.parallel.tensor.shardings import ODD, SCHEMES, error, forward, inputs, sharded, with_heads
 from torch import Tensor
 
 from ditile.plan.errors import StateError
 from tests import tiny
+from tests.parallel.tensor.tensors import ODD, SCHEMES, error, forward, inputs, sharded, with_heads
 from tests.pool import Pool
 from tests.zoo import ZOO
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiTTransformer2DModel
-from tests.parallel.tensor.shardings import axis, forward, inputs, sharded, with_heads
 
 from ditile.distributed.transport import Traffic
 from ditile.model.refinements import PIXART_TENSOR_PLAN
 from ditile.parallel.tensor.sharding import shard_weights
 from tests import tiny
+from tests.parallel.tensor.tensors import axis, forward, inputs, sharded, with_heads
 from tests.pool import Pool
 
 B, P, T, H = 2, 63, 5, 32

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.parallel.tensor.shardings import SCHEMES, error, forward, inputs, sharded
 from torch import Tensor
 
 import ditile
@@ -19,6 +18,7 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
+from tests.parallel.tensor.tensors import SCHEMES, error, forward, inputs, sharded
 from tests.pool import Pool
 from tests.runner.cases import MAKE, run, same
 from tests.runner.loras import edits, folder_of, load, write

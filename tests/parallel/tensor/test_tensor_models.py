@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import Flux2Transformer2DModel, WanTransformer3DModel
-from tests.parallel.tensor.shardings import axis, error, forward, inputs, with_heads
 from torch import Tensor, nn
 
 from ditile.distributed.mesh import Axis
@@ -20,6 +19,7 @@ from ditile.plan.errors import DitileError
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 from tests import tiny
+from tests.parallel.tensor.tensors import axis, error, forward, inputs, with_heads
 from tests.pool import Pool
 from tests.zoo import ZOO
 
