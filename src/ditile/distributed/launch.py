@@ -84,10 +84,6 @@ def launch(
         raise StateError(
             "launch() was called inside a rank; call it once, in a script under `if __name__ == '__main__':`"
         )
-    if not callable(fn):
-        raise StateError(f"fn={fn!r} is no function; give one at the top of a module")
-    if not isinstance(args, tuple | list):
-        raise StateError(f"args={args!r} is no tuple of arguments; give args=({args!r},)")
     job = _pickle_call(fn, args)
     prepare = _find_main_module(job, getattr(fn, "__name__", "fn")) | {"sys_argv": sys.argv}
     times = dataclasses.replace(limits or LaunchLimits(), stall=float(stall_timeout))
@@ -251,6 +247,10 @@ def _write_frame(fd: int, payload: bytes) -> None:
 
 def _pickle_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The frame of a call. Plain pickle: multiprocessing's would send tensors through shared memory."""
+    if not callable(fn):
+        raise StateError(f"fn={fn!r} is no function; give one at the top of a module")
+    if not isinstance(args, tuple | list):
+        raise StateError(f"args={args!r} is no tuple of arguments; give args=({args!r},)")
     try:
         payload = pickle.dumps((fn, args), pickle.HIGHEST_PROTOCOL)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
