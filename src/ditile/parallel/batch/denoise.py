@@ -181,7 +181,9 @@ class DataCfgBatch:
         if self._used_early is None:
             # A NaN that the model itself did not make was used early. It is read at the end of the generation, so that
             # nothing waits for the device here.
-            own = [prediction for calls in self._predictions.values() for prediction in calls]
+            own: list[Tensor] = []
+            for predictions in self._predictions.values():
+                own += predictions
             model_made_nan = torch.stack([torch.isnan(prediction).any() for prediction in own]).any()
             has_nan = torch.isnan(self._data.view_own_images(prediction)).any()
             self._used_early = has_nan & ~model_made_nan | bool(self._deferred.problem)
@@ -368,7 +370,8 @@ class DataCfgBatch:
             result = _map_rows(result, list, torch.stack)
             self._returns_list = True
         self._results[branch] = result
-        predictions = extract_predictions(result, size if cut is None else batch_slice.slice_size)
+        num_rows = size if cut is None else batch_slice.slice_size
+        predictions = extract_predictions(result, num_rows)
         if cut is None and not has_all_rows:
             if len(predictions) > 1:
                 raise ModelError(

@@ -227,9 +227,11 @@ class CallRecognition:
                 return
             dry.check_stepped()
             shapes = [stream.predicted_shape for stream in dry.streams]
-            self._candidates = [
-                call for call in self._candidates if call.calls == self._calls and call.shapes == shapes
-            ]
+            candidates = []
+            for call in self._candidates:
+                if call.calls == self._calls and call.shapes == shapes:
+                    candidates.append(call)
+            self._candidates = candidates
             if not self._candidates:
                 self._other_models.forget_results()
                 dry.now.forget_layouts()

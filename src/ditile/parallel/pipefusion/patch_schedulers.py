@@ -84,7 +84,8 @@ class StepSignature:
         if places is None:
             places = []
             for index, name in self._roles:
-                places.append(index if index < count else name)
+                place: Place = index if index < count else name
+                places.append(place)
             self._places[count] = places
         try:
             prediction, timestep, sample = map(extra.pop, places)
@@ -143,7 +144,8 @@ class PatchSchedulers:
         first, *others = patches
         for patch in others:
             self._copies[patch].scale_model_input(unread, timestep)
-        scaled: Tensor = self._copies[first].scale_model_input(x if read else unread, timestep)
+        own_input = x if read else unread
+        scaled: Tensor = self._copies[first].scale_model_input(own_input, timestep)
         return scaled if read else x
 
     def step_on_corner(self, call: StepCall, sample: Tensor, *, closes: bool) -> Any:

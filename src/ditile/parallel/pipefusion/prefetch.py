@@ -60,6 +60,7 @@ class ReceivePrefetcher:
 
     def receive_message(self, key: MessageKey, like: Tensor) -> Tensor:
         """The next message, which must be `key`'s; later receives are posted meanwhile."""
+        # A receive of NCCL occupies the device until its message comes.
         ahead = int(self.looks_ahead) if self.channel.occupies_device(like.device) else RECEIVES_AHEAD
         # This one is needed now, whatever it depends on.
         if not self.channel.num_open_receives:
@@ -75,6 +76,7 @@ class ReceivePrefetcher:
 
     def _prefetch_messages(self, like: Tensor, number: int) -> None:
         while self.channel.num_open_receives < number and self._expected and self._can_post(self._expected[0]):
+            # Messages come in order, so one of unknown shape holds up those after it.
             if not self._post_receive(like):
                 return
 

@@ -73,7 +73,9 @@ class WeightStream:
         self._blocks = [hook.block for hook in hooks.chain]
         self._names = [hook.name for hook in hooks.chain]
         self._owned = stages[mesh.stage_index]
-        self._owners = [owner for owner, blocks in enumerate(stages) for _ in blocks]
+        self._owners: list[int] = []
+        for owner, blocks in enumerate(stages):
+            self._owners += [owner] * len(blocks)
         # Ranks agree before the next gather, which all of them take part in or none.
         if any(gather_json(bool(list_quantized_parameters(hooks.transformer)), mesh.everyone)):
             raise ModelError(
