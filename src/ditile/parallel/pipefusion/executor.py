@@ -298,9 +298,10 @@ class PipeFusion:
             now.layouts.pop(key)
             now.memory.forget_branch_keys(now.branch)
         self.plan.check(Facts(rows=form.grid.rows))
-        fed_blocks = form.list_fed_blocks()
         # With two stages both have the latents: the first one embeds them, and the last one steps them.
-        if fed_blocks and self.stages > 2:
+        # The answer waits for the device, so it is not asked for without need.
+        fed_blocks = form.list_fed_blocks() if self.stages > 2 else []
+        if fed_blocks:
             if now.dry.patch is None and not now.findings.reads_latents_everywhere:
                 raise ModelError(
                     f"pipefusion={self.stages}: {fed_blocks[0]} is given what the forward makes of the latents, and "
