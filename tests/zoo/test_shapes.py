@@ -15,7 +15,8 @@ from ditile import Plan
 from ditile.model.anatomies import find_anatomy, forget_anatomy
 from ditile.model.pipeline_calls import find_denoisers
 from ditile.model.probe import derive_from_pipeline, describe_change
-from ditile.plan.errors import ModelError, StateError
+from ditile.plan.errors import ModelError, StateError, StoppedError
+from ditile.runner import runner as runners
 from ditile.runner.prove import make_twin
 from tests.pool import Pool
 from tests.zoo import shapes
@@ -101,6 +102,34 @@ def test_a_runner_before_its_first_call_says_what_it_waits_for(forgotten: list[A
     other.restore()
     with pytest.raises(StateError, match="this runner was restored"):
         other(**shapes.give_embeds(1))
+
+
+def test_a_stop_while_models_are_derived(forgotten: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure: a stop in the first call is forgotten, as the call is not known before the pipeline is divided."""
+    pipe = make_pipe(shapes.EmbedsPipeline, shapes.Transformer)
+    forgotten.append(pipe)
+    runner = ditile.parallelize(pipe, Plan(patches=2))
+    derive = runners.ensure_anatomies
+
+    def stop_and_derive(*args: Any) -> None:
+        runner.stop()
+        derive(*args)
+
+    monkeypatch.setattr(runners, "ensure_anatomies", stop_and_derive)
+    with pytest.raises(StoppedError):
+        runner(**shapes.give_embeds(1))
+    assert runner(**shapes.give_embeds(1)) is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_cache_before_the_first_call(forgotten: list[Any]) -> None:
+    """A failure: the cache is refused, or lost, because the pipeline is divided after it was enabled."""
+    pipe = make_pipe(shapes.EmbedsPipeline, shapes.Transformer)
+    forgotten.append(pipe)
+    runner = ditile.parallelize(pipe, Plan(patches=2))
+    ditile.enable_cache(runner, cache_config=ditile.DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.0))
+    assert runner(**shapes.give_embeds(1)) is not None
+    assert ditile.summary(runner, logging=False)
 
 
 def test_a_callback_of_an_own_pipeline_changes_the_latents(forgotten: list[Any]) -> None:

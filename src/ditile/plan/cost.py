@@ -104,10 +104,10 @@ class PlannedCall:
             schedule,
             num_references=layout.num_references,
             reference_share=layout.count_reference_tokens() / layout.count_layer_tokens(joint=True),
-            uneven_latents=not all(map(self.count_stepped_share, range(layout.num_patches))),
+            uneven_latents=not all(map(self.count_denoised_share, range(layout.num_patches))),
         )
 
-    def count_stepped_share(self, patch: int | None) -> float:
+    def count_denoised_share(self, patch: int | None) -> float:
         """The share of the latents that belongs to a patch; none of them belongs to reference images."""
         if patch is None:
             return 1.0
@@ -188,7 +188,7 @@ class PlannedCall:
         return len(pick_even_chunk(range(self.shape.heads // self.plan.tensor), self.plan.ulysses, place.ulysses))
 
     def count_layers(self, place: RankCoordinates) -> Mapping[bool, int]:
-        """The attention layers of a rank that see the text, and those that do not: how many there are."""
+        """How many attention layers of a rank see the text (True), and how many do not."""
         return self._count_in_stage(place.stage)[0]
 
     def count_tensor_exchanges(self, place: RankCoordinates) -> Mapping[tuple[str, str], int]:
@@ -333,7 +333,7 @@ def count_key_store_bytes(job: PlannedCall, rank: int, *, text: bool = True) -> 
     place = job.locate_rank(rank)
     layout = job.image_layout
     tokens = 0
-    # A store has the keys of all tokens, those of other ranks included.
+    # A store has the keys of all tokens, also of other ranks' tokens.
     for joint, times in job.count_layers(place).items():
         tokens += times * layout.count_layer_tokens(joint=joint and text)
     return 2 * job.compute_replica_shape(place.data).calls * tokens * _count_token_key_bytes(job, place)

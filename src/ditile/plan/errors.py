@@ -4,7 +4,7 @@
      ├── PlanError    a plan that cannot run: degrees, patches, warmup (also a ValueError)
      ├── ModelError   a pipeline, model or call option that is not known or not supported (also a ValueError)
      ├── LoadError    weights or configs that are missing or corrupt
-     ├── StateError   something was called out of order, or edited behind ditile's back
+     ├── StateError   something was called out of order, or edited without ditile's knowledge
      │    └── JoinError   ranks that cannot connect to each other
      ├── StoppedError a call that `Runner.stop` ended: nothing failed
      └── RankError    a rank raised, died, hung or made no progress; carries that rank's own traceback
@@ -33,7 +33,7 @@ class LoadError(DitileError):
 
 
 class StateError(DitileError):
-    """Something was called out of order, or edited behind ditile's back."""
+    """Something was called out of order, or edited without ditile's knowledge."""
 
 
 class JoinError(StateError):

@@ -342,7 +342,7 @@ def _look_up_shards(split: Split, layout: Layout, patch: int | None) -> tuple[To
 def pick_even_chunk(items: range, ranks: int, index: int) -> range:
     """A rank's even share of a run; the first ranks have one item more."""
     base, more = divmod(len(items), ranks)
-    # Each rank before this one has `base` items, and the first `more` of them one besides.
+    # Each rank before this one has `base` items, and the first `more` of them one more.
     start = items.start + index * base + min(index, more)
     return range(start, start + base + (index < more))
 

@@ -88,7 +88,7 @@ class Plan:
     )
     warmup_mode: Literal["serial", "pipelined", "sequence", "separate", "auto"] = define_option(
         "serial",
-        f"how the synchronous steps run; auto: sequence, with {SHARED_WARMUP} steps or more, where it can, else serial",
+        f"how the synchronous steps run; auto: sequence, with {SHARED_WARMUP} steps or more, if possible, or serial",
     )
     warmup_bound: Seconds = define_option(
         0.6, "warmup=auto ends where latents and keys change less in a step", metavar="X"

@@ -1,7 +1,7 @@
 """The schedule of PipeFusion as data: what each stage does, in order (arXiv 2405.14430, section 3.4, figures 3 and 4).
 
 A step is synchronous (the whole image at once, exact) or asynchronous (patch by patch; keys and values of the patches
-that are not computed yet are those of the step before). One iteration of the pipeline's loop is a `MicroStep`: a whole
+that are not computed yet are from the step before). One iteration of the pipeline's loop is a `MicroStep`: a whole
 synchronous step, or one patch of an asynchronous one. `Schedule.iter_ops_before_call`, `iter_call_ops` and
 `iter_ops_after_call` say what a stage does in it. The executor runs these ops, `simulate_schedule` prices them and
 proves that no stage waits for ever, without a process, and `render_gantt_chart` shows them as text.
@@ -222,7 +222,7 @@ class Schedule:
             return range(self.patches)
         return range(micro.patch, micro.patch + 1)
 
-    def list_stepped_patches(self, micro: MicroStep) -> list[int]:
+    def list_denoised_patches(self, micro: MicroStep) -> list[int]:
         """The patches that a micro-step computes and that have latents."""
         first = self.num_references if self.distrifusion == 1 else 0
         return [patch for patch in self.list_patches(micro) if patch >= first]
@@ -364,7 +364,7 @@ class Schedule:
         """What a stage does when the scheduler steps: the last one steps and sends the patches to the readers."""
         if stage < self.stages - 1:
             return
-        for patch in self.list_stepped_patches(micro):
+        for patch in self.list_denoised_patches(micro):
             yield Op(OpKind.STEP, micro.step, patch)
             # After the last step no stage reads latents: the result goes to all of them at once.
             if micro.step < self.steps - 1:
@@ -374,7 +374,7 @@ class Schedule:
     def iter_step_ops(
         self, stage: int, step: int, calls: int = 1, branches: Sequence[int] | None = None
     ) -> Iterator[Op]:
-        """All that a stage does in a step of `calls` transformer calls, or of those of them that `branches` names."""
+        """All that a stage does in a step of `calls` transformer calls, or only in the calls `branches`."""
         own = range(calls) if branches is None else branches
         for micro in self.list_micro_steps(step):
             yield from self.iter_ops_before_call(stage, micro, len(own))

@@ -69,7 +69,7 @@ class Shape:
         element_size: bytes of an activation.
         frames: latent frames of a video.
         channels: of a token in the blocks; 0 if the heads make them up.
-        key_heads: heads of keys over those of queries.
+        key_heads: heads of keys over heads of queries.
         references: tokens of reference images, the last ones of the image; None if it is not known how many.
     """
 

@@ -188,7 +188,7 @@ class OpPricer:
             if patch <= layout.num_references:
                 alike.append(patch)
                 continue
-            kind = (layout.count_rows(patch), layout.carries_text(patch), self.job.count_stepped_share(patch))
+            kind = (layout.count_rows(patch), layout.carries_text(patch), self.job.count_denoised_share(patch))
             alike.append(first_patches.setdefault(kind, patch))
         return alike
 
@@ -228,7 +228,7 @@ class OpPricer:
     def _compute_step_seconds(self, op: Op, *, free: bool) -> float:
         """Seconds of the scheduler for a patch; a synchronous step has all patches in one iteration of the loop."""
         micro = self._make_micro_step(op)
-        patches = len(self.schedule.list_stepped_patches(micro))
+        patches = len(self.schedule.list_denoised_patches(micro))
         seconds = self._profile.micro_s
         if op.patch is not None and micro.patch is None:
             seconds /= patches
@@ -273,7 +273,7 @@ class OpPricer:
         elif op.kind is OpKind.SEND_PREDICTION:
             size = cost.count_prediction_bytes(job, place)
         else:
-            size = job.compute_replica_shape(place.data).latent_bytes * job.count_stepped_share(op.patch)
+            size = job.compute_replica_shape(place.data).latent_bytes * job.count_denoised_share(op.patch)
         return size
 
     def _make_micro_step(self, op: Op) -> MicroStep:

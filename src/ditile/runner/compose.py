@@ -205,7 +205,7 @@ class Composition:
             callbacks: what happens at the ends of steps.
             call: the pipeline's arguments.
             decisions: the groups of ranks that decide together on what caches leave out; None without caches.
-            first: whether rank 0 alone needs the pictures.
+            first: whether only rank 0 needs the images.
         """
         values = read_call_values(call)
         models = [hooks.transformer for hooks in self.block_hooks.models]
@@ -218,7 +218,7 @@ class Composition:
         )
         # Before anything of the call lies on the models, which it copies.
         install_trial = self.trial.prepare_call(self.loop, batch)
-        # Before the hooks of blocks, which lie around those of caches.
+        # Before the hooks of blocks, which lie around the hooks of caches.
         for cache in self.model_caches:
             cache.renew_hooks()
         with ExitStack() as stack:
@@ -304,7 +304,7 @@ class Composition:
             agreement.close_channels()
 
     def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
-        """Merges several kernels into one, because those of a patch are small, and small ones are slow."""
+        """Merges several kernels into one, because the kernels of a patch are small, and launching many takes long."""
         # Tables that are prepared while a graph is recorded would stay as they were.
         if self.graphs is None:
             self.attention.rotary.replace_processors(stack, block_hook.block)
@@ -323,7 +323,7 @@ class LayerAttentionBuilder:
     Args:
         plan, mesh: the plan, and the ranks.
         loop: knows the current generation.
-        kernel: the attention kernel; None is that of each processor.
+        kernel: the attention kernel; None leaves it to each processor.
         warmup_group: the stages that compute the synchronous steps together, if they do.
         checks: asserts the ages of keys, if given.
 
@@ -390,7 +390,7 @@ class LayerAttentionBuilder:
         return UlyssesExchange(axis, traffic, uneven=uneven)
 
     def _build_layer_keys(self, layer: str, kernel: AttentionKernel) -> KeySource:
-        """The source of a layer's keys: fresh ones, those of the ring, or stale ones."""
+        """The source of a layer's keys: fresh ones, the ring's, or stale ones."""
         now = self._now
         traffic = self._mesh.traffic
         distrifusion = self._mesh["distrifusion"]
@@ -596,7 +596,7 @@ def _may_change(block_hooks: TransformerHooks) -> bool:
 
 
 def find_model_caches(pipe: Any) -> list[TransformerCache]:
-    """The caches of a pipeline's models, also of those that every rank calls whole, such as one without a prompt."""
+    """The caches of a pipeline's models, also of models that every rank calls whole, such as one without a prompt."""
     caches: dict[nn.Module, TransformerCache] = {}
     for part in list_pipeline_parts(pipe).values():
         if isinstance(part, nn.Module):

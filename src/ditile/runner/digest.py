@@ -25,7 +25,7 @@ SHORT = 300
 
 
 def describe_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Each argument, without those that are None, and without callbacks, which one rank alone may have."""
+    """Each argument that is not None, without callbacks, which one rank alone may have."""
     described = {}
     for name, value in call.items():
         if value is not None and not name.startswith("callback"):

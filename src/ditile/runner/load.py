@@ -94,7 +94,7 @@ def load(
     """The pipeline of a bundled model, a folder or a hub id, on the CPU.
 
     A folder with a `modular_model_index.json` and no `model_index.json` is a modular pipeline of diffusers. Its own
-    components are read as in any other pipeline, and those that its index places elsewhere are read there.
+    components are read as in any other pipeline, and components that its index places elsewhere are read there.
 
     Args:
         name: of a bundled model, such as shapes-flux; or a folder, or a hub id.
@@ -321,7 +321,7 @@ def load_partial_transformer(
     Raises:
         ModelError: if its anatomy is not known.
         PlanError: if it cannot be cut as the plan says.
-        LoadError: if files or weights are missing or corrupt, also those that only other ranks read.
+        LoadError: if files or weights are missing or corrupt, also if only other ranks read them.
     """
     model = _build_empty_model(cls, config.parent, dtype)
     block_hooks = build_block_hooks(model, registry.choose_model_spec(model))

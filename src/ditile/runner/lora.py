@@ -36,7 +36,7 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
     Args:
         pipe: the pipeline.
         source: a safetensors file, folder, hub id or state dict, as `load_lora_weights` takes it.
-        adapter_name: the name of the adapter; by default that of peft.
+        adapter_name: the name of the adapter; by default peft's own.
         kwargs: the other arguments of `load_lora_weights`.
 
     Raises:

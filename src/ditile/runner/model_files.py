@@ -241,7 +241,7 @@ def _check_component(folder: Path, variant: str | None) -> None:
 
 
 def _list_weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """The weight files of a component: those of the variant if it has some, otherwise the plain ones."""
+    """The weight files of a component: the variant's if it has some, otherwise the plain ones."""
     weight_files: set[Path] = set()
     if variant is not None:
         weight_files = _list_files_with_ending(folder, f".{variant}")
@@ -384,7 +384,7 @@ def _find_connection_error(url: str) -> str | None:
     except (urllib.error.HTTPError, http.client.HTTPException):
         return None
     except OSError as error:
-        # urllib wraps the errors of a connection, but not those of a connection that breaks later.
+        # urllib wraps the errors of a connection, but not of a connection that breaks later.
         cause = getattr(error, "reason", error)
         # huggingface_hub may trust certificates that Python does not: this server answered.
         if not isinstance(cause, ssl.SSLError):

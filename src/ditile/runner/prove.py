@@ -58,7 +58,7 @@ class StillScheduler:
 
 
 class StillPipeline(DiffusionPipeline):
-    """Calls a transformer with the same arguments in every step; in the first, with those of earlier calls, if any.
+    """Calls a transformer with the same arguments in every step; in the first, with earlier calls' arguments, if any.
 
     Args:
         transformer: the model.

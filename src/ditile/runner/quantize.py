@@ -83,7 +83,7 @@ class QuantizationRecord:
     Attributes:
         quant_type: the type, under its name in `QUANT_TYPES`.
         layers: the names of layers that were quantized.
-        left: the names of those that the type cannot take, or that the model keeps in float32 -> the reason.
+        left: the names of layers that the type cannot take, or that the model keeps in float32 -> the reason.
         bytes_before, bytes_after: of all parameters of the model.
     """
 
@@ -202,7 +202,7 @@ def _plan_layers(
 
 
 def _select_layers(model: nn.Module, config: QuantizeConfig) -> tuple[dict[str, nn.Linear], list[str]]:
-    """The Linears to be quantized, by path, and the paths of those that stay in float32. LoRAs are in neither."""
+    """The Linears to be quantized, by path, and the paths of layers that stay in float32. LoRAs are in neither."""
     regions = [""]
     blocks = tuple(config.repeated_blocks or getattr(model, "_repeated_blocks", None) or ())
     if config.regional_quantize and blocks:
@@ -376,7 +376,7 @@ def quantize(
     Linears of the model's `_keep_in_fp32_modules`, which diffusers loads in float32, are not quantized.
 
     Args:
-        target: a transformer or any other module; or a pipeline or a runner, of which all transformers (those of
+        target: a transformer or any other module; or a pipeline or a runner, of which all transformers (of
             guidance and priors too) and the U-Net are quantized.
         quant_type: float8_weight_only, int8_weight_only, int4_weight_only; with activations that are quantized too:
             float8, int8, int4, int4_w4a4; bitsandbytes_4bit (NF4); or one of `ALIASES` or `SCALED_TYPES`.
@@ -384,7 +384,7 @@ def quantize(
         per_row: a scale for each row of weights and each token. False gives each layer and each call one scale, so that
             the result of a token depends on the other tokens of the call. It has no effect on the 4-bit types.
         group_size: numbers of a row that share a scale, in the 4-bit types of torchao.
-        quantize_config: all of this as a config, in place of the other arguments.
+        quantize_config: all of this as a config, instead of the other arguments.
         fields: other fields of a `QuantizeConfig`, such as `precision_plan`.
 
     Returns:

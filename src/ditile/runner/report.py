@@ -20,15 +20,15 @@ class Report:
     Attributes:
         seconds: total, text (until the first step), denoise, decode.
         steps: number of steps that ran.
-        synchronous: the synchronous steps, from 0; with warmup=auto those that it chose.
+        synchronous: the synchronous steps, from 0; with warmup=auto the ones that it chose.
         warmup_mode: how they ran; with warmup_mode=auto what it chose.
         sent: bytes sent by kind: activations, latents, result, callback, control.
         peak_memory_bytes: resident memory on a CPU, allocated memory on a GPU.
         key_bytes: bytes of stale keys and values at the end of the last step.
         cache_bytes: bytes that caches keep at the end of the last step.
         text_tokens: text tokens in the sequence of joint attention; None if no block had hooks.
-        reference_tokens: of reference pictures, where a plan says in which steps they are computed.
-        reference_steps: those steps, from 0.
+        reference_tokens: of reference images, where a plan says in which steps they are computed.
+        reference_steps: these steps, from 0.
         step_seconds: of each step on this rank's device; empty unless the call was traced.
         waited: seconds of each step in which this rank waited for messages and computed nothing, by kind of message;
             empty unless the call was traced.
@@ -97,7 +97,7 @@ class CallMeter:
 
         Args:
             key_bytes: bytes of stale keys.
-            text, references: tokens of the text in the sequence, and of reference pictures that are patches.
+            text, references: tokens of the text in the sequence, and of reference images that are patches.
             computed: whether these were computed.
         """
         self._ended = self._clock.mark_point()

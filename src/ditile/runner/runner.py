@@ -1,7 +1,7 @@
 """The runner: a pipeline under a plan, which every rank calls with the pipeline's arguments, for the same result.
 
-A call binds the arguments, refuses those that cannot be honoured exactly, checks that all ranks were called alike and
-draw the same random numbers, runs the pipeline, and measures.
+A call binds the arguments, refuses what cannot be honoured exactly, checks that all ranks were called with the same
+arguments and use the same random numbers, runs the pipeline, and measures.
 """
 
 from __future__ import annotations
@@ -670,17 +670,17 @@ def _agree_on_result(
         values = theirs.get("call", {})
         values_of_first = everyone[0].get("call", {})
         for name in (*values_of_first, *values):
-            _check_value_alike(name, rank, values.get(name), 0, values_of_first.get(name))
+            _check_same_value(name, rank, values.get(name), 0, values_of_first.get(name))
     # A rank has only the blocks of its stage: each of its LoRAs is compared with the first rank that has it too.
     owners: dict[str, tuple[int, str]] = {}
     for rank, theirs in enumerate(everyone):
         for name, value in theirs.get("loras", {}).items():
             owner, value_of_owner = owners.setdefault(name, (rank, value))
-            _check_value_alike(name, rank, value, owner, value_of_owner)
+            _check_same_value(name, rank, value, owner, value_of_owner)
     return result, everyone
 
 
-def _check_value_alike(name: str, rank: int, value: Any, other_rank: int, other: Any) -> None:
+def _check_same_value(name: str, rank: int, value: Any, other_rank: int, other: Any) -> None:
     if value != other:
         raise StateError(
             f"rank {rank} was called with {name}={_shorten(value)} and rank {other_rank} with {_shorten(other)}; call "
@@ -752,7 +752,7 @@ def parallelize(
     Args:
         pipe: any supported diffusers pipeline, on any device; every rank gives one of its own.
         plan: how to divide; `Plan()` is one rank.
-        device: this rank's device; by default its GPU, else the CPU. A GPU becomes torch's current one.
+        device: this rank's device; by default its GPU, or the CPU without one. A GPU becomes torch's current one.
         keep_weights: keep the blocks of other stages aside, so that `Runner.restore` works.
         text_after: what becomes of the text encoders when denoising begins: they stay, wait on the CPU for the next
             call, or are freed for good, after which calls need prompt embeddings and `restore` refuses.
@@ -760,14 +760,14 @@ def parallelize(
         cp_plan: a table in the format of diffusers' `_cp_plan`. It is not needed: which dimensions count tokens is
             derived from calls of the model.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks;
-            "auto" does so on CUDA, where a class of blocks is at most 4 graphs, and else says why not.
+            "auto" does so on CUDA, where a class of blocks is at most 4 graphs, and otherwise says why not.
         cuda_graphs: record what the blocks do to each patch as CUDA graphs, and replay these in later asynchronous
             steps: the host starts a block at once instead of kernel by kernel. Keys and values keep their memory
-            between calls. Blocks with adapters or hooks run as ever.
+            between calls. Blocks with adapters or hooks run as before.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
         groups: process groups that several runners share, of which only one runs at a time; by default its own.
         example: the arguments of a call of the pipeline, from which its transformer is derived where ditile does not
-            know it and cannot make arguments up, as without a text encoder. By default those of the first call are
+            know it and cannot make arguments up, as without a text encoder. By default the first call's are
             used, and until then the pipeline is whole on every rank.
 
     Raises:

@@ -130,7 +130,7 @@ def _format_rank_place(plan: Plan, rank: int) -> str:
 
 
 def _count_expected_parameters(job: PlannedCall, stage: int) -> int:
-    """The parameters of a rank of a stage: its blocks' over the tensor degree, and those that every rank has."""
+    """The parameters of a rank of a stage: its blocks' over the tensor degree, and what every rank has."""
     blocks = select_local_blocks(job.stages, stage, job.plan.num_whole_stages)
     of_blocks = sum(job.weights.blocks[block] for block in blocks)
     return job.weights.shared + math.ceil(of_blocks / job.plan.tensor)

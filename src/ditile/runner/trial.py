@@ -332,7 +332,7 @@ class _ModelTrial:
         before = read_state()
         result = model(*args, **kwargs)
         if not torch.equal(before, read_state()):
-            raise RuntimeError("it draws random numbers, and for a part of a call these are others")
+            raise RuntimeError("it uses random numbers, which differ for a part of a call")
         return result
 
     def _copy_for_call(self, stack: ExitStack) -> nn.Module:
@@ -391,7 +391,7 @@ class _ModelTrial:
         return f"patches={plan.num_patches}"
 
     def _advise_tokens(self) -> str:
-        """What would work in place of what divides tokens."""
+        """What would work instead of what divides tokens."""
         plan = self._trial.plan
         if plan.token_ranks > 1:
             return advise_whole_tokens(self._hooks.transformer, self._hooks.anatomy, plan)
@@ -429,7 +429,7 @@ def _pick_rows(rows: Tensor, values: Any) -> Any:
 
 
 def _alter_rows(rows: Tensor, changed: Tensor, values: Any) -> Any:
-    """The same with other numbers in those that are marked."""
+    """The same with other numbers in the marked rows."""
     picked = _pick_rows(rows, values)
     if isinstance(picked, list):
         for index in changed.nonzero().flatten().tolist():
@@ -571,7 +571,7 @@ class _TokensApart(TorchFunctionMode):
         named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
         query, key, value = (named[name].movedim(-2, 1) for name in ("query", "key", "value"))
         own = query.mean(dim=-1, keepdim=True)
-        # The keys of a text, or more keys than those of the tokens.
+        # The keys of a text, or of more than the tokens.
         if query.shape[1] != key.shape[1]:
             return own.expand(*own.shape[:-1], value.shape[-1]).movedim(1, -2)
         if query.ndim == 4:

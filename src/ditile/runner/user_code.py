@@ -177,7 +177,7 @@ def copy_model(pipe: Any, model: nn.Module, codes: Sequence[UserCode]) -> nn.Mod
 
 
 class _FunctionCopies:
-    """Copies of the functions on a model, with own variables instead of those that the functions keep.
+    """Copies of the functions on a model, with variables of their own instead of the functions' variables.
 
     Attributes:
         copies: by the `id` of each function.
