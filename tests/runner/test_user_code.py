@@ -160,7 +160,7 @@ def test_what_needs_all_tokens_is_refused_where_they_are_divided(pool: Pool, cha
 def noisy() -> None:
     pipe = tiny.flux()
     pipe.transformer.transformer_blocks[0].ff.register_forward_hook(lambda m, args, out: out + torch.randn_like(out))
-    with pytest.raises(ModelError, match="blocks.0.ff has the hook .* it draws random numbers, .*; take it off"):
+    with pytest.raises(ModelError, match="blocks.0.ff has the hook .* it uses random numbers, .*; take it off"):
         run(parallelize(pipe, Plan(ulysses=2)), "flux")
 
 
