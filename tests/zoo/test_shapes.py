@@ -129,7 +129,6 @@ def test_a_cache_before_the_first_call(forgotten: list[Any]) -> None:
     runner = ditile.parallelize(pipe, Plan(patches=2))
     ditile.enable_cache(runner, cache_config=ditile.DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.0))
     assert runner(**shapes.give_embeds(1)) is not None
-    assert ditile.summary(runner, logging=False)
 
 
 def test_a_callback_of_an_own_pipeline_changes_the_latents(forgotten: list[Any]) -> None:
