@@ -221,7 +221,7 @@ def test_a_plan_is_not_written_over_its_profile(capsys: pytest.CaptureFixture[st
 def test_no_command_is_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main([]) == 0
     out, err = capsys.readouterr()
-    assert "COMMAND" in out and "make a picture" in out and not err
+    assert "COMMAND" in out and "make an image" in out and not err
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_a_file_of_prompts_that_will_not_do(
 @pytest.mark.parametrize("strength", ["0", "1.5", "nan"])
 def test_a_strength_out_of_range(capsys: pytest.CaptureFixture[str], strength: str) -> None:
     Image.new("RGB", (8, 8)).save("a.png")
-    assert "strength=" in refused(capsys, "generate", "a", "--image", "a.png", "--strength", strength)
+    assert "--strength" in refused(capsys, "generate", "a", "--image", "a.png", "--strength", strength)
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000], ids=["name", "path"])
@@ -398,7 +398,7 @@ def test_pixart_starts_from_no_picture(capsys: pytest.CaptureFixture[str]) -> No
     Image.new("RGB", (128, 128)).save("a.png")
     for more in ((), ("--dry-run",)):
         words = ("generate", "a circle", *SMALL, "--image", "a.png", *more)
-        assert "takes no --image, nor does a class that draws with its weights" in refused(capsys, *words)
+        assert "takes no --image, nor does a class that works with its weights" in refused(capsys, *words)
 
 
 def test_degrees_that_do_not_fit_are_refused_by_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:

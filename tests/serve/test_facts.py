@@ -72,7 +72,7 @@ def test_edits_and_masks_that_a_model_has(loaded: tuple[Any, ModelFacts]) -> Non
     facts = loaded[1]
     options = GenerateOptions(prompt="a red circle", image=("image",))
     if facts.name != "shapes-flux":
-        with pytest.raises(ModelError, match="leave the picture out"):
+        with pytest.raises(ModelError, match="leave the image out"):
             facts.check_options(options)
         return
     assert facts.edit is not None and facts.edit.pipeline == "FluxImg2ImgPipeline"
