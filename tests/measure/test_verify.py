@@ -17,7 +17,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from ditile.cli import main
 from ditile.distributed.backend import PEER_TIMEOUT
 from ditile.measure import verify
-from ditile.measure.verify import Check, PlanVerdict, build_verdict_table, run_plan_checks
+from ditile.measure.verdict import Check, PlanVerdict, build_verdict_table
+from ditile.measure.verify import run_plan_checks
 from ditile.plan import cost
 from ditile.plan.errors import JoinError, StateError
 from ditile.plan.plan import Plan

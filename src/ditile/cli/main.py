@@ -53,7 +53,7 @@ from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from ditile.cli.outcome import Outcome
-    from ditile.measure.verify import PlanVerdict
+    from ditile.measure.verdict import PlanVerdict
 
 Options = TypeVar("Options")
 MAX_LINE = 480

@@ -23,8 +23,8 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import diffusers
 import torch
@@ -38,6 +38,7 @@ from ditile.distributed.private_network import make_groups
 from ditile.distributed.torchrun import join_torchrun
 from ditile.distributed.transport import gather_json
 from ditile.measure.sessions import release_memory
+from ditile.measure.verdict import Check, PlanVerdict
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.pipeline_calls import is_modular
 from ditile.model.registry import find_loop_model
@@ -57,63 +58,12 @@ from ditile.runner.requests.pipelines import convert_value_errors, find_argument
 from ditile.runner.requests.prepare import silence_libraries, switch_to_conditions
 from ditile.runner.runner import LOG, Runner, build_single_runner, parallelize
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 ROUNDING_BY_DTYPE = {torch.float32: 1e-4, torch.float64: 1e-10, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """The share of the largest value by which an exact plan may differ: it adds in another order, in every step."""
 
 PipelineFactory = Callable[[Plan | None], Any]
 """See `run_plan_checks`."""
 ArgumentsFactory = Callable[[Any], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of a verdict; `ok` is None if there is nothing to check, and `says` is what was found."""
-
-    name: str
-    ok: bool | None
-    says: str
-
-
-@dataclass(frozen=True, slots=True)
-class PlanVerdict:
-    """The result of `ditile verify` for a plan, the same on every rank."""
-
-    title: str
-    checks: list[Check]
-
-    @property
-    def is_proven(self) -> bool:
-        """Whether no check failed."""
-        return all(check.ok is not False for check in self.checks)
-
-    def render_tables(self) -> list[Table | str]:
-        """The title and the table of the verdict."""
-        return [self.title, build_verdict_table(self)]
-
-
-def build_verdict_table(verdict: PlanVerdict) -> Table:
-    """The verdict with a tick or a cross for every check."""
-    from rich.table import Table
-
-    table = Table()
-    for title in ("", "check", "found"):
-        table.add_column(title, overflow="fold")
-    marks = {True: "✓", False: "✗", None: "-"}
-    names: dict[bool | None, list[str]] = {True: [], False: [], None: []}
-    for check in verdict.checks:
-        table.add_row(marks[check.ok], check.name, check.says)
-        names[check.ok].append(check.name)
-    if not verdict.is_proven:
-        table.add_row("✗", "not proven", f"failed: {'; '.join(names[False])}")
-        return table
-    summary = f"all {len(names[True])} checks hold"
-    if names[None]:
-        summary += f", {len(names[None])} do not apply"
-    table.add_row("✓", "proven", summary)
-    return table
 
 
 def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:

@@ -177,7 +177,9 @@ class Schedule:
         """The iterations of the pipeline's loop that make up a step."""
         if self.is_synchronous(step) or self.distrifusion > 1:
             return [MicroStep(step, None)]
-        first = 0 if self.computes_references(step) else self.num_references
+        first = 0
+        if self.num_references and not self.computes_references(step):
+            first = self.num_references
         return [MicroStep(step, patch) for patch in range(first, self.patches)]
 
     def find_micro_step(self, step: int, patch: int) -> MicroStep:
@@ -311,8 +313,12 @@ class Schedule:
         taken = step * with_latents
         if micro.patch is not None:
             # References that are not computed leave less time for patches to come back.
-            left_out = 0 if self.computes_references(step) else references
-            left_out_before = 0 if step == 0 or self.computes_references(step - 1) else references
+            left_out = 0
+            left_out_before = 0
+            if references and not self.computes_references(step):
+                left_out = references
+            if references and step > 0 and not self.computes_references(step - 1):
+                left_out_before = references
             has_room = self.warmup > 0 and not (self.uneven_latents or self.shares_latents)
             ahead = _count_calls_ahead(self.stages, self.patches, calls, stage, has_room)
             taken += _count_early_patches(
