@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-from benchmarks.links import Host, create_two_hosts
+from benchmarks.two_hosts import Host, create_two_hosts
 from ditile.plan.errors import PlanError
 
 DRAW = "--model shapes-flux --pipefusion 2 --patches 4 --seed 7 --out two-hosts.png"

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import links
-from benchmarks.links import check_namespace_rights, create_two_hosts, list_link_plans
+from benchmarks.links import list_link_plans
+from benchmarks.two_hosts import check_namespace_rights, create_two_hosts
 from ditile.measure.bench.cells import ONE_RANK
 from ditile.measure.bench.options import Workload
 from ditile.measure.bench.subjects import create_bench_subject

@@ -23,7 +23,7 @@ from ditile.model.known import ASSETS
 from ditile.plan.shape import check_image_size
 from ditile.planner.dry_run import describe_dry_run
 from ditile.runner import runner as dividing
-from ditile.runner.requests import arguments, prepare, results
+from ditile.runner.requests import arguments, results
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
 from ditile.runner.requests.pictures import read_picture_texts
@@ -187,7 +187,7 @@ def test_what_the_system_refuses_to_write(
     """Even to root. A failure would mean a picture that is drawn for nothing, or a traceback."""
     if words[1].startswith("/proc") and not os.path.isdir("/proc"):
         pytest.skip("this system has no /proc")
-    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         assert says in refused(capsys, *SMALL, *words)
@@ -286,7 +286,7 @@ def test_a_pipeline_of_sound_is_refused_before_it_is_loaded(
     """A failure: minutes of denoising, and then an error because there is no picture."""
     Path("model").mkdir()
     Path("model/model_index.json").write_text('{"_class_name": "StableAudioPipeline", "_diffusers_version": "0.42.1"}')
-    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = refused(capsys, "generate", "a circle", "--model", "model", *words)
     assert (
         "StableAudioPipeline returns audios, and only images and videos are written here; in Python, ditile.para"

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from ditile.cli import generate, main
-from ditile.runner.requests import arguments, pictures, prepare
+from ditile.runner.requests import arguments, pictures
 from tests import tiny
 from tests.cli.test_cli import opened
 
@@ -63,7 +63,7 @@ def test_a_picture_per_line_and_only_what_is_missing(
     assert facts["skipped"] == 1 and facts["steps"] == 4
     assert [Path(name).read_bytes() for name in names] == whole
 
-    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("nothing is left to make"))
+    monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("nothing is left to make"))
     facts = made(capsys, "--out", "x.png")
     assert facts["skipped"] == 3 and facts["bytes_sent"] == []
 
@@ -153,7 +153,7 @@ def test_a_picture_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) 
     image = Image.new("RGB", (8, 8))
     pictures.save_picture_with_texts(image, Path("a.png"), {"prompt": "first"})
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-        patch.setattr(os, "link", fill_disk)
+        patch.setattr(os, "replace", fill_disk)
         pictures.save_picture_with_texts(image, Path("a.png"), {"prompt": "second"})
     assert pictures.read_picture_texts(Path("a.png"))["prompt"] == "first"
     assert sorted(p.name for p in Path().iterdir()) == ["a.png", "prompts.txt"]

@@ -23,7 +23,7 @@ import ditile
 from ditile import ModelError
 from ditile.cli import generate, main
 from ditile.runner.model_files import read_generation_defaults
-from ditile.runner.requests import arguments, prepare, videos
+from ditile.runner.requests import arguments, videos
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import check_num_frames, check_prompt_cleaner, find_frame_rate
 from tests import tiny
@@ -129,14 +129,14 @@ def test_a_file_of_prompts_is_resumed(capsys: pytest.CaptureFixture[str]) -> Non
 def test_what_is_refused_before_a_model_is_loaded(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
 ) -> None:
-    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
     assert says in refused(capsys, "generate", PROMPT, *words)
 
 
 def test_an_encoder_that_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "av" else find(name, *rest))
-    monkeypatch.setattr(prepare, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("ditile.runner.load.load", lambda *_, **__: pytest.fail("a model was loaded"))
     line = refused(capsys, "generate", PROMPT, *SHORT, "--out", "a.mp4")
     assert "pip install 'ditile[video]', or name it a.webp or a.gif" in line
 

@@ -222,5 +222,5 @@ def test_what_cannot_be_streamed_is_refused_in_one_line() -> None:
     known = build_block_hooks(MAKE["flux"]().transformer, UNKNOWN_MODEL)
     known.anatomy = dataclasses.replace(known.anatomy, outside=("transformer_blocks.0.norm1",))
     assert "computes with transformer_blocks.0.norm1 outside of its block" in (explain_offload_refusal([known]) or "")
-    with pytest.raises(PlanError, match="offload='disk' is not known"):
+    with pytest.raises(PlanError, match="offload='disk' should be 'none' or 'blocks'"):
         Plan(offload="disk")  # type: ignore[arg-type]
