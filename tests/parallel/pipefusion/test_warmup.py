@@ -292,8 +292,8 @@ def test_other_weights_are_refused(pool: Pool) -> None:
 @pytest.mark.parametrize("also", [{"ulysses": 2}, {"ring": 2}, {"tensor": 2}])
 @pytest.mark.parametrize("mode", [SEQUENCE, ALONE])
 def test_a_crew_with_shared_tokens_is_refused(mode: dict[str, Any], also: dict[str, int]) -> None:
-    """A failure means that ranks would share out what is shared out already."""
-    with pytest.raises(PlanError, match=f"{next(iter(also))}=2 shares out"):
+    """A failure means that ranks would split what is split already."""
+    with pytest.raises(PlanError, match=f"{next(iter(also))}=2 splits tokens"):
         Plan(pipefusion=2, **mode, **also)
 
 

@@ -183,7 +183,10 @@ class UlyssesExchange:
             x_BSMH = received.view(self._ranks, batch, -1, count, size).transpose(0, 1).flatten(1, 2)
         else:
             _, receives = shares.size_messages(batch)
-            messages = [message.view(batch, -1, count, size) for message in received.split(receives)]
+            # A rank without a head gets nothing, from which a length of -1 could not be told.
+            messages = []
+            for message, length in zip(received.split(receives), shares.lengths, strict=True):
+                messages.append(message.view(batch, length, count, size))
             x_BSMH = torch.cat(messages, dim=1)
         own_heads = [len(run) for run in shares.heads[self._index]]
         parts: tuple[Tensor, ...] = x_BSMH.split(own_heads, dim=2)
