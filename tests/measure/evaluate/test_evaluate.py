@@ -141,7 +141,7 @@ def test_a_cache_in_one_line_is_that_cache() -> None:
     }
     assert found.describe_settings()["cache_config"]["Fn_compute_blocks"] == 1
     assert CacheOptions(cache_line="none").build_cache_arguments() == {"cache_config": None}
-    for values, says in (({"cache": True}, "and --cache too"), ({"Fn": 2}, "and --Fn too"), ({}, "this one is empty")):
+    for values, says in (({"cache": True}, "and --cache too"), ({"Fn": 2}, "and --Fn too"), ({}, "this line is empty")):
         with pytest.raises(ModelError, match=says):
             CacheOptions(cache_line="F=1" if values else " ", **values)
 

@@ -215,7 +215,7 @@ def refusals() -> None:
     bert = BertModel(BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
     vars(pipe)["text_encoder"] = bert
     assert "cannot cut a BertModel" in parallelize_error(pipe, Plan(pipefusion=2, text="split"))
-    assert "try one of keep, offload, free" in parallelize_error(pipe, Plan(pipefusion=2), text_after="drop")
+    assert "should be 'keep', 'offload' or 'free'" in parallelize_error(pipe, Plan(pipefusion=2), text_after="drop")
     whole = sum(p.numel() for p in MAKE["flux"]().transformer.parameters())
     assert sum(p.numel() for p in pipe.transformer.parameters()) == whole, "a refusal changed the transformer"
 
