@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullLocator
 
-from benchmarks.links import parse_link_rate
+from benchmarks.two_hosts import parse_link_rate
 from ditile.distributed.files import write_atomically
 from ditile.measure.bench.cells import ONE_RANK
 from ditile.measure.bench.figures import (
