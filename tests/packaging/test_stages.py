@@ -1,4 +1,4 @@
-"""The stages of .ci/run run each test once, and the Dockerfile installs what README says.
+"""The stages of `make nightly` run every test, and the Dockerfile installs what README says.
 
 A failure means that tests are run by nobody, or an image that cannot be built.
 """
@@ -18,7 +18,7 @@ from ditile.plan.extras import EXTRAS
 from tests.packaging.environments import ROOT, SOURCES
 
 BESIDE = {"alone", "nightly"}
-"""Markers of tests that `make test` runs by a second command, and that only `make nightly` runs."""
+"""Markers of tests that `make test` runs by a second command, and that a command of `make nightly` runs."""
 
 
 def read_recipe(target: str) -> str:
@@ -29,20 +29,24 @@ def read_recipe(target: str) -> str:
     return found[1]
 
 
-def list_stages() -> dict[str, str]:
-    """The stages of .ci/run -> their commands."""
+def list_stages(commands: str) -> dict[str, str]:
+    """Stage -> its commands, of a script that runs targets of the Makefile and scripts."""
     stages = {}
-    for line in (ROOT / ".ci" / "run").read_text("utf-8").splitlines():
-        if line.startswith("make "):
-            target = line.removeprefix("make ")
+    for line in commands.splitlines():
+        command = line.strip().replace("$(MAKE)", "make")
+        if command.startswith("make "):
+            target = command.split()[1]
             stages[target] = read_recipe(target)
-        if line.startswith("scripts/"):
-            stages[line] = (ROOT / line).read_text("utf-8")
+        if command.startswith("scripts/"):
+            stages[command] = (ROOT / command).read_text("utf-8")
     return stages
 
 
-def test_what_one_stage_leaves_out_another_one_runs() -> None:
-    stages = list_stages()
+def test_nightly_runs_every_test() -> None:
+    """What `make test` leaves out, another stage of `make nightly` runs; no stage of a commit is left out there."""
+    nightly = read_recipe("nightly")
+    stages = list_stages(nightly)
+    assert list_stages((ROOT / ".ci" / "run").read_text("utf-8")).keys() <= stages.keys()
     first, others = stages.pop("test"), list(stages.values())
     registered = re.findall(r'^  "(\w+): ', (ROOT / "pyproject.toml").read_text("utf-8"), re.MULTILINE)
     excluded = set(re.findall(r"not (\w+)", first))
@@ -50,14 +54,18 @@ def test_what_one_stage_leaves_out_another_one_runs() -> None:
     assert excluded <= set(registered)
     for marker in excluded - BESIDE:
         assert any(re.search(rf"-m '?{marker}\b", each) for each in others), marker
-    assert "-m alone" in first and "-m nightly" in read_recipe("nightly") and ".ci/run" in read_recipe("nightly")
+    assert "-m alone" in first and "-m nightly" in nightly
     for folder in ignored:
         assert sum(bool(re.search(rf"pytest .*{folder}(\s|$)", each)) for each in others) == 1, folder
-    # A marker that no stage knows is run by the first one; those of ignored folders are run with these.
-    kept = {marker for marker in registered if marker not in excluded | BESIDE}
-    for marker in kept:
-        places = [path for path in (ROOT / "tests").rglob("test_*.py") if f"mark.{marker}" in path.read_text("utf-8")]
-        assert all(any(str(path).startswith(f"{ROOT / folder}/") for folder in ignored) for path in places), marker
+    rotated = [target for target in stages | {"test": first} if "$(ROTATE)" in read_recipe_of(target)]
+    assert rotated and all(f"$(MAKE) {target} ROWS=all" in nightly for target in rotated)
+
+
+def read_recipe_of(stage: str) -> str:
+    """The commands of a stage; none of a script, which has no recipe."""
+    if stage.startswith("scripts/"):
+        return ""
+    return read_recipe(stage)
 
 
 def read_dockerfile() -> list[list[str]]:
