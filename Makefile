@@ -55,8 +55,8 @@ test-cuda-sizes: environment
 test-installed: environment
 	$(RUN) -m pytest -m 'installed and not nightly' tests/packaging
 
-# Everything: what runs on every commit with all rows of the tables, a Ray cluster, real sizes, each extra by itself, and
-# the faults of processes. Some hours.
+# Everything: what runs on every commit with all rows of the tables, a Ray cluster, real sizes, each extra by itself,
+# faults put into the package (tests/mutants), and the faults of processes. Some hours.
 nightly: environment
 	$(MAKE) test ROWS=all
 	$(MAKE) test-families ROWS=all
@@ -66,6 +66,7 @@ nightly: environment
 	$(MAKE) benchmarks-check
 	scripts/check
 	$(RUN) -m pytest -m nightly tests/packaging
+	$(RUN) -m tests.mutants
 	$(MAKE) faults
 
 # What to run while working: tests/fast.txt names them, a file or a test a line.

@@ -1,0 +1,245 @@
+"""The mutants: one wrong line each, and the tests that are expected to fail with it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """A fault.
+
+    Attributes:
+        name: what is wrong.
+        path: the file, in the package.
+        right: the text that is replaced; it is in the file once.
+        wrong: what replaces it.
+        tests: what finds it, from the fastest on: files or tests, from `tests/`.
+    """
+
+    name: str
+    path: str
+    right: str
+    wrong: str
+    tests: tuple[str, ...]
+
+
+SEQUENCE = ("parallel/sequence/test_tokens.py", "parallel/sequence/test_families_over_ranks.py")
+LIMITS = ("parallel/pipefusion/test_limits.py", "parallel/pipefusion/test_simulation.py")
+BATCH = ("parallel/batch/test_batch.py",)
+TENSOR = ("parallel/tensor/test_tensor.py",)
+VAE = ("parallel/vae/test_halo.py", "parallel/vae/test_vae.py")
+CACHE = ("cache/test_cache_rules.py", "cache/test_cache_limits.py", "cache/test_cache_pipelines.py")
+
+MUTANTS = (
+    Mutant(
+        "keys and values are swapped",
+        "parallel/attention/core.py",
+        "out = self._keys.attend_to_keys(q, k, v, keys,",
+        "out = self._keys.attend_to_keys(q, v, k, keys,",
+        ("parallel/attention/test_attention.py", *SEQUENCE),
+    ),
+    Mutant(
+        "the mask is dropped",
+        "parallel/attention/core.py",
+        "if mask is not None and not keys.are_none:",
+        "if mask is not None and keys.are_none:",
+        ("parallel/attention/test_attention.py", *SEQUENCE),
+    ),
+    Mutant(
+        "a patch is one row off",
+        "plan/layout.py",
+        "            ends.append(ends[-1] + rows)\n        return cls(grid, text, joint, tuple(ends))",
+        "            ends.append(ends[-1] + rows)\n        ends[1] -= len(ends) > 2\n"
+        "        return cls(grid, text, joint, tuple(ends))",
+        ("plan/test_layout.py", *LIMITS),
+    ),
+    Mutant(
+        "dummies of the text stand on the other side",
+        "parallel/attention/core.py",
+        "parts = [dummies, out] if tokens.dummies_first else [out, dummies]",
+        "parts = [out, dummies] if tokens.dummies_first else [dummies, out]",
+        LIMITS,
+    ),
+    Mutant(
+        "keys are said to be one step older",
+        "model/hooks/kv_store.py",
+        "age = None if written_step == NEVER else step - written_step",
+        "age = None if written_step == NEVER else step - written_step + 1",
+        ("model/hooks/test_kv_store.py", *LIMITS),
+    ),
+    Mutant(
+        "a step of the warmup is stale",
+        "plan/schedule.py",
+        "return step < self.warmup or step in self.again",
+        "return step + 1 < self.warmup or step in self.again",
+        ("plan/test_schedule.py", *LIMITS),
+    ),
+    Mutant(
+        "the fresh part of keys grows one patch late",
+        "plan/schedule.py",
+        "ages = [int(patch > last) for patch in range(self.patches)]",
+        "ages = [int(patch >= last) for patch in range(self.patches)]",
+        ("plan/test_schedule.py", *LIMITS),
+    ),
+    Mutant(
+        "a stage computes a block of the next one",
+        "parallel/pipefusion/executor.py",
+        "        if index in self.owned:\n            return block(state)",
+        "        if index in range(self.owned.start, self.owned.stop + 1):\n            return block(state)",
+        LIMITS,
+    ),
+    Mutant(
+        "denoised patches are not exchanged for the next step",
+        "parallel/pipefusion/loop.py",
+        "            if is_due:\n                self._exchange_latents(following)",
+        "            if is_due and following.step < 1:\n                self._exchange_latents(following)",
+        LIMITS,
+    ),
+    Mutant(
+        "the sets of keys of a ring weigh the wrong way round",
+        "parallel/sequence/ring.py",
+        "weight = torch.sigmoid(lse_b - lse_a)",
+        "weight = torch.sigmoid(lse_a - lse_b)",
+        SEQUENCE,
+    ),
+    Mutant(
+        "keys of a ring come in another order",
+        "parallel/sequence/ring.py",
+        "own = torch.stack([k, v])",
+        "own = torch.stack([v, k])",
+        ("parallel/pipefusion/test_limits.py", "runner/test_hybrids.py"),
+    ),
+    Mutant(
+        "heads come back in another order",
+        "parallel/sequence/ulysses.py",
+        "        return torch.cat(parts, dim=2)\n\n    def select_own_heads",
+        "        return torch.cat(parts[::-1], dim=2)\n\n    def select_own_heads",
+        SEQUENCE,
+    ),
+    Mutant(
+        "both halves compute the same branch of guidance",
+        "parallel/batch/shares.py",
+        "            half = self._axis.index\n",
+        "            half = 0\n",
+        BATCH,
+    ),
+    Mutant(
+        "images of replicas come in another order",
+        "parallel/batch/shares.py",
+        'return torch.cat([self._gather_images(own, LATENTS, "all") for own in copies])',
+        'return torch.cat([self._gather_images(own, LATENTS, "all").flip(0) for own in copies])',
+        BATCH,
+    ),
+    Mutant(
+        "a bias is added once for each rank",
+        "parallel/tensor/sharding.py",
+        "    out = over_ranks(functional.linear(x, linear.weight))\n",
+        "    out = over_ranks(functional.linear(x, linear.weight, linear.bias))\n",
+        TENSOR,
+    ),
+    Mutant(
+        "partial products are not summed",
+        "parallel/tensor/collectives.py",
+        "            dist.all_reduce(staged, group=group)",
+        "            dist.barrier(group=group)",
+        TENSOR,
+    ),
+    Mutant(
+        "a convolution lacks a row of its neighbour",
+        "parallel/vae/halo.py",
+        "        first = reach.start // self.scale\n",
+        "        first = reach.start // self.scale + 1\n",
+        VAE,
+    ),
+    Mutant(
+        "rows of lower ranks are taken for rows of higher ones",
+        "parallel/vae/halo.py",
+        "side = above if peer < rank else below",
+        "side = above if peer > rank else below",
+        VAE,
+    ),
+    Mutant(
+        "a cache never recomputes",
+        "cache/skip_rules.py",
+        "return within_budget and (difference < limit or limit >= ALWAYS)",
+        "return True",
+        CACHE,
+    ),
+    Mutant(
+        "a cache skips in its warmup",
+        "cache/skip_rules.py",
+        "if record.computed is None or is_warmup:",
+        "if record.computed is None:",
+        CACHE,
+    ),
+    Mutant(
+        "a step mask is one step off",
+        "cache/skip_rules.py",
+        "if self.mask is not None and self.mask[place]:",
+        "if self.mask is not None and self.mask[place - 1]:",
+        CACHE,
+    ),
+    Mutant(
+        "skips in a row are not counted",
+        "cache/skip_rules.py",
+        "        record.streak += 1\n",
+        "",
+        CACHE,
+    ),
+    Mutant(
+        "a difference is not relative",
+        "cache/skip_decision.py",
+        "        return change / size\n",
+        "        return change\n",
+        ("cache/test_residuals.py", *CACHE),
+    ),
+    Mutant(
+        "a forecast counts from the wrong step",
+        "cache/forecast.py",
+        "gaps = [end - computed_step for computed_step in steps[:-1]]",
+        "gaps = [end - computed_step + 1 for computed_step in steps[:-1]]",
+        ("cache/test_forecast.py",),
+    ),
+    Mutant(
+        "what a plan forbids is let through",
+        "plan/plan.py",
+        "        if violations:\n            raise PlanError",
+        "        if len(violations) > 9:\n            raise PlanError",
+        ("plan/test_plan.py", "runner/test_refusals.py"),
+    ),
+    Mutant(
+        "a batch that changes is let through",
+        "parallel/pipefusion/executor.py",
+        "if batch_size != now.batch and self.stages > 1:",
+        "if batch_size != now.batch and self.stages > 9:",
+        ("parallel/pipefusion/test_guidance.py", "parallel/pipefusion/test_timed_guidance.py"),
+    ),
+    Mutant(
+        "the latents of step 0 are those of a rehearsal",
+        "parallel/pipefusion/dry_iterations.py",
+        "        rng_state.restore_generators(self._generators, self._random_states)\n",
+        "",
+        ("parallel/pipefusion/test_rehearsals.py", "parallel/pipefusion/test_loops.py"),
+    ),
+    Mutant(
+        "replicas of a batch of prompts draw the first prompt",
+        "parallel/batch/shares.py",
+        "self.images = pick_even_chunk(range(images), axis.num_ranks, axis.index)",
+        "self.images = pick_even_chunk(range(images), axis.num_ranks, 0)",
+        BATCH,
+    ),
+    Mutant(
+        "one user's jobs keep the others waiting",
+        "serve/queue.py",
+        "        self._owners.move_to_end(owner)\n",
+        "",
+        ("serve/test_queue.py",),
+    ),
+    Mutant(
+        "a bad value of an option is taken",
+        "plan/options.py",
+        'config = ConfigDict(strict=True, extra="forbid")',
+        'config = ConfigDict(strict=False, extra="ignore")',
+        ("plan/test_flags.py", "plan/test_plan.py", "cli/test_cli.py"),
+    ),
+)
