@@ -77,7 +77,7 @@ REFUSED: list[tuple[type, str, Any, str]] = [
     (DBCacheConfig, "steps_computation_policy", "lazy", "should be 'dynamic' or 'static'"),
     (DBCacheConfig, "couple", "pixel", "should be 'row', 'image' or 'batch'"),
     (DBCacheConfig, "store", "nothing", "should be 'residual' or 'hidden'"),
-    (DBCacheConfig, "store_dtype", "int8", "should be 'bfloat16', 'float16' or 'float32'"),
+    (DBCacheConfig, "store_dtype", "int8", "should be 'float32', 'bfloat16' or 'float16'"),
     (DBCacheConfig, "enable_separate_cfg", "yes", "should be a valid boolean"),
     (DBPruneConfig, "non_prune_block_ids", [1, -1], "[16, 17]"),
     (DBPruneConfig, "max_dynamic_prune_threshold", -1, "threshold=0.16"),

@@ -96,7 +96,7 @@ def test_a_batch_is_as_large_as_it_may_be() -> None:
     "other",
     [
         {"width": 64}, {"steps": 3}, {"guidance": 2.0}, {"negative_prompt": "blur"}, {"loras": {"ink": 1.0}},
-        {"image": "image"}, {"num_previews": 1}, {"frames": 5},
+        {"image": ("image",)}, {"num_previews": 1}, {"frames": 5},
     ],
     ids=str,
 )  # fmt: skip

@@ -22,7 +22,7 @@ from ditile.plan.checks import is_whole_number, suggest_nearest
 from ditile.plan.errors import ModelError
 from ditile.plan.options import check_value
 
-StoreType = Literal["bfloat16", "float16", "float32"]
+StoreType = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=0)]
 Positive = Annotated[int, Field(ge=1)]
 Limit = Annotated[int, Field(ge=-1)]
