@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import links
+from benchmarks import links, two_hosts
 from benchmarks.links import list_link_plans
 from benchmarks.two_hosts import check_namespace_rights, create_two_hosts
 from ditile.measure.bench.cells import ONE_RANK
@@ -111,7 +111,7 @@ def test_rates_and_the_plans_of_two_hosts() -> None:
 
 
 def test_links_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(two_hosts.os, "geteuid", lambda: 1000)
     with pytest.raises(PlanError, match="need root"):
         check_namespace_rights()
 
