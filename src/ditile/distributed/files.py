@@ -134,7 +134,8 @@ def _write_and_rename(path: Path, data: bytes) -> None:
             file.flush()
             os.replace(part, path)
         except BaseException:
-            part.unlink()
+            # An interrupt may come after the file has its name.
+            part.unlink(missing_ok=True)
             raise
 
 

@@ -183,7 +183,7 @@ class UlyssesExchange:
             x_BSMH = received.view(self._ranks, batch, -1, count, size).transpose(0, 1).flatten(1, 2)
         else:
             _, receives = shares.size_messages(batch)
-            # A rank without a head gets nothing, from which a length of -1 could not be told.
+            # `view` cannot infer -1 for an empty message, which a rank without heads gets.
             messages = []
             for message, length in zip(received.split(receives), shares.lengths, strict=True):
                 messages.append(message.view(batch, length, count, size))
