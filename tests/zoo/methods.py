@@ -21,7 +21,7 @@ from ditile.model.registry import list_families, list_model_specs
 from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.errors import ModelError
 from ditile.plan.spec import ModelSpec
-from ditile.runner.requests.conditions import describe_condition, find_transformer_class, read_call_conditions
+from ditile.runner.requests.conditions import CallConditions, find_transformer_class, read_call_conditions
 from ditile.runner.requests.pipelines import returns_videos
 
 YES = "yes"
@@ -139,6 +139,17 @@ def _returns_frames(pipeline: Any) -> bool:
     except ModelError:
         return False
     return True
+
+
+def describe_condition(call: CallConditions, name: str) -> str:
+    """What a class takes for an option, for people; with a star if it cannot run without."""
+    words = {"image": "picture", "control_image": "control picture", "last_image": "last frame"}
+    text = words.get(name, name)
+    if name == "image" and call.max_pictures > 1:
+        text = "pictures"
+    if name in call.needed:
+        text += "*"
+    return text
 
 
 if __name__ == "__main__":

@@ -367,17 +367,6 @@ def check_picture_count(pipeline: str, most: int, count: int) -> None:
         raise ModelError(f"{pipeline} starts from {max(1, most)} at most, and not from {count} images")
 
 
-def describe_condition(call: CallConditions, name: str) -> str:
-    """What a class takes for an option, for people; with a star if it cannot run without."""
-    words = {"image": "picture", "control_image": "control picture", "last_image": "last frame"}
-    text = words.get(name, name)
-    if name == "image" and call.max_pictures > 1:
-        text = "pictures"
-    if name in call.needed:
-        text += "*"
-    return text
-
-
 def find_transformer_class(pipeline: Any) -> type | None:
     """The class of a pipeline's transformer, as its signature says, or the blocks of a modular pipeline."""
     if not hasattr(pipeline, "_get_signature_types"):
