@@ -115,12 +115,12 @@ CASES: list[tuple[dict[str, Any], str, int, tuple[str, ...]]] = [
     ({"pipefusion": 2, "warmup": 2, "warmup_mode": "sequence"}, "refusal", 2, ("pipefusion", "cfg")),
     ({"ulysses": 2, "text": "split", "vae": "rows"}, "callback", 2, ("ring",)),
     ({"tensor": 2, "split_scheme": "sequence"}, "callback", 2, ("tensor",)),
+    ({"ring": 2}, "callback", 2, ("ring",)),
     ({"pipefusion": 2, "warmup": 1, "cache": True}, "callback", 2, ("pipefusion",)),
     ({"pipefusion": 3, "warmup": 1}, "callback", 3, ("ring", "distrifusion", "data")),
 ]
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(("plan", "way", "ranks", "axes"), CASES, ids=str)
 def test_after_an_error_of_all_ranks(
     pool: Pool, plan: dict[str, Any], way: str, ranks: int, axes: tuple[str, ...]

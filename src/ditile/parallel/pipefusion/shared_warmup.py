@@ -68,7 +68,7 @@ class WarmupGroup:
         self.weight_stream = weight_stream
         self.may_rest = may_rest
         self.is_member = self.stage < size
-        self._group = mesh["pipefusion"].group
+        self._axis = mesh["pipefusion"]
         self._traffic = mesh.traffic
         self._chain = hooks.chain
         self._owned = stages[mesh.stage_index]
@@ -201,13 +201,13 @@ class WarmupGroup:
         own = torch.stack([k, v])
         shapes = [(*own.shape[:2], length, *own.shape[3:]) for length in tokens.rank_lengths]
         if self.size == self.last + 1:
-            parts = start_gather(own, shapes, self._group, self._traffic, KEYS).wait_for_tensors()
+            parts = start_gather(own, shapes, self._axis.group, self._traffic, KEYS).wait_for_tensors()
         else:
             # A collective needs all stages of the group, and only the first ones are members.
             peers = [member for member in range(self.size) if member != self.stage]
             sends = [(member, own) for member in peers]
             receives = [(member, shapes[member]) for member in peers]
-            parts = start_exchange(sends, receives, own, self._group, self._traffic, KEYS).wait_for_tensors()
+            parts = start_exchange(sends, receives, own, self._axis.group, self._traffic, KEYS).wait_for_tensors()
             parts.insert(self.stage, own)
         k, v = torch.cat(parts, dim=2)
         return k, v
@@ -227,7 +227,7 @@ class WarmupGroup:
         # Not every backend sends booleans.
         flat = own.to(torch.uint8) if own.dtype == torch.bool else own
         shapes = [(*own.shape[:3], length) for length in tokens.rank_lengths]
-        parts = start_gather(flat, shapes, self._group, self._traffic, MASKS).wait_for_tensors()
+        parts = start_gather(flat, shapes, self._axis.group, self._traffic, MASKS).wait_for_tensors()
         return torch.cat(parts, dim=3).to(own.dtype)
 
     def store_or_send_keys(

@@ -30,7 +30,7 @@ class GatheredKeyMaskSource:
 
     def __init__(self, axis: Axis, ulysses: Axis, traffic: Traffic) -> None:
         assert axis.group is not None
-        self._group = axis.group
+        self._axis = axis
         self._ulysses = ulysses
         self._traffic = traffic
         # With each gathered mask its source, so that no other tensor gets the same id.
@@ -94,7 +94,7 @@ class GatheredKeyMaskSource:
         # Not every backend sends booleans.
         flat = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
         shapes = [(*mask.shape[:3], length) for length in tokens.rank_lengths]
-        parts = start_gather(flat, shapes, self._group, self._traffic, KIND).wait_for_tensors()
+        parts = start_gather(flat, shapes, self._axis.group, self._traffic, KIND).wait_for_tensors()
         return [part.to(mask.dtype) for part in parts]
 
 

@@ -34,12 +34,13 @@ class RingKeys:
     def __init__(self, axis: Axis, kernel: AttentionKernel, traffic: Traffic) -> None:
         assert axis.group is not None
         self._axis = axis
-        self._group = axis.group
         self._kernel = kernel
         self._traffic = traffic
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
         """The output of the queries, `[B, S, N, H]`."""
+        group = self._axis.group
+        assert group is not None
         size = self._axis.num_ranks
         lengths = _count_rank_tokens(tokens, size)
         block = torch.stack([k, v])
@@ -51,7 +52,7 @@ class RingKeys:
             # The transfer starts before this block is attended to, so that both take place at once.
             if turn < size - 1:
                 shape = (*block.shape[:2], lengths[source - 1], *block.shape[3:])
-                incoming = start_shift(block, shape, self._group, self._traffic, KIND)
+                incoming = start_shift(block, shape, group, self._traffic, KIND)
             mask = extra.mask.ring_masks[source] if extra.mask else None
             k, v = block
             # Extra keys are the same on every rank: they are attended to once.

@@ -211,7 +211,8 @@ class GroupLinks:
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         self.index = axis.index
         self.num_ranks = axis.num_ranks
-        self._group = axis.group
+        # Its group is another one after the groups were made anew.
+        self._axis = axis
         self._traffic = traffic
 
     def start_exchange(
@@ -221,11 +222,11 @@ class GroupLinks:
         like: Tensor,
     ) -> PendingRows:
         """As `RowLinks` says."""
-        return start_exchange(sends, receives, like, self._group, self._traffic, KIND)
+        return start_exchange(sends, receives, like, self._axis.group, self._traffic, KIND)
 
     def start_gather(self, x: Tensor, shapes: Sequence[tuple[int, ...]]) -> PendingRows:
         """As `RowLinks` says."""
-        return start_gather(x, shapes, self._group, self._traffic, KIND)
+        return start_gather(x, shapes, self._axis.group, self._traffic, KIND)
 
 
 class Strip:
