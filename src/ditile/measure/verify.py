@@ -36,7 +36,7 @@ from ditile.distributed.backend import PEER_TIMEOUT, pick_device
 from ditile.distributed.mesh import find_local_rank, find_process_rank
 from ditile.distributed.private_network import make_groups
 from ditile.distributed.torchrun import join_torchrun
-from ditile.distributed.transport import gather_json
+from ditile.distributed.transport import gather_json, is_on_gpu
 from ditile.measure.sessions import release_memory
 from ditile.measure.verdict import Check, PlanVerdict
 from ditile.model.hooks.kv_store import AgeChecks
@@ -313,12 +313,17 @@ class _HostSyncCounter:
         self._first_step = min(steps - 1, schedule.warmup + 1)
         self._places: list[str] = []
         self._calls = 0
-        self._is_cuda = torch.device(runner.devices[runner.mesh.rank]).type == "cuda"
+        device = torch.device(runner.devices[runner.mesh.rank])
+        self._reason_not_counted = ""
+        if device.type != "cuda":
+            self._reason_not_counted = "not needed: there is no GPU"
+        elif runner.mesh.everyone is not None and not is_on_gpu(device, runner.mesh.everyone):
+            self._reason_not_counted = "not counted: gloo carries messages through the CPU, which waits for each"
 
     @contextlib.contextmanager
     def count_host_syncs(self) -> Iterator[None]:
         """Counts within."""
-        if not self._is_cuda:
+        if self._reason_not_counted:
             yield
             return
         job = self._runner.job()
@@ -353,8 +358,8 @@ class _HostSyncCounter:
         """The count of all ranks."""
         name = "the CPU does not wait for the GPU within steps"
         answers = gather_json(self._places, self._runner.mesh.everyone)
-        if not self._is_cuda:
-            return Check(name, None, "not needed: there is no GPU")
+        if self._reason_not_counted:
+            return Check(name, None, self._reason_not_counted)
         count = max(map(len, answers))
         says = f"{count} waits in {sum(self._micro_steps[self._first_step :])} computations of a patch"
         places = sorted(set[str]().union(*answers))

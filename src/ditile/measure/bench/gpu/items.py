@@ -54,19 +54,20 @@ class SuiteTask:
 
 
 def list_one_rank_items(sizes: Iterable[int], *, gpu: bool) -> list[SuiteItem]:
-    """The questions for one rank: exactness first, then seconds, synchronisations, compile, caches and memory."""
+    """The questions for one rank: exactness first, then seconds, caches, synchronisations, compile and memory."""
     first, *others = sizes
     exact = ["patches=4", "patches=4 offload=blocks", "vae=rows", WIDE]
     compiled = [COMPILED]
     if gpu:
         exact = [DEVICE_AGAINST_CPU, *exact, GRAPHS]
-        compiled.append(RECORDED)
+        compiled.insert(0, RECORDED)
     items = [
         *_make_items("exact", exact),
         *_make_items("methods", PATCH_PLANS, first),
-        *_make_items("synchronisations", [SYNCHRONISATIONS], first),
-        *_make_items("compile", compiled, first),
         *_make_items("caches", [IDLE_CACHE, *CACHES], first),
+        *_make_items("synchronisations", [SYNCHRONISATIONS], first),
+        # Slow to prepare: compiling takes a minute, and blocks of a large model are copied to the host.
+        *_make_items("compile", compiled, first),
         *_make_items("memory", ["patches=1 offload=blocks"], first),
     ]
     # Last, as other sizes are what may be missing when the time is over.

@@ -38,6 +38,7 @@ QUICK_SECONDS = 6 * 60
 ONE_RANK_SHARE = 0.55
 """The share of the time after which no item of one rank is begun."""
 STALL_SECONDS = 120.0
+SAME_ERROR = "the model that is timed failed twice with the same error"
 LEAST_MEMORY = 38e9
 """Bytes of a rank that holds the largest model of random weights, its activations, and a copy of a block's output."""
 MODEL = "random-flux blocks=57 heads=24 head_dim=128"
@@ -164,6 +165,7 @@ def run_items_on_ranks(task: SuiteTask, ranks: int) -> None:
             raise StateError(LATE)
 
     items = list(task.items)
+    reasons: set[str] = set()
     while items:
         if time.time() > task.ends_at:
             file.append(describe_item(item, ranks) | {"skipped": LATE} for item in items)
@@ -185,8 +187,15 @@ def run_items_on_ranks(task: SuiteTask, ranks: int) -> None:
             items = items[len(file.read()) - lines_before :]
             if items:
                 # On one line, and its end: that is where a traceback says what happened.
-                reason = " ".join(str(error).split())
-                file.append([describe_item(items.pop(0), ranks) | {"error": reason[-600:]}])
+                reason = " ".join(str(error).split())[-600:]
+                failed = items.pop(0)
+                file.append([describe_item(failed, ranks) | {"error": reason}])
+                # What fails twice in the same words is the fault of the model that is timed, and starting ranks is slow.
+                if failed.size and reason in reasons:
+                    skipped = [item for item in items if item.size]
+                    file.append(describe_item(item, ranks) | {"skipped": SAME_ERROR} for item in skipped)
+                    items = [item for item in items if not item.size]
+                reasons.add(reason)
 
 
 def make_suite_tables(rows: Sequence[Row]) -> list[Table | str]:
