@@ -24,7 +24,7 @@ from ditile.distributed.backend import pick_device
 from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks
 from ditile.parallel.pipefusion.block_costs import BlockCosts
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.plan.plan import Plan
 from ditile.plan.stages import compute_stage_loads, cut_stages

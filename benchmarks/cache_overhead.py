@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks import peer
 from ditile.cache.config import DBCacheConfig
 from ditile.distributed import files
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.runner.caching import enable_cache, refresh_context
 

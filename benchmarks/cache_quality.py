@@ -37,7 +37,7 @@ from ditile.measure.rows import Row, RowFile
 from ditile.measure.sessions import rotate
 from ditile.model.known import ASSETS
 from ditile.plan.errors import DitileError, StateError
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.runner.caching import enable_cache, summary
 from ditile.runner.load import load

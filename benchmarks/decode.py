@@ -28,7 +28,7 @@ from ditile.distributed.mesh import Axis
 from ditile.distributed.transport import Traffic
 from ditile.measure.sessions import allow_all_cores
 from ditile.parallel.vae.parallel_vae import ParallelVAE
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.planner.footprint import LiveBytes
 

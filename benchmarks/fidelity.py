@@ -30,7 +30,7 @@ from ditile.measure.evaluate.metrics import ImageArrays, compute_psnr, compute_s
 from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions
 from ditile.parallel.attention.core import StaleKeys
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.load import load

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from ditile.distributed import files
 from ditile.measure.evaluate.metrics import compute_psnr
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.load import load

@@ -24,7 +24,7 @@ from rich.table import Table
 from ditile.distributed import files
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.pipefusion.known_calls import KnownCalls
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.callbacks import StepWatch

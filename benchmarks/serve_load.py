@@ -29,7 +29,7 @@ from typing import Any
 import httpx
 import psutil
 
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from tests.serve.running import RunningServer
 

@@ -27,7 +27,7 @@ from PIL import Image
 
 from benchmarks.serve_load import find_ranks
 from ditile.distributed import files
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import defaults

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ditile.distributed.launch import launch
 from ditile.measure.bench.random_models import RandomModel
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize

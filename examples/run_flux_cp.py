@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import ditile
-from ditile.plan.flags import add_arguments, collect_arguments
+from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.runner.model_files import defaults
 from ditile.runner.requests.cache_options import CacheOptions
 

@@ -11,7 +11,7 @@ from benchmarks import recipes
 from benchmarks.page import fill_page_blocks
 from ditile.cli.main import build_parser
 from ditile.model.known import find_known_model
-from ditile.plan.flags import collect_arguments
+from ditile.plan.flag_parser import collect_arguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import defaults
 from ditile.runner.requests.options import GenerateOptions

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ditile.model.block_lists import supported_pipelines
     from ditile.model.hooks.compile import set_compile_configs
     from ditile.model.registry import register
-    from ditile.plan.spec import ModelSpec
+    from ditile.plan.model_spec import ModelSpec
     from ditile.planner.choose import plan_for
     from ditile.runner.caching import disable_cache, enable_cache, refresh_context, strify, summary
     from ditile.runner.callbacks import StepWatch
@@ -101,7 +101,7 @@ _LAZY = {
         ),
         "ditile.model.block_lists": "supported_pipelines",
         "ditile.model.registry": "register",
-        "ditile.plan.spec": "ModelSpec",
+        "ditile.plan.model_spec": "ModelSpec",
         "ditile.planner.choose": "plan_for",
         "ditile.runner.caching": "disable_cache enable_cache refresh_context strify summary",
         "ditile.runner.callbacks": "StepWatch",

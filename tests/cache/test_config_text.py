@@ -31,7 +31,7 @@ from ditile.cache.config_text import (
 )
 from ditile.cache.step_mask import parse_step_mask
 from ditile.plan.errors import LoadError, ModelError
-from ditile.plan.flags import add_arguments, collect_arguments, normalize_flags
+from ditile.plan.flag_parser import add_arguments, collect_arguments, normalize_flags
 from ditile.runner.requests.cache_options import CacheOptions
 
 HYBRID = """

@@ -16,7 +16,7 @@ from ditile.cache.hooks import CacheHook
 from ditile.cache.segment import Residuals, Segment
 from ditile.cache.skip_decision import CacheCall, split_into_units
 from ditile.model.hooks.protocols import CallPosition
-from ditile.plan.spec import Flow
+from ditile.plan.model_spec import Flow
 
 BLOCKS, IMAGES = 5, 3
 

@@ -19,7 +19,7 @@ from ditile.cache.config import (
 from ditile.cli import main
 from ditile.cli.flag_aliases import merge_alias_values
 from ditile.plan.errors import DitileError, ModelError, PlanError
-from ditile.plan.flags import collect_arguments, list_flags, normalize_flags
+from ditile.plan.flag_parser import collect_arguments, list_flags, normalize_flags
 from ditile.runner.requests.cache_options import CacheOptions, QuantizeType
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions

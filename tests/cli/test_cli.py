@@ -26,7 +26,7 @@ import ditile as package
 from ditile import Plan, RankError
 from ditile.cli import main
 from ditile.model.known import ASSETS
-from ditile.plan.flags import normalize_flags
+from ditile.plan.flag_parser import normalize_flags
 from ditile.runner.requests import console
 from ditile.runner.requests.pictures import read_picture_texts
 from tests import tiny

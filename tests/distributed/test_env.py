@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import ditile
-from ditile.distributed import cpus, env, launch, torchrun, torchrun_watch
+from ditile.distributed import cpus, env, launch, start_watcher, torchrun
 from ditile.distributed.mesh import build_mesh, find_process_rank
 from ditile.plan.errors import JoinError, PlanError
 from ditile.plan.plan import Plan
@@ -87,7 +87,7 @@ def test_variables_left_over_are_named(call: Callable[[Plan], object], monkeypat
 
 def test_a_rank_that_waits_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A failure means ten minutes of silence where one of the ranks was never started."""
-    monkeypatch.setattr(torchrun_watch, "NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(start_watcher, "NOTICE_SECONDS", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():

@@ -21,7 +21,7 @@ from ditile.model.adapter import (
 )
 from ditile.model.block_lists import find_block_lists
 from ditile.plan.errors import ModelError
-from ditile.plan.spec import Flow
+from ditile.plan.model_spec import Flow
 from tests import tiny
 from tests.more_families import EVERY
 

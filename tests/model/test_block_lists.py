@@ -22,7 +22,7 @@ from ditile.model.block_table import find_diffusers_class, find_table_entry, rea
 from ditile.model.loop_source import find_latent_cuts
 from ditile.model.source import infer_block_flow, read_block_calls, unwrap_module
 from ditile.plan.errors import ModelError
-from ditile.plan.spec import BlockList, Flow
+from ditile.plan.model_spec import BlockList, Flow
 from tests.families import Family
 from tests.more_families import EVERY
 

@@ -240,6 +240,6 @@ MUTANTS = (
         "plan/options.py",
         'config = ConfigDict(strict=True, extra="forbid")',
         'config = ConfigDict(strict=False, extra="ignore")',
-        ("plan/test_flags.py", "plan/test_plan.py", "cli/test_cli.py"),
+        ("plan/test_flag_parser.py", "plan/test_plan.py", "cli/test_cli.py"),
     ),
 )

@@ -15,7 +15,7 @@ import yaml
 
 from ditile.cli import main
 from ditile.plan.errors import ModelError
-from ditile.plan.flags import list_flags
+from ditile.plan.flag_parser import list_flags
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.link import Batch, WorkerSetup

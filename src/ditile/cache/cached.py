@@ -24,7 +24,7 @@ from ditile.model.hooks.compile import CompileFunction, exclude_from_compile
 from ditile.model.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
 from ditile.model.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.spec import BlockList
+from ditile.plan.model_spec import BlockList
 
 LAYER_SKIP_ARGUMENTS = ("skip_layers",)
 """Arguments with which a transformer leaves out blocks itself: the cache does nothing in such a call."""

@@ -28,7 +28,7 @@ from ditile.model.hooks.overrides import (
     override_attribute,
 )
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.spec import Flow
+from ditile.plan.model_spec import Flow
 
 BlockHandler = Callable[["CacheHook", tuple[Any, ...], dict[str, Any]], Any]
 """Runs a block, or does not: (hook, positional arguments, named arguments) -> what the block returns."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.flags import format_flag, make_text_reader
+from ditile.plan.flag_parser import format_flag, make_text_reader
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GenerateOptions

@@ -23,7 +23,7 @@ from ditile.cli import flag_aliases
 from ditile.distributed import env
 from ditile.distributed.heartbeat import RankFailure, describe_error, is_out_of_memory
 from ditile.distributed.launch import launch
-from ditile.distributed.torchrun_watch import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
+from ditile.distributed.start_watcher import START_SECONDS, begin_watch, needs_watch, report_failure, start_watcher
 from ditile.measure.bench.cells import parse_cells
 from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
@@ -31,7 +31,14 @@ from ditile.model.known import find_known_model
 from ditile.plan.checks import find_nearest, suggest_nearest
 from ditile.plan.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
 from ditile.plan.extras import require_extra
-from ditile.plan.flags import FlagParser, add_arguments, collect_arguments, format_flag, list_flags, normalize_flags
+from ditile.plan.flag_parser import (
+    FlagParser,
+    add_arguments,
+    collect_arguments,
+    format_flag,
+    list_flags,
+    normalize_flags,
+)
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
 from ditile.planner.budget import Budget
 from ditile.planner.choose import choose_within_budget, resolve_plan_option

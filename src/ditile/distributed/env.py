@@ -234,7 +234,7 @@ def report_progress() -> None:
 
 
 def send_to_watcher(data: bytes) -> None:
-    """Sends bytes of `heartbeat` to this rank's watcher: `launch`'s parent, or a `watcher` process under torchrun."""
+    """Sends bytes of `heartbeat` to this rank's watcher: `launch`'s parent, or `torchrun_watcher`'s process."""
     fd = read_progress_fd()
     if fd is not None:
         os.write(fd, data)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ditile.distributed import env
 from ditile.distributed.backend import PEER_TIMEOUT, choose_backend, make_device_current, pick_device
 from ditile.distributed.private_network import make_groups
-from ditile.distributed.torchrun_watch import START_SECONDS, begin_watch, explain_join_errors, open_torchrun_store
+from ditile.distributed.start_watcher import START_SECONDS, begin_watch, explain_join_errors, open_torchrun_store
 from ditile.distributed.transport import gather_json
 from ditile.plan import errors
 from ditile.plan.errors import DitileError, PlanError

@@ -30,7 +30,7 @@ from ditile.model.source import (
     unwrap_module,
 )
 from ditile.plan.errors import ModelError
-from ditile.plan.spec import BlockList, Flow
+from ditile.plan.model_spec import BlockList, Flow
 
 PREFIXES = ("transformer", "single", "double", "joint", "visual", "blocks", "layers")
 SUFFIXES = ("TransformerBlock", "Block", "Layer")

@@ -20,7 +20,7 @@ from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS
 from ditile.plan.anatomy import Anatomy, Kinds, ListAnatomy
 from ditile.plan.errors import ModelError
-from ditile.plan.spec import ModelSpec
+from ditile.plan.model_spec import ModelSpec
 
 _DERIVED: dict[type[nn.Module], list[AnatomyRow]] = {}
 """Rows of classes that were derived in this process."""

@@ -22,7 +22,7 @@ from ditile.model.source import (
     unwrap_module,
 )
 from ditile.plan.errors import ModelError
-from ditile.plan.spec import BlockList, Flow
+from ditile.plan.model_spec import BlockList, Flow
 
 _PREPARES = re.compile(r"refiner|(^|_)(text|txt|context|caption|prompt)(_|$)")
 """Lists with such a name prepare tokens once, ahead of the chain."""

@@ -20,7 +20,7 @@ from diffusers.models import transformers
 from torch import nn
 
 from ditile.model.source import TEXT_PARAMETERS
-from ditile.plan.spec import Flow
+from ditile.plan.model_spec import Flow
 
 IMAGE_TEXT = Flow(("image", "text"))
 IMAGE = Flow()

@@ -24,7 +24,7 @@ from ditile.model.hooks.pieces import find_run, has_nan
 from ditile.model.pipeline_calls import hide_block_tracebacks
 from ditile.plan.anatomy import describe_mode
 from ditile.plan.errors import ModelError
-from ditile.plan.spec import Flow
+from ditile.plan.model_spec import Flow
 
 Call = Mapping[str, Any]
 """The arguments of a call of the transformer, by parameter."""

@@ -28,7 +28,7 @@ from ditile.model.hooks.attention_processors import UNFUSE
 from ditile.model.hooks.protocols import DeferredTensor
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid
-from ditile.plan.spec import Conditioning, Constant, ModelSpec
+from ditile.plan.model_spec import Conditioning, Constant, ModelSpec
 
 TEXT_STREAM = (
     "norm1_context",

@@ -20,8 +20,8 @@ from ditile.model.known import ASSETS
 from ditile.model.pipeline_calls import find_denoisers, list_call_parameters
 from ditile.model.refinements import FLUX, PIXART, SD3
 from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan
-from ditile.plan.spec import ModelSpec
 
 _SPECS: dict[type, ModelSpec] = {
     FluxTransformer2DModel: FLUX,

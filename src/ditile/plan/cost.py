@@ -30,10 +30,10 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ditile.plan.layout import DUMMY_TEXT, Layout, Split, TokenShard, pick_even_chunk
+from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan, compute_coordinates
 from ditile.plan.schedule import MicroStep, Schedule
 from ditile.plan.shape import Shape, Weights
-from ditile.plan.spec import ModelSpec
 
 ALIGNMENT = 16
 """Bytes; where each tensor begins in a buffer."""

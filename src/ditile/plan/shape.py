@@ -15,9 +15,9 @@ from typing import Any
 
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid, Layout, pick_even_chunk
+from ditile.plan.model_spec import ModelSpec
 from ditile.plan.options import Pixels, check_value
 from ditile.plan.plan import Facts, Plan
-from ditile.plan.spec import ModelSpec
 
 FRAME_COUNTS = ("num_frames", "frames", "video_length")
 """Names of a call's argument, of which a class has one at most."""

@@ -29,7 +29,7 @@ from ditile.model.hooks.overrides import list_parameter_names, match_modules, ov
 from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid
-from ditile.plan.spec import ModelSpec
+from ditile.plan.model_spec import ModelSpec
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]

@@ -33,9 +33,9 @@ from ditile.plan.anatomy import REAL_PAIRS, drop_further_keys
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
+from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import AXES, Plan
 from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
-from ditile.plan.spec import ModelSpec
 from ditile.planner.footprint import (
     DecodeWork,
     Footprint,

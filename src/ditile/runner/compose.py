@@ -67,9 +67,9 @@ from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.anatomy import LOCAL, Anatomy
 from ditile.plan.errors import ModelError, StateError, StoppedError
 from ditile.plan.layout import Split
+from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import AUTO, Facts, Plan
 from ditile.plan.shape import Weights, count_images
-from ditile.plan.spec import ModelSpec
 from ditile.plan.stages import select_local_blocks
 from ditile.runner.trial import CodeTrial
 from ditile.runner.user_code import list_user_code

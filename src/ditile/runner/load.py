@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.mesh import find_process_rank
-from ditile.distributed.torchrun_watch import START_SECONDS, begin_watch
+from ditile.distributed.start_watcher import START_SECONDS, begin_watch
 from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.block_hooks import LoadedBlocks

@@ -30,7 +30,7 @@ PLACES = {
 }
 """Stage -> the module and the function in which its fault comes."""
 STEPS = {"first step": 0, "mid-loop": 2, "decode": 3}
-TORCHRUN_IMPORTS = ("ditile.distributed.torchrun_watch", "open_torchrun_store")
+TORCHRUN_IMPORTS = ("ditile.distributed.start_watcher", "open_torchrun_store")
 
 
 class InjectedError(Exception):

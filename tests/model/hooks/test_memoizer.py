@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from ditile.model.hooks.block_hooks import OutputMemoizer
 from ditile.model.hooks.generation import Generation
+from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, Schedule
-from ditile.plan.spec import ModelSpec
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.zoo import ZOO

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ditile.model import registry
 from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan
-from ditile.plan.spec import ModelSpec
 from ditile.runner.runner import parallelize
 from tests import tiny
 from tests.parallel.sequence.planned import MAKE, denoising, wan_pipeline

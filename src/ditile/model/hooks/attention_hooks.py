@@ -26,7 +26,7 @@ from ditile.model.hooks.key_padding import make_pairs_error
 from ditile.model.hooks.overrides import override_attribute, replace_globals
 from ditile.plan.anatomy import FURTHER, LOCAL, REAL_PAIRS
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.spec import ModelSpec
+from ditile.plan.model_spec import ModelSpec
 
 BuildAttention = Callable[..., LayerAttention]
 

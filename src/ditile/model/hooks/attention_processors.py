@@ -15,7 +15,7 @@ from torch import nn
 
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.spec import ModelSpec
+from ditile.plan.model_spec import ModelSpec
 
 UNFUSE = "call pipe.transformer.unfuse_qkv_projections()"
 """What undoes diffusers' `fuse_qkv_projections`; few pipelines have a method of that name."""

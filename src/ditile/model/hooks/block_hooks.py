@@ -53,8 +53,8 @@ from ditile.model.hooks.placeholders import (
 from ditile.model.hooks.token_arguments import is_cut
 from ditile.plan.anatomy import Anatomy, ListAnatomy
 from ditile.plan.errors import StateError
+from ditile.plan.model_spec import ModelSpec
 from ditile.plan.shape import Weights
-from ditile.plan.spec import ModelSpec
 
 LOADED_ATTRIBUTE = "_loaded_by_ditile"
 """The attribute of a transformer that says what was read of it."""

@@ -47,7 +47,7 @@ from ditile.parallel.tensor.collectives import TensorCollectives
 from ditile.parallel.tensor.cuts import HEAD_COUNTS, TensorCuts, find_sharded_attentions, take_shard, unwrap_lora_base
 from ditile.parallel.tensor.sequence import SharedStreams, StreamLengths, install_token_gathers
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.spec import ModelSpec
+from ditile.plan.model_spec import ModelSpec
 
 TensorMap = Callable[[Tensor], Tensor]
 """Such as what sums a tensor over the ranks."""

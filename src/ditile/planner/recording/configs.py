@@ -18,7 +18,7 @@ from ditile.model.hooks.placeholders import build_meta_model, init_on_meta_devic
 from ditile.model.known import name_component_source
 from ditile.model.registry import UNKNOWN_MODEL
 from ditile.plan.errors import LoadError, ModelError
-from ditile.plan.spec import ModelSpec
+from ditile.plan.model_spec import ModelSpec
 from ditile.planner.recording.recorded import (
     PipelineRecorder,
     build_recorded_pipeline,

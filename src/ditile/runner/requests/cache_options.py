@@ -23,7 +23,7 @@ from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra, require_quantizer
-from ditile.plan.flags import format_flag
+from ditile.plan.flag_parser import format_flag
 from ditile.plan.options import check_value, define_option
 from ditile.plan.plan import AXES, Plan
 

@@ -17,7 +17,7 @@ from typing import Any, cast, get_args
 
 from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError
-from ditile.plan.flags import format_flag
+from ditile.plan.flag_parser import format_flag
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture
 from ditile.runner.requests.pipelines import name_pipeline, returns_videos

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from ditile.plan.checks import is_number, is_whole_number
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.flags import format_flag
+from ditile.plan.flag_parser import format_flag
 from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size

@@ -1,15 +1,15 @@
-"""The watch over torchrun's ranks: if one fails, they end within seconds on all hosts, and a line says which and why.
+"""Starts a watcher for each of torchrun's ranks: if a rank fails, all end within seconds, and a line says why.
 
 torchrun ends the ranks of its own host when one of them exits. It does not notice a rank that hangs, and other hosts
-learn nothing. So each rank starts a small process, its watcher, which does not import torch. A watcher reads what its
-rank reports about itself (`heartbeat`) and passes it on to the watcher of rank 0, the hub, which decides by the rules
-of `launch` (`failure_rules`) and tells all others:
+learn nothing. So each rank starts a small process, its watcher (`torchrun_watcher`), which does not import torch. A
+watcher reads what its rank reports about itself (`heartbeat`) and passes it on to the watcher of rank 0, the hub. The
+hub applies the rules of `launch` (`failure_rules`) and tells all others its verdict:
 
     rank 0 -> its watcher, the hub <=> watcher <- rank 1
 
-A watcher ends its rank when the hub says so or is silent, and it ends when all ranks have. The hub listens on a port of
-its own. A watcher that connects must know a secret, which is random in each run and which ranks get from torchrun's
-store.
+A watcher ends its rank when the hub says so or falls silent, and exits once all ranks have ended. The hub listens on
+its own port. A watcher that connects must know a secret, which is random in each run and which ranks read from
+torchrun's store.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from ditile.distributed.heartbeat import (
     send_note,
     shorten_failure,
 )
-from ditile.distributed.watcher import read_line, run_watcher
+from ditile.distributed.torchrun_watcher import read_line, run_watcher
 from ditile.plan.errors import JoinError
 
 LOG = logging.getLogger("ditile")
 STORE_KEY = "ditile-watch"
-"""Where rank 0 writes for the others, in torchrun's store, where the hub listens."""
+"""The key in torchrun's store under which rank 0 writes where the hub listens."""
 START_SECONDS = 120.0
-"""Seconds within which torchrun's ranks must have started, which takes long where torch is read from a cold disk."""
+"""Seconds within which torchrun's ranks must start; reading torch from a cold disk takes long."""
 
 
 def begin_watch(stall: float | None, timeout: float) -> None:
-    """Starts the watcher of this rank, if torchrun started this process with others and nobody watches it yet.
+    """Starts the watcher of this rank, if torchrun started this process with others and it has none yet.
 
     Args:
-        stall: seconds without progress after which the run is ended; None if a script's own work may take any time, so
-            that only its calls of a runner are timed, with a minute each.
-        timeout: seconds in which rank 0 must have started.
+        stall: seconds without progress after which the run is ended; None for a script, whose own work
+            may take any time: then a call of a runner must make progress every minute, and nothing else is timed.
+        timeout: seconds in which rank 0 must start.
 
     Raises:
         JoinError: if rank 0 cannot be reached.
@@ -88,13 +88,13 @@ def begin_watch(stall: float | None, timeout: float) -> None:
 
 
 def needs_watch() -> bool:
-    """Whether torchrun started this process with others, and nobody watches it yet."""
+    """Whether torchrun started this process with others, and it has no watcher yet."""
     return env.is_under_torchrun() and env.read_progress_fd() is None and env.read_torchrun_place() is not None
 
 
 @functools.cache
 def start_watcher() -> subprocess.Popen[bytes]:
-    """Starts this rank's watcher, which knows of no others yet. The rank ends with torchrun from now on."""
+    """Starts this rank's watcher, not yet connected to others. From now on the rank ends when torchrun does."""
     die_with_parent()
     code = f"import sys; sys.path[:] = {sys.path}; from {run_watcher.__module__} import run_watcher; run_watcher()"
     return subprocess.Popen(
@@ -106,7 +106,7 @@ def start_watcher() -> subprocess.Popen[bytes]:
 
 
 def report_failure(failure: RankFailure, code: int) -> bool:
-    """Leaves it to the watchers to print why this rank ends, once for all; False where it has none."""
+    """Lets the watchers print, once for the whole run, why this rank ends; returns False if it has no watcher."""
     if not env.is_under_torchrun() or env.read_progress_fd() is None:
         return False
     send_note(failed=list(shorten_failure(failure)[1:]), code=code)
@@ -120,14 +120,14 @@ def _report_uncaught(
     trace: TracebackType | None,
 ) -> None:
     failure = describe_error(error)
-    # Of a rank that failed because another one did, the traceback would only mislead.
+    # If this rank failed only because another one did, its traceback would mislead.
     if not is_consequence(failure):
         hook(error_class, error, trace)
     report_failure(failure._replace(plain=""), 1)
 
 
 def _obey_watcher(process: subprocess.Popen[bytes]) -> None:
-    """Waits for the exit code with which this process must end; a watcher that was killed says nothing."""
+    """Exits with the code that the watcher sends; with 1 if the watcher was killed and sends none."""
     assert process.stdout is not None
     code = os.read(process.stdout.fileno(), 1) or b"\1"
     os._exit(code[0])
@@ -154,7 +154,7 @@ def _write_line(pipe: Any, value: dict[str, Any]) -> None:
 
 
 NOTICE_SECONDS = 10.0
-"""Seconds after which a rank says that it waits for others."""
+"""Seconds after which a rank logs that it is still waiting for others."""
 
 
 def open_torchrun_store(place: env.Torchrun, timeout: float) -> Any:
@@ -174,11 +174,11 @@ def open_torchrun_store(place: env.Torchrun, timeout: float) -> Any:
 
 @contextlib.contextmanager
 def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
-    """Raises `JoinError` for errors of torch while ranks connect; says once, where that takes long, that it waits."""
+    """Raises `JoinError` for torch's errors while ranks connect; logs once if connecting takes long."""
     try:
         with _notice_long_wait(place):
             yield
-    # ValueError: torch misses MASTER_ADDR or MASTER_PORT, or they are no address.
+    # torch raises ValueError if MASTER_ADDR or MASTER_PORT is missing or not an address.
     except (RuntimeError, ValueError) as error:
         raise JoinError(
             f"rank {place.rank} of {place.world} cannot connect to the others at {env.describe_master()} "
@@ -190,7 +190,7 @@ def explain_join_errors(place: env.Torchrun, timeout: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _notice_long_wait(place: env.Torchrun) -> Iterator[None]:
-    """Says once, where the others do not come soon, that this rank waits for them, and why."""
+    """Logs once that this rank is waiting for the others, if they have not connected after `NOTICE_SECONDS`."""
     timer = threading.Timer(
         NOTICE_SECONDS,
         LOG.warning,

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.flags import (
+from ditile.plan.flag_parser import (
     FlagParser,
     add_arguments,
     collect_arguments,
