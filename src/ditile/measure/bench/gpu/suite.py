@@ -190,7 +190,7 @@ def run_items_on_ranks(task: SuiteTask, ranks: int) -> None:
                 reason = " ".join(str(error).split())[-600:]
                 failed = items.pop(0)
                 file.append([describe_item(failed, ranks) | {"error": reason}])
-                # What fails twice in the same words is the fault of the model that is timed, and starting ranks is slow.
+                # The same error twice is the fault of the model that is timed, and starting ranks again is slow.
                 if failed.size and reason in reasons:
                     skipped = [item for item in items if item.size]
                     file.append(describe_item(item, ranks) | {"skipped": SAME_ERROR} for item in skipped)
