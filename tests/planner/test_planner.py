@@ -490,3 +490,24 @@ def test_small_patches_wait_for_the_host() -> None:
     calls = len(one.block_hooks.chain)
     assert price_step("patches=16") >= 19 / 20 * 16 * calls * machine.block_s > 0
     assert price_step("patches=16") > price_step("patches=4") > price_step("data=1")
+
+
+ALONE = Path(__file__).parents[2] / "benchmarks" / "data" / "gpu" / "h200-alone.jsonl"
+
+
+@pytest.mark.parametrize(
+    "plan", ["pipefusion=4 patches=4", "pipefusion=8 patches=8", "ulysses=4", "ulysses=8", "tensor=4", "distrifusion=4"]
+)
+def test_an_h200_is_priced_as_its_ranks_were_measured(plan: str) -> None:
+    """Steps of FLUX.1's sizes at 1024 px, which the host of an H200 limits under each of these plans.
+
+    A failure means that `ditile plan` promises several GPUs a speed-up that their hosts cannot follow."""
+    rows = [json.loads(line) for line in ALONE.read_text().splitlines()]
+    wanted = {"plan": plan, "px": 1024, "rank": 0}
+    eager = [row for row in rows if wanted.items() <= row.items() and not row.keys() & {"cuda_graphs", "compile"}]
+    (measured,) = [row["step_s"] for row in eager if row["part"] == "alone"]
+    one = subject("flux.1-dev")
+    size = {"height": 1024, "width": 1024, "num_inference_steps": 20, "guidance_scale": 3.5}
+    pricer = make_pricer(one, size, hardware.load_profile("h200-nvlink"))
+    job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(size, 2))
+    assert pricer.price_call(job).latency_s / 20 == pytest.approx(measured, rel=0.25)

@@ -37,6 +37,7 @@ class Datasheet:
         p2p: bytes a second from one device to another.
         source: where the numbers are from.
         block_s: see `Profile`; 0 where it was not measured.
+        call_s: see `Link`; that of `EFFICIENCY` where it was not measured.
         host_bandwidth: see `Profile`: nine tenths of PCIe's in one direction, rounded, as its protocol leaves them.
     """
 
@@ -47,6 +48,7 @@ class Datasheet:
     p2p: float
     source: str
     block_s: float = 0.0
+    call_s: float | None = None
     host_bandwidth: float = 25e9
 
 
@@ -107,6 +109,11 @@ _NVIDIA = "NVIDIA's datasheet"
 _RTX = "NVIDIA's whitepaper of the architecture"
 _H100_BLOCK = 1.5e-3
 """Measured on one H100 with torch 2.11, without compiling: a call of a block of FLUX.1-dev for a patch."""
+_H200_BLOCK = 1.7e-3
+_H200_CALL = 6e-5
+"""Measured on one H200 with torch 2.11, without compiling or recorded steps: what the host needs for a call of a block
+of FLUX.1-dev, and more for a message of it. Least squares over the ranks alone of `benchmarks/data/gpu/h200-alone.jsonl`
+and `h200-alone-2.jsonl` at 1024 px, each of which is within a fourth."""
 SHEETS = {
     "l40-pcie": Datasheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
     "l20-pcie": Datasheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
@@ -129,6 +136,8 @@ SHEETS = {
         link="nvlink",
         p2p=402e9,
         source=_NVIDIA,
+        block_s=_H200_BLOCK,
+        call_s=_H200_CALL,
         host_bandwidth=50e9,
     ),
     # Whitepaper "NVIDIA Ada GPU Architecture", table of the RTX 4090: 165.2 TFLOPS, 1008 GB/s, 24 GB, PCIe 4.0 x16.
@@ -189,6 +198,7 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
         attention.append(tuple(rate * keys / (keys + half) for keys in SIZES))
     numbers = Curve((1.0,), (sheet.bandwidth * gets.memory,))
     socket = SOCKET if sheet.link == "pcie" else 0
+    call_s = gets.wire.call_s if sheet.call_s is None else sheet.call_s
     return Profile(
         name=name,
         source=f"{sheet.source}; shares fitted by benchmarks.published",
@@ -206,7 +216,7 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
             latency_s=gets.wire.latency_s,
             bandwidth=sheet.p2p,
             collective=gets.wire.exchange,
-            call_s=gets.wire.call_s,
+            call_s=call_s,
             neighbours=gets.wire.exchange,
             reduce=gets.wire.reduce,
             overlap=gets.wire.overlap,
