@@ -112,8 +112,8 @@ _H100_BLOCK = 1.5e-3
 _H200_BLOCK = 1.7e-3
 _H200_CALL = 6e-5
 """Measured on one H200 with torch 2.11, without compiling or recorded steps: what the host needs for a call of a block
-of FLUX.1-dev, and more for a message of it. Least squares over the ranks alone of `benchmarks/data/gpu/h200-alone.jsonl`
-and `h200-alone-2.jsonl` at 1024 px, each of which is within a fourth."""
+of FLUX.1-dev, and more for a message of it. Least squares over ranks alone at 1024 px, each of which is within a fourth
+(`benchmarks/data/gpu/h200-alone.jsonl`, `h200-alone-2.jsonl`)."""
 SHEETS = {
     "l40-pcie": Datasheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
     "l20-pcie": Datasheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
