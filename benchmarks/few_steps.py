@@ -30,6 +30,7 @@ from ditile.model.known import list_bundled_models
 from ditile.plan.errors import DitileError, PlanError
 from ditile.plan.plan import FEW_STEPS, Plan
 from ditile.plan.schedule import Schedule
+from ditile.plan.simulate import bound_speedup
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
@@ -147,7 +148,7 @@ def _compare_with_reference(
         row["psnr_lowest"] = float(decibels.min())
     row["all_right"] = score_images(list(images), captions)["all_right"]
     # Fewer steps are a speed-up of their own, on top of the plan's.
-    row["bound"] = steps / setting.steps * Schedule.from_plan(setting.plan, setting.steps).bound_speedup()
+    row["bound"] = steps / setting.steps * bound_speedup(Schedule.from_plan(setting.plan, setting.steps))
     return row
 
 

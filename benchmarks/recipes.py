@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.page import DOCS, fill_page_blocks
 from ditile.distributed import files
 from ditile.plan.errors import PlanError
+from ditile.plan.numbers import format_number
 from ditile.plan.plan import FEW_STEPS, Plan
-from ditile.plan.units import format_number
 from ditile.planner.hardware import load_profile
 from ditile.planner.memory import count_host_memory
 from ditile.planner.question import PlanQuestion

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import track
 
 from ditile.model.known import CONFIGS
+from ditile.plan.numbers import format_number
 from ditile.plan.plan import Plan
-from ditile.plan.units import format_number
 from ditile.planner.hardware import load_profile
 from ditile.planner.search import SIMULATED, PlanSearch, SearchRequest
 from ditile.planner.subject import PlanSubject

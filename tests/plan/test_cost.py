@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ditile.plan import cost
+from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import Plan
-from ditile.plan.units import format_bytes
 from tests.pool import Pool
 from tests.runner.cases import MAKE, divided, run
 

@@ -18,8 +18,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 from pydantic import Field, TypeAdapter
 
 from ditile.cache.step_mask import check_step_mask
-from ditile.plan.checks import is_whole_number, suggest_nearest
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, suggest_nearest
+from ditile.plan.numbers import is_whole_number
 from ditile.plan.options import check_value
 
 StoreType = Literal["float32", "bfloat16", "float16"]

@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ditile.plan.checks import is_whole_number, suggest_nearest
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, suggest_nearest
+from ditile.plan.numbers import is_whole_number
 from ditile.plan.options import Steps, check_value
 
 REFERENCE_STEPS = 28

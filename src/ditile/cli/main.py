@@ -28,8 +28,16 @@ from ditile.measure.bench.cells import parse_cells
 from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.evaluate.options import EvaluateOptions, JudgeOptions, SessionOptions
 from ditile.model.known import find_known_model
-from ditile.plan.checks import find_nearest, suggest_nearest
-from ditile.plan.errors import DitileError, JoinError, ModelError, PlanError, RankError, StateError
+from ditile.plan.errors import (
+    DitileError,
+    JoinError,
+    ModelError,
+    PlanError,
+    RankError,
+    StateError,
+    find_nearest,
+    suggest_nearest,
+)
 from ditile.plan.extras import require_extra
 from ditile.plan.flag_parser import (
     FlagParser,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ditile.cache.report import format_steps
-from ditile.plan.units import format_bytes
+from ditile.plan.numbers import format_bytes
 
 NUM_PERF_CALLS = 3
 """Calls of --perf that are measured, after one that is not."""

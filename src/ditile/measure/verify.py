@@ -44,9 +44,9 @@ from ditile.model.pipeline_calls import is_modular
 from ditile.model.registry import find_loop_model
 from ditile.plan import cost
 from ditile.plan.errors import ModelError, StateError
+from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AUTO, Plan
 from ditile.plan.schedule import Schedule
-from ditile.plan.units import format_bytes
 from ditile.plan.version import __version__
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults

@@ -9,11 +9,15 @@
      ├── StoppedError a call that `Runner.stop` ended: nothing failed
      └── RankError    a rank raised, died, hung or made no progress; carries that rank's own traceback
 
-A message says what is wrong, the value, and what would work. The command line prints the first four as one line
-and exits with 2; a `RankError` is printed with its traceback and exits with 1.
+A message says what is wrong, the value, and what would work; `suggest_nearest` proposes a known name for an unknown
+one. The command line prints the first four errors as one line and exits with 2; it prints a `RankError` with its
+traceback and exits with 1.
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 class DitileError(Exception):
@@ -63,3 +67,26 @@ class RankError(DitileError):
 
     def __reduce__(self) -> tuple[type[RankError], tuple[int, str, str, str]]:
         return type(self), (self.rank, self.cause, self.message, self.traceback)
+
+
+def suggest_nearest(name: str, known: Iterable[str], otherwise: str | None = None, *, cutoff: float = 0.6) -> str:
+    """The hint in a message about an unknown name: "did you mean ...?", with the known name that is most like it.
+
+    Args:
+        name: the unknown one.
+        known: the known names.
+        otherwise: the hint if no known name is like it; by default the list of all known names.
+        cutoff: how similar two names must be, from 0 to 1; see `difflib.get_close_matches`.
+    """
+    known = list(known)
+    nearest = find_nearest(name, known, cutoff=cutoff)
+    if nearest is not None:
+        return f"did you mean {nearest}?"
+    if otherwise is not None:
+        return otherwise
+    return f"try one of {', '.join(known)}"
+
+
+def find_nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name that is most like `name`; None if no name is similar enough."""
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ditile.plan.checks import is_number
+from ditile.plan.numbers import is_number
 
 FLAGS = {"true_cfg_scale": "--true-cfg", "guidance_scale": "--guidance"}
 """Arguments of a call -> the flags that set them."""

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from ditile.plan.checks import suggest_nearest
-from ditile.plan.errors import DitileError, ModelError
+from ditile.plan.errors import DitileError, ModelError, suggest_nearest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

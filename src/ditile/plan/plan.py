@@ -354,7 +354,7 @@ class Plan:
         """A warning where warmup and the filling of the pipeline cost more than 30 % of the gain; otherwise None.
 
         Args:
-            bound: the speed-up over one rank that its stages can reach, from `Schedule.bound_speedup`.
+            bound: the speed-up over one rank that its stages can reach, from `bound_speedup`.
         """
         stages = self.pipefusion
         # One rank has no pipeline to fill.

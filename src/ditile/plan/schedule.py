@@ -3,8 +3,8 @@
 A step is synchronous (the whole image at once, exact) or asynchronous (patch by patch; keys and values of the patches
 that are not computed yet are from the step before). One iteration of the pipeline's loop is a `MicroStep`: a whole
 synchronous step, or one patch of an asynchronous one. `Schedule.iter_ops_before_call`, `iter_call_ops` and
-`iter_ops_after_call` say what a stage does in it. The executor runs these ops, `simulate_schedule` prices them and
-proves that no stage waits for ever, without a process, and `render_gantt_chart` shows them as text.
+`iter_ops_after_call` say what a stage does in it. The executor runs these ops. `simulate.py` runs them without
+processes: it prices them, proves that no stage waits forever, and shows them as text.
 
 The channels carry the same messages in both kinds of step: M patches per step and branch, in patch order. (Branches
 come one after the other in a synchronous step, and take turns in an asynchronous one.) A `pipelined` synchronous step
@@ -14,8 +14,6 @@ warmup group computes it without the channels, and its predictions go to the las
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -397,49 +395,6 @@ class Schedule:
             calls_of_step = calls(step) if callable(calls) else calls
             yield from self.iter_step_ops(stage, step, calls_of_step)
 
-    def bound_speedup(self, calls: int = 1) -> float:
-        """The speed-up over one rank that no implementation exceeds, with equal stages and free messages.
-
-        In serial mode with one call it is `S / (W + (S - W) / min(N, M) + (min(N, M) - 1) / (N M))`. With W = 0 and
-        M >= N the useful share of the stages' time is the paper's `M S / (M S + N - 1)`.
-        """
-        return self.steps / self.compute_makespan(calls)
-
-    def compute_makespan(self, calls: int = 1) -> float:
-        """The time of a generation in units of one step on one rank, as `simulate_schedule` has it with unit costs.
-
-        In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
-        max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
-        micro-batches (or calls) of which the largest is a share q, (1 + (N - 1) q) / N; in a group of R, 1 / R.
-        """
-        n = self.stages
-        m = self.patches
-        c = calls
-        steps = range(self.steps)
-        if self.distrifusion > 1:
-            num_shorter = sum(not self.computes_references(step) for step in steps)
-            return (self.steps - self.reference_share * num_shorter) / self.distrifusion
-        # The formula knows no patches that are left out.
-        if self.num_references:
-            return max(span.end for span in simulate_schedule(self, calls=calls))
-        num_stale = 0
-        num_begins = 0
-        for step in steps:
-            if self.reads_stale_keys(step):
-                num_stale += 1
-                # The pipeline fills again after a synchronous step.
-                if step == 0 or not self.reads_stale_keys(step - 1):
-                    num_begins += 1
-        period = max(m * c, n - 1 + c)
-        asynchronous = num_stale * period + num_begins * (m * c + n - 1 - period)
-        return (self.steps - num_stale) * self._compute_synchronous_time(c) + asynchronous / (n * m * c)
-
-    def _compute_synchronous_time(self, calls: int) -> float:
-        if self.warmup_group_size:
-            return 1 / self.warmup_group_size
-        largest = len(self.split_micro_batches(MicroStep(0, None))[0]) / self.batch / calls
-        return (1 + (self.stages - 1) * largest) / self.stages
-
 
 @lru_cache(maxsize=1024)
 def _count_calls_ahead(stages: int, patches: int, calls: int, stage: int, has_room: bool) -> int:
@@ -483,112 +438,3 @@ def _count_early_patches(
     else:
         early = -with_latents
     return max(early, due)
-
-
-class Span(NamedTuple):
-    """An `Op` on a stage with its start and end, in the unit of the costs."""
-
-    stage: int
-    op: Op
-    start: float
-    end: float
-
-
-def simulate_schedule(
-    schedule: Schedule,
-    cost: Callable[[int, Op], float] | None = None,
-    calls: int | Callable[[int], int] = 1,
-    travel: Callable[[int, Op], float] | None = None,
-) -> list[Span]:
-    """Runs the programs of all stages against each other, each message as early as it can be.
-
-    Args:
-        schedule: the schedule.
-        cost: the time of an op on a stage; by default a whole step takes 1 on one rank, divided evenly, all else 0.
-        calls: transformer calls in every step, or in each.
-        travel: the time of a message on its way, from the end of the op that sends it; by default none.
-
-    Raises:
-        RuntimeError: if the stages wait for each other for ever.
-    """
-
-    def compute_default_cost(stage: int, op: Op) -> float:
-        calls_of_step = calls(op.step) if callable(calls) else calls
-        return _compute_unit_cost(schedule, op, calls_of_step)
-
-    compute_cost = cost or compute_default_cost
-    programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
-    clocks = [0.0] * schedule.stages
-    arrivals: dict[tuple[object, ...], float] = {}
-    spans: list[Span] = []
-    while any(programs):
-        num_spans = len(spans)
-        for stage, program in enumerate(programs):
-            while program:
-                op = program[0]
-                arrival = _find_arrival_time(arrivals, stage, op)
-                # The message that it waits for was not sent yet.
-                if arrival is None:
-                    break
-                program.popleft()
-                start = max(clocks[stage], arrival)
-                end = start + compute_cost(stage, op)
-                clocks[stage] = end
-                spans.append(Span(stage, op, start, end))
-                if op.kind in SEND_OF_RECEIVE.values() and op.peer is not None:
-                    message = (op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)
-                    arrivals[message] = end
-                    if travel is not None:
-                        arrivals[message] += travel(stage, op)
-        if len(spans) == num_spans:
-            raise RuntimeError(f"deadlock: stages wait at {[next(iter(program), None) for program in programs]}")
-    return spans
-
-
-def _find_arrival_time(arrivals: dict[tuple[object, ...], float], stage: int, op: Op) -> float | None:
-    """When the message arrives that an op waits for; None if it was not sent yet."""
-    sender = SEND_OF_RECEIVE.get(op.kind)
-    if sender is None:
-        return 0.0
-    return arrivals.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch))
-
-
-def _compute_unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
-    """The time of an op if a whole step takes 1 on one rank."""
-    if op.kind is not OpKind.COMPUTE:
-        return 0.0
-    if op.patch is None:
-        micro = MicroStep(op.step, None)
-        ranks = len(schedule.select_warmup_group(micro)) or schedule.stages
-        rows = schedule.split_micro_batches(micro)[op.micro_batch]
-        return len(rows) / schedule.batch / (ranks * calls)
-    first = schedule.num_references
-    if op.patch < first:
-        share = schedule.reference_share / first
-    else:
-        share = (1 - schedule.reference_share) / (schedule.patches - first)
-    return share / (schedule.stages * calls)
-
-
-_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-def render_gantt_chart(schedule: Schedule, steps: int, calls: int = 1) -> str:
-    """The first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of time."""
-    num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
-    # The longest time of which each op takes a whole multiple.
-    cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
-    spans = []
-    for span in simulate_schedule(schedule, calls=calls):
-        if span.op.kind is OpKind.COMPUTE and span.op.step < steps:
-            spans.append(span)
-    width = max(round(span.end / cell) for span in spans)
-    rows = [["."] * width for _ in range(schedule.stages)]
-    for span in spans:
-        patch = span.op.patch
-        mark = "=" if patch is None else _LETTERS[patch % len(_LETTERS)]
-        for column in range(round(span.start / cell), round(span.end / cell)):
-            rows[span.stage][column] = mark
-    lines = [f"stage {stage:<2} |{''.join(row)}|" for stage, row in enumerate(rows)]
-    legend = "= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle"
-    return "\n".join([f"steps 0 to {steps - 1} ({legend}):", *lines])

@@ -9,8 +9,8 @@ from itertools import groupby
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
+from ditile.plan.numbers import format_bytes, format_number
 from ditile.plan.plan import FEW_STEPS
-from ditile.plan.units import format_bytes, format_number
 from ditile.planner.memory import HostMemory, RankMemory
 from ditile.planner.price import Price
 from ditile.planner.search import CLOSE_STEPS, OtherKind, OtherPlan, SearchResult

@@ -14,9 +14,9 @@ from ditile.distributed.cpus import count_memory_bytes
 from ditile.model.block_lists import find_block_lists
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError
+from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import render_gantt_chart
-from ditile.plan.units import format_bytes
+from ditile.plan.simulate import render_gantt_chart
 from ditile.planner.memory import count_host_memory
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import choose_dtype_name, defaults, find_model_source

@@ -12,8 +12,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ditile.plan.checks import find_nearest
-from ditile.plan.errors import PlanError
+from ditile.plan.errors import PlanError, find_nearest
 from ditile.planner.profile import Curve, Link, Profile
 
 PROFILES = Path(__file__).parents[1] / "model" / "assets" / "profiles"

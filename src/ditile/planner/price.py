@@ -16,7 +16,8 @@ from typing import Any
 from ditile.plan import cost
 from ditile.plan.cost import PlannedCall
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Op, OpKind, Span, simulate_schedule
+from ditile.plan.schedule import Op, OpKind
+from ditile.plan.simulate import Span, simulate_schedule
 from ditile.planner.ops import CacheSkips, MachineWork, OpPricer
 
 ROUNDED = 1e-12

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from ditile.distributed import files
-from ditile.plan.checks import is_number, is_whole_number
 from ditile.plan.errors import ModelError
+from ditile.plan.numbers import is_number, is_whole_number
 
 
 @dataclass(frozen=True, slots=True)

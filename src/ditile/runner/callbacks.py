@@ -28,8 +28,8 @@ from ditile.model.pipeline_calls import list_call_parameters, list_progress_bar_
 from ditile.parallel import rng_state
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.step_agreement import StepCallbacks
-from ditile.plan.checks import is_whole_number
 from ditile.plan.errors import ModelError
+from ditile.plan.numbers import is_whole_number
 from ditile.runner.report import CallMeter
 
 

@@ -21,9 +21,9 @@ from ditile.model.hooks.overrides import override_attribute
 from ditile.model.hooks.placeholders import allow_state_dict, is_placeholder
 from ditile.parallel.tensor.sharding import ShardedTransformer, find_share
 from ditile.parallel.text.parts import FREED, read_placement
-from ditile.plan.checks import is_number
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import is_installed, require_extra
+from ditile.plan.numbers import is_number
 
 LOG = logging.getLogger(__name__)
 

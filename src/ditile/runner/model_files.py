@@ -29,8 +29,8 @@ from ditile.model.known import (
     list_known_models,
     list_published_models,
 )
-from ditile.plan.checks import is_number, suggest_nearest
-from ditile.plan.errors import LoadError, ModelError
+from ditile.plan.errors import LoadError, ModelError, suggest_nearest
+from ditile.plan.numbers import is_number
 
 PERIOD = 1.0
 """Seconds between two looks at a folder that grows."""

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ditile.plan.cost import PlannedCall, count_key_store_bytes, count_traffic_in_step
+from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import AXES, Plan, compute_coordinates
+from ditile.plan.simulate import bound_speedup
 from ditile.plan.stages import select_local_blocks
-from ditile.plan.units import format_bytes
 
 EXACT = ("data", "cfg", "ring", "distrifusion", "ulysses", "tensor")
 """Axes that divide all of the work, in every step."""
@@ -159,7 +160,7 @@ def compute_axis_bounds(job: PlannedCall) -> dict[str, float]:
 
 def _bound_stage_speedup(job: PlannedCall) -> float:
     # Step 0 may make more calls than the others.
-    return job.step_schedule.bound_speedup(job.count_calls_in_step(1))
+    return bound_speedup(job.step_schedule, job.count_calls_in_step(1))
 
 
 def _render_as_text(*parts: str | Table) -> str:

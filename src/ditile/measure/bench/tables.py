@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ditile.measure.bench.cells import ONE_RANK
 from ditile.measure.rows import Row
-from ditile.plan.units import format_bytes
+from ditile.plan.numbers import format_bytes
 from ditile.runner.requests.console import make_numbered_tables
 
 

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.checks import suggest_nearest
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.options import Count, check_value
 from ditile.plan.plan import Plan
 

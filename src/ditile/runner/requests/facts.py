@@ -14,10 +14,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from ditile.plan.checks import is_number, is_whole_number
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.flag_parser import format_flag
 from ditile.plan.guidance import GuidanceRule
+from ditile.plan.numbers import is_number, is_whole_number
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.requests.conditions import check_picture_count, find_pipeline_class_for, read_call_conditions

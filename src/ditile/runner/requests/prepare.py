@@ -12,8 +12,8 @@ from ditile.distributed import env
 from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.torchrun import join_torchrun
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
+from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import Plan
-from ditile.plan.units import format_bytes
 from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.conditions import choose_pipeline_class

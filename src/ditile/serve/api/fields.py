@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from fastapi import Request as HttpRequest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ditile.plan.checks import is_whole_number, suggest_nearest
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import ModelError, suggest_nearest
+from ditile.plan.numbers import is_whole_number
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import GIF_MOST_FPS, LEAST_FPS, MOST_FPS, GenerateOptions

@@ -30,7 +30,7 @@ from ditile.measure.bench.subjects import create_bench_subject
 from ditile.measure.rows import Row
 from ditile.measure.sessions import collect_machine_facts
 from ditile.plan.errors import DitileError, PlanError, StateError
-from ditile.plan.units import format_number
+from ditile.plan.numbers import format_number
 
 LINES = "gpu.jsonl"
 SECONDS = 15 * 60

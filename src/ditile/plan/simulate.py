@@ -1,0 +1,170 @@
+"""Runs a schedule without processes: when each op starts and ends, how long a generation takes, and a chart of it.
+
+The planner prices a plan by `simulate_schedule`. A schedule that would deadlock raises an error here, so tests find it
+without starting a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, Schedule
+
+
+class Span(NamedTuple):
+    """An `Op` on a stage with its start and end, in the unit of the costs."""
+
+    stage: int
+    op: Op
+    start: float
+    end: float
+
+
+def simulate_schedule(
+    schedule: Schedule,
+    cost: Callable[[int, Op], float] | None = None,
+    calls: int | Callable[[int], int] = 1,
+    travel: Callable[[int, Op], float] | None = None,
+) -> list[Span]:
+    """Runs the programs of all stages against each other, each message as early as it can be.
+
+    Args:
+        schedule: the schedule.
+        cost: the time of an op on a stage; by default a whole step takes 1 on one rank, divided evenly, and only
+            computing takes time.
+        calls: transformer calls in every step, or a function of the step.
+        travel: how long a message travels after the op that sends it has ended; by default no time.
+
+    Raises:
+        RuntimeError: if the stages wait for each other forever.
+    """
+
+    def compute_default_cost(stage: int, op: Op) -> float:
+        calls_of_step = calls(op.step) if callable(calls) else calls
+        return _compute_unit_cost(schedule, op, calls_of_step)
+
+    compute_cost = cost or compute_default_cost
+    programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
+    clocks = [0.0] * schedule.stages
+    arrivals: dict[tuple[object, ...], float] = {}
+    spans: list[Span] = []
+    while any(programs):
+        num_spans = len(spans)
+        for stage, program in enumerate(programs):
+            while program:
+                op = program[0]
+                arrival = _find_arrival_time(arrivals, stage, op)
+                # The message that it waits for has not been sent yet.
+                if arrival is None:
+                    break
+                program.popleft()
+                start = max(clocks[stage], arrival)
+                end = start + compute_cost(stage, op)
+                clocks[stage] = end
+                spans.append(Span(stage, op, start, end))
+                if op.kind in SEND_OF_RECEIVE.values() and op.peer is not None:
+                    message = (op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)
+                    arrivals[message] = end
+                    if travel is not None:
+                        arrivals[message] += travel(stage, op)
+        if len(spans) == num_spans:
+            raise RuntimeError(f"deadlock: stages wait at {[next(iter(program), None) for program in programs]}")
+    return spans
+
+
+def _find_arrival_time(arrivals: dict[tuple[object, ...], float], stage: int, op: Op) -> float | None:
+    """When the message arrives that an op waits for; None if it has not been sent yet."""
+    sender = SEND_OF_RECEIVE.get(op.kind)
+    if sender is None:
+        return 0.0
+    return arrivals.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch))
+
+
+def _compute_unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
+    """The time of an op if a whole step takes 1 on one rank."""
+    if op.kind is not OpKind.COMPUTE:
+        return 0.0
+    if op.patch is None:
+        micro = MicroStep(op.step, None)
+        ranks = len(schedule.select_warmup_group(micro)) or schedule.stages
+        rows = schedule.split_micro_batches(micro)[op.micro_batch]
+        return len(rows) / schedule.batch / (ranks * calls)
+    first = schedule.num_references
+    if op.patch < first:
+        share = schedule.reference_share / first
+    else:
+        share = (1 - schedule.reference_share) / (schedule.patches - first)
+    return share / (schedule.stages * calls)
+
+
+def bound_speedup(schedule: Schedule, calls: int = 1) -> float:
+    """The speed-up over one rank that no implementation exceeds, with equal stages and free messages.
+
+    In serial mode with one call it is `S / (W + (S - W) / min(N, M) + (min(N, M) - 1) / (N M))`. With W = 0 and
+    M >= N the useful share of the stages' time is the paper's `M S / (M S + N - 1)`.
+    """
+    return schedule.steps / compute_makespan(schedule, calls)
+
+
+def compute_makespan(schedule: Schedule, calls: int = 1) -> float:
+    """The time of a generation in units of one step on one rank: what `simulate_schedule` finds with unit costs.
+
+    In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
+    max(M c, N - 1 + c): either the stages are busy, or a patch waits for its return. A synchronous step takes 1; in
+    micro-batches (or calls) of which the largest is a share q, (1 + (N - 1) q) / N; in a group of R, 1 / R.
+    """
+    n = schedule.stages
+    m = schedule.patches
+    c = calls
+    steps = range(schedule.steps)
+    if schedule.distrifusion > 1:
+        num_shorter = sum(not schedule.computes_references(step) for step in steps)
+        return (schedule.steps - schedule.reference_share * num_shorter) / schedule.distrifusion
+    # The formula does not cover patches that are left out.
+    if schedule.num_references:
+        return max(span.end for span in simulate_schedule(schedule, calls=calls))
+    num_stale = 0
+    num_begins = 0
+    for step in steps:
+        if schedule.reads_stale_keys(step):
+            num_stale += 1
+            # The pipeline fills again after a synchronous step.
+            if step == 0 or not schedule.reads_stale_keys(step - 1):
+                num_begins += 1
+    period = max(m * c, n - 1 + c)
+    asynchronous = num_stale * period + num_begins * (m * c + n - 1 - period)
+    return (schedule.steps - num_stale) * _compute_synchronous_time(schedule, c) + asynchronous / (n * m * c)
+
+
+def _compute_synchronous_time(schedule: Schedule, calls: int) -> float:
+    if schedule.warmup_group_size:
+        return 1 / schedule.warmup_group_size
+    largest = len(schedule.split_micro_batches(MicroStep(0, None))[0]) / schedule.batch / calls
+    return (1 + (schedule.stages - 1) * largest) / schedule.stages
+
+
+_LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def render_gantt_chart(schedule: Schedule, steps: int, calls: int = 1) -> str:
+    """The first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of time."""
+    num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
+    # The longest time of which each op takes a whole multiple.
+    cell = 1 / (schedule.stages * math.lcm(schedule.patches, num_chunks) * calls)
+    spans = []
+    for span in simulate_schedule(schedule, calls=calls):
+        if span.op.kind is OpKind.COMPUTE and span.op.step < steps:
+            spans.append(span)
+    width = max(round(span.end / cell) for span in spans)
+    rows = [["."] * width for _ in range(schedule.stages)]
+    for span in spans:
+        patch = span.op.patch
+        mark = "=" if patch is None else _LETTERS[patch % len(_LETTERS)]
+        for column in range(round(span.start / cell), round(span.end / cell)):
+            rows[span.stage][column] = mark
+    lines = [f"stage {stage:<2} |{''.join(row)}|" for stage, row in enumerate(rows)]
+    legend = "= a whole synchronous step, 0-9.. a patch of an asynchronous one, . idle"
+    return "\n".join([f"steps 0 to {steps - 1} ({legend}):", *lines])
