@@ -2,10 +2,10 @@
 
     python -m benchmarks.predictions --out predictions.json
 
-It takes forty minutes on two idle cores, with seven calibrations; disturbed runs are repeated. A run that was
-interrupted resumes (`ditile bench` does, in the folder `predictions`). Errors are those of the seconds of the denoising
-loop, the median of its rounds. The error of the speed-up over one rank, which is measured in turn with the plans, does
-not depend on how the machine's speed changed since the calibration.
+It takes forty minutes on two idle cores, with seven calibrations. A run that was interrupted resumes (`ditile bench`
+does, in the folder `predictions`). Errors are those of the seconds of the denoising loop, the median of its rounds. The
+error of the speed-up over one rank, which is measured in turn with the plans, does not depend on how the machine's
+speed changed since the calibration.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from rich.table import Table
 from ditile.distributed import files
 from ditile.measure.bench.cells import ONE_RANK
 from ditile.measure.bench.runs import ROWS
-from ditile.planner.calibrate import BUSY
-from ditile.planner.profile import Profile
 
 CACHE = "F=1 W=3 R=1 MC=2 taylor=1"
 PATCHED = "pipefusion=2 patches=2; pipefusion=2 patches=4; "
@@ -41,10 +39,6 @@ HYBRIDS = (
     "ring=2 ulysses=2; pipefusion=2 tensor=2 patches=2"
 )
 ONE = "one rank"
-AGAIN, CALIBRATIONS = "4", 3
-"""How often a disturbed run is repeated; how often a job is calibrated at most."""
-ALIKE = 1.05
-"""The shortest product of two calibrations of one machine differs by at most this factor."""
 RANDOM_FLUX = "random-flux blocks=12 heads=4 head_dim=64"
 
 
@@ -92,49 +86,33 @@ def measure(folder: Path) -> list[Row]:
         out = folder / job.job_name.replace(" ", "-")
         size = str(job.size)
         profile = out.with_suffix(".json")
-        for _ in range(CALIBRATIONS):
-            if not profile.exists():
-                _run_ditile_command("calibrate", "--out", str(profile))
-            _run_ditile_command(
-                "bench",
-                "--model",
-                job.model,
-                "--height",
-                size,
-                "--width",
-                size,
-                "--steps",
-                str(job.steps),
-                "--output",
-                "latent",
-                "--rounds",
-                str(job.rounds),
-                "--remeasure",
-                AGAIN,
-                "--profile",
-                str(profile),
-                "--out",
-                str(out),
-                "--plans",
-                job.plans,
-            )
-            rows = [json.loads(line) for line in (out / ROWS).read_text("utf-8").splitlines()]
-            if is_calibrated_alike(Profile.from_json_file(profile), rows):
-                break
-            profile.unlink()
-        else:
-            what = f"the machine was another, or disturbed, in {CALIBRATIONS} calibrations; the last one counts"
-            print(f"note: {job.job_name}: {what}", file=sys.stderr)
+        if not profile.exists():
+            _run_ditile_command("calibrate", "--out", str(profile))
+        _run_ditile_command(
+            "bench",
+            "--model",
+            job.model,
+            "--height",
+            size,
+            "--width",
+            size,
+            "--steps",
+            str(job.steps),
+            "--output",
+            "latent",
+            "--rounds",
+            str(job.rounds),
+            "--profile",
+            str(profile),
+            "--out",
+            str(out),
+            "--plans",
+            job.plans,
+        )
+        rows = [json.loads(line) for line in (out / ROWS).read_text("utf-8").splitlines()]
         one = next(row for row in rows if row["plan"] == ONE_RANK)
         results += [_shorten_bench_row(job, row, one) for row in rows]
     return results
-
-
-def is_calibrated_alike(profile: Profile, rows: Sequence[Row]) -> bool:
-    """Whether the machine was as fast when it was calibrated as in the runs, by `SlowdownGauge`'s products alone."""
-    best = min((row["product_s"] for row in rows if "product_s" in row), default=profile.product_s)
-    alike = max(best, profile.product_s) <= ALIKE * min(best, profile.product_s)
-    return alike and profile.disturbed <= BUSY
 
 
 def _run_ditile_command(*words: str) -> None:

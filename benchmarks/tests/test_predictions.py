@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import subprocess
 from pathlib import Path
@@ -61,46 +60,6 @@ def test_jobs_are_measured_once_and_set_beside_predictions(
     assert "| one rank | 2.00 s, -10% |" in shown and "| cfg=2 \\| F=1 | 0.10 s, +0% |" in shown
     assert "| of the speed-up | 12.5%, 18.2% |" in shown
     assert "| predicted fastest | cfg=2: 25% behind the fastest |" in shown, "a cache is no plan"
-
-
-def test_a_job_is_calibrated_again_where_others_were_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once while they slowed it, once on slower cores than it ran on. A failure means errors of the machine's own."""
-    watched, calibrated = [one | {"product_s": 1.0} for one in ROWS], list[str]()
-    machines = iter([{"product_s": 1.0, "disturbed": 0.2}, {"product_s": 1.2}, {"product_s": 1.02, "disturbed": 0.05}])
-
-    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        out = Path(words[words.index("--out") + 1])
-        calibrated.append(words[3])
-        if words[3] == "bench":
-            out.mkdir(exist_ok=True)
-            (out / "rows.jsonl").write_text("".join(json.dumps(one) + "\n" for one in watched))
-        else:
-            out.write_text(dataclasses.replace(load_profile("l40-pcie"), **next(machines)).to_json())
-        return subprocess.CompletedProcess(words, 0)
-
-    monkeypatch.setattr(predictions, "JOBS", predictions.JOBS[:1])
-    monkeypatch.setattr(predictions.subprocess, "run", run)
-    assert len(predictions.measure(tmp_path)) == len(ROWS) and calibrated == ["calibrate", "bench"] * 3
-    assert not list(machines)
-
-
-def test_a_machine_that_is_never_quiet_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(predictions, "JOBS", predictions.JOBS[:1])
-    monkeypatch.setattr(predictions, "is_calibrated_alike", lambda *_: False)
-    monkeypatch.setattr(predictions.Profile, "from_json_file", lambda path: None)
-    (tmp_path / predictions.JOBS[0].job_name.replace(" ", "-")).mkdir()
-
-    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        out = Path(words[words.index("--out") + 1])
-        text = "".join(json.dumps(one) + "\n" for one in ROWS)
-        (out / "rows.jsonl" if words[3] == "bench" else out).write_text(text)
-        return subprocess.CompletedProcess(words, 0)
-
-    monkeypatch.setattr(predictions.subprocess, "run", run)
-    assert len(predictions.measure(tmp_path)) == len(ROWS)
-    assert "or disturbed, in 3 calibrations; the last one counts" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from ditile.cli import calibrate as command
 from ditile.cli.main import main
 from ditile.distributed.torchrun import list_ranks_by_host
 from ditile.plan.errors import PlanError
-from ditile.planner.calibrate import DisturbanceGuard
 from ditile.planner.hardware import load_profile
 from ditile.planner.profile import Profile
 from ditile.runner.requests.options import CalibrateOptions
@@ -26,8 +25,7 @@ def shrink_command(patch: pytest.MonkeyPatch) -> None:
     """The whole calibration, in a few seconds."""
     shrink_measurements(patch)
     calls = (("shapes-pixart", 64), ("shapes-flux", 64))
-    once = {"ALONE": (1, 1), "ON_LINKS": (1, 1), "LEARNING": 2}
-    for name, value in ({"CALLS": calls, "STEPS": 2, "ROUNDS": 1} | once).items():
+    for name, value in {"CALLS": calls, "STEPS": 2, "ROUNDS": 1}.items():
         patch.setattr(command, name, value)
 
 
@@ -50,10 +48,6 @@ def test_the_command_writes_what_plan_reads(
     written = Profile.from_json_file(out)
     assert (written.name, written.devices, written.interlink) == ("here", 1, None)
     assert written.micro_s > 0 and written.matmul.interpolate(64, 128) > 1e6
-    assert 0 < written.product_s < 1 and 0 <= written.disturbed <= 1
-    monkeypatch.setattr(DisturbanceGuard, "disturbed_share", 0.5)
-    assert main(words) == 0
-    assert "others slowed the cores in 50% of what was timed" in capsys.readouterr().err
     answer = plan_with_profile(out, capsys)
     assert answer["hardware"] == "here" and answer["plans"][0]["latency_s"] > 0
     assert main(["plan", "--profile", str(out), "--hosts", "2", "--devices", "2"]) == 2
@@ -87,9 +81,9 @@ def test_links_between_hosts_are_measured_between_hosts(pool: Pool) -> None:
     results = pool.run(_calibrate_as_host, 4, 2, None)
     assert [pairs for _, pairs in results] == [{(0, 1), (0, 2)}, {(1, 0)}, {(2, 0)}, set()]
     first = results[0][0]
-    for link in (first.link, first.interlink):
+    for link in first.values():
         assert 0 < link.latency_s < 1 and link.bandwidth > 1e3 and 0 < link.collective <= 1
-    assert first.link != first.interlink
+    assert first["link"] != first["interlink"]
 
 
 def test_torchrun_measures_its_hosts(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,8 @@
-"""What is measured of a machine, the fit to real calls, and measurements that are repeated because others disturbed."""
+"""What is measured of a machine, and the fit to real calls."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,16 +10,15 @@ import torch
 import torch.distributed as dist
 
 from ditile.planner import calibrate
-from ditile.planner.calibrate import LIMIT, MESSAGES, Bench, DisturbanceGuard, SlowdownGauge, fit_kernel_costs
+from ditile.planner.calibrate import MESSAGES, Bench, fit_kernel_costs
 from ditile.planner.hardware import load_profile
 from ditile.planner.profile import Link
 from tests.pool import Pool
 
-SLOW = 2 * LIMIT
 CPU = torch.device("cpu")
 SMALL = {
     "ROWS": (1, 64), "WIDTHS": (128,), "LENGTHS": (16, 64), "SIZES": (2**12, 2**14), "REPEATS": 2,
-    "MESSAGES": (1 << 10, 1 << 12, 1 << 14, 1 << 16), "PAUSE": 0.0,
+    "MESSAGES": (1 << 10, 1 << 12, 1 << 14, 1 << 16),
 }  # fmt: skip
 """All that is measured, in a second, also beside others."""
 
@@ -99,75 +97,3 @@ def test_messages_have_their_bytes_in_any_type(pool: Pool, dtype: str) -> None:
     """A failure means that in half precision half the bytes travel, and a link is said to be twice as fast as it is."""
     assert pool.run(_list_message_sizes, 2, dtype)[0] == {MESSAGES[0], MESSAGES[-1]}
     assert Bench(CPU, getattr(torch, dtype)).make_message(MESSAGES[1], 3).nbytes == 3 * MESSAGES[1]
-
-
-def measure_counted(slower: list[float], times: int, pauses: int) -> tuple[int, DisturbanceGuard, Iterator[float]]:
-    """The number of the measurement that counts, on a machine that is so much slower each time that it is asked."""
-    left, count = iter(slower), iter(range(100))
-    again = DisturbanceGuard(lambda: next(left), times, pauses)
-    return again.measure_undisturbed(lambda: next(count)), again, left
-
-
-@pytest.mark.parametrize(
-    ("slower", "result", "repeats"),
-    [
-        ([1.0], 0, 0),
-        ([SLOW, 1.0, 1.0], 1, 1),  # after the first; it was over; after the second
-        ([SLOW, SLOW, SLOW, 1.0, LIMIT], 1, 1),  # two pauses
-        ([SLOW, *[SLOW] * 10], 0, 0),  # they stay longer than may be waited
-        ([SLOW, 1.0, SLOW, 1.0, 1.0], 2, 2),
-        ([SLOW, 1.0, SLOW, 1.0, SLOW], 2, 2),  # the last that may be
-    ],
-)
-def test_a_disturbed_measurement_is_repeated(
-    monkeypatch: pytest.MonkeyPatch, slower: list[float], result: int, repeats: int
-) -> None:
-    monkeypatch.setattr(calibrate, "PAUSE", 0.0)
-    value, again, left = measure_counted(slower, 2, 9)
-    assert again.disturbed_share == (1.0 if slower[-1] > LIMIT else 0.0) and again.seconds > 0
-    assert (value, again.num_repeats, again.last) == (result, repeats, slower[-1]) and not list(left)
-
-
-def test_the_pauses_are_for_all_measurements_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure means that a calibration on a busy machine takes as much longer as there are measurements."""
-    monkeypatch.setattr(calibrate, "PAUSE", 0.0)
-    left, count = iter([SLOW, SLOW, SLOW, 1.0, 1.0, SLOW, SLOW, SLOW]), iter(range(100))
-    again = DisturbanceGuard(lambda: next(left), 9, 3)
-    assert [again.measure_undisturbed(lambda: next(count)) for _ in range(2)] == [1, 2] and again.num_repeats == 1
-    assert not list(left), "two pauses for the first, one for the second"
-
-
-def test_the_machine_is_not_asked_where_nothing_may_be_repeated() -> None:
-    assert measure_counted([], 0, 9)[0] == 0
-
-
-def test_slower_is_against_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower = SlowdownGauge(None, CPU)
-    for seconds, wanted in ((2.0, 1.0), (3.0, 1.5), (1.0, 1.0), (3.0, 3.0)):
-        monkeypatch.setattr(slower, "_time_products", lambda seconds=seconds: [9 * seconds, seconds, 0.0])
-        assert slower() == wanted
-    assert slower.best_s == 1.0
-
-
-def test_gpus_are_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    slower = SlowdownGauge(None, torch.device("cuda"))
-    monkeypatch.setattr(slower, "_time_products", lambda: pytest.fail("a product was timed"))
-    assert slower() == 1.0
-
-
-def _ask_gauge() -> tuple[float, float, bool]:
-    """On a rank: the last of them is slow, and the first beyond the cores would be slower still."""
-    timed = list[int]()
-    rank = dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibrate.cpus, "list_usable_cores", lambda: [rank % 2])
-        slower = SlowdownGauge(dist.group.WORLD, CPU)
-        patch.setattr(slower, "_time_products", lambda: timed.append(rank) or [1.0])
-        first = slower()
-        patch.setattr(slower, "_time_products", lambda: [1.0 + rank])
-        return first, slower(), bool(timed)
-
-
-def test_ranks_agree_on_the_slowest_and_only_as_many_compute_as_there_are_cores(pool: Pool) -> None:
-    """A failure means that ranks part ways, one measuring again and the other not, and the run hangs."""
-    assert pool.run(_ask_gauge, 3) == [(1.0, 2.0, True), (1.0, 2.0, True), (1.0, 2.0, False)]

@@ -11,7 +11,6 @@ import datetime
 import os
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
 from ditile.planner import calibrate as curves
-from ditile.planner.calibrate import Bench, DisturbanceGuard, SlowdownGauge
+from ditile.planner.calibrate import Bench
 from ditile.planner.profile import Link, Profile
 from ditile.planner.search import make_pricer
 from ditile.planner.subject import PlanSubject
@@ -40,12 +39,6 @@ from ditile.runner.requests.options import CalibrateOptions
 from ditile.runner.requests.prepare import silence_libraries
 from ditile.runner.runner import Runner, parallelize
 
-ALONE = (50, 100)
-"""Repetitions of disturbed measurements, and tenths of a second to wait for a quiet machine, of one rank."""
-ON_LINKS = (10, 30)
-"""The same, of links."""
-LEARNING = 20
-"""Products that are timed first, to find the machine's best."""
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
@@ -76,12 +69,6 @@ def calibrate_machine(options: CalibrateOptions) -> Path | None:
     path = Path(options.out) if options.out is not None else env.find_profile_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_atomically(path, profile.to_json() + "\n")
-    if profile.disturbed > curves.BUSY:
-        print(
-            f"note: others slowed the cores in {profile.disturbed:.0%} of what was timed; measure again when they are "
-            "gone",
-            file=sys.stderr,
-        )
     return path
 
 
@@ -91,8 +78,8 @@ def _calibrate_this_machine(options: CalibrateOptions) -> Profile:
     profile = _launch_single_rank(options, ranks)
     if ranks == 1:
         return profile
-    links: MeasuredLinks = _launch_with_progress(measure_links, ranks, options, curves.LINK_PARTS)
-    return links.add_to_profile(profile)
+    links = _launch_with_progress(measure_links, ranks, options, curves.LINK_PARTS)
+    return dataclasses.replace(profile, **links)
 
 
 def _launch_with_progress(measure: Callable[[str], Any], ranks: int, options: CalibrateOptions, parts: int) -> Any:
@@ -125,8 +112,8 @@ def _calibrate_torchrun_group(options: CalibrateOptions) -> Profile | None:
     if not torch.cuda.device_count():
         torch.set_num_threads(options.threads)
     with show_progress_bar("measuring links", curves.LINK_PARTS, shown=profile is not None):
-        links = measure_links(_choose_dtype(options), hosts)
-    return None if profile is None else links.add_to_profile(profile)
+        links: dict[str, Any] = measure_links(_choose_dtype(options), hosts)
+    return None if profile is None else dataclasses.replace(profile, **links)
 
 
 def _launch_single_rank(options: CalibrateOptions, ranks: int) -> Profile:
@@ -151,9 +138,7 @@ def measure_single_rank(dtype: str) -> Profile:
     silence_libraries()
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
-    slower = _make_warm_gauge(None, device)
-    guard = DisturbanceGuard(slower, *ALONE)
-    bench = Bench(device, getattr(torch, dtype), env.report_progress, again=guard)
+    bench = Bench(device, getattr(torch, dtype), env.report_progress)
     is_gpu = device.type == "cuda"
     host_memory = cpus.count_memory_bytes()
     if is_gpu:
@@ -179,40 +164,11 @@ def measure_single_rank(dtype: str) -> Profile:
         idle_bytes=0 if is_gpu else idle,
         host_memory_bytes=host_memory,
     )
-    profile = fit_bundled_calls(profile, dtype, guard)
-    product_s = slower.best_s if slower.watches else 0.0
-    return dataclasses.replace(profile, product_s=product_s, disturbed=guard.disturbed_share)
+    return fit_bundled_calls(profile, dtype)
 
 
-def _make_warm_gauge(group: dist.ProcessGroup | None, device: torch.device) -> SlowdownGauge:
-    """A gauge that has measured the ranks at their best. All ranks of the group must call this."""
-    slower = SlowdownGauge(group, device)
-    for _ in range(LEARNING):
-        slower()
-    return slower
-
-
-class MeasuredLinks(NamedTuple):
-    """The links between ranks.
-
-    Attributes:
-        link, interlink: between ranks of a host, and between hosts. The interlink is None if there is one host; both
-            are the same if each host has one rank.
-        disturbed: the share of the measured seconds that other processes slowed, the larger one of both links.
-    """
-
-    link: Link
-    interlink: Link | None
-    disturbed: float
-
-    def add_to_profile(self, profile: Profile) -> Profile:
-        """The profile of one rank with these links."""
-        disturbed = max(profile.disturbed, self.disturbed)
-        return dataclasses.replace(profile, link=self.link, interlink=self.interlink, disturbed=disturbed)
-
-
-def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> MeasuredLinks:
-    """The links between all ranks, each of which must call this.
+def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> dict[str, Link | None]:
+    """The links of a profile between all ranks, each of which must call this; both are one if a host has one rank.
 
     Args:
         dtype: of the messages.
@@ -224,34 +180,29 @@ def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> M
     local_rank = dist.get_rank() if place is None else place.local_rank
     device = pick_device(None, local_rank)
     interlink = None
-    interlink_disturbed = 0.0
     if len(hosts) > 1:
-        first_ranks = [ranks[0] for ranks in hosts]
-        interlink, interlink_disturbed = measure_link_of_ranks(dtype, device, first_ranks)
-    if len(hosts[0]) == 1:
-        return MeasuredLinks(interlink or NO_LINK, interlink, interlink_disturbed)
-    link, disturbed = measure_link_of_ranks(dtype, device, hosts[0])
-    return MeasuredLinks(link, interlink, max(disturbed, interlink_disturbed))
+        interlink = measure_link_of_ranks(dtype, device, [ranks[0] for ranks in hosts])
+    link = interlink or NO_LINK
+    if len(hosts[0]) > 1:
+        link = measure_link_of_ranks(dtype, device, hosts[0])
+    return {"link": link, "interlink": interlink}
 
 
-def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]) -> tuple[Link, float]:
-    """The link between some ranks, and its disturbed share. All ranks must call this; those not in `ranks` wait."""
+def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
+    """The link between some ranks. All ranks must call this; those not in `ranks` wait."""
     group = None
     if len(ranks) < dist.get_world_size():
         group = Communicators().get_or_make_group("calibrate", ranks, None)
     link = NO_LINK
-    disturbed = 0.0
     if dist.get_rank() in ranks:
         # gloo sends tensors of the host's memory alone.
         sends_from = device if "nccl" in dist.get_backend() else torch.device("cpu")
-        guard = DisturbanceGuard(_make_warm_gauge(group or dist.group.WORLD, device), *ON_LINKS)
-        link = curves.measure_link(Bench(sends_from, getattr(torch, dtype), env.report_progress, group, guard))
-        disturbed = guard.disturbed_share
+        link = curves.measure_link(Bench(sends_from, getattr(torch, dtype), env.report_progress, group))
     dist.barrier()
-    return link, disturbed
+    return link
 
 
-def fit_bundled_calls(profile: Profile, dtype: str, guard: DisturbanceGuard) -> Profile:
+def fit_bundled_calls(profile: Profile, dtype: str) -> Profile:
     """The profile with the costs of the bundled models' calls that its curves do not show."""
     calls = []
     for model in dict.fromkeys(model for model, _ in CALLS):
@@ -263,7 +214,7 @@ def fit_bundled_calls(profile: Profile, dtype: str, guard: DisturbanceGuard) -> 
     # The calls take turns, so that a machine that becomes slower slows all of them.
     for _ in range(ROUNDS):
         for call in calls:
-            call.times.append(guard.measure_undisturbed(call.time_denoising_loop))
+            call.times.append(call.time_denoising_loop())
     measured = []
     outside: list[float] = []
     for call in calls:

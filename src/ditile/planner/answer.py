@@ -19,8 +19,6 @@ from ditile.runner.requests.console import make_numbered_tables
 if TYPE_CHECKING:
     from rich.table import Table
 
-MOSTLY_DISTURBED = 0.5
-"""A calibration of which a larger share was disturbed says little of the machine."""
 OTHER_KINDS: tuple[OtherKind, ...] = ("too_large", "packed", "references", "serial", "fewer_steps")
 """The order in which further plans are named."""
 REMARKS = {
@@ -43,7 +41,6 @@ class PlanAnswer:
         call: the call that is priced: `height` and `width` (pixels), `frames`, `steps`, `images`, `dtype`, `guidance`
             (None if the pipeline has none), `pictures` that are given, and tokens of `references` (None if it is not
             known how many).
-        disturbed: the share of the machine's calibration that other processes slowed; 0 for a datasheet.
         uncounted: text encoders whose configs could not be read, so that no memory includes them.
         memories: of each plan, what each of its ranks needs.
         hosts: of each plan, what the ranks of a host need of its memory.
@@ -56,7 +53,6 @@ class PlanAnswer:
     devices: int
     result: SearchResult
     call: Mapping[str, Any]
-    disturbed: float = 0.0
     uncounted: tuple[str, ...] = ()
     memories: tuple[tuple[RankMemory, ...], ...] = ()
     hosts: tuple[HostMemory, ...] = ()
@@ -75,7 +71,6 @@ class PlanAnswer:
             "hardware": self.hardware,
             "devices": self.devices,
             "call": dict(self.call),
-            "disturbed": self.disturbed,
             "legal": self.result.legal,
             "uncounted": list(self.uncounted),
             "host_memory_bytes": self.host_memory_bytes or None,
@@ -130,10 +125,9 @@ class PlanAnswer:
         return f"{self.model}, {', '.join(parts)}"
 
     def describe_choice(self) -> str:
-        """The first plan, on one line, and on others what is wrong with the prediction."""
+        """The first plan, on one line."""
         best = self.result.prices[0]
-        choice = f"planned: {best.plan} (predicted {format_number(best.latency_s)} s a loop on {self.hardware})"
-        return "\n".join([choice, *self._list_warnings()])
+        return f"planned: {best.plan} (predicted {format_number(best.latency_s)} s a loop on {self.hardware})"
 
     def to_json(self) -> str:
         """The same as `to_json_dict`, as text."""
@@ -155,7 +149,7 @@ class PlanAnswer:
         tables.append("GB of each rank under plan 1; keys are those of the step before")
         tables.append(make_memory_table(self.memories[0]))
         tables += ["\n".join(wrap(remark, 80)) for remark in self._iterate_remarks()]
-        return [*tables, *self._list_warnings()]
+        return tables
 
     def _make_title(self) -> str:
         plans = "1 plan" if self.result.legal == 1 else f"{self.result.legal} plans searched"
@@ -220,15 +214,6 @@ class PlanAnswer:
             return f"'{price.plan}' would be {would}, {seconds} s, and {lacks}"
         remark, page = REMARKS[kind]
         return f"{remark}: '{price.plan}' would take {seconds} s, {saved:.0%} less than plan 1 ({page})"
-
-    def _list_warnings(self) -> list[str]:
-        # A datasheet has a share of 0.
-        if self.disturbed <= MOSTLY_DISTURBED:
-            return []
-        return [
-            f"warning: others slowed the cores in {self.disturbed:.0%} of the time in which {self.hardware} was "
-            "measured; run `ditile calibrate` again when it is quiet"
-        ]
 
 
 def make_memory_table(memories: Sequence[RankMemory]) -> Table:

@@ -2,27 +2,22 @@
 
 Every rank computes with the same number of threads. One rank measures the curves. The curves do not show what a kernel
 costs besides its work, so that is fitted to calls of the bundled models.
-
-On CPUs a product of matrices is timed after each measurement, also by `ditile bench --remeasure`. If the product is
-slow, another process slowed the cores, and the measurement is repeated. No other rule repeats one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from ditile.distributed import cpus
-from ditile.distributed.transport import Traffic, gather_json, start_shift
+from ditile.distributed.transport import Traffic, start_shift
 from ditile.model.hooks.fused import can_fuse_gelu
 from ditile.planner.profile import FUSED, Curve, Link, Profile
 
@@ -45,117 +40,6 @@ BUDGET = 0.03
 REPEATS = 5
 """The number of parts that these seconds are divided into."""
 
-LIMIT = 1.1
-"""A product that takes more than this times its shortest was disturbed; on an idle machine it is within 1.05."""
-BUSY = 0.1
-"""If a larger share of the measured seconds was disturbed, the result does not describe the machine."""
-PAUSE = 0.1
-SIDE = 512
-TIMES = 7
-_Result = TypeVar("_Result")
-
-
-class SlowdownGauge:
-    """Measures how much slower the cores of some ranks are now than at their best so far.
-
-    Only CPUs are watched: a GPU is seldom shared, and slows down when it is warm.
-
-    Args:
-        group: the ranks, which all call the gauge at once; None for this process alone. If there are more ranks than
-            cores, the ranks without a core compute nothing.
-        device: what they compute on.
-
-    Attributes:
-        watches: whether the device is watched.
-        best_s: seconds of the shortest product on this rank, the median of some in a row; infinite before the first.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
-        self.best_s = math.inf
-        self.watches = device.type == "cpu"
-        if self.watches:
-            rank = 0 if group is None else dist.get_rank(group)
-            cores = set[int]().union(*gather_json(cpus.list_usable_cores(), group))
-            # Ranks without a core of their own would only measure each other.
-            self._computes = rank < max(1, len(cores) // torch.get_num_threads())
-
-    def __call__(self) -> float:
-        """The time of a product over its shortest time, on the slowest rank; the same on all ranks. Collective."""
-        if not self.watches:
-            return 1.0
-        own = 1.0
-        if self._computes:
-            # A median, as one interruption says nothing about the next measurement.
-            median = statistics.median(self._time_products())
-            self.best_s = min(self.best_s, median)
-            own = median / self.best_s
-        return float(max(gather_json(own, self._group)))
-
-    def _time_products(self) -> list[float]:
-        x = torch.full((SIDE, SIDE), 0.5)
-        timings = []
-        for _ in range(TIMES):
-            began = time.perf_counter()
-            x @ x
-            timings.append(time.perf_counter() - began)
-        return timings
-
-
-class DisturbanceGuard:
-    """Repeats measurements that were disturbed, within bounds.
-
-    Args:
-        slower: measures by what factor the machine is slower than at its best; it returns the same on all ranks.
-        times: how many repetitions it may make in all.
-        pauses: how many tenths of a second it may wait in all until the machine is quiet.
-
-    Attributes:
-        num_repeats: the number of repetitions so far.
-        last: the factor after the last measurement.
-        seconds, disturbed_s: seconds of all measurements that count, and of those after which the machine was slower.
-    """
-
-    def __init__(self, slower: Callable[[], float], times: int, pauses: int) -> None:
-        self._slower = slower
-        self._times = times
-        self._pauses = pauses
-        self.num_repeats = 0
-        self.last = 1.0
-        self.seconds = 0.0
-        self.disturbed_s = 0.0
-
-    @property
-    def disturbed_share(self) -> float:
-        """The share of the measured seconds after which the machine was slower than at its best."""
-        return self.disturbed_s / max(self.seconds, 1e-9)
-
-    def measure_undisturbed(self, measure: Callable[[], _Result]) -> _Result:
-        """The result of the first measurement after which the machine is at its best, or of the last one allowed."""
-        if self._times == 0:
-            return measure()
-        while True:
-            began = time.perf_counter()
-            result = measure()
-            seconds = time.perf_counter() - began
-            self.last = self._slower()
-            is_disturbed = self.last > LIMIT
-            if not is_disturbed or self.num_repeats == self._times or not self._wait_until_quiet():
-                self.seconds += seconds
-                if is_disturbed:
-                    self.disturbed_s += seconds
-                return result
-            self.num_repeats += 1
-
-    def _wait_until_quiet(self) -> bool:
-        """Whether the machine became quiet before the allowed pauses were used up."""
-        while self._slower() > LIMIT:
-            if self._pauses == 0:
-                return False
-            self._pauses -= 1
-            time.sleep(PAUSE)
-        return True
-
 
 class Bench:
     """Times calls on one device.
@@ -164,7 +48,6 @@ class Bench:
         device, dtype: what is measured.
         done: called after each part of the measurements.
         group: the ranks whose links are measured; all by default.
-        again: repeats disturbed measurements; by default nothing is repeated.
     """
 
     def __init__(
@@ -173,13 +56,11 @@ class Bench:
         dtype: torch.dtype,
         done: Callable[[], None] = lambda: None,
         group: dist.ProcessGroup | None = None,
-        again: DisturbanceGuard | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
         self.done = done
         self.group = group
-        self._again = again or DisturbanceGuard(lambda: 1.0, 0, 0)
 
     def make_random_tensor(self, *shape: int) -> torch.Tensor:
         """Random numbers."""
@@ -195,15 +76,6 @@ class Bench:
 
     def measure_seconds(self, call: Callable[[], Any]) -> float:
         """The shortest time of a call, the first run apart: other work on the machine can only add to it."""
-        return self._again.measure_undisturbed(lambda: self._time_shortest_run(call))
-
-    def measure_and_report(self, measure: Callable[[], float]) -> float:
-        """The result of a measurement, after which the progress bar advances by one part."""
-        value = self._again.measure_undisturbed(measure)
-        self.done()
-        return value
-
-    def _time_shortest_run(self, call: Callable[[], Any]) -> float:
         # The first call allocates memory and chooses kernels.
         self.time_average_call(call, 1)
         once = self.time_average_call(call, 1)
@@ -372,19 +244,17 @@ def _time_between_work(bench: Bench, call: Callable[[], Any]) -> float:
         compute_linears()
         call()
 
-    def measure_added_seconds() -> float:
-        differences = []
-        for _ in range(REPEATS):
-            dist.barrier(bench.group)
-            both = bench.time_average_call(compute_and_call, 40)
-            alone = bench.time_average_call(compute_linears, 40)
-            # Work before the call has the same length on every rank, so its time is taken off.
-            differences.append(both - alone)
-        return max(statistics.median(differences), 1e-7)
-
     # The first call is slower: it may connect ranks and allocate memory.
     compute_and_call()
-    return bench.measure_and_report(measure_added_seconds)
+    differences = []
+    for _ in range(REPEATS):
+        dist.barrier(bench.group)
+        both = bench.time_average_call(compute_and_call, 40)
+        alone = bench.time_average_call(compute_linears, 40)
+        # Work before the call has the same length on every rank, so its time is taken off.
+        differences.append(both - alone)
+    bench.done()
+    return max(statistics.median(differences), 1e-7)
 
 
 def _get_end_ranks(bench: Bench) -> tuple[int, int, int]:
@@ -412,19 +282,16 @@ def _time_one_way(bench: Bench, size: int) -> float:
     return _time_on_all_ranks(bench, send_there_and_back) / 2
 
 
-def _time_on_all_ranks(bench: Bench, call: Callable[[], Any], times: int = 10) -> float:
+def _time_on_all_ranks(bench: Bench, call: Callable[[], Any]) -> float:
     """Seconds of a call that all ranks make, the same number of times on each."""
-
-    def measure_shortest() -> float:
-        timings = []
-        for _ in range(REPEATS):
-            # Ranks start together, or the first would wait for the last within the measurement.
-            dist.barrier(bench.group)
-            timings.append(bench.time_average_call(call, times))
-        return min(timings)
-
     call()
-    return bench.measure_and_report(measure_shortest)
+    timings = []
+    for _ in range(REPEATS):
+        # Ranks start together, or the first would wait for the last within the measurement.
+        dist.barrier(bench.group)
+        timings.append(bench.time_average_call(call, 10))
+    bench.done()
+    return min(timings)
 
 
 def _measure_overlap(bench: Bench) -> float:
@@ -455,19 +322,17 @@ def _measure_overlap(bench: Bench) -> float:
 
     calls = (compute_meanwhile, send_message, compute_while_sending)
 
-    def measure_hidden_share() -> float:
-        shares = []
-        # The three calls take turns, because their share is a difference of times.
-        for _ in range(2 * REPEATS):
-            dist.barrier(bench.group)
-            alone, sent, together = (bench.time_average_call(call, 5) for call in calls)
-            # What both take alone, less what they take together, was hidden.
-            shares.append((alone + sent - together) / min(alone, sent))
-        return min(1.0, max(0.0, statistics.median(shares)))
-
     for call in calls:
         call()
-    return bench.measure_and_report(measure_hidden_share)
+    shares = []
+    # The three calls take turns, because their share is a difference of times.
+    for _ in range(2 * REPEATS):
+        dist.barrier(bench.group)
+        alone, sent, together = (bench.time_average_call(call, 5) for call in calls)
+        # What both take alone, less what they take together, was hidden.
+        shares.append((alone + sent - together) / min(alone, sent))
+    bench.done()
+    return min(1.0, max(0.0, statistics.median(shares)))
 
 
 def fit_kernel_costs(profile: Profile, measured: Sequence[tuple[float, float, float]]) -> Profile:

@@ -99,7 +99,6 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         devices=used_devices,
         result=result,
         call=_describe_call(subject, call, profile.element_size) | {"pictures": len(question.image or ())},
-        disturbed=profile.disturbed,
         uncounted=subject.uncounted,
         memories=tuple(memories),
         hosts=tuple(hosts),

@@ -115,8 +115,6 @@ class Profile:
         interlink: the link between hosts; None if there was one host.
         devices: ranks that compute at once on a host.
         together: by what factor work takes longer while all of them compute; `ditile calibrate` leaves it at 1.
-        product_s: seconds of the shortest product that `calibrate.SlowdownGauge` timed; 0 if it timed none.
-        disturbed: share of the measured seconds in which other processes slowed the cores.
         also: further facts, which the planner does not read.
     """
 
@@ -139,8 +137,6 @@ class Profile:
     devices: int = 8
     together: float = 1.0
     head: Curve = Curve((64.0,), (1.0,))
-    product_s: float = 0.0
-    disturbed: float = 0.0
     also: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -156,6 +152,9 @@ class Profile:
         """
         try:
             values = dict(files.parse_json(text))
+            # Profiles of older versions say how busy the machine was.
+            values.pop("product_s", None)
+            values.pop("disturbed", None)
             _check_fields(cls, values, "it", apart=("matmul", "attention", "head", "pointwise", "link", "interlink"))
             values |= {name: _parse_curve(values[name], name) for name in _CURVES if name in values}
             values["pointwise"] = {name: _parse_curve(curve, name) for name, curve in values["pointwise"].items()}

@@ -86,14 +86,12 @@ def test_two_ranks_measured_with_figures_and_again(
     """Files, figures and numbers of a real run; a second time nothing is measured, and one plan more is that alone."""
     plans = "pipefusion=2 patches=2; ulysses=2 | F=1 W=1 R=0.5"
     words = ["--steps", "3", "--rounds", "1", "--threads", "1", "--out", "b", "--height", "64", "--width", "64"]
-    assert main.main(["bench", "--plans", plans, *words, "--hardware", "l40-pcie", "--remeasure", "1"]) == 0
+    assert main.main(["bench", "--plans", plans, *words, "--hardware", "l40-pcie"]) == 0
     out = capsys.readouterr().out
-    assert "ended on cores that other programs slowed by more than 10%" in out
     assert "pipefusion=2 patches=2" in out and "predicted: seconds of the loop and memory on l40-pcie" in out, out
     found = {(row["plan"], row["cache"]): row for row in rows()}
     one, pipe = found["", ""], found["pipefusion=2 patches=2", ""]
     assert found.keys() == {("", ""), ("pipefusion=2 patches=2", ""), ("ulysses=2", "F=1 W=1 R=0.5")}
-    assert all(0 <= row["again"] <= 1 and 0 <= row["disturbed"] <= row["rounds"] for row in rows())
     assert pipe["world"] == 2 and len(pipe["seconds"]) == 1 and pipe["ratio"] > 0 and pipe["bound"] > 1
     assert all(0 < row["loop_s"] < row["median_s"] for row in found.values()), "text and decode are beside the loop"
     assert one["predicted_loop_s"] > 0 and pipe["predicted_loop_s"] > 0

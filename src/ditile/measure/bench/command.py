@@ -19,12 +19,11 @@ from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.bench.session import BenchTask, run_session
 from ditile.measure.bench.subjects import BenchSubject, create_bench_subject
 from ditile.measure.bench.tables import make_bench_tables
-from ditile.measure.rows import Row, list_values
+from ditile.measure.rows import Row
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra
 from ditile.plan.plan import Plan
-from ditile.planner.calibrate import LIMIT
 from ditile.planner.memory import count_rank_memory
 from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion, load_machine_profile
@@ -150,22 +149,11 @@ def _write_results(
     shown: dict[str, Row] = {}
     for sweep_rows in rows_by_sweep.values():
         shown |= {row["key"]: row for row in sweep_rows}
-    remarks = [*remarks, *_describe_remeasurements(shown.values())]
+    remarks = [*remarks]
     if not set(cells_by_sweep) <= set(FIGURE_SWEEPS):
         remarks.append(CURVES)
     remarks.append(f"written: {', '.join(map(str, files))}")
     return BenchResult(tables=make_bench_tables(list(shown.values())), remarks=remarks)
-
-
-def _describe_remeasurements(rows: Iterable[Row]) -> list[str]:
-    """A remark on the runs that `--remeasure` repeated, if it watched any."""
-    rows = list(rows)
-    again = list_values(rows, "again")
-    if not again:
-        return []
-    disturbed = sum(list_values(rows, "disturbed"))
-    slower = f"{disturbed} runs ended on cores that other programs slowed by more than {LIMIT - 1:.0%}"
-    return [f"{slower}; {sum(again)} more had, and were made again"]
 
 
 def _count_sweep_ranks(compared: Comparison) -> int:
@@ -256,7 +244,6 @@ def _build_bench_task(
         threads=threads,
         cores=sessions.list_allowed_cores(),
         load=sessions.read_load_average(),
-        remeasure=compared.remeasure,
     )
 
 

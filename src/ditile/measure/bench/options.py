@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any, Literal
 
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra
@@ -49,11 +47,6 @@ class Comparison:
         example="256,512",
     )
     rounds: Rounds = define_option(3, "interleaved rounds that count", metavar="N")
-    remeasure: Annotated[int, Field(ge=0)] = define_option(
-        0,
-        "make a run again, up to N times, after which a product of matrices shows that others slow the cores (CPUs)",
-        metavar="N",
-    )
     out: str = define_option("ditile-bench", "folder for rows, runs and figures; resumes what it has", metavar="FOLDER")
     no_figures: bool = define_option(False, "write no figures, which need matplotlib")
     profile: str | None = define_option(

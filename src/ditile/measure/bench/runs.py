@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from ditile.measure.bench.cells import ONE_RANK, BenchCell
 from ditile.measure.rows import Row, RowFile, list_values
-from ditile.planner.calibrate import LIMIT
 
 RUNS = "runs.jsonl"
 ROWS = "rows.jsonl"
@@ -120,11 +119,6 @@ def _summarize_timed_runs(key: str, runs: Sequence[Row]) -> Row:
         "highest_s": max(seconds),
         "loop_s": statistics.median(list_values(runs, "loop")),
     }
-    again = list_values(runs, "again")
-    if again:
-        row["again"] = sum(again)
-        row["disturbed"] = sum(slower > LIMIT for slower in list_values(runs, "slower"))
-        row["product_s"] = min(list_values(runs, "product_s"))
     pieces = list_values(runs, "pieces")
     undisturbed = estimate_undisturbed_seconds(pieces)
     # Runs of an older version have no pieces.

@@ -30,13 +30,10 @@ from ditile.measure.bench.worlds import Worlds
 from ditile.measure.rows import list_values
 from ditile.measure.sessions import TurnPipelines, release_memory, rotate, time_call, time_denoising_loop
 from ditile.model.registry import find_loop_model
-from ditile.planner.calibrate import DisturbanceGuard, SlowdownGauge
 from ditile.planner.footprint import LiveBytes
 from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.prepare import silence_libraries
 
-PAUSES = 100
-"""Tenths of a second that a run waits at most for a quiet machine, before it is repeated."""
 UNTIMED = 2
 """Runs of a cell that are not counted: one to warm up, and one in which memory is measured."""
 
@@ -54,7 +51,6 @@ class BenchTask:
         threads: CPU threads of each rank.
         cores: the cores that may be used; None if the system does not say.
         load: the load average before the session, if the system says it.
-        remeasure: how often a disturbed run may be repeated.
     """
 
     work: Workload
@@ -65,7 +61,6 @@ class BenchTask:
     threads: int
     cores: Sequence[int] | None
     load: float | None = None
-    remeasure: int = 0
 
 
 def run_session(task: BenchTask) -> None:
@@ -114,9 +109,6 @@ class _WorldBenchmark:
         self._advance = advance
         self._subject = create_bench_subject(task.work)
         self._device = pick_device(task.work.device, find_local_rank())
-        # The gauge learns the machine's best while the untimed calls run.
-        self._gauge = SlowdownGauge(dist.group.WORLD, self._device)
-        self._guard = DisturbanceGuard(self._gauge, task.remeasure, PAUSES)
         plans = [cell.plan for cell in cells]
         self._pipelines = TurnPipelines(self._subject.create_pipeline, plans, self._device, cores=task.cores)
         for runner in self._pipelines.runners.values():
@@ -128,27 +120,17 @@ class _WorldBenchmark:
         plain_cells = dict.fromkeys(cell.one_rank_baseline for cell in self._cells)
         for cell in (*plain_cells, *self._cells):
             self._time_turn(cell)
-            self._advance(1)
-            if self._task.remeasure:
-                self._gauge()
             self._append_record(cell, {"memory": self._measure_memory(cell)})
         for number in range(max(missing[cell] for cell in self._cells)):
             for plain, *cells in list_due_cells(self._cells, missing, number):
-                plain_seconds = self._measure_turn(plain)
+                plain_seconds = self._time_turn(plain)
                 pieces = self._plain_pieces
                 self._append_record(plain, {"seconds": plain_seconds, "loop": sum(pieces), "pieces": [pieces]})
                 for cell in cells:
                     record = {"one_rank_s": plain_seconds, "one_rank_pieces": pieces}
-                    record["seconds"] = self._measure_turn(cell)
+                    record["seconds"] = self._time_turn(cell)
                     record["bound"] = self._task.bounds.get(cell)
                     self._append_record(cell, record | self._collect_reports(cell))
-
-    def _measure_turn(self, cell: BenchCell) -> float:
-        """Seconds of a counted call, which is repeated if it was disturbed."""
-        self._guard = DisturbanceGuard(self._gauge, self._task.remeasure, PAUSES)
-        seconds = self._guard.measure_undisturbed(lambda: self._time_turn(cell))
-        self._advance(1)
-        return seconds
 
     def _time_turn(self, cell: BenchCell) -> float:
         """Seconds of a call on the slowest rank, from the moment when all ranks were ready."""
@@ -156,6 +138,7 @@ class _WorldBenchmark:
         with self._prepare_call(cell) as call:
             if call is not None:
                 _, seconds = time_call(call, self._device)
+        self._advance(1)
         return float(max(gather_json(seconds, dist.group.WORLD)))
 
     def _measure_memory(self, cell: BenchCell) -> list[dict[str, int]]:
@@ -234,12 +217,6 @@ class _WorldBenchmark:
             return
         when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         record |= {"world": cell.num_ranks, "when": when, "load": self._task.load}
-        if "seconds" in record and self._task.remeasure and self._gauge.watches:
-            record |= {
-                "again": self._guard.num_repeats,
-                "slower": self._guard.last,
-                "product_s": self._gauge.best_s,
-            }
         append_run(self._task.out, self._task.keys[cell], record)
 
 
