@@ -7,17 +7,30 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ditile.distributed import files
 from ditile.plan.errors import ModelError
 from ditile.plan.numbers import is_number, is_whole_number
+
+# Far wider than the range of any machine; products of two stay finite.
+LEAST = 1e-30
+MOST = 10**30
+Rate = Annotated[float, Field(ge=LEAST, le=MOST, allow_inf_nan=False)]
+Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
+CONFIG = ConfigDict(strict=True, extra="forbid")
+KINDS = ("pointwise", "norm", "gelu")
+"""The kinds of pointwise work that every profile has a curve for; others fall back on the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +42,26 @@ class Curve:
         rates: one for each x, or a row for each x with one for each y.
     """
 
-    x: tuple[float, ...]
-    rates: tuple[Any, ...]
-    y: tuple[float, ...] = ()
+    x: tuple[Rate, ...]
+    rates: tuple[Rate, ...] | tuple[tuple[Rate, ...], ...]
+    y: tuple[Rate, ...] = ()
+    __pydantic_config__ = CONFIG
+
+    def __post_init__(self) -> None:
+        for sizes in (self.x, self.y):
+            for low, high in itertools.pairwise(sizes):
+                if high <= low:
+                    raise ValueError(f"no rising sizes: {high!r} is after {low!r}")
+        lengths = {len(row) if isinstance(row, tuple) else 0 for row in self.rates}
+        if not self.x or len(self.rates) != len(self.x) or lengths != {len(self.y)}:
+            raise ValueError("not one rate for each of its sizes")
 
     def interpolate(self, x: float, y: float = 1.0) -> float:
         """The rate at some sizes."""
         k, part = _locate_on_log_scale(self.x, x)
         # The neighbours on the first axis, each interpolated on the second.
-        low = self.rates[k]
-        high = self.rates[min(k + 1, len(self.x) - 1)]
+        low: Any = self.rates[k]
+        high: Any = self.rates[min(k + 1, len(self.x) - 1)]
         if self.y:
             low = _interpolate_row(self.y, y, low)
             high = _interpolate_row(self.y, y, high)
@@ -73,17 +96,18 @@ class Link:
         crossing: share of its bandwidth that the link between sockets has while an all-to-all crosses it.
     """
 
-    latency_s: float
-    bandwidth: float
-    collective: float = 1.0
-    call_s: float = 0.0
-    neighbours: float = 1.0
-    reduce: float = 1.0
-    overlap: float = 1.0
-    socket: int = 0
-    crossing: float = 1.0
-    sum_s: float | None = None
-    gather: float | None = None
+    latency_s: Amount
+    bandwidth: Rate
+    collective: Rate = 1.0
+    call_s: Amount = 0.0
+    neighbours: Rate = 1.0
+    reduce: Rate = 1.0
+    overlap: Amount = 1.0
+    socket: Count = 0
+    crossing: Rate = 1.0
+    sum_s: Amount | None = None
+    gather: Rate | None = None
+    __pydantic_config__ = CONFIG
 
 
 FUSED = "fused gelu"
@@ -120,24 +144,30 @@ class Profile:
 
     name: str
     source: str
-    memory_bytes: int
-    element_size: int
+    memory_bytes: Count
+    element_size: Count
     matmul: Curve
     attention: Curve
     pointwise: Mapping[str, Curve]
-    kernel_s: float
+    kernel_s: Amount
     runs_ahead: bool
-    micro_s: float
+    micro_s: Amount
     link: Link
-    block_s: float = 0.0
-    idle_bytes: int = 0
-    host_memory_bytes: int = 0
-    host_bandwidth: float = 25e9  # PCIe 4.0 x16
+    block_s: Amount = 0.0
+    idle_bytes: Count = 0
+    host_memory_bytes: Count = 0
+    host_bandwidth: Rate = 25e9  # PCIe 4.0 x16
     interlink: Link | None = None
-    devices: int = 8
-    together: float = 1.0
+    devices: Annotated[int, Field(ge=1, le=MOST)] = 8
+    together: Rate = 1.0
     head: Curve = Curve((64.0,), (1.0,))
     also: Mapping[str, Any] = field(default_factory=dict)
+    __pydantic_config__ = CONFIG
+
+    def __post_init__(self) -> None:
+        missing = set(KINDS).difference(self.pointwise)
+        if missing:
+            raise ValueError(f"no pointwise curve of {', '.join(sorted(missing))}")
 
     def to_json(self) -> str:
         """The profile as JSON."""
@@ -151,24 +181,21 @@ class Profile:
             ModelError: if the text is no profile.
         """
         try:
-            values = dict(files.parse_json(text))
-            # Profiles of older versions say how busy the machine was.
-            values.pop("product_s", None)
-            values.pop("disturbed", None)
-            _check_fields(cls, values, "it", apart=("matmul", "attention", "head", "pointwise", "link", "interlink"))
-            values |= {name: _parse_curve(values[name], name) for name in _CURVES if name in values}
-            values["pointwise"] = {name: _parse_curve(curve, name) for name, curve in values["pointwise"].items()}
-            values["link"] = _parse_link(values["link"], "link")
-            if values.get("interlink") is not None:
-                values["interlink"] = _parse_link(values["interlink"], "interlink")
-            # Other kinds fall back on the general curve.
-            for name in _POINTWISE:
-                _ = values["pointwise"][name]  # it raises where there is none
-            return cls(**values)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            # A KeyError has nothing but the name.
-            what = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise ModelError(f"{where} is no profile of a machine ({what}); make one with `ditile calibrate`") from None
+            values = files.parse_json(text)
+            if isinstance(values, dict):
+                # Profiles of older versions say how busy the machine was.
+                for name in ("product_s", "disturbed"):
+                    values.pop(name, None)
+            return TypeAdapter(cls).validate_json(json.dumps(values))
+        except ValidationError as invalid:
+            row = invalid.errors(include_url=False)[0]
+            what = ".".join(map(str, row["loc"])) or "it"
+            if not isinstance(row["input"], dict):
+                what += f"={row['input']!r:.80}"
+            what += f": {row['msg']}"
+        except ValueError as error:
+            what = str(error)
+        raise ModelError(f"{where} is no profile of a machine ({what}); make one with `ditile calibrate`")
 
     @classmethod
     def from_json_file(cls, path: str | Path) -> Profile:
@@ -182,77 +209,6 @@ class Profile:
         except (OSError, ValueError) as error:
             raise ModelError(f"profile={str(path)!r} cannot be read: {error}") from error
         return cls.from_json(text, str(path))
-
-
-_CURVES = ("matmul", "attention", "head")
-_RANGE = 1e-30, 1e30
-"""Of sizes and rates: far wider than any machine's, and products of two stay finite."""
-_DIVISORS = {
-    "bandwidth",
-    "collective",
-    "neighbours",
-    "gather",
-    "reduce",
-    "crossing",
-    "devices",
-    "together",
-    "host_bandwidth",
-}
-"""Fields that must be above 0."""
-_POINTWISE = ("pointwise", "norm", "gelu")
-"""The kinds of pointwise work that every profile has a curve for."""
-
-
-def _check_fields(cls: type, values: Mapping[str, Any], what: str, apart: Sequence[str] = ()) -> None:
-    """Raises `ValueError` unless the numbers of a class are finite and not below 0, and its texts are texts."""
-    for field_of_class in dataclasses.fields(cls):
-        name = field_of_class.name
-        type_name = str(field_of_class.type)
-        # Missing fields have defaults, or are refused by the class itself.
-        if name in apart or name not in values:
-            continue
-        value: Any = values[name]
-        if value is None and "None" in type_name:
-            continue
-        if type_name.startswith(("float", "int")):
-            is_right = is_whole_number(value) if type_name == "int" else is_number(value)
-            least = _RANGE[0] if name in _DIVISORS else 0
-            is_right = is_right and least <= value <= _RANGE[1]
-        else:
-            is_right = isinstance(value, {"str": str, "bool": bool}.get(type_name, Mapping))
-        if not is_right:
-            raise ValueError(f"{what} has {name}={value!r:.80}")
-
-
-def _parse_link(values: Mapping[str, Any], name: str) -> Link:
-    _check_fields(Link, values, name)
-    return Link(**values)
-
-
-def _parse_curve(values: Mapping[str, Any], name: str) -> Curve:
-    """A curve. Raises `ValueError` unless sizes rise, rates are above 0, and there is one for each size."""
-    x = tuple(_check_sizes(values["x"], f"{name}.x"))
-    y = tuple(_check_sizes(values["y"], f"{name}.y"))
-    rows: list[Any] = []
-    shape = set()
-    for row in values["rates"]:
-        is_row = isinstance(row, list)
-        rates = tuple(row) if is_row else (row,)
-        for rate in rates:
-            if not is_number(rate) or not _RANGE[0] <= rate <= _RANGE[1]:
-                raise ValueError(f"{name} has the rate {rate!r:.80}")
-        rows.append(rates if is_row else row)
-        shape.add(len(rates) if is_row else 0)
-    if not x or len(rows) != len(x) or shape != {len(y)}:
-        raise ValueError(f"{name} has not one rate for each of its sizes")
-    return Curve(x, tuple(rows), y)
-
-
-def _check_sizes(sizes: Sequence[Any], what: str) -> Sequence[float]:
-    for low, size in zip((0.0, *sizes), sizes, strict=False):
-        if not is_number(size) or not low < size <= _RANGE[1]:
-            raise ValueError(f"{what} are no rising sizes: {size!r:.80} is after {low!r:.80}")
-    return sizes
 
 
 @lru_cache(maxsize=65536)
