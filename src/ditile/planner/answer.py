@@ -137,14 +137,18 @@ class PlanAnswer:
         """The answer for people."""
         prices = self.result.prices
         labels = [f"{price.plan}\n{why}" for price, why in zip(prices, explain_prices(prices), strict=True)]
-        columns = {
-            "latency, s": [format_number(price.latency_s) for price in prices],
-            "compute": [format_number(price.compute_s) for price in prices],
-            "exposed": [format_number(price.exposed_s, 2) for price in prices],
-            "bubble": [format_number(price.bubble_s, 2) for price in prices],
-            "memory": [format_bytes(price.memory_bytes) for price in prices],
-            "sent a step": [format_bytes(price.bytes_per_step) for price in prices],
-        }
+        columns: dict[str, list[str]] = {}
+        for price in prices:
+            cells = {
+                "latency, s": format_number(price.latency_s),
+                "compute": format_number(price.compute_s),
+                "exposed": format_number(price.exposed_s, 2),
+                "bubble": format_number(price.bubble_s, 2),
+                "memory": format_bytes(price.memory_bytes),
+                "sent a step": format_bytes(price.bytes_per_step),
+            }
+            for title, cell in cells.items():
+                columns.setdefault(title, []).append(cell)
         tables: list[Table | str] = [self.describe_call(), self._make_title(), *make_numbered_tables(labels, columns)]
         tables.append("GB of each rank under plan 1; keys are those of the step before")
         tables.append(make_memory_table(self.memories[0]))

@@ -95,7 +95,9 @@ class StreamSizes(NamedTuple):
 
     def find_widest_stream(self, tensors: Sequence[Tensor]) -> Stream:
         """The stream with the most tokens that dimensions of some tensors count."""
-        streams = {self.match_stream(size) for tensor in tensors for size in tensor.shape}
+        streams = set[Stream]()
+        for tensor in tensors:
+            streams.update(map(self.match_stream, tensor.shape))
         for stream in STREAMS:
             if stream in streams:
                 return stream
@@ -305,9 +307,9 @@ class _KernelRecorder(TorchDispatchMode):
         self._sizes = call.sizes
         self._splits_outside = call.splits_outside
         self._num_calls = 0
-        self.work: dict[tuple[str, int], Counter[RooflineKernel]] = {
-            (name, 0): Counter() for name in ("first", "last", "every", "step", "once")
-        }
+        self.work: dict[tuple[str, int], Counter[RooflineKernel]] = {}
+        for name in ("first", "last", "every", "step", "once"):
+            self.work[name, 0] = Counter()
         self.alike: dict[int, int] = {}
         self.kept: dict[int, LiveNumbers] = {}
         self.before: dict[int, Counter[RooflineKernel]] = {}

@@ -433,13 +433,9 @@ class OpPricer:
 @lru_cache(maxsize=1024)
 def _list_step_kinds(schedule: Schedule, skipped_steps: frozenset[int]) -> Sequence[tuple[bool, ...]]:
     """See `OpPricer.step_kinds`. Many plans have the same schedule, so the list is kept."""
-    return [
-        (
-            step == 0,
-            schedule.reads_stale_keys(step),
-            schedule.keeps_keys(step),
-            schedule.computes_references(step),
-            step in skipped_steps,
-        )
-        for step in range(schedule.steps)
-    ]
+    kinds = []
+    for step in range(schedule.steps):
+        is_stale = schedule.reads_stale_keys(step)
+        kept = schedule.keeps_keys(step)
+        kinds.append((step == 0, is_stale, kept, schedule.computes_references(step), step in skipped_steps))
+    return kinds

@@ -20,7 +20,6 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from ditile.distributed import files
 from ditile.plan.errors import ModelError
-from ditile.plan.numbers import is_number, is_whole_number
 
 # Far wider than the range of any machine; products of two stay finite.
 LEAST = 1e-30

@@ -132,10 +132,10 @@ class _EvaluationSession:
 
     def generate_turns(self, turns: Sequence[CaptionTurn]) -> None:
         """Generates all captions; rank 0 knows which images are missing, and the other ranks do as it says."""
-        turns = [
-            CaptionTurn(place, prompt, seed, tuple(EvaluationSetting(*setting) for setting in settings))
-            for place, prompt, seed, settings in gather_json(list(turns), self._group)[0]
-        ]
+        turns_of_first_rank = gather_json(list(turns), self._group)[0]
+        turns = []
+        for place, prompt, seed, settings in turns_of_first_rank:
+            turns.append(CaptionTurn(place, prompt, seed, tuple(EvaluationSetting(*setting) for setting in settings)))
         originals = [ORIGINAL] if self._task.with_original else []
         if turns:
             steps = min(WARMUP_STEPS, self._base_call.get("num_inference_steps") or WARMUP_STEPS)
