@@ -45,6 +45,8 @@ FORKS.set_forkserver_preload(["tests.runner.cases"])
 
 STACK_SIGNAL = signal.SIGUSR1
 STORE_PORT = "DITILE_TEST_STORE"
+NUM_PIPES = 3
+"""Descriptors of the pipes between `launch` and a rank."""
 
 
 class CaseError(AssertionError):
@@ -160,12 +162,13 @@ class Pool:
 class ForkedProcess:
     """What `launch` asks of `subprocess.Popen`, of a rank that is forked from the fork server instead: no imports.
 
-    Its command is `python -c CODE WORDS..`, and the numbers of its pipes are its last words.
+    Its command is `python -c CODE WORDS..`, and the numbers of its pipes are its last words. After its pipes it may
+    inherit a link to its parent.
     """
 
     def __init__(self, command: Sequence[str], *, env: dict[str, str], pass_fds: Sequence[int], **_: Any) -> None:
-        pipes = [DupFd(fd) for fd in (1, 2, *pass_fds)]
-        self._process = FORKS.Process(target=_run_command, args=(command[2 : -len(pass_fds)], env, pipes))
+        descriptors = [DupFd(fd) for fd in (1, 2, *pass_fds)]
+        self._process = FORKS.Process(target=_run_command, args=(command[2:-NUM_PIPES], env, descriptors))
         self._process.start()
         self.pid = self._process.pid
 
@@ -191,14 +194,18 @@ def fork_ranks(patch: Any) -> None:
     patch.setattr(supervise, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedProcess}))
 
 
-def _run_command(command: Sequence[str], env: dict[str, str], pipes: Sequence[Any]) -> None:
+def _run_command(command: Sequence[str], env: dict[str, str], descriptors: Sequence[Any]) -> None:
     os.setsid()
-    out, err, *own = (pipe.detach() for pipe in pipes)
+    out, err, *others = (descriptor.detach() for descriptor in descriptors)
+    pipes, links = others[:NUM_PIPES], others[NUM_PIPES:]
     os.dup2(out, 1)
     os.dup2(err, 2)
     os.environ.clear()
-    os.environ |= env | {"DITILE_PROGRESS_FD": str(own[-1])}
-    sys.argv = ["-c", *command[1:], *map(str, own)]
+    # They have other numbers here than in the parent.
+    os.environ |= env | {"DITILE_PROGRESS_FD": str(pipes[-1])}
+    if links:
+        os.environ["DITILE_LINK_FD"] = str(links[0])
+    sys.argv = ["-c", *command[1:], *map(str, pipes)]
     exec(command[0], {})
 
 

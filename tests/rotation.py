@@ -3,8 +3,8 @@
     pytest --rotate tests/zoo            # as CI runs them
     python -m tests.rotation             # writes tests/proven.json, after all rows passed in `make nightly`
 
-Rows are marked `rotating`. Another commit runs another tenth. A row of a family's name runs on every commit while what
-ditile knows of its class differs from what it was when all rows passed.
+Rows are marked `rotating` where they repeat a mechanism on another model. Another commit runs another tenth. A row of a
+family's name runs on every commit while what ditile knows of its class differs from what it was when all rows passed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import functools
 import hashlib
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,16 @@ def choose_rows(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytes
         runs = is_always or choose_tenth(name_row(item)) == tenth
         (chosen if runs else left).append(item)
     return chosen, left
+
+
+def rotate(rows: Iterable[Any], *, always: Collection[Any] = ()) -> list[Any]:
+    """Parameters of a test: rows that are the only ones of their mechanism run on every commit, the others rotate."""
+    parameters = []
+    for row in rows:
+        marks = () if row in always else pytest.mark.rotating
+        values = row if isinstance(row, tuple) else (row,)
+        parameters.append(pytest.param(*values, marks=marks))
+    return parameters
 
 
 def choose_tenth(text: str) -> int:

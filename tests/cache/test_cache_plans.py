@@ -42,15 +42,18 @@ PRUNE = DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=2)
 NO_PROBE = DBCacheConfig(Fn_compute_blocks=0, max_warmup_steps=2)
 TAYLOR = TaylorSeerCalibratorConfig()
 TWO = {"num_images_per_prompt": 2}
-CASES = [
+MECHANISMS = [
     Case("pixart sigma", "ulysses=2"),
     Case("pixart sigma", "ring=2", PRUNE),
     Case("pixart sigma", "cfg=2"),
-    Case("pixart sigma", "cfg=2", PRUNE, TAYLOR, TWO),
     Case("pixart sigma", "data=2", changes=TWO),
     Case("pixart sigma", "tensor=2 split_scheme=sequence"),
-    Case("pixart sigma", "pipefusion=2 warmup=99"),
     Case("pixart sigma", "pipefusion=2 patches=1", calibrator=TAYLOR),
+]
+"""An axis each."""
+CASES = [
+    Case("pixart sigma", "cfg=2", PRUNE, TAYLOR, TWO),
+    Case("pixart sigma", "pipefusion=2 warmup=99"),
     Case("pixart sigma", "pipefusion=4 patches=1", PRUNE),
     Case("flux true cfg", "cfg=2"),
     Case("flux", "pipefusion=3 patches=1", NO_PROBE),
@@ -99,8 +102,11 @@ def on_rank(case: Case, threshold: float) -> tuple[Tensor, list[dict[str, Any]]]
     return draw(case, threshold, case.plan)
 
 
-@pytest.mark.rotating
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}, {case.plan}, {case.config}")
+@pytest.mark.parametrize(
+    "case",
+    [*MECHANISMS, *(pytest.param(case, marks=pytest.mark.rotating) for case in CASES)],
+    ids=lambda case: f"{case.name}, {case.plan}, {case.config}",
+)
 def test_ranks_skip_what_one_process_skips(pool: Pool, case: Case) -> None:
     """Decisions and latents are those of one process. A failure of decisions means that ranks decided on a part of
     the image, or on another's; of latents alone, that what is remembered belongs to other tokens or rows."""

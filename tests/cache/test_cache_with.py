@@ -234,7 +234,6 @@ def cache_by_diffusers(pipe: Any) -> None:
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.0))
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("drawn", [False, True], ids=["at once", "after a picture"])
 @pytest.mark.parametrize("alone", [False, True], ids=["pipeline", "transformer"])
 @pytest.mark.parametrize("below", [offload_by_block, cache_by_diffusers])

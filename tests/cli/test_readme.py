@@ -5,6 +5,7 @@ A failure means that the first thing a new user tries does not work.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shlex
@@ -74,15 +75,12 @@ def test_the_script_of_the_readme_draws_its_picture(tmp_path: Path) -> None:
     assert red > 150 > max(green, blue), "a large red circle on the left"
 
 
-def test_the_commands_of_the_readme_run_in_order(tmp_path: Path) -> None:
-    """In processes of their own, in one folder; what a command writes is what the next one reads."""
+def test_the_commands_of_the_readme_run_in_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one folder; what a command writes is what the next one reads."""
     commands = list(iterate_commands(README.read_text("utf-8")))
     assert [words[0] for words in commands] == ["generate"] * 4 + ["serve"]
     for words in commands[:-1]:
-        done = subprocess.run(
-            [sys.executable, "-m", "ditile", *words], capture_output=True, text=True, timeout=300, env=environment()
-        )
-        assert done.returncode == 0, (words, done.stderr)
+        assert main.main(words) == 0, (words, capsys.readouterr().err)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"ditile-image.png", "edit.png", "cached.png", "ditile-video.mp4", "ditile-video.png"}
     with Image.open("edit.png") as picture:
@@ -134,24 +132,26 @@ def test_the_commands_of_a_first_screen_run_in_order(
     ("script", "written"),
     [("qwen_image.py", "qwen-image.png"), ("wan_video.py", "wan.webp"), ("edit_image.py", "edited.png")],
 )
-def test_an_example_runs_without_arguments(script: str, written: str) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script)],
-        capture_output=True, text=True, timeout=300, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+def test_an_example_runs_without_arguments(script: str, written: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_example(script, [], monkeypatch)
     with Image.open(written) as picture:
         assert picture.convert("RGB").resize((8, 8)).getcolors(1) is None, "not one colour alone"
+
+
+def run_example(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, as a module: a rank that is forked finds its functions by its name."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    importlib.import_module(script.removesuffix(".py")).main()
 
 
 @pytest.mark.parametrize(
     ("script", "words"),
     [("qwen_image.py", ["Qwen/Qwen-Image"]), ("wan_video.py", ["a/b"]), ("edit_image.py", ["a/b", "x.png", "night"])],
 )
-def test_an_example_of_a_large_model_asks_for_torchrun(script: str, words: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *words],
-        capture_output=True, text=True, timeout=300, env=environment(),
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"{script}: WORLD_SIZE is not set; try torchrun ") and done.stderr.count("\n") == 1
+def test_an_example_of_a_large_model_asks_for_torchrun(
+    script: str, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(SystemExit, match=rf"^{script}: WORLD_SIZE is not set; try torchrun .*$"):
+        run_example(script, words, monkeypatch)

@@ -335,7 +335,7 @@ def test_several_references_and_a_mask(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.usefixtures("files")
-def test_a_plan_of_an_edit_is_verified_and_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_an_edit_is_verified_and_predicted(capsys: pytest.CaptureFixture[str], forked_ranks: None) -> None:
     words = ("--model", "shapes-flux", "--image", "start.png", "--pipefusion", "2", "--steps", "3", "--threads", "1")
     assert main.main(["verify", *words]) == 0
     assert "proven" in capsys.readouterr().out

@@ -139,7 +139,6 @@ def drawn(kind: str, plan: dict[str, Any]) -> tuple[float, float]:
     return near, far
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [("pab", FRESH[0]), ("pab", STAGES[0]), ("taylor", FRESH[1]), ("mag", FRESH[0]), ("first", WHOLE[2])],

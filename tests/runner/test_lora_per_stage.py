@@ -176,9 +176,14 @@ def between_calls(name: str, folder: Path, text: str) -> None:
     same(run(runner, name), run(plain, name), f"{name} {text} after that call")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize(
-    ("name", "text"), [("flux", "each"), ("flux", "first"), ("flux", "split"), ("sd3.5 medium", "split")]
+    ("name", "text"),
+    [
+        ("flux", "each"),
+        ("flux", "first"),
+        ("flux", "split"),
+        pytest.param("sd3.5 medium", "split", marks=pytest.mark.rotating),
+    ],
 )
 def test_encoders_that_wait_are_edited_between_calls(
     pool: Pool, folders: dict[str, Path], name: str, text: str

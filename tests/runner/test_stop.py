@@ -142,7 +142,6 @@ PLANS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("case", list(PLANS))
 def test_a_stop_on_one_rank_ends_all(pool: Pool, case: str) -> None:
     """A failure means that ranks hang, end at different steps, decode for nobody, or that the next picture is wrong."""
@@ -190,7 +189,7 @@ def leave_by_stop() -> None:
     )  # fmt: skip
 
 
-def test_a_stop_is_no_failure_of_a_rank() -> None:
+def test_a_stop_is_no_failure_of_a_rank(forked_ranks: None) -> None:
     """A failure means that whoever watches the ranks ends them all because a picture was not wanted any more."""
     launch(stop_and_draw, 2)
     with pytest.raises(ditile.StoppedError, match=r"runner\.stop"):

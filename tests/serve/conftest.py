@@ -1,10 +1,20 @@
-"""Real servers that the tests of this folder share; each is started for the first test that asks for it."""
+"""Real servers that the tests of this folder share; each is started for the first test that asks for it.
+
+Ranks that a test starts in its own process are forked; those of a server in a process of its own are interpreters.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.serve.running import RunningServer, run_server
+from tests.serve.running import CACHE_FLAGS, RunningServer, run_server
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_forked(request: pytest.FixtureRequest) -> None:
+    """Tests marked `alone` send signals to ranks, which they find by the words of their interpreters."""
+    if request.node.get_closest_marker("alone") is None:
+        request.getfixturevalue("forked_ranks")
 
 
 @pytest.fixture(scope="session")
@@ -17,8 +27,9 @@ def flux_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningSer
 @pytest.fixture(scope="session")
 def pixart_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """Pictures from both branches of guidance on a rank each, with a cache."""
-    flags = ("--cfg", "2", "--cache", "--max-warmup-steps", "1", "--rdt", "0.5")
-    with run_server("shapes-pixart", *flags, state=tmp_path_factory.mktemp("pixart") / "state") as server:
+    with run_server(
+        "shapes-pixart", "--cfg", "2", *CACHE_FLAGS, state=tmp_path_factory.mktemp("pixart") / "state"
+    ) as server:
         yield server
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 START_SECONDS = 120.0
+CACHE_FLAGS = ("--cache", "--max-warmup-steps", "1", "--rdt", "0.5")
 
 
 class RunningServer:

@@ -10,6 +10,7 @@ import base64
 import importlib.util
 import io
 import os
+import re
 import subprocess
 import sys
 import time
@@ -22,7 +23,8 @@ import openai
 import pytest
 from PIL import Image
 
-from tests.serve.running import RunningServer
+from ditile.cli import main
+from tests.serve.running import CACHE_FLAGS, RunningServer
 
 # Of the client: it warns of what OpenAI itself ends.
 pytestmark = pytest.mark.filterwarnings(
@@ -31,6 +33,11 @@ pytestmark = pytest.mark.filterwarnings(
 PROMPT = "a large red circle on the left on a gray background"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAST = {"num_inference_steps": 4, "seed": 7}
+COMMANDS = {
+    "flux_server": ("--model", "shapes-flux", "--pipefusion", "2"),
+    "pixart_server": ("--model", "shapes-pixart", "--cfg", "2", *CACHE_FLAGS),
+}
+"""What `ditile generate` is told to do as a server does."""
 OPEN_WEBUI_HEADERS = {
     "Authorization": "Bearer none",
     "Content-Type": "application/json",
@@ -88,6 +95,26 @@ def measure_change(edited: Image.Image, box: tuple[int, int, int, int], colour: 
     """The mean difference from a colour within a box, of 255."""
     data = edited.convert("RGB").crop(box).tobytes()
     return sum(abs(value - colour[k % 3]) for k, value in enumerate(data)) / len(data)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_picture_is_that_of_the_command(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """By either path, and after a client has left; the metrics know of both, and of every rank."""
+    out = tmp_path / "expected.png"
+    assert main.main(["generate", PROMPT, *COMMANDS[name], "--steps", "4", "--seed", "7", "--out", str(out)]) == 0
+    server: RunningServer = request.getfixturevalue(name)
+    with server.client() as client:
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/images/generations", json={"prompt": PROMPT, "num_inference_steps": 200}, timeout=1)
+        answer = client.post("/v1/images/generations", json={"prompt": PROMPT, **FAST}).json()
+        assert base64.b64decode(answer["data"][0]["b64_json"]) == out.read_bytes()
+        assert answer["size"] == "128x128" and 0 < answer["inference_time_s"] < 60
+        body = {"prompt": PROMPT, "batch_size": 1, "width": 128, "height": 128, "steps": 4, "seed": 7}
+        answer = client.post("/sdapi/v1/txt2img", json=body).json()
+        assert base64.b64decode(answer["images"][0]) == out.read_bytes()
+        metrics = client.get("/metrics").text
+    for sample in ('jobs_ended_total{kind="image",state="cancelled"}', 'peak_memory_bytes{group="0",rank="1"}'):
+        assert re.search(rf"^ditile_{re.escape(sample)} [1-9]", metrics, re.MULTILINE), metrics
 
 
 # OpenAI's client.

@@ -26,6 +26,7 @@ from tests import tiny
 from tests.model.hooks.compiling import WAYS, Counting
 from tests.parallel.sequence import planned
 from tests.pool import Pool
+from tests.rotation import rotate
 from tests.runner.cases import MAKE, run, same, unfused
 
 NAMES = ("flux", "pixart sigma", "sd3.5 medium")
@@ -101,8 +102,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.rotating
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", rotate(PLANS, always=["stages", "ring"]))
 def test_graphs_on_two_ranks(pool: Pool, plan: str) -> None:
     """A failure: where the pipeline is, or what travels, was guarded."""
     name = "flux" if plan != "stale" else "sd3.5 medium"

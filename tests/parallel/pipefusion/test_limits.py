@@ -5,6 +5,7 @@ All in fp32 and bitwise: stages and patches reorder no sum.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests import tiny
 from tests.pool import Pool, share
+from tests.rotation import rotate
 from tests.runner.cases import MAKE, call_of, different, divided, draw_plain, equal_over_ranks, run, same
 
 SMALL = {"height": 40, "width": 56}  # 10 token rows of 14
@@ -27,9 +29,11 @@ def like_plain(name: str, plans: list[dict[str, Any]], calls: list[dict[str, Any
                 same(run(runner, name, **call), want, f"{name} {plan} {call}")
 
 
-@pytest.mark.rotating
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", MAKE)
+WAYS_OF_A_CALL = {(name, 2) for name in ("flux", "flux true cfg", "pixart sigma", "sd3.5 medium")}
+"""One call of a transformer for a step or two, text that travels or not, and a second attention."""
+
+
+@pytest.mark.parametrize(("name", "ranks"), rotate(itertools.product(MAKE, (1, 2, 4)), always=WAYS_OF_A_CALL))
 def test_nothing_stale_is_the_plain_pipeline(pool: Pool, name: str, ranks: int) -> None:
     """A failure means that dividing blocks over stages, or stepping the scheduler by patches, changes the picture."""
     all_synchronous = [{"warmup": STEPS, "patches": m} for m in (3, 7)]
@@ -113,7 +117,6 @@ def unlike_before(name: str, plan: dict[str, Any], calls: list[dict[str, Any]]) 
     return results
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["flux", "flux true cfg", "pixart sigma", "sd3.5 medium"])
 def test_every_way_to_call(pool: Pool, name: str) -> None:
     """Batches, prompts, embeddings, sizes, steps, one after the other with one runner.

@@ -180,7 +180,6 @@ def as_alone(make: Callable[[], Made], plans: list[dict[str, Any]]) -> None:
                 same(got, wanted, plan) if alone else close(got, wanted, f"{plan} rank {dist.get_rank()}")
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("make", LOOPS, ids=lambda make: make.__name__)
 def test_a_loop_of_its_own(pool: Pool, make: Callable[[], Made]) -> None:
     """A failure means that a pipeline sees that its scheduler is another one's work."""

@@ -15,11 +15,11 @@
 | no accelerator, no import | every test |
 | PipeFusion x Ulysses: K/V of the warmup are kept rank by rank, later ones patch by patch | test_hybrids |
 | the same: ranks disagree on the shares of an uneven last patch | test_hybrids, "large"; unit/test_layout |
-| the same: all stale K/V are exchanged again for every patch | traffic/test_tokens: every_rank_sends_what_it_must |
+| the same: all stale K/V are exchanged again for every patch | plan/test_cost |
 | tokens padded to the degree, and the padding attended to | test_tokens: any_number (140 tokens, 3 and 8 ranks) |
 | SD3.5's dual attention crashes when ranks share the tokens | test_tokens and test_hybrids, sd3.5 medium |
 | tensor x Ulysses gives another picture | test_tokens: any_number; test_hybrids |
-| tensor parallelism is accepted, and does nothing | test_tensor_bytes; benchmarks/tests/test_traffic |
+| tensor parallelism is accepted, and does nothing | plan/test_cost; benchmarks/tests/test_traffic |
 | every replica draws the same image under data parallelism | test_batch: no_two_images_are_alike |
 | group norms of the divided VAE take each rank's own statistics | test_vae: statistics_are_of_the_whole_picture |
 """

@@ -127,7 +127,6 @@ def test_every_scheduler_is_exact(pool: Pool, name: str) -> None:
         assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.rotating
 @pytest.mark.parametrize("generators", ["own", "list"])
 def test_generators(pool: Pool, generators: str) -> None:
     """A failure means that ranks draw other numbers than the plain pipeline, or leave generators elsewhere than it."""
