@@ -6,20 +6,22 @@ on each rank, without reading it.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch._dynamo import config as dynamo
 
 import ditile
 from ditile import Plan
 from tests.cache.test_cache_dit_scripts import flux
+from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,16 +116,22 @@ def test_the_command_lines_of_the_example(
     assert (tmp_path / "flux.png").exists()
 
 
-def test_the_example_under_torchrun(tmp_path: Path, folder: str) -> None:
-    launcher = "-m torch.distributed.run --standalone --nproc_per_node=2"
+def run_example_on_rank(words: list[str]) -> str:
+    """What the example prints on a rank."""
+    said = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        patch.setattr(sys, "argv", ["run_flux_cp.py", *words])
+        # The pool ends the group itself.
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        runpy.run_path(str(ROOT / "examples" / "run_flux_cp.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def test_the_example_on_two_ranks(pool: Pool, tmp_path: Path, folder: str) -> None:
     line = "--cache --parallel-type ulysses --uaa --dcco --attn native"
-    command = [sys.executable, *launcher.split(), str(ROOT / "examples" / "run_flux_cp.py"), "--model-path", folder]
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *line.split()], capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert "under ulysses=2 uaa=True" in done.stdout and "what the cache left out" in done.stdout
+    words = ["--model-path", folder, "--out", str(tmp_path / "flux.png"), *line.split()]
+    first, second = pool.run(run_example_on_rank, 2, words)
+    assert "under ulysses=2 uaa=True" in first and "what the cache left out" in first and not second
     assert (tmp_path / "flux.png").exists()
 
 

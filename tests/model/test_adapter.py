@@ -1,4 +1,4 @@
-"""BlockAdapter: the snippets that users know, on tiny real pipelines; what is wrong is said in one line."""
+"""BlockAdapter: which lists it means, what is wrong in one line; cache/test_cache_dit_scripts.py runs its snippets."""
 
 from __future__ import annotations
 
@@ -90,53 +90,6 @@ def test_patterns_are_flows_and_back() -> None:
     assert find_flow_pattern(Flow(("image", "text"), "img", "txt")) is P0
     with pytest.raises(ModelError, match="no pattern returns"):
         find_flow_pattern(Flow(("text",)))
-
-
-def test_the_snippet_of_flux_runs_and_names_the_right_pattern() -> None:
-    """It gives Pattern_3 for single blocks, which take and return both streams."""
-    pipe = tiny.flux()
-    adapter = BlockAdapter(
-        pipe=pipe,
-        transformer=pipe.transformer,
-        blocks=[pipe.transformer.transformer_blocks, pipe.transformer.single_transformer_blocks],
-        forward_pattern=[P1, P3],
-    )
-    with pytest.warns(UserWarning, match=r"single_transformer_blocks: .*ForwardPattern.Pattern_1 is used"):
-        (adapted,) = resolve_adapter(adapter)
-    assert adapted.lists == find_block_lists(pipe.transformer)
-    assert (adapted.params_modifiers, adapted.has_separate_cfg) == ([], None)
-
-
-def test_the_snippet_of_wan_runs() -> None:
-    pipe = pipe_of("WanTransformer3DModel", "transformer", "transformer_2")
-    modifiers = [object(), object()]
-    high, low = resolve_adapter(
-        BlockAdapter(
-            pipe=pipe,
-            transformer=[pipe.transformer, pipe.transformer_2],
-            blocks=[pipe.transformer.blocks, pipe.transformer_2.blocks],
-            forward_pattern=[P2, P2],
-            params_modifiers=modifiers,
-            has_separate_cfg=True,
-        )
-    )
-    assert (high.transformer, low.transformer) == (pipe.transformer, pipe.transformer_2)
-    assert [each.params_modifiers for each in (high, low)] == [[modifiers[0]], [modifiers[1]]]
-    assert high.lists == find_block_lists(pipe.transformer) and high.has_separate_cfg
-    assert low.lists[0].blocks == tuple(pipe.transformer_2.blocks)
-
-
-def test_the_snippet_of_auto_runs() -> None:
-    (actual,) = resolve_adapter(
-        BlockAdapter(
-            pipe=pipe_of("WanTransformer3DModel"),
-            auto=True,
-            forward_pattern=P2,
-            allow_prefixes=["transformer", "blocks"],
-            blocks_policy="max",
-        )
-    )
-    assert [each.name for each in actual.lists] == ["blocks"]
 
 
 def test_merged_lists_are_those_that_own_the_blocks() -> None:

@@ -6,6 +6,7 @@ messages are those of closed formulas too: the paper's table (arXiv 2405.14430),
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import Plan
 from tests import tiny
 from tests.pool import Pool
+from tests.rotation import rotate
 from tests.runner.cases import MAKE, divided, run
 
 CALL = {"height": 40, "width": 56, "max_sequence_length": 7, "num_images_per_prompt": 3, "num_inference_steps": 3}
@@ -64,8 +66,13 @@ def counted(name: str, plans: list[dict[str, Any]]) -> list[tuple[dict[str, int]
     return results
 
 
-@pytest.mark.parametrize("name", ["flux true cfg", "pixart sigma", "sd3.5 medium"])
-@pytest.mark.parametrize("ranks", PLANS)
+FAMILIES = ("flux true cfg", "pixart sigma", "sd3.5 medium")
+TWICE = [("flux true cfg", 2), ("sd3.5 medium", 2), ("flux true cfg", 3), ("pixart sigma", 3)]
+TWICE += [("pixart sigma", 4), ("sd3.5 medium", 4)]
+"""Each plan with two families on every commit."""
+
+
+@pytest.mark.parametrize(("name", "ranks"), rotate(itertools.product(FAMILIES, PLANS), always=TWICE))
 def test_counted_is_the_formula(pool: Pool, name: str, ranks: int) -> None:
     """A failure means that a strategy sends or keeps more than it should, or that tables promise something else."""
     for rank, of_plans in enumerate(pool.run(counted, ranks, name, PLANS[ranks])):
