@@ -19,7 +19,7 @@ from tests.simulated_gpu.messages import simulate_gpu
 
 
 def test_every_part_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "--suite", "gpu", "--device", "cpu", "--small", "--out", str(tmp_path)]
+    words = ["bench", "--suite", "gpu", "--device", "cpu", "--small", "--quick", "--out", str(tmp_path)]
     assert main(words) == 0
     rows = open_suite_file(tmp_path / "gpu.jsonl").read()
     assert rows[0]["part"] == "machine" and rows[0]["torch"] and rows[0]["messages"] == "gloo"
