@@ -57,6 +57,6 @@ def test_every_rank_that_fails_is_shown(pool: Pool, how: str, texts: list[str]) 
 
 def test_a_rank_that_hangs_is_named(pool: Pool) -> None:
     with pytest.raises(CaseError, match="hang hung") as caught:
-        pool.run(hang, 2, timeout=6)
+        pool.run(hang, 2, timeout=3)
     assert "test_pool.py" in caught.value.tracebacks[1] and "in hang" in caught.value.tracebacks[1]
     assert "in barrier" in caught.value.tracebacks[0]
