@@ -24,15 +24,10 @@ from ditile.cli import main
 from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError
 from ditile.runner.requests.arguments import merge_call_arguments
-from ditile.runner.requests.conditions import (
-    COMPOSING,
-    JOINING,
-    bind_conditions,
-    choose_pipeline_class,
-    read_call_conditions,
-)
+from ditile.runner.requests.conditions import COMPOSING, bind_conditions, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import read_picture, read_picture_texts
+from ditile.runner.requests.pipeline_choice import JOINING, choose_pipeline_class
 from ditile.runner.requests.pipelines import returns_videos
 from ditile.runner.requests.videos import read_video
 from tests import tiny

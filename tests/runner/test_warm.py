@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from ditile.plan.plan import Plan
-from ditile.runner.requests.warm import choose_warm_steps, warm_runner
+from ditile.runner.requests.prepare import choose_warm_steps, warm_runner
 from ditile.runner.runner import Runner
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided, run, same

@@ -21,7 +21,8 @@ from ditile.model.registry import list_families, list_model_specs
 from ditile.parallel.vae.parallel_vae import PROVEN
 from ditile.plan.errors import ModelError
 from ditile.plan.model_spec import ModelSpec
-from ditile.runner.requests.conditions import CallConditions, find_transformer_class, read_call_conditions
+from ditile.runner.requests.conditions import CallConditions, read_call_conditions
+from ditile.runner.requests.pipeline_choice import find_transformer_class
 from ditile.runner.requests.pipelines import returns_videos
 
 YES = "yes"

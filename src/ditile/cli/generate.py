@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import secrets
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,10 +25,10 @@ from ditile.runner.requests.arguments import (
     build_object_arguments,
 )
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.conditions import describe_choice, read_condition_files
 from ditile.runner.requests.console import show_progress_bar
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
+from ditile.runner.requests.pipeline_choice import describe_choice
 from ditile.runner.requests.pipelines import (
     check_frame_count,
     convert_value_errors,
@@ -37,15 +36,14 @@ from ditile.runner.requests.pipelines import (
     find_argument,
     find_frames_ratio,
 )
-from ditile.runner.requests.preflight import check_request_by_files
-from ditile.runner.requests.prepare import prepare_runner, silence_libraries
+from ditile.runner.requests.preflight import check_request_by_files, read_condition_files
+from ditile.runner.requests.prepare import prepare_runner, silence_libraries, warm_runner
 from ditile.runner.requests.prompts import PromptLine, describe_request, list_prompt_lines
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, list_drawn, write_drawn
-from ditile.runner.requests.warm import warm_runner
+from ditile.runner.requests.seeds import agree_on_seed, list_seeds
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
-    from torch.distributed import ProcessGroup
 
     from ditile.cache.report import ContextReport
     from ditile.runner.runner import Runner
@@ -60,8 +58,8 @@ def draw_pictures(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
     # The standard output is for the summary alone.
     with contextlib.redirect_stdout(sys.stderr):
         pipe, runner, conditions = _prepare_runner(request, run, plan, cache)
-        seed = _agree_on_seed(request.seed, runner.mesh.everyone)
-        seeds = range(seed, seed + request.num_images)
+        seed = agree_on_seed(request.seed, runner.mesh.everyone)
+        seeds = list_seeds(seed, request.num_images)
         call = build_call_arguments(pipe, request, defaults(request.model))
 
         def make_call() -> dict[str, Any]:
@@ -287,10 +285,3 @@ def _write_trace(runner: Runner, path: str | None) -> None:
             runner.write_trace(path)
     except OSError as error:
         raise ModelError(f"trace={path!r} cannot be written: {error.strerror}; the images are there") from error
-
-
-def _agree_on_seed(seed: int | None, control: ProcessGroup | None) -> int:
-    """The given seed; without one, a random seed of rank 0, which it sends to all ranks."""
-    if seed is not None:
-        return seed
-    return int(gather_json(secrets.randbelow(2**31), control)[0])

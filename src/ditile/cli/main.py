@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import json
 import os
-import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -64,6 +63,7 @@ from ditile.runner.requests.console import (
 from ditile.runner.requests.options import CalibrateOptions, GenerateOptions, ModelsOptions, VerifyOptions
 from ditile.runner.requests.outputs import RunOptions, check_output_files
 from ditile.runner.requests.preflight import check_known_model, check_options
+from ditile.runner.requests.seeds import choose_random_seed
 from ditile.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def _generate_pictures(job: GenerateJob) -> Outcome | None:
     """The outcome of one call, on rank 0; None on torchrun's other ranks."""
     request, run, plan, cache, budget, makes_videos = job
     if env.read_torchrun_place() is None and request.seed is None:
-        request = dataclasses.replace(request, seed=secrets.randbelow(2**31))
+        request = dataclasses.replace(request, seed=choose_random_seed())
     if is_writing_process():
         # The ranks of torchrun agree on a seed later: the names differ then, and the folder does not.
         paths = run.list_image_paths(request.num_images, request.seed or 0, request.model)

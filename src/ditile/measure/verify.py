@@ -52,9 +52,9 @@ from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.prove import TOLERANCE, prove_pipeline
 from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
-from ditile.runner.requests.conditions import read_condition_files
 from ditile.runner.requests.options import VerifyOptions
 from ditile.runner.requests.pipelines import convert_value_errors, find_argument
+from ditile.runner.requests.preflight import read_condition_files
 from ditile.runner.requests.prepare import silence_libraries, switch_to_conditions
 from ditile.runner.runner import LOG, Runner, build_single_runner, parallelize
 

@@ -21,10 +21,10 @@ from ditile.planner.memory import count_host_memory
 from ditile.planner.subject import PlanSubject
 from ditile.runner.model_files import choose_dtype_name, defaults, find_model_source
 from ditile.runner.requests.arguments import merge_call_arguments
-from ditile.runner.requests.conditions import choose_requested_class, describe_choice
 from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.options import EngineOptions, GenerateOptions
 from ditile.runner.requests.pictures import read_picture
+from ditile.runner.requests.pipeline_choice import choose_requested_class, describe_choice
 from ditile.runner.requests.pipelines import returns_videos
 from ditile.runner.table import describe_plan
 

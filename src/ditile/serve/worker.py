@@ -35,16 +35,16 @@ from ditile.runner.requests.arguments import (
     build_call_arguments,
     build_object_arguments,
 )
-from ditile.runner.requests.conditions import choose_pipeline_class
 from ditile.runner.requests.facts import CallFacts, ModelFacts, collect_call_facts, collect_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pictures import encode_png
+from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.requests.pipelines import convert_value_errors
 from ditile.runner.requests.preflight import check_cache_steps
-from ditile.runner.requests.prepare import load_lora_weights, prepare_runner
+from ditile.runner.requests.prepare import choose_warm_steps, load_lora_weights, prepare_runner
 from ditile.runner.requests.results import add_picture_texts, build_png_texts, choose_fps, encode_drawn, list_drawn
+from ditile.runner.requests.seeds import list_seeds
 from ditile.runner.requests.videos import check_encoder, encode_spritesheet
-from ditile.runner.requests.warm import choose_warm_steps
 from ditile.runner.runner import Runner
 from ditile.serve.jobs import POSTER, SPRITESHEET, TRACE, Files, JobResult, Request, shorten_line
 from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
@@ -179,7 +179,7 @@ class RankWorker:
             self._fit_previews(previews, outputs[0])
         remaining = iter(outputs)
         for job, call in zip(jobs, calls, strict=True):
-            seeds = list_seeds(job.request.options)
+            seeds = list_request_seeds(job.request.options)
             own_outputs = [next(remaining) for _ in seeds]
             try:
                 job_result, files = self._encode_job(job, call, own_outputs)
@@ -248,13 +248,13 @@ class RankWorker:
         options = jobs[0].request.options
         if len(jobs) == 1:
             conditions = _decode_conditions(jobs[0])
-            seeds = list_seeds(options)
+            seeds = list_request_seeds(options)
             return calls[0] | build_object_arguments(self._pipe, options, seeds, conditions=conditions)
         # A row for each image of each job.
         rows = []
         seeds = []
         for job, call in zip(jobs, calls, strict=True):
-            for seed in list_seeds(job.request.options):
+            for seed in list_request_seeds(job.request.options):
                 rows.append(call)
                 seeds.append(seed)
         return build_batch_call(self._pipe, rows, options, seeds)
@@ -285,7 +285,7 @@ class RankWorker:
         if request.loras:
             texts["loras"] = json.dumps(request.loras)
         fps = choose_fps(self._pipe, options, call)
-        seeds = list_seeds(options)
+        seeds = list_request_seeds(options)
         names = [f"{index}.{request.output_format}" for index in range(len(outputs))]
         files = {}
         for name, seed, output in zip(names, seeds, outputs, strict=True):
@@ -412,10 +412,10 @@ def count_steps(class_facts: CallFacts, facts: ModelFacts, call: Mapping[str, An
     return min(steps, int(steps * strength))
 
 
-def list_seeds(options: GenerateOptions) -> list[int]:
-    """The seeds of the images of a request: they count up."""
+def list_request_seeds(options: GenerateOptions) -> list[int]:
+    """The seeds of the images of a request."""
     assert options.seed is not None, "the server has chosen one"
-    return list(range(options.seed, options.seed + options.num_images))
+    return list_seeds(options.seed, options.num_images)
 
 
 def _decode_conditions(job: BatchJob) -> dict[str, Any]:

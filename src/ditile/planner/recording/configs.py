@@ -27,7 +27,7 @@ from ditile.planner.recording.recorded import (
 )
 from ditile.runner.load import read_model_index
 from ditile.runner.model_files import MODULAR_MARK, check_config_counts, list_own_components, read_json_object
-from ditile.runner.requests.conditions import choose_pipeline_class
+from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 
 FACTS = "facts.json"
 """What cannot be read off the configs of a published model."""

@@ -22,6 +22,7 @@ from ditile.runner.requests.pipelines import (
     find_argument,
     find_frames_ratio,
 )
+from ditile.runner.requests.seeds import make_generators
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -73,9 +74,7 @@ def build_object_arguments(
         conditions: as of `bind_conditions`.
         alone: False makes a list of one generator, as of a batch.
     """
-    import torch
-
-    call: dict[str, Any] = {"generator": [torch.Generator("cpu").manual_seed(seed) for seed in seeds]}
+    call: dict[str, Any] = {"generator": make_generators(seeds)}
     copies: int | None = len(seeds)
     if len(seeds) == 1 and alone is not False:
         call["generator"] = call["generator"][0]

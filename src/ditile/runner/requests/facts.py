@@ -20,8 +20,9 @@ from ditile.plan.guidance import GuidanceRule
 from ditile.plan.numbers import is_number, is_whole_number
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
-from ditile.runner.requests.conditions import check_picture_count, find_pipeline_class_for, read_call_conditions
+from ditile.runner.requests.conditions import check_picture_count, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.pipeline_choice import find_pipeline_class_for
 from ditile.runner.requests.pipelines import (
     FRAME_RATES,
     check_frame_count,

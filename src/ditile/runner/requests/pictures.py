@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import struct
 import zlib
@@ -19,8 +20,15 @@ from PIL.PngImagePlugin import PngImageFile, PngInfo
 
 from ditile.distributed import files
 from ditile.plan.errors import ModelError
-from ditile.runner.requests.metadata import decode_exif, encode_exif
 
+PARAMETERS = "parameters"
+"""The key of AUTOMATIC1111's text, which other programs read."""
+# Tags of EXIF.
+IMAGE_DESCRIPTION = 0x010E
+EXIF_IFD = 0x8769
+USER_COMMENT = 0x9286
+MAX_EXIF_BYTES = 2**16 - 64
+"""A segment of a JPEG has no room for more."""
 MAX_PICTURE_BYTES = 2**30
 PICTURE_FORMATS = {".png": "png", ".jpg": "jpeg", ".jpeg": "jpeg", ".webp": "webp"}
 """Ending of a file -> the format in which an image is written."""
@@ -124,6 +132,32 @@ def read_picture_texts(path: Path) -> dict[str, str]:
             return decode_exif(image)
     except DECODE_ERRORS:
         return {}
+
+
+def encode_exif(texts: Mapping[str, str]) -> bytes:
+    """The EXIF of a JPEG or a WebP: all texts as JSON, and AUTOMATIC1111's as the comment; empty if it is too long."""
+    exif = Image.Exif()
+    exif[IMAGE_DESCRIPTION] = json.dumps(dict(texts))
+    if PARAMETERS in texts:
+        comment = texts[PARAMETERS].encode("utf-16-be", "replace")
+        exif[EXIF_IFD] = {USER_COMMENT: b"UNICODE\0" + comment}
+    encoded: bytes = exif.tobytes()
+    if len(encoded) > MAX_EXIF_BYTES:
+        return b""
+    return encoded
+
+
+def decode_exif(image: Image.Image) -> dict[str, str]:
+    """The texts that `encode_exif` kept; empty if there are none.
+
+    Raises:
+        ValueError: if they are no JSON.
+    """
+    description = image.getexif().get(IMAGE_DESCRIPTION)
+    if not isinstance(description, str):
+        return {}
+    texts = json.loads(description)
+    return texts if isinstance(texts, dict) else {}
 
 
 def hide_local_path(name: str) -> str:

@@ -14,10 +14,11 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import check_weight_source, defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.conditions import choose_requested_class, read_condition_files
 from ditile.runner.requests.facts import collect_call_facts
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.outputs import RunOptions
+from ditile.runner.requests.pictures import read_picture
+from ditile.runner.requests.pipeline_choice import choose_requested_class
 
 
 def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> None:
@@ -46,6 +47,37 @@ def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
     if request.conditions:
         read_condition_files(request)
     check_known_model(request, plan)
+
+
+def read_condition_files(request: GenerateOptions) -> dict[str, Any]:
+    """What a request starts from: condition -> an image; of `image` all images, of `video` its frames.
+
+    Raises:
+        LoadError, ModelError: if a file is no image or video, or the mask has another size than its image; if no
+            class of the model's takes them, that is what is said of their sizes.
+    """
+    # It needs numpy, which the process of a server does without.
+    from ditile.runner.requests.videos import read_video
+
+    contents: dict[str, Any] = {}
+    for name, value in request.conditions.items():
+        if name == "image":
+            contents[name] = [read_picture(path, name) for path in value]
+        elif name == "video":
+            contents[name] = read_video(value, name, request.frames)
+        else:
+            contents[name] = read_picture(value, name, is_mask=name == "mask")
+    if "mask" in contents:
+        mask = contents["mask"]
+        image = contents["image"][0]
+        if mask.size != image.size:
+            # A model that takes no mask at all is the more useful refusal.
+            choose_requested_class(request)
+            raise ModelError(
+                f"mask={request.mask!r} is {mask.width}x{mask.height}, and its image {image.width}x{image.height}; "
+                "give both in one size"
+            )
+    return contents
 
 
 def _check_freed_encoders(request: GenerateOptions, run: RunOptions, cache: CacheOptions) -> None:

@@ -1,10 +1,10 @@
-"""Loads a model and divides it as options say: the runner that serves requests."""
+"""Makes the runner that serves requests: loads a model, divides it as options say, and warms it up."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,17 @@ from ditile.plan.numbers import format_bytes
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.conditions import choose_pipeline_class
 from ditile.runner.requests.console import Status
 from ditile.runner.requests.options import EngineOptions
+from ditile.runner.requests.pipeline_choice import choose_pipeline_class
 from ditile.runner.requests.pipelines import check_prompt_cleaner, enable_required_tiling, returns_videos
 
 if TYPE_CHECKING:
     from ditile.runner.runner import Runner
+
+LEAST_STEPS = 4
+STALE_STEPS = 2
+"""Steps after the synchronous ones: the first of them differs from those that follow."""
 
 
 def prepare_runner(
@@ -240,3 +244,32 @@ def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
             enable_cache(runner, **arguments)
     except IdleCacheWarning as warning:
         raise ModelError(str(warning)) from warning
+
+
+def choose_warm_steps(plan: Plan, *, is_cached: bool) -> int | None:
+    """The steps of a call that meets all shapes of a longer one; None for all of its steps, on which a cache counts."""
+    if is_cached:
+        return None
+    return max(LEAST_STEPS, plan.least_warmup + STALE_STEPS)
+
+
+def warm_runner(runner: Runner, call: Mapping[str, Any], *, is_cached: bool) -> None:
+    """Makes a call of few steps, and throws its result away; every rank calls it.
+
+    Args:
+        runner: what is warmed.
+        call: the arguments of the call that follows. Nothing remains of its prompt, seed or numbers.
+        is_cached: whether a cache is enabled.
+
+    Raises:
+        DitileError: as the call itself.
+    """
+    from ditile.model.pipeline_calls import list_call_parameters
+
+    warm_steps = choose_warm_steps(runner.plan, is_cached=is_cached)
+    steps = call.get("num_inference_steps")
+    # With `strength` only a part of the steps runs, and a list of sigmas has its own length.
+    has_fixed_steps = "strength" in list_call_parameters(runner.pipe) or call.get("sigmas") is not None
+    if warm_steps is not None and steps is not None and not has_fixed_steps:
+        call = {**call, "num_inference_steps": min(steps, warm_steps)}
+    runner(**call, output_on="first")

@@ -18,7 +18,6 @@ from ditile.plan.plan import Plan
 from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests import pictures, videos
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.metadata import PARAMETERS, format_parameters
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import (
     VIDEO_FIELDS,
@@ -30,6 +29,22 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from ditile.runner.requests.videos import Video
+
+SAMPLERS = {
+    "EulerDiscreteScheduler": "Euler",
+    "FlowMatchEulerDiscreteScheduler": "Euler",
+    "EulerAncestralDiscreteScheduler": "Euler a",
+    "DPMSolverMultistepScheduler": "DPM++ 2M",
+    "DPMSolverSDEScheduler": "DPM++ SDE",
+    "HeunDiscreteScheduler": "Heun",
+    "FlowMatchHeunDiscreteScheduler": "Heun",
+    "LMSDiscreteScheduler": "LMS",
+    "PNDMScheduler": "PLMS",
+    "DDIMScheduler": "DDIM",
+    "UniPCMultistepScheduler": "UniPC",
+    "LCMScheduler": "LCM",
+}
+"""Class of diffusers -> the name that AUTOMATIC1111 has for it."""
 
 
 def build_png_texts(
@@ -90,7 +105,45 @@ def add_picture_texts(
         model=texts["model"],
         scheduler=type(getattr(pipe, "scheduler", None)).__name__,
     )
-    return {**texts, "prompt": prompt or "", "seed": str(seed), PARAMETERS: parameters}
+    return {**texts, "prompt": prompt or "", "seed": str(seed), pictures.PARAMETERS: parameters}
+
+
+def format_parameters(
+    call: Mapping[str, Any], *, prompt: str, seed: int, size: tuple[int, int], model: str, scheduler: str
+) -> str:
+    """The text that AUTOMATIC1111 keeps in an image.
+
+    Args:
+        call: the arguments of the call, those by default included.
+        prompt, seed, size: of this image; the size is its width and height in pixels.
+        model: its name.
+        scheduler: its class.
+    """
+    values = {
+        "Steps": call.get("num_inference_steps"),
+        "Sampler": SAMPLERS.get(scheduler, scheduler.removesuffix("Scheduler")),
+        "CFG scale": call.get("guidance_scale"),
+        "True CFG scale": call.get("true_cfg_scale"),
+        "Seed": seed,
+        "Size": f"{size[0]}x{size[1]}",
+        "Model": model,
+        "Denoising strength": call.get("strength"),
+        "Version": f"ditile {version('ditile')}",
+    }
+    lines = [prompt]
+    if call.get("negative_prompt"):
+        lines.append(f"Negative prompt: {call['negative_prompt']}")
+    # The programs that read it look for "Steps: " at the beginning of the last line.
+    lines.append(", ".join(f"{name}: {_quote_value(value)}" for name, value in values.items() if value is not None))
+    return "\n".join(lines)
+
+
+def _quote_value(value: Any) -> str:
+    """A value as AUTOMATIC1111 writes it: what would be taken for several is quoted."""
+    text = str(value)
+    if set(text).isdisjoint(",:\n"):
+        return text
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _describe_conditions(request: GenerateOptions, conditions: Mapping[str, Any]) -> dict[str, str]:

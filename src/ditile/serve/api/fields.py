@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -16,6 +15,7 @@ from ditile.plan.numbers import is_whole_number
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import GIF_MOST_FPS, LEAST_FPS, MOST_FPS, GenerateOptions
+from ditile.runner.requests.seeds import choose_random_seed
 from ditile.serve.api.answers import RequestError, convert_error, find_owner, find_served_name, find_service
 from ditile.serve.api.uploads import Body, Upload, decode_uploads
 from ditile.serve.jobs import INPUT_IMAGE, INPUT_MASK, Files, Job, Kind, Request
@@ -310,7 +310,7 @@ def _build_options(
     _check_limits(fields, options, num_images, frames, sent_names)
     seed = fields.seed
     if seed in (None, -1):
-        seed = secrets.randbelow(2**31)
+        seed = choose_random_seed()
     images = tuple(name for name in inputs if name != INPUT_MASK)
     try:
         generate_options = GenerateOptions(
