@@ -1,4 +1,4 @@
-"""What the source of a pipeline's loop says: where it cuts latents, and what changes its calls from step to step."""
+"""Reads the source of a pipeline's denoising loop: where it cuts latents, and which conditions depend on the step."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from ditile.model.source import parse_function, read_name, read_own_attribute
 
 _NUMBER_FUNCTIONS = ("float", "int", "bool", "min", "max", "abs", "round")
-"""Functions whose result depends on their arguments as numbers, and not on what these are made of."""
+"""Functions of plain numbers, whose result depends on the step if an argument does."""
 _ROW_FUNCTIONS = ("repeat", "cat", "concat", "stack", "tile", "repeat_interleave")
-"""Methods that repeat or join tensors, as for the branches of guidance."""
+"""Functions that repeat or join tensors, as pipelines do to make rows for the branches of guidance."""
 
 
 @functools.cache
 def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozenset[str]]:
-    """The lines of a pipeline's loop in which it goes on with a part of the latents that it denoises.
+    """The lines of a pipeline's loop that replace the latents by a part of them, such as `latents = latents[:, 1:]`.
 
     Returns:
-        Each line -> the names of which none may be false for it to be run.
+        Each line -> the names that must all be true for the line to run.
     """
     cuts = dict[str, frozenset[str]]()
     for loop in _list_loops(pipeline_call):
@@ -28,7 +28,7 @@ def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozense
         for node, names in _walk_guarded(loop.body, frozenset()):
             if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Subscript):
                 continue
-            # A part of the latents is assigned to the name that they have.
+            # The line assigns a part of the latents to the name of the latents.
             sides = {read_name(side) for side in (node.value.value, *node.targets)}
             if len(sides) == 1 and sides <= stepped:
                 cuts[ast.unparse(node)] = names
@@ -37,10 +37,10 @@ def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozense
 
 @functools.cache
 def find_timed_guidance(pipeline_call: Callable[..., Any]) -> frozenset[str]:
-    """What decides, step by step, how a pipeline's loop calls its model; empty if all steps call it alike.
+    """The names that decide in which steps a pipeline's loop calls its model, or on how many rows.
 
     Returns:
-        The names in conditions that depend on the step, and decide whether the model is called, or on how many rows.
+        The names in conditions that depend on the step; empty if every step calls the model in the same way.
     """
     deciding = set[str]()
     for loop in _list_loops(pipeline_call):
@@ -55,23 +55,25 @@ def _list_loops(pipeline_call: Callable[..., Any]) -> list[ast.For]:
 
 
 def _list_step_calls(loop: ast.For) -> list[ast.Call]:
-    """The calls of a scheduler's step in a loop."""
+    """The calls of a scheduler's `step` in a loop."""
     calls = [node for node in ast.walk(loop) if isinstance(node, ast.Call)]
     return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "step"]
 
 
 class _TimedConditions(ast.NodeVisitor):
-    """The conditions in a loop over timesteps that depend on the step, followed from the loop's own variables.
+    """Finds the conditions in a loop over timesteps that depend on the step, starting from the loop's own variables.
+
+    A name is called timed if its value depends on the step.
 
     Attributes:
-        deciding: the names in those around calls of the model, or around what these are given.
+        deciding: the names in timed conditions that guard a call of the model, or an assignment to its arguments.
     """
 
     def __init__(self, loop: ast.For) -> None:
         self.deciding = set[str]()
         self._timed = _list_names(loop.target)
         self._conditions: list[set[str]] = []
-        # Name -> the names that it is made of.
+        # Name -> the names that its value is computed from.
         self._sources: dict[str, set[str]] = {}
         self._model_arguments = set[str]()
         for node in ast.walk(loop):
@@ -82,7 +84,7 @@ class _TimedConditions(ast.NodeVisitor):
             self.visit(statement)
 
     def visit_Assign(self, node: ast.Assign) -> None:  # noqa: N802
-        """A name that is made of a timed one, or under a timed condition, is timed too."""
+        """A name becomes timed if it is computed from a timed name, or assigned under a timed condition."""
         self.generic_visit(node)
         names = set[str]().union(*map(_list_names, node.targets))
         if self._conditions and names & self._model_arguments and _may_change_rows(node.value):
@@ -95,17 +97,17 @@ class _TimedConditions(ast.NodeVisitor):
                 self._sources[name] = self._sources.get(name, set()) | sources
 
     def visit_Call(self, node: ast.Call) -> None:  # noqa: N802
-        """A call of the model under a timed condition."""
+        """A timed condition decides whether the model is called."""
         self.generic_visit(node)
         if self._conditions and _is_model_call(node):
             self._note_conditions()
 
     def visit_If(self, node: ast.If) -> None:  # noqa: N802
-        """Both branches depend on the condition."""
+        """The condition guards both branches."""
         self._visit_condition(node, (*node.body, *node.orelse))
 
     def visit_IfExp(self, node: ast.IfExp) -> None:  # noqa: N802
-        """So do both values of a conditional expression."""
+        """The condition guards both values of a conditional expression."""
         self._visit_condition(node, (node.body, node.orelse))
 
     def _visit_condition(self, node: ast.If | ast.IfExp, branches: Sequence[ast.AST]) -> None:
@@ -120,7 +122,7 @@ class _TimedConditions(ast.NodeVisitor):
             self._conditions.pop()
 
     def _trace_sources(self, names: set[str]) -> set[str]:
-        """Some names, and those that they are made of."""
+        """These names, and the names that their values are computed from."""
         return names.union(*(self._sources.get(name, set()) for name in names))
 
     def _note_conditions(self) -> None:
@@ -141,7 +143,7 @@ def _list_names(node: ast.AST) -> set[str]:
 
 
 def _list_scalar_names(node: ast.AST) -> set[str]:
-    """The names in an expression, and attributes of `self`, without those that are arguments of a call in it."""
+    """The names in an expression, attributes of `self` included; arguments only of `_NUMBER_FUNCTIONS`."""
     attribute = read_own_attribute(node)
     if attribute:
         return {attribute.lstrip("_")}
@@ -154,7 +156,7 @@ def _list_scalar_names(node: ast.AST) -> set[str]:
 
 
 def _walk_guarded(body: Sequence[ast.stmt], names: frozenset[str]) -> Iterator[tuple[ast.stmt, frozenset[str]]]:
-    """Statements, each with the names that are true where it is run; what a plain `if` asks for, and `and`."""
+    """Each statement with the names that must be true for it to run: those tested by `if name` or `if a and b`."""
     for node in body:
         yield node, names
         if isinstance(node, ast.If):

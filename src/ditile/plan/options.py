@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass_transform(**_: Any) -> Callable[[Any], Any]:
-        """Tells type checkers alone that `options` makes dataclasses; Python 3.10 has no such function."""
+        """Does nothing at run time, as Python 3.10 lacks it; type checkers learn that `options` makes dataclasses."""
         return lambda function: function
 
 
@@ -36,7 +36,7 @@ OptionsT = TypeVar("OptionsT")
 
 
 def _split_at_commas(value: Any) -> Any:
-    """Several numbers as a tuple: of a flag they are text, and of JSON a list."""
+    """Several numbers as a tuple, from the text of a flag or a list in JSON."""
     if isinstance(value, str):
         return tuple(value.split(","))
     return tuple(value) if isinstance(value, list) else value
@@ -71,14 +71,15 @@ def define_option(
     """A field of a class of options.
 
     Args:
-        default: a bool that is False is a switch; one that is None has a `--no-` form too.
-        doc: what `--help` says, on one line.
+        default: the value without the flag. A bool whose default is False is a switch; with the default None there is a
+            `--no-` form too.
+        doc: the text of `--help`, on one line.
         metavar: as in `argparse`.
         positional: whether it is an argument without a flag.
-        aliases: other flags, as they are written.
-        example: what an error proposes; by default the limit that was exceeded, or the default.
-        reads: whether the value names a file or folder that is read, over which no output may be written.
-        implied: the value of the flag where none follows it, or a word that is no value of it.
+        aliases: other spellings of the flag, with their dashes.
+        example: the value that an error proposes; without one, the limit that was exceeded, or the default.
+        reads: whether the value names a file or folder that is read, so that no output may overwrite it.
+        implied: the value of the flag if no word follows it, or the next word is not a valid value.
         repeats: whether the flag may be given more than once; the value is a tuple.
     """
     # pydantic reads limits from the types; it ignores metadata with other names.
@@ -89,14 +90,14 @@ def define_option(
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def options(*, error: type[DitileError] = ModelError) -> Callable[[type[OptionsT]], type[OptionsT]]:
-    """Makes a class a frozen dataclass of options, which raises `error` for an unknown name or a wrong value."""
+    """Turns a class into a frozen dataclass of options that raises `error` for an unknown name or a wrong value."""
     config = ConfigDict(strict=True, extra="forbid")
 
     def build(cls: type[OptionsT]) -> type[OptionsT]:
         built: Any = validated_dataclass(frozen=True, kw_only=True, config=config)(cls)
         validate: Callable[..., None] = built.__init__
 
-        # pydantic has no hook for the error that a dataclass raises.
+        # pydantic has no setting for the type of error that a dataclass raises.
         def initialize(self: Any, **values: Any) -> None:
             try:
                 validate(self, **values)
@@ -111,7 +112,7 @@ def options(*, error: type[DitileError] = ModelError) -> Callable[[type[OptionsT
 
 
 def _build_docstring(cls: Any) -> str:
-    """A class's docstring with what `--help` says of its fields as their `Attributes`."""
+    """A class's docstring, with an `Attributes` section made of the `--help` texts of its fields."""
     head, raises, rest = inspect.cleandoc(cls.__doc__ or "").partition("Raises:")
     lines = [head.rstrip(), "", "Attributes:"]
     for field in dataclasses.fields(cls):
@@ -123,9 +124,9 @@ def _build_docstring(cls: Any) -> str:
 
 
 def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], kind: type[DitileError]) -> Exception:
-    """The error of a class for what pydantic found; what `__post_init__` raised is that error."""
+    """The error to raise for what pydantic found; an error of `__post_init__` is returned as it is."""
     rows = invalid.errors(include_url=False)
-    # pydantic wraps a ValueError of `__post_init__`, which PlanError and ModelError are.
+    # PlanError and ModelError are ValueErrors, and pydantic wraps a ValueError of `__post_init__`.
     raised = rows[0].get("ctx", {}).get("error")
     if isinstance(raised, Exception):
         return raised
@@ -134,7 +135,7 @@ def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], k
     if name not in fields:
         hint = suggest_nearest(name, fields, f"known are {', '.join(fields)}")
         return kind(f"{cls.__name__}({name}=..) is not known; {hint}")
-    # Of a union there is a row for each of its types.
+    # For a union, pydantic reports a row for each of its types.
     own_rows = [row for row in rows if row["loc"][0] == name]
     field = fields[name]
     return kind(describe_wrong_value(name, values.get(name), own_rows, field.metadata["example"], field.default))
@@ -143,18 +144,18 @@ def _convert_error(invalid: ValidationError, cls: Any, values: dict[str, Any], k
 def describe_wrong_value(
     name: str, value: Any, rows: Sequence[ErrorDetails], example: Any = None, default: Any = None
 ) -> str:
-    """One line with a name, its value, what the value should be, and one that would work.
+    """One line that names the field, its value, what the value should be, and a value that works.
 
     Args:
-        name, value: of the field or argument.
-        rows: what pydantic found.
-        example: what to propose; by default the limit that was exceeded, or `default`.
-        default: of the field.
+        name, value: the field or argument, and its value.
+        rows: the errors that pydantic found.
+        example: the value to propose; without one, the limit that was exceeded, or `default`.
+        default: the default of the field.
     """
     limits = rows[0].get("ctx", {})
     for proposed in (example, limits.get("ge"), limits.get("le"), default):
         if proposed is not None:
-            # Of "image='0x5': width" the last word is the name.
+            # In "image='0x5': width" the field's own name is the last word.
             own_name = name.rpartition(" ")[2]
             return f"{name}={value!r} should be {join_expectations(rows)}; try {own_name}={proposed}"
     return f"{name}={value!r} should be {join_expectations(rows)}"
@@ -172,7 +173,7 @@ def join_expectations(rows: Sequence[ErrorDetails]) -> str:
 def check_value(
     kind: Any, value: Any, name: str, *, error: type[DitileError] = ModelError, example: Any = None
 ) -> None:
-    """Raises `error` unless an argument has a type, such as `Count | None`; `example` is what the error proposes."""
+    """Raises `error` unless `value` has the type `kind`, such as `Count | None`; the error proposes `example`."""
     try:
         adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
         adapter.validate_python(value, strict=True)
@@ -181,7 +182,7 @@ def check_value(
 
 
 def parse_option(cls: type, name: str, text: str) -> Any:
-    """The value of an option from text. Raises `ValueError`, which says what it should be."""
+    """Parses the text of an option. Raises `ValueError` with a message that says what the value should be."""
     try:
         return _build_text_adapter(cls, name).validate_python(text, strict=False)
     except ValidationError as invalid:
@@ -207,7 +208,7 @@ def find_option(cls: Any, name: str) -> dataclasses.Field[Any]:
 
 
 def iterate_literals(kind: Any) -> Iterator[Any]:
-    """The values that a type lists one by one; none of a type that has other values too."""
+    """The values of a `Literal` type, which may be optional; none for any other type."""
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is typing.Literal:
         yield from parts

@@ -1,4 +1,4 @@
-"""Runs the server: listens, starts the ranks, and ends both when it is told to."""
+"""Runs the server: listens, starts the ranks, and on a signal stops both."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ditile.serve.options import ServeOptions
 from ditile.serve.replica import EventHandler, LocalReplica
 from ditile.serve.service import ReplicaFactory, Service
 
-# How long answers that are being sent get after the jobs have ended.
+# How long responses that are still being sent may take after the jobs have ended.
 OPEN_REQUESTS_SECONDS = 5
 Predict = Callable[[], Awaitable[Mapping[str, Any]]]
 
@@ -38,21 +38,21 @@ def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, predict: 
 
     Args:
         options, plan, cache: what to serve, and how the ranks compute.
-        predict: returns what `/v1/plan` says of the plan besides measurements, as JSON types.
+        predict: returns what `/v1/plan` reports about the plan in addition to measurements, as JSON types.
 
     Raises:
-        DitileError: if the address is taken, the state folder cannot be used, or the model, the plan or an option does
-            not fit.
+        DitileError: if the address is taken, the state folder cannot be used, or the model cannot run with this plan
+            and these options.
     """
     with open_listener(options) as listener:
-        # The port is part of the state folder's name, so that port 0 needs the one that it got.
+        # The state folder's name contains the port, so for port 0 the port that the system chose must be known.
         options = dataclasses.replace(options, port=listener.getsockname()[1])
         with write_access_log(sys.stdout):
             return asyncio.run(_serve_until_told(options, plan, cache, predict, listener))
 
 
 def open_listener(options: ServeOptions) -> socket.socket:
-    """The socket that the server listens on. Raises `ModelError` if it cannot have the address."""
+    """Opens the socket that the server listens on. Raises `ModelError` if the address is not available."""
     try:
         family = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((options.host, options.port), family=family, backlog=1024)
@@ -62,14 +62,14 @@ def open_listener(options: ServeOptions) -> socket.socket:
             f"host={options.host!r}, port={options.port}: the server cannot listen there ({reason}); try another "
             "--port, or --port 0 for a free one"
         ) from error
-    # asyncio sets this only for sockets made with an explicit protocol, which this one is not. Without it an answer
-    # waits 40 ms for the client to acknowledge its headers. Connections inherit it.
+    # asyncio sets this option only for sockets made with an explicit protocol, and `create_server` names none. Without
+    # it a response waits 40 ms until the client acknowledges its headers. Accepted connections inherit the option.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def choose_replicas(options: ServeOptions, plan: Plan, cache: CacheOptions) -> ReplicaFactory:
-    """What makes the replicas, on this machine or on a cluster."""
+    """The function that makes the replicas, on this machine or on a Ray cluster."""
     setup = WorkerSetup(
         model=options.model,
         engine=options,
@@ -106,7 +106,7 @@ async def _serve_until_told(
         timeout_graceful_shutdown=OPEN_REQUESTS_SECONDS,
     )
     server = DrainingServer(config, service)
-    # The next line comes after the seconds or minutes of loading.
+    # Loading takes seconds to minutes, and nothing else is printed before it ends.
     print(f"ditile: {options.model}: the ranks load the model ..", file=sys.stderr, flush=True)
     with server.take_signals():
         has_failed = await _serve_and_drain(app, server, service, plan, predict, listener)
@@ -116,10 +116,10 @@ async def _serve_until_told(
 async def _serve_and_drain(
     app: FastAPI, server: DrainingServer, service: Service, plan: Plan, predict: Predict, listener: socket.socket
 ) -> bool:
-    """Serves until the server is told to end; returns whether its ranks have failed."""
+    """Serves until a signal stops the server; returns whether its ranks have failed."""
     await service.start()
     try:
-        # It takes seconds, while the ranks load the model.
+        # Building the page takes seconds, in which the ranks load the model.
         add_page(app, service)
         serving = asyncio.create_task(server.serve([listener]))
         ready = asyncio.create_task(_announce(service, listener, plan))
@@ -130,9 +130,9 @@ async def _serve_and_drain(
             server.should_exit = True
         await serving
         if ready.done() and not server.is_told:
-            # Raises what does not fit.
+            # Raises the error if the ranks could not start.
             ready.result()
-        # Before the cancellation, after which the task is done too.
+        # Read before the tasks are cancelled: a cancelled task counts as done too.
         has_failed = failed.done()
         for task in (ready, predicted, failed):
             task.cancel()
@@ -143,17 +143,17 @@ async def _serve_and_drain(
 
 
 def add_page(app: FastAPI, service: Service) -> None:
-    """Adds the page to an app whose service has opened its state folder, or a line that says how to get it."""
+    """Adds the web page to an app, or a line that says how to get the page. The state folder must exist."""
     if service.options.no_page or not is_installed("gradio"):
         hint = "serve without --no-page" if service.options.no_page else "pip install 'ditile[page]'"
         text = f"This is ditile's server, which has no page here; {hint}. Its routes: /openapi.json\n"
         app.add_api_route("/", lambda: PlainTextResponse(text), methods=["GET"], include_in_schema=False)
         return
-    # Uploads and images of an earlier server are not shown again.
+    # Uploads and images of an earlier server must not be shown again.
     folder = service.options.find_state_folder().resolve() / "page"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
-    # Gradio reads them when it is imported.
+    # Gradio reads these variables when it is imported.
     env.set_page_variables(folder)
     from ditile.serve.page.layout import mount_page
 
@@ -161,7 +161,7 @@ def add_page(app: FastAPI, service: Service) -> None:
 
 
 class DrainingServer(uvicorn.Server):
-    """Ends on the first SIGTERM or SIGINT when its running jobs have ended, on a second one at once."""
+    """Stops on the first SIGTERM or SIGINT once its running jobs have ended, and on the second one at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -171,17 +171,17 @@ class DrainingServer(uvicorn.Server):
 
     @property
     def is_told(self) -> bool:
-        """Whether a signal has told the server to end."""
+        """Whether a signal has asked the server to stop."""
         return self._draining is not None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Replaces uvicorn's handling of signals by nothing: `take_signals` began before the ranks started."""
+        """Disables uvicorn's own handling of signals: `take_signals` handles them from before the ranks start."""
         yield
 
     @contextlib.contextmanager
     def take_signals(self) -> Iterator[None]:
-        """Lets signals end the server, also while its ranks still load the model."""
+        """Lets signals stop the server, even while its ranks are still loading the model."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._handle_signal, number)
@@ -207,14 +207,14 @@ class DrainingServer(uvicorn.Server):
 
 
 async def _announce(service: Service, listener: socket.socket, plan: Plan) -> None:
-    """Says where the server is, when its ranks are ready."""
+    """Prints the server's address once its ranks are ready."""
     host, port = listener.getsockname()[:2]
     if ":" in host:
         host = f"[{host}]"
     try:
         await service.wait_until_ready()
     except RanksFailedError:
-        # The log has the reason, and the server stays to tell it to those who ask.
+        # The reason is in the log. The server keeps running and reports it to clients.
         return
     model = service.options.model
     if plan != Plan():
@@ -229,8 +229,8 @@ async def _end_when_failed(service: Service, server: uvicorn.Server) -> None:
 
 
 async def _predict_when_ready(service: Service, predict: Predict) -> None:
-    # The prediction takes a core for some seconds, which the ranks need to start.
-    # `_announce` reports a server that does not start.
+    # The prediction waits because it keeps one core busy for some seconds, and the ranks need the cores to start.
+    # If they do not start, `_announce` reports the error.
     with contextlib.suppress(DitileError):
         await service.wait_until_ready()
         service.note_plan_facts(await predict())

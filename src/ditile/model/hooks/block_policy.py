@@ -1,4 +1,4 @@
-"""What strategies decide at the blocks of a model, and what they are given: tokens, blocks, and the form of a call."""
+"""`BlockPolicy`: what the hooks on a model's blocks ask of a plan's strategy, and the types that they pass to it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from ditile.plan.layout import Grid
 from ditile.plan.plan import Plan
 
 ADAPTER_PROCESSORS = (FluxIPAdapterAttnProcessor, SD3IPAdapterJointAttnProcessor2_0)
-"""Processors that do what their class's own does, and also attend to the images of IP-adapters."""
+"""Attention processors that do the same as their layer's standard one and also attend to images of IP-adapters."""
 
 
 class LayerAttention(Protocol):
     """The attention of a layer, such as `AttentionCore`.
 
     Attributes:
-        overlaps: whether it is faster if q, k and v are computed one after the other.
+        overlaps: whether q, k and v should be computed one after the other, so that each travels while the next is
+            computed.
     """
 
     overlaps: bool
@@ -35,9 +36,9 @@ class LayerAttention(Protocol):
 
 
 class TokenState(NamedTuple):
-    """The tokens on their way through the blocks: image `[B, n, C]`; text `[B, t, C]`, where there is some.
+    """The tokens that one block passes to the next: image `[B, n, C]` and text `[B, t, C]`; None if there is no text.
 
-    The text may as well be the sound of a video: a second stream, of which the model makes a result.
+    In some models the second stream is not text but, for example, the sound of a video.
     """
 
     image: Tensor
@@ -53,7 +54,7 @@ class BlockHook:
         list_name: the list that it is in.
         name: its path in the transformer.
         block: the module.
-        anatomy: of the list.
+        anatomy: what the dimensions of the tensors of that list count.
     """
 
     index: int
@@ -63,16 +64,16 @@ class BlockHook:
     anatomy: ListAnatomy
 
     def list_attentions(self) -> list[tuple[str, Any]]:
-        """The modules of the block that attend to tokens of other ranks, by path within it."""
-        # A placeholder of another stage has no modules.
+        """The modules of the block that attend to tokens of other ranks, with their paths within the block."""
+        # A placeholder, which stands for a block of another stage, has no modules.
         modules = dict(self.block.named_modules())
         paths = [path for path in self.anatomy.attention if path in modules and self.is_shared(path)]
         return [(path, modules[path]) for path in paths]
 
     def list_calls(self, path: str) -> list[tuple[str, str]]:
-        """The attention calls of a module, in order: the name of each in the model, and its kind.
+        """The attention calls that a module makes, in order: the name of each, unique in the model, and its kind.
 
-        The calls for IP-adapters, which are made only where a call has images for them, come last.
+        Calls for IP-adapters come last, since the module skips them if the pipeline has no images for the adapters.
         """
         processor = getattr(self.block.get_submodule(path), "processor", None)
         layer = f"{self.name}.{path}".rstrip(".")
@@ -93,7 +94,7 @@ class BlockHook:
         return any(kind != LOCAL for kind in self.anatomy.attention[path])
 
     def sees_other_keys(self, path: str) -> bool:
-        """Whether the queries of a module and the keys of a module are tokens of two streams."""
+        """Whether a module's queries come from one stream and its keys from another."""
         kinds = [drop_further_keys(kind.removesuffix(REAL_PAIRS)) for kind in self.anatomy.attention[path]]
         return any(len(kind) > 1 for kind in kinds)
 
@@ -105,98 +106,98 @@ class BlockHook:
 def list_adapter_calls(processor: Any) -> tuple[str, ...]:
     """The kinds of the attention calls that an attention processor makes for its IP-adapters, in order.
 
-    Each adapter attends once more: FLUX.1's to the tokens of its own image, which every rank has; Stable Diffusion 3's
-    to the tokens of the generated image, and to those of its own image after them.
+    FLUX.1's processor makes one call per adapter; the keys are the tokens of the adapter's image, which every rank has.
+    Stable Diffusion 3's makes one call for all adapters; the keys are the tokens of the generated image, followed by
+    the tokens of the adapters' images.
     """
     if isinstance(processor, SD3IPAdapterJointAttnProcessor2_0):
-        # All adapters are one call.
         return ("N" + FURTHER,)
     if isinstance(processor, FluxIPAdapterAttnProcessor):
-        # Each adapter is a call.
         keys_of_adapters: Any = processor.to_k_ip
         return (LOCAL,) * len(keys_of_adapters)
     return ()
 
 
 class BlockPolicy(Protocol):
-    """What happens at the blocks of a model.
+    """What a plan's strategy does while a transformer runs. The hooks on the model call these methods.
 
     Attributes:
-        plan: how it is divided.
+        plan: how the model's work is divided.
     """
 
     plan: Plan
 
     @property
     def row_parts(self) -> int:
-        """In how many parts rows of tokens are cut, by patches or by ranks."""
+        """The number of parts that the rows of image tokens are divided into, as patches or among ranks."""
 
     def begin_transformer_call(self, batch_size: int) -> Sequence[range]:
-        """The transformer is called; returns the runs of its batch that are computed one after the other."""
+        """Called when the transformer is called; returns the micro-batches, as ranges of the batch's rows, in order."""
 
     def begin_micro_batch(self, micro_batch: int) -> None:
-        """One of several micro-batches is next."""
+        """Called before each micro-batch, if there are several."""
 
     def begin_survey(self) -> None:
-        """A call of a form that was not seen before is surveyed, before it is made."""
+        """Called before the hooks survey a transformer call whose form they have not seen yet."""
 
     def begin_branch(self, form: CallForm) -> None:
-        """A call of this form is about to be made: cuts its tokens into patches, if that was not done yet."""
+        """Called before a transformer call of this form; divides its tokens into patches if that is not done yet."""
 
     def enter_blocks(self, state: TokenState) -> TokenState:
-        """The forward has reached the first block with all tokens; returns those that are computed here."""
+        """Called at the first block with all tokens; returns the tokens that this rank computes."""
 
     def cut_tokens(self, state: TokenState) -> TokenState:
-        """Of all tokens those that are computed here, where the forward has made new ones between two blocks."""
+        """This rank's share of all tokens, for where the forward has built new tokens between two blocks."""
 
     def select_active_blocks(self, blocks: range) -> Collection[int]:
-        """Those blocks of a model that `run_block` does something at, in the call that has begun.
+        """The blocks at which `run_block` has something to do in the current call.
 
-        The first one and the last one that is computed here are among them.
+        They include the first block and the last block that this rank computes.
         """
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
-        """The forward has reached a block."""
+        """Called in place of block `index`; returns the tokens after it, from `block(state)` or without running it."""
 
     def leave_blocks(self, state: TokenState) -> TokenState | None:
-        """All tokens after the last block, fresh where they were computed now; None if unread.
+        """All tokens after the last block, fresh where this call has computed them; None if nothing reads them.
 
-        The text is None where the model makes nothing of it.
+        Their text is None if the model makes no prediction from it.
         """
 
     def end_transformer_call(self) -> None:
-        """The transformer returns."""
+        """Called when the transformer returns."""
 
 
 class SurveyedBlocks(Protocol):
-    """What blocks are given in a survey.
+    """What the blocks receive during a survey.
 
     Attributes:
-        has_begun: whether the first block was called.
+        has_begun: whether the first block has been called.
     """
 
     has_begun: bool
 
     def is_fed(self) -> bool:
-        """Whether a block was given something that the forward makes of the latents, in addition to the tokens."""
+        """Whether any block receives something other than its tokens that is computed from the latents."""
 
 
 class CallForm(NamedTuple):
-    """What a call of the transformer looks like outside of its blocks.
+    """The layout of the tokens in a call of the transformer, and what the forward does between the blocks.
 
     Attributes:
-        grid: the rows of image tokens, which patches do not cut.
-        text: text tokens that go through blocks.
-        start: where the image begins in a sequence that counts as the image as a whole.
-        glued: the blocks before which the forward makes new tokens.
-        fed: name of each block after the first -> whether anything that it is given is made of the latents, as a
-            tensor of one boolean.
-        returns_text: whether the model makes a result of the text tokens too, as where they are of a sound.
-        rows: of the batch.
-        visits: how often the forward calls a block.
-        latents: where in such a sequence what is made of the latents is, if that is known; None is all of the image.
-        padding: tokens of such a sequence that are not made of the latents, such as padding; known where reference
-            images are looked for.
+        grid: the rows of image tokens; a patch consists of whole rows.
+        text: the number of text tokens that pass through the blocks.
+        start: where the image begins, if the model has a single sequence, all of which counts as image.
+        glued: the indices of the blocks before which the forward builds new tokens.
+        fed: name of each block after the first -> whether it receives anything that is computed from the latents, as a
+            boolean tensor of one element.
+        returns_text: whether the model makes a prediction from the text tokens too, as it does if they are a sound.
+        rows: rows of the batch.
+        visits: how often the forward calls each block.
+        latents: the part of a single sequence that is computed from the latents; None if unknown, which means all of
+            the image.
+        padding: the tokens of a single sequence that are not computed from the latents, such as padding; filled in only
+            where the hooks look for reference images.
     """
 
     grid: Grid
@@ -211,8 +212,8 @@ class CallForm(NamedTuple):
     padding: frozenset[int] = frozenset()
 
     def list_fed_blocks(self) -> list[str]:
-        """The blocks that are given what is made of the latents. Waits for the device once."""
-        # A stack of no tensors is an error.
+        """The blocks for which `fed` is true. Waits for the device once."""
+        # `torch.stack` refuses an empty list.
         if not self.fed:
             return []
         flags = torch.stack([*self.fed.values()]).tolist()
@@ -220,9 +221,9 @@ class CallForm(NamedTuple):
 
 
 def advise_whole_tokens(transformer: Any, anatomy: Anatomy, plan: Plan) -> str:
-    """The plans of a model that divide no tokens, other than a plan that was tried.
+    """The advice for a plan that failed: other axes, which divide no tokens.
 
-    Without cuts that were derived or are its class's there is no tensor.
+    `tensor` is among them only if it is known how to shard the model, from its anatomy or from its class.
     """
     has_cuts = bool(anatomy.tensor or getattr(transformer, "_tp_plan", None))
     if has_cuts and plan.tensor == 1:

@@ -1,17 +1,18 @@
-"""Ulysses: trade a split over tokens for a split over heads, attend, trade back (arXiv 2309.14509).
+"""Ulysses: exchange a split over tokens for a split over heads, attend, and exchange back (arXiv 2309.14509).
 
-Where all ranks have the same number of tokens and heads, each way is an all-to-all between two reshapes:
+If all ranks have the same number of tokens and heads, each direction is an all-to-all between two reshapes:
 
     q, k, v   BPNH -> RBPTMH -> all-to-all -> RBPTMH -> BSTMH     T = 3: q, k and v travel together
     out       BSMH -> RBPMH  -> all-to-all -> RBPMH  -> BPNH
 
-A rank sends 4 (n - 1) / n^2 of a layer's tokens. Any length and any number of heads works: ranks then differ by at
-most one token and one head, and all sizes follow from the lengths, so nothing is padded and no size is exchanged.
-`OverlappedUlysses` sends v, k and q one by one, each as soon as it is computed: four all-to-alls instead of two. v goes
-first because it has no norm and no rotary embedding, so it travels while those of k and q are computed.
+Of n ranks, each sends 4 (n - 1) / n^2 times the bytes of a layer's tokens. Any length and any number of heads works:
+ranks then differ by at most one token and one head. Every rank computes all sizes from the lengths, so nothing is
+padded and no size is exchanged. `OverlappedUlysses` sends v, k and q one by one, each as soon as it is computed: four
+all-to-alls instead of two. v goes first because it has no norm and no rotary embedding, so it travels while k and q are
+normalized and rotated.
 
-Letters: B batch, R ranks of the axis, P tokens of this rank, S tokens of all ranks in their order, N heads of the
-layer, M heads of this rank (of all tensors that travel together, if there are several), T tensors, H head size.
+Letters: B batch, R ranks of the axis, P tokens of this rank, S tokens of all ranks in rank order, N heads of the layer,
+M heads of this rank (summed over the tensors, if several travel together), T tensors, H head size.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ KIND = "ulysses"
 
 @dataclass(frozen=True, slots=True)
 class HeadAndTokenShares:
-    """Which rank has which tokens before the exchange, and which heads after it.
+    """How many tokens each rank has before the exchange, and which heads it has after it.
 
     Attributes:
-        lengths: tokens of each rank.
-        heads: the heads of each tensor that each rank gets.
-        num_heads: heads that each rank gets, over all tensors.
-        index: this rank among them.
-        is_even: whether all ranks have the same number of tokens, and of heads of each tensor.
+        lengths: the number of tokens of each rank.
+        heads: for each rank, the heads that it gets of each tensor.
+        num_heads: for each rank, the number of heads that it gets, summed over the tensors.
+        index: the place of this rank among them.
+        is_even: whether all ranks have the same number of tokens, and the same number of heads of each tensor.
     """
 
     lengths: tuple[int, ...]
@@ -54,7 +55,10 @@ class HeadAndTokenShares:
     is_even: bool
 
     def size_messages(self, batch: int) -> tuple[list[int], list[int]]:
-        """How many heads of tokens this rank sends to each rank and receives from it; the way back swaps the two."""
+        """How many rows this rank sends to each rank and receives from it; a row is one head of one token.
+
+        On the way back the two lists change places.
+        """
         own_tokens = self.lengths[self.index] * batch
         own_heads = self.num_heads[self.index] * batch
         sends = [own_tokens * heads for heads in self.num_heads]
@@ -64,7 +68,7 @@ class HeadAndTokenShares:
 
 @lru_cache(maxsize=4096)
 def share_heads_and_tokens(tokens: LayerTokens, heads: tuple[int, ...], index: int, ranks: int) -> HeadAndTokenShares:
-    """The shares of the ranks along an axis, for tensors with `heads` heads each."""
+    """The shares of the ranks along an axis; `heads` has the number of heads of each tensor."""
     # The ranks of the axis are neighbours among all ranks that split the sequence.
     first = tokens.index - index
     lengths = tokens.rank_lengths[first : first + ranks]
@@ -79,12 +83,12 @@ def share_heads_and_tokens(tokens: LayerTokens, heads: tuple[int, ...], index: i
 
 
 class UlyssesExchange:
-    """The exchange over one axis.
+    """Exchanges tokens for heads over one axis, and back.
 
     Args:
         axis: the ranks that split the tokens and the heads.
         traffic: counts bytes.
-        uneven: whether one rank may have one head more than another.
+        uneven: whether some ranks may have one head more than others.
     """
 
     overlaps = False
@@ -107,12 +111,12 @@ class UlyssesExchange:
         v_BPNH = self._repeat_uneven_heads(v_BPNH, num_heads)
         if keys is tokens:
             return self._exchange_tensors((q_BPNH, k_BPNH, v_BPNH), tokens)
-        # Queries of other tokens than the keys travel in a message of their own.
+        # If the queries are of other tokens than the keys, they travel in a separate message.
         queries = self._exchange_tensors((q_BPNH,), tokens)
         return queries + self._exchange_tensors((k_BPNH, v_BPNH), keys)
 
     def _exchange_tensors(self, tensors: Sequence[Tensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """Tensors of the same tokens, in one message."""
+        """Exchanges tensors of the same tokens in one message."""
         shares = self._get_shares(tokens, *(x_BPNH.shape[2] for x_BPNH in tensors))
         if tokens.are_none:
             # Every rank knows that no rank computes these tokens, so no rank waits for a message.
@@ -123,7 +127,7 @@ class UlyssesExchange:
         return self._receive_heads(self._send_heads(tensors, shares), shares, tensors[0])
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """The same for functions that compute q, k and v: here all three are computed before any travels."""
+        """The same for functions that compute q, k and v; this class calls all three before it sends anything."""
         q_BPNH, k_BPNH, v_BPNH = (make() for make in makers)
         return self.exchange_tokens_for_heads(q_BPNH, k_BPNH, v_BPNH, tokens, tokens)
 
@@ -133,7 +137,7 @@ class UlyssesExchange:
         batch, _, own_heads, size = out_BSMH.shape
         if tokens.are_none:
             return out_BSMH.new_empty((batch, 0, heads, size))
-        # The way back: what was received then is sent now.
+        # On the way back each rank sends as much as it received before.
         receives, sends = shares.size_messages(batch)
         length = shares.lengths[self._index]
         if shares.is_even:
@@ -149,17 +153,22 @@ class UlyssesExchange:
         return torch.cat(parts, dim=2)
 
     def select_own_heads(self, x: Tensor, heads: int) -> Tensor:
-        """This rank's heads of keys or values `[B, S, N, H]` that every rank has; the queries have `heads`."""
+        """Selects this rank's heads of keys or values `[B, S, N, H]` that every rank has whole.
+
+        Args:
+            x: the keys or values.
+            heads: the number of heads of the queries.
+        """
         x = self._repeat_uneven_heads(x, heads)
         own = pick_even_chunk(range(x.shape[2]), self._ranks, self._index)
         return x[:, :, own.start : own.stop]
 
     def _send_heads(self, tensors: Sequence[Tensor], shares: HeadAndTokenShares) -> PendingMessages:
-        """Starts to send each rank its heads of tensors `[B, P, N, H]`, and to receive this rank's heads."""
+        """Starts to send each rank its heads of the tensors `[B, P, N, H]` and to receive this rank's heads."""
         batch, length, _, size = tensors[0].shape
         sends, receives = shares.size_messages(batch)
         if shares.is_even:
-            # Views RBPMH into each tensor: `cat` is then the only copy, with the heads of a rank next to each other.
+            # These are views RBPMH, so `cat` makes the only copy. It puts the heads for one rank next to each other.
             views = [x_BPNH.unflatten(2, (self._ranks, -1)).movedim(2, 0) for x_BPNH in tensors]
             return self._start(torch.cat(views, dim=3).flatten(0, -2), sends, receives)
         heads_of_tokens = tensors[0].new_empty((sum(sends), size))
@@ -177,7 +186,7 @@ class UlyssesExchange:
         count = shares.num_heads[self._index]
         (received,) = pending.wait_for_tensors()
         if batch == 1:
-            # With one row the messages follow each other in memory as the tokens do, so no copy is needed.
+            # With one row of the batch, the messages lie in memory in the order of the tokens, so no copy is needed.
             x_BSMH = received.view(1, sum(shares.lengths), count, size)
         elif shares.is_even:
             x_BSMH = received.view(self._ranks, batch, -1, count, size).transpose(0, 1).flatten(1, 2)
@@ -207,7 +216,7 @@ class UlyssesExchange:
             )
 
     def _repeat_uneven_heads(self, x_BPNH: Tensor, heads: int) -> Tensor:
-        """Keys or values of grouped-query attention, repeated if a rank's queries would need half a group."""
+        """Keys or values; those of grouped-query attention are repeated if ranks cannot divide them evenly."""
         groups = x_BPNH.shape[2]
         if groups % self._ranks == 0:
             return x_BPNH
@@ -218,8 +227,8 @@ class OverlappedUlysses(UlyssesExchange):
     """Sends each projection while the next one is computed.
 
     Args:
-        axis, traffic, uneven: as above.
-        trace, now: record when each exchange began and ended.
+        axis, traffic, uneven: as for `UlyssesExchange`.
+        trace, now: where the start and end of each exchange are recorded, and at which micro-step.
     """
 
     overlaps = True
@@ -232,7 +241,7 @@ class OverlappedUlysses(UlyssesExchange):
         self._now = now
 
     def exchange_overlapped(self, makers: Sequence[DeferredTensor], tokens: LayerTokens) -> tuple[Tensor, ...]:
-        """q, k and v with the same number of heads, in three exchanges: each is sent before the next is computed."""
+        """Computes and exchanges v, k and q in turn: each is sent before the next one is computed."""
         step, patch = self._now.micro_step
         branch = self._now.branch
         under_way: list[tuple[str, Tensor, HeadAndTokenShares, PendingMessages, object]] = []
