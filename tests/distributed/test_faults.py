@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -19,16 +20,16 @@ CELLS = [
     Cell("imports", "TERM", "rank 1"),
     Cell("loading", "KILL", "rank 0"),
     Cell("text", "memory", "rank 1"),
-    Cell("mid-loop", "STOP", "rank 1"),
     Cell("mid-loop", "INT", "parent"),
     Cell("saving", "KILL", "rank 0"),
     Cell("between prompts", "raise", "rank 1"),
     Cell("joining", "KILL", "rank 1", "torchrun"),
-    Cell("mid-loop", "STOP", "rank 0", "torchrun"),
     Cell("mid-loop", "KILL", "parent", "torchrun"),
     Cell("decode", "raise", "rank 1", "torchrun"),
 ]
 """Some of the cells of docs/faults.md; `make faults` runs all."""
+STOPPED = [Cell("mid-loop", "STOP", "rank 1"), Cell("mid-loop", "STOP", "rank 0", "torchrun")]
+"""Their parents wait for most of the time."""
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" ".join)
@@ -36,6 +37,13 @@ def test_a_fault_ends_the_run_soon_and_is_named(cell: Cell) -> None:
     """A failure would mean that a user waits for a time-out, blames the wrong rank, or finds what a run left."""
     ending = run_with_fault(cell)
     assert find_wrong(cell, ending) == [], ending.said
+
+
+def test_a_stopped_rank_ends_the_run_and_is_named() -> None:
+    """The same of ranks that the system has stopped, whoever started them; both runs at the same time."""
+    with ThreadPoolExecutor() as pool:
+        for cell, ending in zip(STOPPED, pool.map(run_with_fault, STOPPED), strict=True):
+            assert find_wrong(cell, ending) == [], ending.said
 
 
 def nap() -> None:

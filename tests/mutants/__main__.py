@@ -36,8 +36,9 @@ def find_killer(mutant: Mutant, source: Path) -> str | None:
 
 
 def do_tests_pass(test: str, source: Path) -> bool:
-    """Whether the tests of a file pass with the package of a folder."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"tests/{test}"]
+    """Whether the tests of a file that run on this commit pass with the package of a folder."""
+    options = ("-q", "-x", "-p", "no:cacheprovider", "--rotate")
+    command = [sys.executable, "-m", "pytest", *options, f"tests/{test}"]
     environ = os.environ | {"PYTHONPATH": str(source)}
     try:
         done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, timeout=SECONDS, check=False)

@@ -1,5 +1,5 @@
-"""Clients against running servers: OpenAI's own, and the requests of Open WebUI and of AUTOMATIC1111's clients as they
-were recorded.
+"""Clients against servers: OpenAI's own and what real ranks generate for it, the examples, and the requests of Open
+WebUI and of AUTOMATIC1111's clients as they were recorded.
 
 A failure means that a program which people use does not work with `ditile serve`.
 """
@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from PIL import Image
 
 from ditile.cli import main
 from tests.serve.running import CACHE_FLAGS, RunningServer
+from tests.serve.servers import Served, serve_painted
 
 # Of the client: it warns of what OpenAI itself ends.
 pytestmark = pytest.mark.filterwarnings(
@@ -48,16 +48,23 @@ OPEN_WEBUI_HEADERS = {
 }
 
 
-@pytest.fixture
-def flux(flux_server: RunningServer) -> Iterator[httpx.Client]:
-    with flux_server.client() as client:
-        yield client
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Ranks that paint: the form of requests and answers does not depend on what is generated."""
+    with serve_painted(tmp_path_factory.mktemp("flux"), "shapes-flux") as served:
+        yield served
 
 
-@pytest.fixture
-def pixart(pixart_server: RunningServer) -> Iterator[httpx.Client]:
-    with pixart_server.client() as client:
-        yield client
+@pytest.fixture(scope="module")
+def pixart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve_painted(tmp_path_factory.mktemp("pixart"), "shapes-pixart") as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve_painted(tmp_path_factory.mktemp("wan"), "shapes-wan") as served:
+        yield served
 
 
 @pytest.fixture(params=["flux_server", "pixart_server"])
@@ -120,20 +127,6 @@ def test_a_picture_is_that_of_the_command(name: str, request: pytest.FixtureRequ
 # OpenAI's client.
 
 
-def test_pictures_really_come(pictures: openai.OpenAI) -> None:
-    """As many as asked for, of different seeds, at the size asked for; the same again is the same bytes."""
-    ask: Any = {"prompt": PROMPT, "n": 2, "size": "128x128", "model": "dall-e-3", "quality": "hd", "user": "ann"}
-    answer = pictures.images.generate(**ask, extra_body=FAST)
-    assert answer.data is not None and answer.size == "128x128" and answer.output_format == "png"
-    first, second = (base64.b64decode(one.b64_json or "") for one in answer.data)
-    assert first != second and Image.open(io.BytesIO(first)).size == (128, 128)
-    extra: Any = answer.model_extra
-    assert extra["seed"] == 7 and extra["inference_time_s"] > 0
-    assert extra["warnings"] == ["quality='hd' was ignored: it has no meaning for an open model"]
-    again = pictures.images.generate(**ask, extra_body=FAST)
-    assert again.data is not None and [base64.b64decode(one.b64_json or "") for one in again.data] == [first, second]
-
-
 def test_a_stream_has_previews_and_the_picture(pictures: openai.OpenAI) -> None:
     whole = pictures.images.generate(prompt=PROMPT, extra_body=FAST)
     stream: Any = pictures.images.generate(prompt=PROMPT, stream=True, partial_images=2, extra_body=FAST)
@@ -143,24 +136,6 @@ def test_a_stream_has_previews_and_the_picture(pictures: openai.OpenAI) -> None:
     assert events[-1].type == "image_generation.completed" and events[-1].size == "128x128"
     assert whole.data is not None and events[-1].b64_json == whole.data[0].b64_json
     assert decode_picture(events[0].b64_json).size[0] > 0
-
-
-def test_a_stream_that_is_left_frees_the_ranks(flux_server: RunningServer, flux_client: openai.OpenAI) -> None:
-    long = {"num_inference_steps": 32, "seed": 1}
-    stream: Any = flux_client.images.generate(prompt=PROMPT, stream=True, partial_images=3, extra_body=long)
-    next(iter(stream))
-    stream.close()
-    wait_until_idle(flux_server)
-    answer = flux_client.images.generate(prompt=PROMPT, extra_body=FAST)
-    assert answer.data is not None and decode_picture(answer.data[0].b64_json).size == (128, 128)
-
-
-def wait_until_idle(server: RunningServer) -> None:
-    deadline = time.monotonic() + 60
-    with server.client() as client:
-        while client.get("/health").json()["running"]:
-            assert time.monotonic() < deadline, "the ranks still draw what nobody waits for"
-            time.sleep(0.05)
 
 
 def test_an_edit_with_a_mask_is_drawn_where_that_is_transparent(flux_client: openai.OpenAI) -> None:
@@ -182,34 +157,6 @@ def test_an_edit_with_a_mask_is_drawn_where_that_is_transparent(flux_client: ope
         measure_change(edited, (72, 0, 128, 128), (0, 0, 255)),
     )
     assert kept < drawn / 2
-
-
-def test_a_variation_needs_no_prompt(flux_client: openai.OpenAI) -> None:
-    answer = flux_client.images.create_variation(image=("p.png", encode_picture(), "image/png"), extra_body=FAST)
-    assert answer.data is not None and decode_picture(answer.data[0].b64_json).size == (128, 128)
-
-
-def test_what_the_model_does_not_take_is_refused(pixart: httpx.Client) -> None:
-    """PixArt has no pipeline that takes a mask."""
-    files = {name: (f"{name}.png", encode_picture(), "image/png") for name in ("image", "mask")}
-    answer = pixart.post("/v1/images/edits", data={"prompt": PROMPT}, files=files)
-    assert answer.status_code == 422 and "leave the" in answer.json()["error"]["message"]
-
-
-def test_errors_are_those_of_the_client(flux_client: openai.OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match="try height=") as refused:
-        flux_client.images.generate(prompt=PROMPT, size="100x100")
-    assert refused.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="prompt is empty") as bad:
-        flux_client.images.generate(prompt=" ")
-    assert bad.value.param == "prompt"
-    with pytest.raises(openai.UnprocessableEntityError, match="lora='style' is not known"):
-        flux_client.images.generate(prompt=PROMPT, extra_body={"lora": "style"})
-    with pytest.raises(openai.NotFoundError):
-        flux_client.videos.retrieve("video_of_nobody")
-    with pytest.raises(openai.UnprocessableEntityError, match="generates images; send this to /v1/images/generations"):
-        flux_client.videos.create(prompt=PROMPT)
-    assert [model.id for model in flux_client.models.list()] == ["shapes-flux"]
 
 
 def test_a_video_from_its_request_to_its_end(videos: openai.OpenAI) -> None:
@@ -234,41 +181,26 @@ def test_a_video_from_its_request_to_its_end(videos: openai.OpenAI) -> None:
         videos.videos.retrieve(video.id)
 
 
-def test_a_video_that_runs_is_ended_by_delete(wan_server: RunningServer, videos: openai.OpenAI) -> None:
-    video = videos.videos.create(prompt=PROMPT, extra_body={"num_inference_steps": 200})
-    deadline = time.monotonic() + 60
-    while videos.videos.retrieve(video.id).status == "queued":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert videos.videos.delete(video.id).deleted
-    wait_until_idle(wan_server)
-
-
-def test_videos_of_texts_take_no_picture(videos: openai.OpenAI) -> None:
-    with pytest.raises(openai.UnprocessableEntityError, match="makes videos from text alone"):
-        videos.videos.create(prompt=PROMPT, input_reference=("first.png", encode_picture(), "image/png"))
-
-
-@pytest.mark.parametrize("name", ["flux_server", "wan_server"])
+@pytest.mark.parametrize("name", ["flux", "wan"])
 def test_the_example_of_the_client_runs(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    server: RunningServer = request.getfixturevalue(name)
+    server: Served = request.getfixturevalue(name)
     command = [sys.executable, "-W", "ignore", str(EXAMPLES / "openai_client.py"), "--address", server.url]
     ran = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     written = {path.name for path in tmp_path.iterdir()}
-    expected = {"flux_server": {"image.png", "edit.png", "streamed.png"}, "wan_server": {"video.mp4", "video.png"}}
+    expected = {"flux": {"image.png", "edit.png", "streamed.png"}, "wan": {"video.mp4", "video.png"}}
     assert expected[name] <= written
 
 
-@pytest.mark.parametrize("name", ["flux_server", "wan_server"])
+@pytest.mark.parametrize("name", ["flux", "wan"])
 def test_the_example_of_curl_runs(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if any(not find_program(tool) for tool in ("bash", "curl", "jq")):
         pytest.skip("bash, curl or jq is not here")
-    server: RunningServer = request.getfixturevalue(name)
+    server: Served = request.getfixturevalue(name)
     command = ["bash", str(EXAMPLES / "serve_curl.sh"), server.url]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert (tmp_path / {"flux_server": "curl-image.png", "wan_server": "curl-video.mp4"}[name]).stat().st_size > 0
+    assert (tmp_path / {"flux": "curl-image.png", "wan": "curl-video.mp4"}[name]).stat().st_size > 0
 
 
 def find_program(name: str) -> bool:
@@ -278,28 +210,28 @@ def find_program(name: str) -> bool:
 # Open WebUI, engine "openai", routers/images.py of 0.12.4.
 
 
-def test_open_webui_generates(flux: httpx.Client) -> None:
+def test_open_webui_generates(flux: Served) -> None:
     """The base address ends in /v1; an API version may be in the address; n without a size."""
     body = {"model": "dall-e-3", "prompt": PROMPT, "n": 1, "response_format": "b64_json"}
-    answer = flux.post("/v1/images/generations?api-version=2025-04-01", json=body, headers=OPEN_WEBUI_HEADERS)
+    answer = flux.client.post("/v1/images/generations?api-version=2025-04-01", json=body, headers=OPEN_WEBUI_HEADERS)
     assert answer.status_code == 200 and answer.json()["warnings"] == []
     assert decode_picture(answer.json()["data"][0]["b64_json"]).size == (128, 128)
 
 
-def test_open_webui_with_additional_parameters(pixart: httpx.Client) -> None:
+def test_open_webui_with_additional_parameters(pixart: Served) -> None:
     """Any keys that its administrator has typed; no response_format for a model of this name."""
     more = {"num_inference_steps": 4, "seed": 7, "sampler": "euler", "moderation": "low"}
     body = {"model": "gpt-image-1", "prompt": PROMPT, "n": 1, "size": "128x128", **more}
-    answer = pixart.post("/v1/images/generations", json=body, headers=OPEN_WEBUI_HEADERS).json()
+    answer = pixart.client.post("/v1/images/generations", json=body, headers=OPEN_WEBUI_HEADERS).json()
     assert answer["warnings"] == ["'sampler' is not known here, and was ignored"] and answer["seed"] == 7
 
 
 @pytest.mark.parametrize("field", ["image", "image[]"])
-def test_open_webui_edits(flux: httpx.Client, field: str) -> None:
+def test_open_webui_edits(flux: Served, field: str) -> None:
     body = {"model": "gpt-image-1", "prompt": PROMPT, "n": "1", "size": "128x128", "background": "auto"}
     headers = {name: value for name, value in OPEN_WEBUI_HEADERS.items() if name != "Content-Type"}
     files = {field: ("image.png", encode_picture(), "image/png")}
-    answer = flux.post("/v1/images/edits", data=body, files=files, headers=headers)
+    answer = flux.client.post("/v1/images/edits", data=body, files=files, headers=headers)
     assert answer.status_code == 200, answer.text
     assert decode_picture(answer.json()["data"][0]["b64_json"]).size == (128, 128)
 
@@ -307,19 +239,19 @@ def test_open_webui_edits(flux: httpx.Client, field: str) -> None:
 # AUTOMATIC1111's clients.
 
 
-def test_open_webui_by_automatic1111(pixart: httpx.Client) -> None:
+def test_open_webui_by_automatic1111(pixart: Served) -> None:
     """Its other engine: lists models, reads and sets options, and draws."""
-    models = pixart.get("/sdapi/v1/sd-models").json()
+    models = pixart.client.get("/sdapi/v1/sd-models").json()
     assert [model["model_name"] for model in models] == ["shapes-pixart"]
-    options = pixart.get("/sdapi/v1/options").json()
+    options = pixart.client.get("/sdapi/v1/options").json()
     options["sd_model_checkpoint"] = models[0]["title"]
-    assert pixart.post("/sdapi/v1/options", json=options).status_code == 200
+    assert pixart.client.post("/sdapi/v1/options", json=options).status_code == 200
     body = {"prompt": PROMPT, "batch_size": 2, "width": 128, "height": 128, "steps": 4, "negative_prompt": "blue"}
-    answer = pixart.post("/sdapi/v1/txt2img", json=body).json()
+    answer = pixart.client.post("/sdapi/v1/txt2img", json=body).json()
     assert [decode_picture(one).size for one in answer["images"]] == [(128, 128)] * 2
 
 
-def test_sillytavern_by_automatic1111(flux: httpx.Client) -> None:
+def test_sillytavern_by_automatic1111(flux: Served) -> None:
     """All that it always sends; what has no meaning here does no harm."""
     body = {
         "prompt": PROMPT, "negative_prompt": "lowres, blurry", "sampler_name": "Euler a", "scheduler": "normal",
@@ -329,17 +261,17 @@ def test_sillytavern_by_automatic1111(flux: httpx.Client) -> None:
         "override_settings_restore_afterwards": True, "clip_skip": 1, "save_images": True, "send_images": True,
         "do_not_save_grid": False, "do_not_save_samples": False,
     }  # fmt: skip
-    answer = flux.post("/sdapi/v1/txt2img", json=body)
+    answer = flux.client.post("/sdapi/v1/txt2img", json=body)
     assert answer.status_code == 200, answer.text
     width, height = decode_picture(answer.json()["images"][0]).size
     assert abs(width - 500) <= 8 and abs(height - 120) <= 8
     for path in ("samplers", "schedulers", "upscalers", "progress", "loras"):
-        assert flux.get(f"/sdapi/v1/{path}").status_code == 200
+        assert flux.client.get(f"/sdapi/v1/{path}").status_code == 200
 
 
-def test_a_picture_to_start_from_by_automatic1111(flux: httpx.Client) -> None:
+def test_a_picture_to_start_from_by_automatic1111(flux: Served) -> None:
     body = {"prompt": PROMPT, "init_images": [base64.b64encode(encode_picture()).decode()], "denoising_strength": 0.5}
-    answer = flux.post("/sdapi/v1/img2img", json={**body, "steps": 4, "width": 128, "height": 128, "seed": 7})
+    answer = flux.client.post("/sdapi/v1/img2img", json={**body, "steps": 4, "width": 128, "height": 128, "seed": 7})
     assert answer.status_code == 200, answer.text
     assert decode_picture(answer.json()["images"][0]).size == (128, 128)
 
