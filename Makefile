@@ -81,7 +81,7 @@ faults: environment
 
 # What benchmarks/data say, and the commands that make them.
 benchmarks-check: environment
-	$(RUN) -m pytest benchmarks/tests
+	$(RUN) -m pytest -n 2 --dist loadfile benchmarks/tests
 
 check: environment
 	scripts/check

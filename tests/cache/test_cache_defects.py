@@ -3,16 +3,16 @@
 | | defect | test |
 |---|---|---|
 | A | the class of the pipeline is patched: a second cached pipeline, or a plain one, raises | here: two_pipelines |
-| B | DBPrune raises where blocks have one stream | here; test_cache_limits: pruned_blocks; test_cache_options |
+| B | DBPrune raises where blocks have one stream | test_cache_limits: pruned_blocks; test_cache_options |
 | C | Ulysses with its overlap, and ring: another picture, without a word | test_cache_plans, "async_ulysses" |
 | D | decisions are reduced over all processes, whatever they do | here: replicas |
 | E | guidance of 1 or less, on a model that is called twice else, counts two steps for one | here: guidance |
-| F | FoCa overshoots after a gap; TaylorSeer has no slope before the fourth step | here: lines; unit/test_forecast |
+| F | FoCa overshoots after a gap; TaylorSeer has no slope before the fourth step | test_forecast; test_cache_options |
 | G | one image of a batch decides for all | test_cache_rows |
-| H | memory is kept after the call | here: memory; test_cache_options; test_cache_pipelines |
+| H | memory is kept after the call | test_cache_options: nothing_is_remembered; test_cache_pipelines |
 | I | each list of blocks measures, and waits for the device | here: one_measure |
 | J | a budget never resets; masks have holes; a static mask may not begin with 0 | unit: cache_rules, step_mask |
-| K | a property of a config recurses | here: properties |
+| K | a property of a config recurses | test_cache_config |
 | L | attention classes of diffusers are patched: another model raises | here: classes |
 | M | an error leaves counts behind; two threads mix two pictures | here: threads; test_cache_pipelines: errors |
 """
@@ -27,19 +27,10 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import ditile
-from ditile import (
-    BlockAdapter,
-    DBCacheConfig,
-    DBPruneConfig,
-    FoCaCalibratorConfig,
-    ForwardPattern,
-    ParallelismConfig,
-    TaylorSeerCalibratorConfig,
-)
-from ditile.cache.cached import SingleRankAgreement, find_transformer_cache
+from ditile.cache.cached import SingleRankAgreement
 from ditile.plan.errors import StateError
 from ditile.runner import caching
 from tests.cache.pictures import settings_for, skipped
@@ -75,15 +66,6 @@ def test_two_pipelines_of_a_class_do_not_know_of_each_other(name: str) -> None:
     assert [dict(vars(cls)) for cls in classes] == before
     with pytest.raises(StateError):
         caching.summary(one, logging=False)
-
-
-def test_blocks_of_one_stream_can_be_pruned() -> None:
-    """B: a TypeError, as all such blocks return one tensor."""
-    pipe = MAKE["pixart sigma"]()
-    plain = draw(pipe, "pixart sigma")
-    ditile.enable_cache(pipe, DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE, residual_diff_threshold=0.5))
-    different(draw(pipe, "pixart sigma"), plain)
-    assert any(skipped(pipe)) and len(skipped(pipe)) == 3
 
 
 def as_alone(steps: list[int], prompts: list[str]) -> tuple[Any, list[list[int]]]:
@@ -140,65 +122,6 @@ def block_of(transformer: nn.Module) -> nn.Module:
     return blocks[-1]
 
 
-class Line(nn.Module):
-    """Adds what grows by the same amount in each step."""
-
-    def __init__(self, slope: float) -> None:
-        super().__init__()
-        self.slope, self.now = slope, 0
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states + 10 + self.slope * self.now
-
-
-class Lines(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Line(0.0 if k == 0 else 2.0 * k) for k in range(4))
-
-    def forward(self, hidden_states: Tensor, step: int) -> Tensor:
-        for block in self.blocks:
-            block.now = step
-            hidden_states = block(hidden_states)
-        return hidden_states
-
-
-@pytest.mark.parametrize(
-    "calibrator", [TaylorSeerCalibratorConfig(), FoCaCalibratorConfig()], ids=["TaylorSeer", "FoCa"]
-)
-@pytest.mark.parametrize("store", ["residual", "hidden"])
-def test_lines_are_continued_exactly(calibrator: Any, store: str) -> None:
-    """F: FoCa did not divide by the gap between computed steps, and forecast 33.8, 43.8 and 56.0 for 28, 30 and 32;
-    TaylorSeer knew no slope before the fourth step. Here steps 2 to 4 and, after a gap, 6 to 9 are forecast."""
-    model, x = Lines(), torch.ones(1, 3, 2)
-    mask = [1, 1, 0, 0, 0, 1, 0, 0, 0, 0, 1]
-    config = DBCacheConfig(
-        Fn_compute_blocks=1, residual_diff_threshold=0.0, steps_computation_mask=mask, store=store,
-        steps_computation_policy="static", num_inference_steps=len(mask),
-    )  # fmt: skip
-    adapter = BlockAdapter(transformer=model, blocks=model.blocks, forward_pattern=ForwardPattern.Pattern_3)
-    ditile.enable_cache(adapter, config, calibrator)
-    for step in range(len(mask)):
-        exact = 1 + 40 + (2.0 + 4.0 + 6.0) * step
-        assert float(model(x, step).mean()) == pytest.approx(exact, rel=1e-6), f"step {step}"
-    assert skipped(model) == [[2, 3, 4, 6, 7, 8, 9]]
-
-
-def test_memory_is_free_between_calls() -> None:
-    """H: what the last picture left stayed in memory until the next one."""
-    pipe = MAKE["flux true cfg"]()
-    for config in (CACHE, DBPruneConfig(Fn_compute_blocks=1, max_warmup_steps=SPARE)):
-        ditile.enable_cache(pipe, config)
-        seen: list[int] = []
-
-        def look(pipe: Any, step: int, *_: Any, seen: list[int] = seen) -> dict[str, Any]:
-            seen.append(find_transformer_cache(pipe.transformer).memory_bytes)
-            return {}
-
-        draw(pipe, "flux true cfg", callback_on_step_end=look)
-        assert all(seen[:-1]) and seen[-1] == 0, "free as soon as the last step is over"
-
-
 def test_one_measure_for_all_lists() -> None:
     """I: a model with two lists of blocks measured, and waited for the device, twice in a call; a pruned one once for
     each block, which it must."""
@@ -210,15 +133,6 @@ def test_one_measure_for_all_lists() -> None:
         ) as add:
             outputs(name, model)
         assert add.call_count == 4, name
-
-
-def test_properties_of_configs() -> None:
-    """K: one of them called itself."""
-    for config in (CACHE, DBPruneConfig(), ParallelismConfig(ulysses_size=2), TaylorSeerCalibratorConfig()):
-        names = [name for name in dir(type(config)) if isinstance(getattr(type(config), name), property)]
-        for name in names:
-            getattr(config, name)
-        assert str(config)
 
 
 def patched(classes: list[type]) -> tuple[Any, Any]:

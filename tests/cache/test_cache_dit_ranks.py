@@ -43,10 +43,7 @@ PLAN_OF_FLUX = {
 }
 
 PARALLEL: dict[str, dict[str, Any]] = {
-    "ulysses": {"ulysses_size": 2},
-    "ulysses anything": {"ulysses_size": 2, "parallel_kwargs": {"experimental_ulysses_anything": True}},
     "async projections": {"ulysses_size": 2, "parallel_kwargs": {"experimental_async_qkv_proj": True}},
-    "native attention": {"ulysses_size": 2, "parallel_kwargs": {"attention_backend": "native"}},
     "tensor parallel": {"tp_size": 2},
     "fields": {"ulysses_size": 2, "ulysses_anything": True, "attention_backend": "native"},
     "a plan of its own": {"ulysses_size": 2, "parallel_kwargs": {"cp_plan": PLAN_OF_FLUX}},

@@ -7,7 +7,6 @@ run here, or runs and leaves nothing out. What needs a kernel or a card that is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,11 +26,9 @@ from ditile import (
 )
 from ditile.cache.cache_dit import INSTEAD
 from ditile.cache.cached import IdleCacheWarning
-from ditile.model.hooks.placeholders import list_quantized_parameters
 from tests import tiny
 from tests.parallel.sequence.planned import draw, qwen, wan_pipeline
 from tests.runner.cases import same
-from tests.runner.loras import folder_of
 
 
 def flux(double: int = 4, single: int = 8) -> Any:
@@ -140,22 +137,6 @@ def test_a_block_adapter_that_looks_for_itself() -> None:
     assert left_out(pipe) == [[2, 3]]
 
 
-def test_a_lora(tmp_path: Path) -> None:
-    """Kept beside the weights or fused into them, the same steps are left out."""
-    found = []
-    folder_of("flux", tmp_path)
-    for fuse in (False, True):
-        pipe = tiny.flux()
-        pipe.load_lora_weights(str(tmp_path), weight_name="one.safetensors")
-        if fuse:
-            pipe.fuse_lora()
-            pipe.unload_lora_weights()
-        cache_dit.enable_cache(pipe, cache_config=DBCacheConfig(Fn_compute_blocks=1, residual_diff_threshold=0.7))
-        found.append((picture(pipe, 12), left_out(pipe)))
-    assert found[0][1] == found[1][1] != [[]]
-    assert torch.allclose(found[0][0], found[1][0], rtol=1e-3, atol=1e-3)
-
-
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "DBCache": lambda: {
         "cache_config": DBCacheConfig(
@@ -239,39 +220,6 @@ def test_settings_that_leave_no_block_are_said() -> None:
     assert [vars(block).get("forward") for block in pipe.transformer.transformer_blocks] == before
 
 
-# Quantization
-
-
-def test_weights_of_eight_bits() -> None:
-    pipe = flux(1, 1)
-    cache_dit.quantize(pipe.transformer, quant_type="float8_weight_only")
-    assert list_quantized_parameters(pipe.transformer)
-    picture(pipe, 2)
-
-
-def test_layers_that_are_not_quantized() -> None:
-    pipe = flux(1, 1)
-    cache_dit.quantize(
-        pipe.transformer, quant_type="float8_weight_only", exclude_layers=["embedder", "embed"], per_row=True
-    )
-    assert list_quantized_parameters(pipe.transformer) and not any(
-        "embed" in name for name in list_quantized_parameters(pipe.transformer)
-    )
-
-
-def test_activations_of_eight_bits_need_a_card() -> None:
-    """Weights in bfloat16, as scripts have them; in float32 the dtype is what is said first."""
-    pipe = flux(1, 1)
-    with pytest.raises(
-        ModelError, match="quant_type=float8 with per_row=True needs bfloat16, and the weights are float32"
-    ):
-        cache_dit.quantize(pipe.transformer, quant_type="float8")
-    pipe.transformer.to(torch.bfloat16)
-    with pytest.raises(ModelError, match="quant_type=float8 cannot run on cpu in bfloat16 .*; try int8_weight_only"):
-        cache_dit.quantize(pipe.transformer, quant_type="float8")
-    assert not list_quantized_parameters(pipe.transformer)
-
-
 # torch.compile: graphs are captured, and run op by op
 
 
@@ -287,15 +235,6 @@ def test_compiled_with_a_cache() -> None:
 
     same(picture(pipe, 14), wanted)
     assert left_out(pipe) == left_out(plain) != [[]]
-
-
-def test_compiled_weights_of_eight_bits() -> None:
-    plain, pipe = flux(1, 1), flux(1, 1)
-    for each in (plain, pipe):
-        cache_dit.quantize(each.transformer, quant_type="int8_weight_only")
-    torch.compiler.reset()
-    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
-    same(picture(pipe, 2), picture(plain, 2))
 
 
 @pytest.mark.parametrize("name", [*INSTEAD, "load_optionz"])

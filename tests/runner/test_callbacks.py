@@ -265,30 +265,6 @@ def test_the_progress_bar_counts_steps_on_rank_0(pool: Pool, name: str) -> None:
     assert pool.run(bars, 2, name) == [[(STEPS, STEPS)], []]
 
 
-def raising(name: str, ranks: int) -> None:
-    pipe = MAKE[name]()
-
-    def callback(pipe: Any, step: int, *_: Any) -> dict[str, Any]:
-        raise KeyError("from the callback")
-
-    with divided(pipe, **STALE | {"pipefusion": ranks}) as runner:
-        wanted = run(runner, name)
-        with pytest.raises((ValueError, TypeError)):
-            run(runner, name, height=7.5)
-        same(run(runner, name), wanted, "the call after one that never began its loop")
-        with pytest.raises(KeyError, match="from the callback"):
-            run(runner, name, callback_on_step_end=callback)
-        assert type(pipe.scheduler.timesteps) is torch.Tensor
-        same(run(runner, name), wanted, "the call after one that raised")
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["flux", "sd3"])
-def test_a_call_that_raises(pool: Pool, name: str, ranks: int) -> None:
-    """A failure means that a runner is spoiled by a failed call, or goes on with messages of another picture."""
-    pool.run(raising, ranks, name, ranks)
-
-
 def copied() -> None:
     pipe = MAKE["flux"]()
 

@@ -21,7 +21,6 @@ from tests import tiny
 
 SCHEMES = ("row", "sequence")
 HEADS = 6
-ODD = {"height": 36, "width": 28}  # 9 x 7 tokens: no two ranks have equally many of them
 
 
 def axis() -> Axis:

@@ -1,4 +1,4 @@
-"""Tensor parallel equals the plain model on every rank, in both schemes, and can be undone bit for bit."""
+"""Tensor parallel equals the plain model on every rank, in both schemes; sequence/test_tokens.py has its pipelines."""
 
 from __future__ import annotations
 
@@ -10,47 +10,11 @@ from torch import Tensor
 
 from ditile.plan.errors import StateError
 from tests import tiny
-from tests.parallel.tensor.tensors import ODD, SCHEMES, error, forward, inputs, sharded, with_heads
+from tests.parallel.tensor.tensors import SCHEMES, error, forward, inputs, sharded, with_heads
 from tests.pool import Pool
 from tests.zoo import ZOO
 
 TOLERANCE = 1e-5  # sums over ranks are in another order than sums within a matrix product
-
-PIPES: dict[str, tuple[str, dict[str, Any]]] = {
-    "flux": ("flux", {}),
-    "flux true cfg": ("flux", {"true_cfg_scale": 3.0, "negative_prompt": "a ring"}),
-    "pixart": ("pixart", {"height": 40, "width": 24}),  # it takes multiples of 8
-    "sd3.5 medium": ("sd3", {"num_images_per_prompt": 2}),
-}
-
-
-def divided_call(name: str) -> list[tuple[float, Tensor, bool]]:
-    """Of each scheme: the error, the picture, and whether the undone model makes the plain picture."""
-    family, call = PIPES[name]
-    pipe, pairs = tiny.FAMILIES[family](), []
-
-    def run() -> Tensor:
-        picture: Tensor = pipe(**tiny.arguments(family, **ODD | call)).images
-        return picture
-
-    plain = run()
-    for scheme in SCHEMES:
-        with sharded(pipe.transformer, scheme):
-            picture = run()
-        pairs.append((error(picture, plain), picture, torch.equal(run(), plain)))
-    return pairs
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", PIPES)
-def test_a_pipeline_makes_the_plain_picture(pool: Pool, name: str, ranks: int) -> None:
-    """A failure: a wrong cut, a bias added twice, tokens out of order, or ranks that go different ways."""
-    results = pool.run(divided_call, ranks, name)
-    for scheme in range(len(SCHEMES)):
-        for difference, picture, restored in (result[scheme] for result in results):
-            assert difference < TOLERANCE
-            assert torch.equal(picture, results[0][scheme][1]), "ranks differ"
-            assert restored
 
 
 def draw_with_adapter(name: str, scheme: str) -> None:
