@@ -63,6 +63,8 @@ def wait_for(asked: str, finished: str) -> str:
         return "a pipeline"
 
     with pytest.MonkeyPatch.context() as patch:
+        # A rank that is forked has the folder that the hub had when its server began.
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", os.environ["HF_HUB_CACHE"])
         patch.setattr("ditile.runner.model_files.check_hub_access", lambda repository: None)  # as if the hub answered
         patch.setattr(DiffusionPipeline, "from_pretrained", from_pretrained)
         patch.setattr("ditile.runner.load.load_whole_models", lambda *_, **__: {})
@@ -95,6 +97,7 @@ def fetched(folder: Path, asked: Path, finished: Path) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_file_that_grows_in_the_cache_is_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool
