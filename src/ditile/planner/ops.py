@@ -215,7 +215,7 @@ class OpPricer:
         """Seconds of a call of the transformer on a stage, or of a micro-batch of it."""
         micro = self._make_micro_step(op)
         place = self._places[stage]
-        load = DeviceLoad(0.0, 0.0).combine_loads(self._compute_stage_load(place, micro, op), self._slowdown)
+        load = DeviceLoad(0.0, 0.0).combine_loads(self.compute_stage_load(place, micro, op), self._slowdown)
         if not free:
             if self.schedule.select_warmup_group(micro):
                 load = self._add_warmup_exchanges(place, micro, load)
@@ -229,12 +229,17 @@ class OpPricer:
         """Seconds of the scheduler for a patch; a synchronous step has all patches in one iteration of the loop."""
         micro = self._make_micro_step(op)
         patches = len(self.schedule.list_denoised_patches(micro))
-        seconds = self._profile.micro_s
+        seconds = self.iteration_seconds
         if op.patch is not None and micro.patch is None:
             seconds /= patches
         if not free:
             seconds += self._compute_guidance_seconds(micro) / patches
         return seconds
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Seconds of the pipeline and its scheduler for each iteration of the loop."""
+        return self._profile.micro_s
 
     def _get_offload_seconds(self, stage: int) -> float:
         """Seconds in which the weights of a stage's blocks come from the host's memory, under what is computed."""
@@ -281,7 +286,7 @@ class OpPricer:
             return MicroStep(op.step, op.patch)
         return MicroStep(op.step, None)
 
-    def _compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
+    def compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
         """The load of a stage's blocks and of the model's ends that it has, in one call or a micro-batch of it."""
         job = self.job
         work = self._basis.transformer_work

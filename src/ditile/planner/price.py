@@ -104,10 +104,28 @@ class Pricer(MachineWork):
 
 def _simulate_loop(ops: OpPricer, *, free: bool) -> tuple[float, float]:
     """Seconds of the loop, and those that its busiest stage works; with `free`, messages take no time."""
-    schedule = ops.schedule
     steps = ops.job.shape.steps
+    shown, spans = _simulate_steps(ops, free=free)
+    ends = _find_step_ends(spans, shown)
+    last_step_seconds = ends[-1]
+    if shown > 1:
+        last_step_seconds -= ends[-2]
+    busy = [0.0] * ops.schedule.stages
+    for span in spans:
+        seconds = span.end - span.start
+        # The last step that is simulated stands for all later ones.
+        if span.op.step == shown - 1:
+            seconds *= 1 + steps - shown
+        busy[span.stage] += seconds
+    return ends[-1] + (steps - shown) * last_step_seconds, max(busy)
+
+
+def _simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
+    """How many steps are simulated, and their ops."""
+    schedule = ops.schedule
     # Which steps compute references depends on their number.
     is_steady = not ops.skips.steps and not (schedule.num_references and schedule.references)
+    steps = ops.job.shape.steps
     shown = min(steps, schedule.warmup + STEADY) if is_steady else steps
 
     def get_travel_seconds(stage: int, op: Op) -> float:
@@ -119,18 +137,14 @@ def _simulate_loop(ops: OpPricer, *, free: bool) -> tuple[float, float]:
         ops.job.count_calls_in_step,
         get_travel_seconds,
     )
+    return shown, spans
+
+
+def predict_step_seconds(ops: OpPricer, *, free: bool) -> float:
+    """Seconds of a step after the synchronous ones, when the pipeline is full; with `free`, messages take no time."""
+    shown, spans = _simulate_steps(ops, free=free)
     ends = _find_step_ends(spans, shown)
-    last_step_seconds = ends[-1]
-    if shown > 1:
-        last_step_seconds -= ends[-2]
-    busy = [0.0] * schedule.stages
-    for span in spans:
-        seconds = span.end - span.start
-        # The last step that is simulated stands for all later ones.
-        if span.op.step == shown - 1:
-            seconds *= 1 + steps - shown
-        busy[span.stage] += seconds
-    return ends[-1] + (steps - shown) * last_step_seconds, max(busy)
+    return ends[-1] if shown == 1 else ends[-1] - ends[-2]
 
 
 def _count_sent_bytes(ops: OpPricer) -> int:

@@ -132,10 +132,11 @@ class PlanSubject:
         """
         with convert_build_errors(name):
             configs = PipelineConfigs.read_source(source).choose_class(given, has_controlnet=has_controlnet)
-            return cls._build_from_configs(name, configs)
+            return cls.from_pipeline_configs(name, configs)
 
     @classmethod
-    def _build_from_configs(cls, name: str, configs: PipelineConfigs) -> PlanSubject:
+    def from_pipeline_configs(cls, name: str, configs: PipelineConfigs) -> PlanSubject:
+        """The pipeline of configs that were read."""
         transformer = configs.build_transformer()
         spec = find_model_spec(transformer)
         recorder = None

@@ -13,6 +13,7 @@ from PIL import Image
 import ditile
 from ditile.cli import main
 from ditile.measure.bench import command
+from ditile.measure.bench.alone import comparison
 from tests import tiny
 from tests.pool import Pool
 
@@ -39,6 +40,16 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--suite", "gpu", "--device", "cuda:99", "--small"), "device='cuda:99' "),
         (("--plans", "ulysses=2", "--quick"), "quick=True is for --suite gpu"),
         (("--sweep", "methods", "--small"), "small=True is for --suite gpu"),
+        (("--alone",), "give --plans"),
+        (("--sweep", "methods", "--alone"), "--alone measures ranks of --plans"),
+        (("--plans", "ulysses=2", "--all-ranks"), "all_ranks=True is for --alone"),
+        (("--plans", "ulysses=2", "--alone", "--devices", "2"), "devices=2 is for --suite gpu"),
+        (("--plans", "ulysses=2", "--alone", "--remeasure", "1"), "remeasure=1 is for whole runs"),
+        (("--plans", "ulysses=2", "--alone", "--steps", "4"), "steps=4 is too few"),
+        (("--plans", "ulysses=2 | F=1 W=4 R=0.12", "--alone"), "a cache decides by what other ranks send"),
+        (("--plans", "ulysses=5", "--alone"), "ulysses=5"),
+        (("--plans", "ulysses=2", "--alone", "--model", "random-ltx-2"), "gets no random weights"),
+        (("--plans", "ulysses=2", "--alone", "--model", "random-qwen-image layers=2"), "write blocks=N or heads=N"),
         (("--plans", "ulyses=2"), "ulyses=2"),
         (("--plans", "ulysses=2 | F=x"), "Fn_compute_blocks"),
         (("--plans", "ulysses=2 | Q=1"), "Q"),
@@ -61,11 +72,21 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
 ) -> None:
-    monkeypatch.setattr(command, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+    for module in (command, comparison):
+        monkeypatch.setattr(module, "launch", lambda *_, **__: pytest.fail("ranks were started"))
     assert main.main(["bench", *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("ditile: ") and err.count("\n") == 1 and says in err, err
     assert not list(Path().iterdir())
+
+
+def test_ranks_alone_are_measured_without_torchrun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert main.main(["bench", "--plans", "ulysses=2", "--alone"]) == 2
+    assert "--alone is for one process, and torchrun started 2" in capsys.readouterr().err
 
 
 def test_torchrun_must_have_started_enough(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

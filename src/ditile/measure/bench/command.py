@@ -14,6 +14,7 @@ from ditile.distributed import cpus, env
 from ditile.distributed.launch import launch
 from ditile.measure import sessions
 from ditile.measure.bench import runs, sweeps
+from ditile.measure.bench.alone.comparison import make_alone_tables, measure_plans_alone
 from ditile.measure.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
 from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.bench.session import BenchTask, run_session
@@ -64,8 +65,11 @@ def run_benchmark(compared: Comparison, work: Workload) -> BenchResult | None:
 
         _, tables, remarks = run_gpu_suite(compared, work)
         return BenchResult(tables=tables, remarks=remarks)
-    subject = create_bench_subject(work)
     profile = load_prediction_profile(compared)
+    if compared.alone:
+        rows, notes = measure_plans_alone(compared, work, profile)
+        return BenchResult(tables=make_alone_tables(rows), remarks=notes)
+    subject = create_bench_subject(work)
     ranks = _count_sweep_ranks(compared)
     cells_by_sweep = _list_cells_by_sweep(compared, work, subject, ranks)
     cells = _flatten(cells_by_sweep.values())

@@ -33,6 +33,10 @@ class Comparison:
     )
     quick: bool = define_option(False, "the suite in 6 minutes")
     small: bool = define_option(False, "the suite in tiny sizes, to try it; with --device cpu on any machine")
+    alone: bool = define_option(
+        False, "measure ranks of the plans by themselves, one after the other on one device; links are computed"
+    )
+    all_ranks: bool = define_option(False, "alone, measure every rank; by default the first, the last and the busiest")
     devices: Ranks | None = define_option(
         None, "ranks of the suite; by default one for each GPU, or two that share one", metavar="N"
     )
@@ -64,10 +68,11 @@ class Comparison:
             raise PlanError("give --plans 'ulysses=2; ring=2', --sweep methods or --suite gpu, and one of them alone")
         self._check_suite()
         self._check_sweeps()
+        self._check_alone()
         if self.hardware is not None and self.profile is not None:
             raise PlanError(f"hardware={self.hardware!r} and profile={self.profile!r}: give one of them")
-        # The suite only leaves its figure out.
-        if not self.no_figures and self.suite is None:
+        # The suite only leaves its figure out, and ranks alone have none.
+        if not self.no_figures and self.suite is None and not self.alone:
             require_extra("plots", "the figure of a bench", instead=", or give --no-figures")
 
     def _check_suite(self) -> None:
@@ -78,6 +83,14 @@ class Comparison:
         # One GPU can hold two ranks, but one rank has nothing to exchange.
         if self.devices == 1:
             raise PlanError("devices=1 leaves nothing to divide; one GPU is shared by devices=2")
+
+    def _check_alone(self) -> None:
+        if self.alone and self.plans is None:
+            raise PlanError("--alone measures ranks of --plans, such as --plans 'pipefusion=8 patches=8; ulysses=4'")
+        if self.alone and self.remeasure:
+            raise PlanError(f"remeasure={self.remeasure} is for whole runs; with --alone give more --rounds")
+        if self.all_ranks and not self.alone:
+            raise PlanError("all_ranks=True is for --alone; without it all ranks are measured")
 
     def _check_sweeps(self) -> None:
         for name in self.sweep_names:
@@ -98,7 +111,7 @@ class Comparison:
         if os.path.exists(folder):
             if not folder.is_dir():
                 raise ModelError(f"out={self.out!r} is a file; give a folder")
-            names = ["runs.jsonl", "rows.jsonl", "gpu.jsonl"]
+            names = ["runs.jsonl", "rows.jsonl", "gpu.jsonl", "alone.jsonl"]
         check_output_files([("out", folder / name) for name in names], self, *others)
 
     @property
@@ -119,7 +132,7 @@ class Workload(DeviceOptions, ModelOptions):
 
     model: str = define_option(
         "shapes-pixart",
-        "a bundled model, a folder, a hub id, or one of random weights: 'random-flux blocks=57'",
+        "a bundled model, a folder, a hub id, or random weights: 'random-flux blocks=57', random-qwen-image",
         metavar="NAME",
     )
     prompt: str = define_option("a red circle on a white background", "what to generate", metavar="TEXT")

@@ -60,7 +60,10 @@ class RandomModel:
         family = first.removeprefix(RANDOM)
         if family not in FAMILIES:
             names = ", ".join(RANDOM + family for family in FAMILIES)
-            raise ModelError(f"model {text!r} is not known; random ones are {names}")
+            raise ModelError(
+                f"model {text!r} is not known; random ones are {names}, and {RANDOM} before the name of a published "
+                f"one, such as {RANDOM}qwen-image"
+            )
         known = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {"family": family}
         for word in words:
@@ -136,7 +139,7 @@ class RandomModel:
         if device is None:
             transformer = self.create_transformer(size)
         else:
-            with _create_weights_on(device, dtype):
+            with create_weights_on(device, dtype):
                 transformer = self.create_transformer(size)
         parts: dict[str, Any] = dict.fromkeys(absent) | {"vae": vae, "scheduler": scheduler}
         pipe: Any = self.pipeline_class(transformer=transformer, **parts)
@@ -190,7 +193,7 @@ class RandomModel:
 
 
 @contextmanager
-def _create_weights_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def create_weights_on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Makes modules on a device, in a type."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -11,6 +11,7 @@ import torch
 from ditile.measure.bench.cells import ONE_RANK, BenchCell
 from ditile.measure.bench.options import Workload
 from ditile.measure.bench.random_models import VAE_SCALE, RandomModel
+from ditile.measure.bench.random_weights import PublishedConfigs, make_random_arguments
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError
@@ -35,6 +36,9 @@ def create_bench_subject(work: Workload) -> BenchSubject:
     Raises:
         ModelError, LoadError: if there is no such model, or it cannot be read.
     """
+    published = PublishedConfigs.find_by_model_name(work.model)
+    if published is not None:
+        return RandomWeightsSubject(work, str(published))
     if work.has_random_weights:
         return RandomSubject(work, str(RandomModel.parse_model_name(work.model)))
     find_model_source(work.model)
@@ -90,6 +94,10 @@ class StoredSubject:
         pipe: Any = load(self.name, dtype=self.work.dtype, plan=plan)
         pipe.set_progress_bar_config(disable=True)
         return pipe
+
+    def create_whole_pipeline(self, device: torch.device) -> Any:
+        """The whole pipeline on a device."""
+        return self.create_pipeline(None).to(device)
 
     def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
         """New arguments of a call, for as many images as the cell has. The pipeline moves its prompt's embeddings."""
@@ -155,6 +163,10 @@ class RandomSubject:
         """The whole pipeline, whatever the plan: `parallelize` divides it."""
         return self.random_model.create_pipeline(SIZE, self.torch_dtype)
 
+    def create_whole_pipeline(self, device: torch.device) -> Any:
+        """The whole pipeline, whose weights are created on the device."""
+        return self.random_model.create_pipeline(SIZE, self.torch_dtype, device)
+
     def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
         """The arguments of a call on a device, with the output type that is measured."""
         return self._make_arguments_on(device, cell) | {"output_type": OUTPUT_TYPES[self.work.output]}
@@ -162,11 +174,7 @@ class RandomSubject:
     @property
     def torch_dtype(self) -> torch.dtype:
         """The type of its weights."""
-        name = self.work.dtype
-        if name is None:
-            name = "bfloat16" if torch.cuda.is_available() else "float32"
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return choose_random_dtype(self.work)
 
     def _make_arguments_on(self, device: torch.device, cell: BenchCell) -> dict[str, Any]:
         call = self.random_model.make_call_arguments(
@@ -175,5 +183,72 @@ class RandomSubject:
         return call | {"num_images_per_prompt": cell.num_images}
 
 
-BenchSubject: TypeAlias = StoredSubject | RandomSubject
-"""What is measured: both classes have the same methods."""
+@dataclass(frozen=True)
+class RandomWeightsSubject:
+    """A published model with random weights, and embeddings in place of a prompt."""
+
+    work: Workload
+    name: str
+
+    @property
+    def published(self) -> PublishedConfigs:
+        """Its configs."""
+        published = PublishedConfigs.find_by_model_name(self.name)
+        assert published is not None
+        return published
+
+    @cached_property
+    def planner_subject(self) -> PlanSubject:
+        """The model without its weights."""
+        return PlanSubject.from_pipeline_configs(self.name, self.published.read_configs())
+
+    def get_num_steps(self) -> int | None:
+        """Denoising steps: as given, or as its authors recommend."""
+        return self.work.steps or defaults(self.published.model).get("num_inference_steps")
+
+    def get_native_side(self) -> int | None:
+        """Pixels of a side of the model's own size."""
+        job = self.make_cost_job(BenchCell(ONE_RANK))
+        return job.shape.height
+
+    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
+        """The arguments of a call on which its latency depends, with the options that its authors recommend."""
+        options = self.work.to_generate_options(
+            model=self.published.model, height=cell.height, width=cell.width, num_images=cell.num_images
+        )
+        return build_dry_run_call(options, defaults(self.published.model))
+
+    def make_cost_job(self, cell: BenchCell) -> PlannedCall:
+        """A cell as numbers, from configs alone. Raises `DitileError` if the cell does not fit the model."""
+        return build_subject_job(
+            self.planner_subject, cell.plan_object, self.make_planning_arguments(cell), cell.cache_configs
+        )
+
+    def create_pipeline(self, plan: Plan | None) -> Any:
+        """The whole pipeline, whatever the plan: `parallelize` divides it."""
+        return self.create_whole_pipeline(torch.device("cpu"))
+
+    def create_whole_pipeline(self, device: torch.device) -> Any:
+        """The whole pipeline, whose weights are created on the device."""
+        return self.published.create_pipeline(choose_random_dtype(self.work), device)
+
+    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
+        """The arguments of a call on a device, with the output type that is measured."""
+        call = self.planner_subject.fill_arguments(self.make_planning_arguments(cell))
+        arguments = make_random_arguments(pipe, call, choose_random_dtype(self.work), device)
+        arguments["num_inference_steps"] = self.get_num_steps()
+        return arguments | {"output_type": OUTPUT_TYPES[self.work.output]}
+
+
+def choose_random_dtype(work: Workload) -> torch.dtype:
+    """The type of random weights: as given, otherwise bfloat16 on a GPU."""
+    name = work.dtype
+    if name is None:
+        on_gpu = torch.cuda.is_available() and not (work.device or "cuda").startswith("cpu")
+        name = "bfloat16" if on_gpu else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+BenchSubject: TypeAlias = StoredSubject | RandomSubject | RandomWeightsSubject
+"""What is measured: the classes have the same methods."""

@@ -1,0 +1,81 @@
+"""The step that a plan should take, from the measured seconds of its ranks and the prices of messages between them.
+
+Each stage takes as long as a rank of it took alone. Links and waiting are computed: exchanges within a call by the
+prices of `ops`, messages between stages and the gaps between them by the schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ditile.plan.cost import PlannedCall, RankCoordinates
+from ditile.plan.schedule import MicroStep, Op, OpKind
+from ditile.planner.ops import CacheSkips, MachineWork, OpPricer
+from ditile.planner.price import predict_step_seconds
+from ditile.planner.seconds import DeviceLoad
+
+
+class StepParts(NamedTuple):
+    """Seconds of a step of a plan.
+
+    Attributes:
+        step_s: until the step is done on all ranks.
+        link_s: the part that messages add to it.
+        waiting_s: the part in which the slowest rank waits for others even if messages take no time.
+    """
+
+    step_s: float
+    link_s: float
+    waiting_s: float
+
+
+class MeasuredOpPricer(OpPricer):
+    """Seconds of ops whose computation was measured.
+
+    Args:
+        basis: the model and the machine, whose links count.
+        job: the plan and the call.
+        stage_loads: of each stage, the device's and the host's seconds of a step.
+    """
+
+    def __init__(self, basis: MachineWork, job: PlannedCall, stage_loads: Sequence[DeviceLoad]) -> None:
+        super().__init__(basis, job, CacheSkips())
+        self._stage_loads = stage_loads
+
+    @property
+    def first_alike_stages(self) -> list[int]:
+        """Every stage, as each has seconds of its own."""
+        return list(range(self.job.plan.pipefusion))
+
+    @property
+    def iteration_seconds(self) -> float:
+        """None: they are in what was measured."""
+        return 0.0
+
+    def compute_stage_load(self, place: RankCoordinates, micro: MicroStep, op: Op) -> DeviceLoad:
+        """An even share of the measured step, for each call of it."""
+        calls = self.job.count_calls_in_step(op.step)
+        ops = self.schedule.iter_step_ops(place.stage, op.step, calls)
+        num_computed = sum(step_op.kind is OpKind.COMPUTE for step_op in ops)
+        return DeviceLoad(0.0, 0.0).combine_loads(self._stage_loads[place.stage], 1 / num_computed)
+
+
+def compute_step_parts(basis: MachineWork, job: PlannedCall, stage_loads: Sequence[DeviceLoad]) -> StepParts:
+    """The parts of a step whose stages take these measured seconds."""
+    ops = MeasuredOpPricer(basis, job, stage_loads)
+    step = predict_step_seconds(ops, free=False)
+    without_links = predict_step_seconds(ops, free=True)
+    slowest = max(load.get_busy_seconds(basis.profile) for load in stage_loads)
+    return StepParts(step, step - without_links, max(0.0, without_links - slowest))
+
+
+def find_busiest_stage(basis: MachineWork, job: PlannedCall) -> int:
+    """The stage that computes most in a step, by the prices of the planner."""
+    ops = OpPricer(basis, job, CacheSkips())
+    step = job.shape.steps - 1
+    seconds = []
+    for stage in range(job.plan.pipefusion):
+        step_ops = ops.schedule.iter_step_ops(stage, step, job.count_calls_in_step(step))
+        seconds.append(sum(ops.get_op_seconds(stage, op, free=True) for op in step_ops))
+    return seconds.index(max(seconds))
