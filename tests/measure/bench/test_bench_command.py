@@ -47,7 +47,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--plans", "ulysses=2", "--alone", "--remeasure", "1"), "remeasure=1 is for whole runs"),
         (("--plans", "ulysses=2", "--alone", "--steps", "4"), "steps=4 is too few"),
         (("--plans", "ulysses=2 | F=1 W=4 R=0.12", "--alone"), "a cache decides by what other ranks send"),
-        (("--plans", "ulysses=5", "--alone"), "ulysses=5"),
+        (("--plans", "tensor=5", "--alone"), "tensor=5 does not divide"),
         (("--plans", "ulysses=2", "--alone", "--model", "random-ltx-2"), "gets no random weights"),
         (("--plans", "ulysses=2", "--alone", "--model", "random-qwen-image layers=2"), "write blocks=N or heads=N"),
         (("--plans", "ulyses=2"), "ulyses=2"),
