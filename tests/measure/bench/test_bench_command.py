@@ -44,7 +44,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("--sweep", "methods", "--alone"), "--alone measures ranks of --plans"),
         (("--plans", "ulysses=2", "--all-ranks"), "all_ranks=True is for --alone"),
         (("--plans", "ulysses=2", "--alone", "--devices", "2"), "devices=2 is for --suite gpu"),
-        (("--plans", "ulysses=2", "--alone", "--remeasure", "1"), "remeasure=1 is for whole runs"),
         (("--plans", "ulysses=2", "--alone", "--steps", "4"), "steps=4 is too few"),
         (("--plans", "ulysses=2 | F=1 W=4 R=0.12", "--alone"), "a cache decides by what other ranks send"),
         (("--plans", "tensor=5", "--alone"), "tensor=5 does not divide"),

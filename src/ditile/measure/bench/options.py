@@ -87,8 +87,6 @@ class Comparison:
     def _check_alone(self) -> None:
         if self.alone and self.plans is None:
             raise PlanError("--alone measures ranks of --plans, such as --plans 'pipefusion=8 patches=8; ulysses=4'")
-        if self.alone and self.remeasure:
-            raise PlanError(f"remeasure={self.remeasure} is for whole runs; with --alone give more --rounds")
         if self.all_ranks and not self.alone:
             raise PlanError("all_ranks=True is for --alone; without it all ranks are measured")
 
