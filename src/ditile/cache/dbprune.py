@@ -1,7 +1,8 @@
-"""DBPrune: each block is left out by itself, where its input has hardly changed since it last ran.
+"""DBPrune: decides for each block separately, and skips it if its input has hardly changed since it last ran.
 
-The first F blocks, the last B and those that are named always run. A block's probe is its input; its residual is what
-it added when it last ran. A dynamic threshold rises in a step whose first blocks changed a little more than allowed.
+The first F blocks, the last B blocks and the blocks of a given list always run. The probe of a block is its input; its
+residual is what it added to the tokens when it last ran. A dynamic threshold rises in a step whose first blocks have
+changed slightly more than the threshold allows.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from ditile.model.hooks.protocols import SkipAgreement
 
 
 class DynamicThreshold(NamedTuple):
-    """How the threshold of a step follows its first differences; see `relax_threshold`."""
+    """How the threshold of a step depends on the differences measured earlier in it; see `relax_threshold`."""
 
     ratio: float
     most: float
 
 
 class PrunableBlock(NamedTuple):
-    """A block that may be left out."""
+    """A block that may be skipped, with what decides on it and what runs or skips it."""
 
     decider: SkipDecider
     segment: Segment
 
 
 class DBPrune:
-    """The blocks of one chain.
+    """Decides which blocks of one chain run.
 
     Args:
-        hooks: around the blocks, in order.
+        hooks: the hooks around the blocks, in order.
         decider: makes the decider of a block.
         residuals: makes a memory for a block.
         first, last: F and B.
-        never: places of other blocks that always run.
-        dynamic: how the threshold follows; None if it does not.
+        never: the positions of other blocks that always run.
+        dynamic: how the threshold changes within a step; None if it stays the same.
 
     Attributes:
-        middle: the blocks that may be left out.
+        middle: the positions of the blocks that may be skipped.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class DBPrune:
 
     def begin_forward(self, call: CacheCall, agreement: SkipAgreement) -> None:
         """Prepares the hooks for a call of the model."""
-        # What enters before a block is in its probe, and not in what the block adds.
+        # A ControlNet's residual enters before the block, so it is part of the probe and not of what the block adds.
         self._call = call._replace(control=None)
         self._agreement = agreement
         self._seen = [[] for _ in call.units]
@@ -85,18 +86,18 @@ class DBPrune:
             prunable.segment.hooks[0].handle = self._run_or_skip_block
 
     def bypass_cache(self) -> None:
-        """All blocks run, and nothing is remembered."""
+        """Lets all blocks run, and remembers nothing."""
         for prunable in self._all.values():
             prunable.segment.bypass_cache()
 
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
-        """(branch, patch, unit, record) of all that was decided on, block after block."""
+        """(branch, patch, unit, record) for each decision, block by block."""
         for prunable in self._all.values():
             yield from prunable.decider.iterate_records()
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that are kept."""
+        """The bytes that this cache keeps."""
         kept_bytes = 0
         for prunable in self._all.values():
             kept_bytes += prunable.decider.memory_bytes + prunable.segment.residuals.memory_bytes
@@ -107,9 +108,9 @@ class DBPrune:
         probe = hook.read_tokens(args, kwargs).image
         skips = decider.decide_skips(probe, self._call, self._agreement, self._compute_thresholds(decider))
         if not all(skips):
-            # A block may write into its input.
+            # The probe is copied because a block may write into its input.
             decider.store_probes(probe.clone(), self._call, skips)
-        # A dynamic threshold follows the differences of the blocks before.
+        # The threshold of the next block depends on the differences so far.
         for seen, difference in zip(self._seen, decider.get_last_differences(self._call), strict=True):
             if difference is not None:
                 seen.append(difference)

@@ -1,7 +1,7 @@
 """`ditile calibrate`: measures this machine, first on one rank and then on all, and writes its profile.
 
-Under torchrun the ranks are those that it started. Where they are on several hosts, the first rank of each also
-measures the link between hosts.
+Under torchrun it uses the ranks that torchrun started. If they are on several hosts, the first rank of each host also
+helps to measure the link between the hosts.
 """
 
 from __future__ import annotations
@@ -42,22 +42,23 @@ from ditile.runner.runner import Runner, parallelize
 NO_LINK = Link(latency_s=0.0, bandwidth=1e12)
 
 CALLS = (("shapes-pixart", 128), ("shapes-pixart", 256), ("shapes-flux", 128), ("shapes-flux", 256))
-"""Models and sizes of the calls to which the profile is fitted."""
+"""The model and the image size of each call that the profile is fitted to."""
 PATCHES = (1, 4)
 STEPS = 3
 ROUNDS = 2
 KERNEL = 1e-6
-"""Seconds that a kernel is assumed to cost more, to see how the latency grows with it."""
+"""Seconds that are added to the cost of a kernel, to see how the predicted latency grows with it."""
 
 
 def calibrate_machine(options: CalibrateOptions) -> Path | None:
     """Measures this machine and writes the profile.
 
     Returns:
-        Its path; None on the ranks of torchrun that did not write it.
+        The path of the profile; None on ranks of torchrun that did not write it.
 
     Raises:
-        PlanError: if torchrun started another number of ranks than `options` says, or different numbers on the hosts.
+        PlanError: if torchrun started a number of ranks other than `options.ranks`, or not the same number on each
+            host.
     """
     place = env.read_torchrun_place()
     if place is not None and place.world > 1:
@@ -73,7 +74,7 @@ def calibrate_machine(options: CalibrateOptions) -> Path | None:
 
 
 def _calibrate_this_machine(options: CalibrateOptions) -> Profile:
-    """The profile, measured by ranks that are started here."""
+    """The profile, measured by ranks that this process starts."""
     ranks = options.ranks or torch.cuda.device_count() or max(1, (os.cpu_count() or 1) // options.threads)
     profile = _launch_single_rank(options, ranks)
     if ranks == 1:
@@ -83,7 +84,7 @@ def _calibrate_this_machine(options: CalibrateOptions) -> Profile:
 
 
 def _launch_with_progress(measure: Callable[[str], Any], ranks: int, options: CalibrateOptions, parts: int) -> Any:
-    """The result of the first of some ranks, with the progress of its parts."""
+    """Runs `measure` on new ranks and shows its progress; returns the result of the first rank."""
     with show_progress_bar(f"measuring {ranks} rank(s)", parts) as advance:
 
         def advance_on_first_rank(rank: int, reports: int) -> None:
@@ -95,7 +96,7 @@ def _launch_with_progress(measure: Callable[[str], Any], ranks: int, options: Ca
 
 
 def _calibrate_torchrun_group(options: CalibrateOptions) -> Profile | None:
-    """The profile, measured by the ranks that torchrun started; None on all but the first rank."""
+    """The profile, measured by the ranks that torchrun started; None on every rank except the first."""
     join_torchrun()
     hosts = list_ranks_by_host()
     counts = [len(ranks) for ranks in hosts]
@@ -117,7 +118,7 @@ def _calibrate_torchrun_group(options: CalibrateOptions) -> Profile | None:
 
 
 def _launch_single_rank(options: CalibrateOptions, ranks: int) -> Profile:
-    """The profile that one rank measures in a process of its own; `ranks` is how many the machine has."""
+    """The profile that a single rank measures in its own process; `ranks` is how many the machine has."""
     micro_steps = 0
     for patches in PATCHES:
         schedule = Schedule.from_plan(Plan(patches=patches), STEPS)
@@ -134,7 +135,7 @@ def _choose_dtype(options: CalibrateOptions) -> str:
 
 
 def measure_single_rank(dtype: str) -> Profile:
-    """The profile of one rank by itself: the curves, and the costs of real calls that they do not show."""
+    """Measures the profile of a single rank: the curves, and the costs of real calls that the curves do not show."""
     silence_libraries()
     idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     device = pick_device(None, 0)
@@ -168,10 +169,12 @@ def measure_single_rank(dtype: str) -> Profile:
 
 
 def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> dict[str, Link | None]:
-    """The links of a profile between all ranks, each of which must call this; both are one if a host has one rank.
+    """Measures the links within a host and between hosts; every rank must call this.
+
+    If each host has one rank, both links are the link between hosts.
 
     Args:
-        dtype: of the messages.
+        dtype: the dtype of the messages.
         hosts: the ranks of each host; by default all ranks are on one host.
     """
     silence_libraries()
@@ -189,13 +192,13 @@ def measure_links(dtype: str, hosts: Sequence[Sequence[int]] | None = None) -> d
 
 
 def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]) -> Link:
-    """The link between some ranks. All ranks must call this; those not in `ranks` wait."""
+    """Measures the link between some ranks. All ranks must call this; ranks that are not in `ranks` wait."""
     group = None
     if len(ranks) < dist.get_world_size():
         group = Communicators().get_or_make_group("calibrate", ranks, None)
     link = NO_LINK
     if dist.get_rank() in ranks:
-        # gloo sends tensors of the host's memory alone.
+        # gloo sends only tensors in the host's memory.
         sends_from = device if "nccl" in dist.get_backend() else torch.device("cpu")
         link = curves.measure_link(Bench(sends_from, getattr(torch, dtype), env.report_progress, group))
     dist.barrier()
@@ -203,7 +206,7 @@ def measure_link_of_ranks(dtype: str, device: torch.device, ranks: Sequence[int]
 
 
 def fit_bundled_calls(profile: Profile, dtype: str) -> Profile:
-    """The profile with the costs of the bundled models' calls that its curves do not show."""
+    """Adds to a profile the costs that its curves do not show, from calls of the bundled models."""
     calls = []
     for model in dict.fromkeys(model for model, _ in CALLS):
         for patches in PATCHES:
@@ -211,7 +214,7 @@ def fit_bundled_calls(profile: Profile, dtype: str) -> Profile:
             pipe.set_progress_bar_config(disable=True)
             runner = parallelize(pipe, Plan(patches=patches))
             calls += [_FittedCall(runner, model, size, patches) for name, size in CALLS if name == model]
-    # The calls take turns, so that a machine that becomes slower slows all of them.
+    # The calls take turns, so that a machine that slows down over time slows all of them alike.
     for _ in range(ROUNDS):
         for call in calls:
             call.times.append(call.time_denoising_loop())
@@ -226,7 +229,7 @@ def fit_bundled_calls(profile: Profile, dtype: str) -> Profile:
 
 @dataclasses.dataclass(slots=True)
 class _FittedCall:
-    """A call of a bundled model to which the profile is fitted, and the times of its denoising loops."""
+    """A call of a bundled model that the profile is fitted to, and the measured times of its denoising loop."""
 
     runner: Runner
     model: str
@@ -236,12 +239,12 @@ class _FittedCall:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the call, without prompt and generator."""
+        """The arguments of the call, except prompt and generator."""
         sizes = {"height": self.size, "width": self.size, "num_inference_steps": STEPS}
         return defaults(self.model) | sizes
 
     def time_denoising_loop(self) -> _LoopSeconds:
-        """Runs the call once."""
+        """Runs the call once and measures its denoising loop."""
         times: list[float] = []
 
         def record_time(*_: Any) -> None:
@@ -264,7 +267,7 @@ class _FittedCall:
 
 
 def _separate_kernels(call: _FittedCall, profile: Profile) -> tuple[float, float]:
-    """Seconds of a call by the curves alone, and its number of kernels: how its latency grows with `kernel_s`."""
+    """Seconds of a call by the curves alone, and its number of kernels, from how its latency grows with `kernel_s`."""
     subject = PlanSubject.from_configs(call.model, find_model_source(call.model))
     shape = subject.make_call_shape(call.arguments, profile.element_size)
     job = subject.make_plan_job(Plan(patches=call.patches), shape)
@@ -275,7 +278,7 @@ def _separate_kernels(call: _FittedCall, profile: Profile) -> tuple[float, float
 
 
 class _LoopSeconds(NamedTuple):
-    """Seconds of a denoising loop inside its transformer and outside of it, and calls of the transformer less one."""
+    """Seconds of a denoising loop inside and outside of its transformer, and the number of gaps between its calls."""
 
     inside: float
     outside: float

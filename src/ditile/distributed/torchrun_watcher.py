@@ -1,7 +1,7 @@
-"""The watcher: a small process with each of torchrun's ranks, which reads its signs of life and can end it.
+"""The watcher: a small process for each of torchrun's ranks, which reads its rank's heartbeats and can end it.
 
-The watcher of rank 0 is the hub. It hears of all ranks, decides by `failure_rules` whether the run has failed, and
-tells the other watchers. A watcher does not import torch.
+The watcher of rank 0 is the hub. It receives the reports of all ranks, decides by `failure_rules` whether the run has
+failed, and tells the other watchers. A watcher does not import torch; `start_watcher` is the rank's side.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from ditile.distributed.failure_rules import (
 from ditile.distributed.heartbeat import RankFailure
 
 LINK_ALIVE = b"\3"
-"""What a watcher sends to the hub every second. It says that the link is whole, and nothing of the rank."""
+"""What a watcher sends to the hub every second. It shows that the link works, and says nothing about the rank."""
 GRACE = 0.5
-"""Seconds after the first failure: torchrun ends the other ranks of a host as soon as one has failed."""
+"""Seconds that the hub waits after the first failure. It is short: torchrun ends a host's other ranks at once."""
 # A connection that does not know the secret may take neither time nor memory from the hub.
 HELLO_SIZE = 4096
 HELLO_SECONDS = 10.0
 MAX_STRANGERS = 64
 SCRIPT_STALL = 60.0
-"""Seconds without progress in a runner's call after which a run of a user's script is ended."""
+"""A user's script is ended after this many seconds without progress in a runner's call."""
 STAT_WORDS = 50
 """Words of /proc/PID/stat after the command's name; the last one is the exit status."""
 
 
 def run_watcher() -> None:
-    """Runs a watcher: its standard input comes from its rank, its standard output goes there."""
-    # What ends the ranks must not end the process that says why.
+    """Runs a watcher. Its standard input comes from its rank, and its standard output goes to its rank."""
+    # A signal that ends the ranks must not end the process that reports why.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     process = WatchedProcess(int(sys.argv[-1]))
@@ -67,7 +67,7 @@ def run_watcher() -> None:
 
 
 def read_line(fd: int) -> bytes:
-    """A line, without reading what follows it; empty if the other side has ended."""
+    """Reads one line and nothing after it; empty if the other side has closed the pipe."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(fd, 1)
@@ -78,7 +78,7 @@ def read_line(fd: int) -> bytes:
 
 
 def print_line(message: str) -> None:
-    """Prints the one line of a run, on a line of its own: a progress bar may stand before it."""
+    """Prints why a run failed, after a line break because a progress bar may be on the current line."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nditile: {message}\n".encode())
 
@@ -87,14 +87,14 @@ class WatchedProcess:
     """The rank's process, which is the parent of its watcher.
 
     Attributes:
-        has_ended: whether `read_signs` has reported its end.
+        has_ended: whether `read_signs` has reported that the process has ended.
     """
 
     def __init__(self, pid: int) -> None:
         self.has_ended = False
         self._pid = pid
         self._memory_kills = count_memory_kills()
-        # Its pipe does not end with it where a child of the rank has inherited it.
+        # The pipe alone is not enough: it stays open if a child of the rank has inherited it.
         self._pidfd: int | None = None
         if hasattr(os, "pidfd_open"):
             with contextlib.suppress(ProcessLookupError):
@@ -108,14 +108,14 @@ class WatchedProcess:
             selector.register(self._pidfd, selectors.EVENT_READ, self.read_signs)
 
     def unregister_ended(self, selector: selectors.BaseSelector) -> None:
-        """Removes its descriptors once it has ended: they would stay readable forever."""
+        """Removes its descriptors once it has ended, because they would stay readable forever."""
         if self.has_ended:
             own_descriptors = [key.fileobj for key in selector.get_map().values() if key.data == self.read_signs]
             for descriptor in own_descriptors:
                 selector.unregister(descriptor)
 
     def read_signs(self) -> bytes:
-        """What it has sent; at its end a last note that says how it ended."""
+        """The bytes that it has sent; after its end, a last note that says how it ended."""
         with contextlib.suppress(BlockingIOError):
             data = os.read(0, 1 << 16)
             if data:
@@ -128,7 +128,7 @@ class WatchedProcess:
         return json.dumps({"ended": self._explain_end()}).encode() + b"\n"
 
     def print_early_end(self) -> None:
-        """Prints how the rank ended, if a signal ended it before it had joined the others."""
+        """Prints how the rank ended, if a signal killed it before it had joined the other ranks."""
         end = self._explain_end()
         if end is None or not end[0].startswith("killed") or end[0] == TERMINATED:
             return
@@ -137,12 +137,12 @@ class WatchedProcess:
         print_line(f"rank {rank}: {end[1]}")
 
     def end_process(self, code: int) -> None:
-        """Lets it exit with a code, or kills it."""
+        """Asks the process to exit with a code, and kills it if it does not."""
         with contextlib.suppress(OSError):
             os.write(1, bytes([code]))
         deadline = time.monotonic() + LaunchLimits().term
         while time.monotonic() < deadline:
-            # It is gone, or dead and not yet waited for.
+            # The process is gone, or it is a zombie that its parent has not waited for yet.
             if self._read_stat()[:1] in ([], ["Z"], ["X"]):
                 return
             time.sleep(0.05)
@@ -153,7 +153,7 @@ class WatchedProcess:
                 os.kill(self._pid, signal.SIGKILL)
 
     def _read_stat(self) -> list[str]:
-        """The words that /proc has of it; none if it is gone, or the system has no /proc."""
+        """The words of its /proc/PID/stat; empty if it is gone, or the system has no /proc."""
         try:
             with open(f"/proc/{self._pid}/stat") as file:
                 return file.read().rpartition(")")[2].split()
@@ -161,7 +161,7 @@ class WatchedProcess:
             return []
 
     def _explain_end(self) -> tuple[str, str] | None:
-        """How it ended, as the cause and the message of a failure; None if well."""
+        """The cause and the message of its failure; None if it exited with code 0."""
         words = self._read_stat()
         if len(words) < STAT_WORDS:
             # torchrun has collected its exit status already, or this is not Linux.
@@ -174,12 +174,12 @@ class WatchedProcess:
 
 
 class WatchedRank(RankState):
-    """A rank as the hub sees it, by what its watcher sends.
+    """What the hub knows of a rank from the messages of its watcher.
 
     Attributes:
         host: its host; empty before its watcher has connected.
-        last_word: when its watcher sent anything last.
-        code: the exit code that it asks for if it fails.
+        last_word: when its watcher last sent anything.
+        code: the exit code of the run if this rank fails first.
     """
 
     def __init__(self, number: int) -> None:
@@ -189,7 +189,7 @@ class WatchedRank(RankState):
         self.code = 1
 
     def read_link(self, data: bytes) -> None:
-        """Reads what its watcher has passed on."""
+        """Processes bytes that its watcher has passed on."""
         self.last_word = time.monotonic()
         data = data.replace(LINK_ALIVE, b"")
         if not data:
@@ -219,28 +219,28 @@ def _describe_lost_link(silence: float) -> str:
 
 
 class Hub:
-    """The watcher of rank 0, which hears of all ranks and decides."""
+    """The watcher of rank 0: it receives the reports of all ranks, and decides whether the run has failed."""
 
     def __init__(self, task: dict[str, Any], process: WatchedProcess) -> None:
         self._process = process
         self._secret = task["secret"].encode()
-        # A command names a limit and is timed from its start; a script only within a runner's calls.
+        # A command has a time limit from its start on; a script is timed only within calls of a runner.
         self._is_command = task["stall"] is not None
         self._limits = LaunchLimits(stall=task["stall"] or SCRIPT_STALL, grace=GRACE)
         self._ranks = [WatchedRank(number) for number in range(task["world"])]
         self._ranks[0].host = task["host"]
         self._links: dict[socket.socket, WatchedRank] = {}
-        # Connections that have yet to say who they are, since when, and what they have sent.
+        # Connections that have not identified themselves yet -> since when they exist, and what they have sent.
         self._strangers: dict[socket.socket, tuple[float, bytes]] = {}
         self._server = _listen(task["master"])
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, self._accept_stranger)
         process.register_process(self._selector)
-        # The rank tells the others where the hub listens.
+        # The rank passes the port on to the other ranks.
         os.write(1, b"%d\n" % self._server.getsockname()[1])
 
     def watch_until_end(self) -> dict[str, Any] | None:
-        """Watches until all ranks have ended; returns the line and the exit code if one failed."""
+        """Watches until all ranks have ended; if one fails, returns the line to print and the exit code."""
         last_sent = 0.0
         while not all(isinstance(rank.outcome, RankResult) for rank in self._ranks):
             looked = time.monotonic()
@@ -250,9 +250,9 @@ class Hub:
                 else:
                     key.data(key.fileobj)
             self._process.unregister_ended(self._selector)
-            # Rank 0 is on this host: no link to it can break.
+            # Rank 0 is on this host, so no link to it can break.
             self._ranks[0].last_word = time.monotonic()
-            # After the links were emptied: this process may have been stopped, and then all ranks seem silent.
+            # Only after all links were read: if this process was stopped for a while, all ranks seem silent before.
             for rank in self._ranks:
                 rank.detect_silence(self._limits, looked)
             if not self._is_command:
@@ -268,7 +268,7 @@ class Hub:
         return None
 
     def _allow_idle_script(self) -> None:
-        """Restarts the time limits while no rank is in a call: there a script may take as long as it likes."""
+        """Restarts the time limits while no rank is in a call: between calls a script may take any time."""
         if any(rank.signs.call is not None for rank in self._ranks):
             return
         for rank in self._ranks:
@@ -276,14 +276,14 @@ class Hub:
             rank.signs.last_progress = time.monotonic()
 
     def _announce_failure(self, failure: RankFailure, number: int) -> dict[str, Any]:
-        """Tells all watchers the line and the exit code of the run; returns them."""
+        """Sends the line and the exit code of the run to all watchers, and returns them."""
         rank = self._ranks[number]
         hosts = {state.host for state in self._ranks if state.host}
         message = str(make_error(failure, number))
         if not failure.plain and len(hosts) > 1 and rank.host:
             message = message.replace(f"rank {number}:", f"rank {number} on {rank.host}:", 1)
         if failure.cause == TERMINATED and not all(state.host for state in self._ranks):
-            # torchrun ended it because of a rank that has not connected, whose own watcher prints why.
+            # torchrun ended this rank because a rank that has not connected failed; that rank's watcher prints why.
             message = ""
         verdict = {"line": " ".join(message.split()), "code": rank.code}
         self._send_to_all({"end": verdict})
@@ -307,7 +307,7 @@ class Hub:
             self._selector.register(stranger, selectors.EVENT_READ, self._greet_stranger)
 
     def _greet_stranger(self, stranger: socket.socket) -> None:
-        """Reads the first line of a connection; drops it unless it knows the secret."""
+        """Reads the first line of a connection, and closes it unless the line contains the secret."""
         since, received = self._strangers[stranger]
         data = _receive(stranger)
         received += data
@@ -316,7 +316,7 @@ class Hub:
             return
         line, _, rest = received.partition(b"\n")
         secret, _, hello = line.partition(b" ")
-        # In constant time, so that nobody can guess the secret letter by letter.
+        # Compared in constant time, so that the secret cannot be guessed letter by letter.
         if not hmac.compare_digest(secret, self._secret):
             self._drop_stranger(stranger)
             return
@@ -325,7 +325,7 @@ class Hub:
         rank = self._ranks[facts["rank"]]
         rank.host = facts["host"]
         self._links[stranger] = rank
-        # For what is sent; what is received is there already.
+        # The timeout is for sending; data to receive has arrived before it is read.
         stranger.settimeout(5)
         self._selector.modify(stranger, selectors.EVENT_READ, self._read_link)
         rank.read_link(rest)
@@ -357,9 +357,9 @@ class Hub:
 
 
 def watch_for_hub(task: dict[str, Any], process: WatchedProcess) -> dict[str, Any] | None:
-    """Passes on what a rank other than 0 reports; returns the line and the exit code if the hub ends the run.
+    """Passes the reports of a rank other than 0 to the hub; if the hub ends the run, returns the line and exit code.
 
-    It returns None when all ranks have ended. If the hub is silent for too long, the run is over as well.
+    It returns None when all ranks have ended. A hub that is silent for too long ends the run as well.
     """
     link = _connect(task["addresses"], task["port"])
     if link is None:
@@ -387,7 +387,7 @@ def watch_for_hub(task: dict[str, Any], process: WatchedProcess) -> dict[str, An
                 for line in lines:
                     message = json.loads(line)
                     if "alive" not in message:
-                        # A verdict, or None where the hub says that all is over.
+                        # The verdict on a failed run, or None if the hub reports that all ranks have ended.
                         verdict: dict[str, Any] | None = message.get("end")
                         return verdict
             process.unregister_ended(selector)
@@ -399,13 +399,13 @@ def watch_for_hub(task: dict[str, Any], process: WatchedProcess) -> dict[str, An
 
 
 def _pass_on(link: socket.socket, data: bytes) -> None:
-    # A cut link is noticed by the silence of the hub.
+    # A broken link is noticed by the silence of the hub.
     with contextlib.suppress(OSError):
         link.sendall(data)
 
 
 def _listen(address: str) -> socket.socket:
-    """A port of an address of this host, or of all its addresses where the given one is not its own."""
+    """Listens on a free port of `address`, or of all addresses of this host if `address` is not one of them."""
     try:
         return socket.create_server((address, 0), backlog=1024)
     except OSError:
@@ -425,7 +425,7 @@ def _connect(addresses: Sequence[str], port: int) -> socket.socket | None:
 
 
 def _receive(link: socket.socket) -> bytes:
-    """What has arrived; empty at the end of a connection."""
+    """Reads the bytes that have arrived; empty at the end of a connection."""
     try:
         return link.recv(1 << 16)
     except OSError:

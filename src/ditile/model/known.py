@@ -1,6 +1,6 @@
-"""Models that are known by name: those that come with this package, and published ones, of which it has the configs.
+"""The models that ditile knows by name: small ones that come with the package, and published ones as configs only.
 
-`assets/models.json` has what can be said of them before torch is imported. A test compares it with the models.
+`assets/models.json` has what ditile must know of them before it imports torch. A test compares it with the models.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ CONFIGS = ASSETS / "configs"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownModel:
-    """What is known of a model by its name.
+    """What is known of a model from its name alone.
 
     Attributes:
-        name: how ditile calls it.
-        hub_id: where its weights are; None if they come with this package.
+        name: its name in ditile.
+        hub_id: its id on the Hugging Face hub; None if its weights come with this package.
         transformer: the class of its transformer.
-        blocks, heads: of the transformer.
-        token_side: pixels of a token's side.
-        height, width: the size of an image by default.
+        blocks, heads: how many the transformer has.
+        token_side: the side of a token, in pixels of the image.
+        height, width: the default size of an image, in pixels.
         has_spec: whether its family has a `ModelSpec`.
-        bins_sizes: whether its pipeline takes the nearest of some sizes instead of the given one, by default.
-        is_video: whether it makes videos; said of bundled models alone.
-        base: the bundled model whose components it takes where it has none of its own.
-        words: of which a prompt must have one; empty if it knows more than can be listed.
-        example: a prompt that it knows.
+        bins_sizes: whether its pipeline by default replaces the given size by the nearest of a list of sizes.
+        is_video: whether it makes videos; filled in for bundled models only.
+        base: the bundled model that provides the components that this model lacks.
+        words: a prompt must contain one of them; empty if the model knows more words than can be listed.
+        example: a prompt that suits it.
     """
 
     name: str
@@ -57,7 +57,7 @@ class KnownModel:
 
     @property
     def folder(self) -> Path:
-        """Its configs, and its weights if they come with this package."""
+        """The folder of its configs, and of its weights if they come with this package."""
         if self.hub_id is None:
             return ASSETS / self.name
         return CONFIGS / self.name
@@ -69,7 +69,7 @@ class KnownModel:
         return re.search(rf"\b({'|'.join(self.words)})s?\b", prompt, re.IGNORECASE) is not None
 
     def check_call(self, plan: Plan, call: Mapping[str, Any]) -> None:
-        """Checks a call under a plan, as far as that needs no torch; the runner checks all of it.
+        """Makes those checks of a call under a plan that need no torch; the runner makes the others.
 
         Raises:
             ModelError: if a side is not a whole number of tokens.
@@ -81,7 +81,7 @@ class KnownModel:
         if plan.divides_the_batch_alone:
             return
         facts = Facts(model=self.transformer, blocks=self.blocks, heads=self.heads)
-        # Which size is taken is not known before the pipeline chose it.
+        # With binning the size is known only after the pipeline has chosen it.
         if not call.get("use_resolution_binning", self.bins_sizes):
             facts = replace(
                 facts,
@@ -93,7 +93,7 @@ class KnownModel:
 
 @lru_cache(maxsize=1)
 def list_known_models() -> tuple[KnownModel, ...]:
-    """All of them: those that come with this package first."""
+    """All known models: first the ones that come with this package."""
     table = json.loads((ASSETS / "models.json").read_text("utf-8"))
     models = []
     for name, facts in table.items():
@@ -103,12 +103,12 @@ def list_known_models() -> tuple[KnownModel, ...]:
 
 
 def find_known_model(name: str) -> KnownModel | None:
-    """The model of a name or a hub id; None if it is not known."""
+    """The model with this name or hub id; None if ditile knows no such model."""
     return next((model for model in list_known_models() if name in (model.name, model.hub_id)), None)
 
 
 def find_component_folder(source: Path, name: str) -> Path:
-    """The folder of a component of a pipeline: one in its own folder, or in that of the model that it is based on."""
+    """The folder of a component of a pipeline: in the model's own folder, or in the folder of its base model."""
     if not (source / name).exists() and source.resolve().parent == ASSETS.resolve():
         known = find_known_model(source.name)
         if known is not None and known.base is not None:
@@ -117,7 +117,7 @@ def find_component_folder(source: Path, name: str) -> Path:
 
 
 def name_component_source(source: Path | str, name: str) -> tuple[str, dict[str, str]]:
-    """What `from_pretrained` and `load_config` take for a component: its folder, or a hub id with its `subfolder`."""
+    """The arguments of `from_pretrained` or `load_config` for a component: a folder, or a hub id and a `subfolder`."""
     if isinstance(source, Path):
         return str(find_component_folder(source, name)), {}
     return source, {"subfolder": name}

@@ -24,7 +24,8 @@ def find_latent_cuts(pipeline_call: Callable[..., Any]) -> Mapping[str, frozense
     """
     cuts = dict[str, frozenset[str]]()
     for loop in _list_loops(pipeline_call):
-        stepped = {read_name(argument) for step in _list_step_calls(loop) for argument in step.args[2:3]} - {""}
+        # The third argument of `step` is the latents.
+        stepped = {read_name(step.args[2]) for step in _list_step_calls(loop) if len(step.args) > 2} - {""}
         for node, names in _walk_guarded(loop.body, frozenset()):
             if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Subscript):
                 continue
@@ -51,7 +52,9 @@ def find_timed_guidance(pipeline_call: Callable[..., Any]) -> frozenset[str]:
 
 def _list_loops(pipeline_call: Callable[..., Any]) -> list[ast.For]:
     function = parse_function(pipeline_call)
-    return [] if function is None else [node for node in ast.walk(function) if isinstance(node, ast.For)]
+    if function is None:
+        return []
+    return [node for node in ast.walk(function) if isinstance(node, ast.For)]
 
 
 def _list_step_calls(loop: ast.For) -> list[ast.Call]:
@@ -168,6 +171,9 @@ def _walk_guarded(body: Sequence[ast.stmt], names: frozenset[str]) -> Iterator[t
 
 def _list_required_names(test: ast.expr) -> set[str]:
     """The names that must be true for a condition to hold."""
+    names = {read_name(test)}
     if isinstance(test, ast.BoolOp):
-        return {read_name(value) for value in test.values} - {""} if isinstance(test.op, ast.And) else set()
-    return {read_name(test)} - {""}
+        names = set()
+        if isinstance(test.op, ast.And):
+            names = {read_name(value) for value in test.values}
+    return names - {""}

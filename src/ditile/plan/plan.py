@@ -1,6 +1,7 @@
-"""Plan: how one image is divided over the ranks. Checked when it is made, and against a model before it runs.
+"""Plan: how the work on one image is divided over the ranks.
 
-A plan is a value: it knows no process, device or model. `Plan.parse` is the inverse of `str(plan)`, which is one line.
+A plan is a value: it knows no process, device or model. Contradictions are refused when a plan is made; whether it fits
+a model is checked before it runs. `Plan.parse` is the inverse of `str(plan)`, which is one line.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ OFFLOADS = ("none", "blocks")
 WIRE_DTYPES = ("fp8", "int8")
 AUTO: Literal["auto"] = "auto"
 FEW_STEPS = 16
-"""Steps up to which the command line uses warmup_mode=auto by default: in so few, each synchronous step counts."""
+"""Up to this number of steps the command line uses warmup_mode=auto by default: every synchronous step counts then."""
 SHARED_WARMUP = 2
-"""The least number of synchronous steps of warmup_mode=auto where all stages share them: the second one costs messages
-alone, and is worth 2.7 dB at four steps (docs/pipefusion.md)."""
+"""The least number of synchronous steps of warmup_mode=auto if all stages share them: the second one costs no more than
+its messages, and gains 2.7 dB at four steps (docs/pipefusion.md)."""
 
 WORTHWHILE_SHARE = 0.7
-"""A pipeline that can reach less than this share of its stages' speed is worth a warning."""
+"""`Plan.advice` warns if N stages can reach less than this share of an N-fold speed-up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What is known of a model and a call. A plan is not checked against a field that is None.
+    """What is known of a model and a call. A field that is None is unknown, and a plan is not checked against it.
 
     Attributes:
-        model: what to call it.
-        blocks: blocks that stages are cut from.
+        model: its name in messages.
+        blocks: how many blocks can be divided into stages.
         heads: attention heads.
         rows: token rows of the image.
-        tokens_per_row: image tokens in each.
+        tokens_per_row: image tokens in each row.
         text: text tokens in joint attention.
-        branches: branches of guidance: rows of the batch for each image, times transformer calls per step.
+        branches: branches of guidance: the rows of the batch per image, times the transformer calls per step.
     """
 
     model: str = "this model"
@@ -67,10 +68,10 @@ class Facts:
 
 @options(error=PlanError)
 class Plan:
-    """Degrees, patches and warmup of one generation. World = the product of the degrees.
+    """Degrees, patches and warmup of one generation. The product of the degrees is the number of ranks.
 
     Raises:
-        PlanError: if a field is not known, a value is out of its range, or two of them contradict each other.
+        PlanError: if a field is unknown, a value is out of its range, or two values contradict each other.
     """
 
     data: Count = define_option(1, "replicas that split prompts and images", metavar="N")
@@ -136,7 +137,7 @@ class Plan:
             raise PlanError(contradiction)
 
     def _iterate_contradictions(self) -> Iterator[str]:
-        """A line for fields that exclude each other, with what would work."""
+        """Yields a line for each contradiction between fields, with what would work."""
         if self.cfg > 2:
             yield f"cfg={self.cfg}: guidance has two branches; try cfg=2, and data for more images at once"
         yield from self._iterate_patch_contradictions()
@@ -164,7 +165,7 @@ class Plan:
             )
 
     def _iterate_patch_contradictions(self) -> Iterator[str]:
-        """The same for patches, of PipeFusion and of DistriFusion."""
+        """Yields the contradictions that concern the patches of PipeFusion and DistriFusion."""
         degree = self.distrifusion
         if degree > 1 and self.pipefusion > 1:
             yield (
@@ -184,7 +185,7 @@ class Plan:
             yield "references=0 computes them in synchronous steps alone, and warmup=0 has none; use warmup=1 or more"
 
     def _iterate_warmup_contradictions(self) -> Iterator[str]:
-        """The same for synchronous steps."""
+        """Yields the contradictions that concern synchronous steps."""
         stages = self.pipefusion
         mode = f"warmup_mode={self.warmup_mode}"
         if self.warmup_mode not in ("serial", AUTO) and stages == 1:
@@ -224,7 +225,7 @@ class Plan:
 
     @property
     def num_patches(self) -> int:
-        """M: `patches`, or as many as stages, with one more for tokens of references that are not always computed."""
+        """M: `patches`, or as many as stages; one more if tokens of references are skipped in some steps."""
         if self.patches is not None:
             return self.patches
         if self.references is not None and self.distrifusion == 1:
@@ -233,16 +234,16 @@ class Plan:
 
     @property
     def cuts_latents(self) -> bool:
-        """Whether the scheduler steps patches of the latents, or on one stage only."""
+        """Whether the scheduler steps the latents patch by patch, or on one stage only."""
         return self.num_patches * self.pipefusion > 1
 
     @property
     def attends_to_stale_keys(self) -> bool:
-        """Whether patches attend to keys of the step before, once the warmup is over; one patch has all keys fresh."""
+        """Whether patches attend to keys of the previous step after the warmup; a single patch has only fresh keys."""
         return self.num_patches * self.distrifusion > 1
 
     def predicts_whole(self, steps: int | None) -> bool:
-        """Whether all of each prediction is of the current step, in a call of so many steps: no patch comes by itself.
+        """Whether no step of a call is computed patch by patch, so that each prediction is of one step as a whole.
 
         Args:
             steps: None where the call does not say.
@@ -250,7 +251,7 @@ class Plan:
         return self.num_patches == 1 or not self.has_stale_steps(steps)
 
     def has_stale_steps(self, steps: int | None) -> bool:
-        """Whether keys are stale in some steps of a call, or may be.
+        """Whether keys are, or may be, stale in some steps of a call.
 
         Args:
             steps: None where the call does not say.
@@ -261,8 +262,8 @@ class Plan:
 
     @property
     def least_warmup(self) -> int:
-        """The number of synchronous steps; with warmup=auto the fewest that there can be."""
-        # Keys change first in step 1, and the change in a step decides on the one after the next: on step 3.
+        """The number of synchronous steps; with warmup=auto the least possible number."""
+        # Keys change for the first time in step 1, and the change in a step decides about the step two later: step 3.
         if self.warmup == "auto":
             return 3
         return self.warmup
@@ -271,7 +272,7 @@ class Plan:
         """The plan with another mode instead of `warmup_mode=auto`; any other plan is returned as it is.
 
         Args:
-            streams: whether the weights of blocks can be sent from stage to stage, which the model says.
+            streams: whether the model allows the weights of its blocks to be sent from stage to stage.
         """
         if self.warmup_mode != AUTO:
             return self
@@ -285,20 +286,20 @@ class Plan:
 
     @property
     def num_whole_stages(self) -> int:
-        """Stages that hold the weights of all blocks, for the synchronous steps of warmup_mode=separate."""
+        """The number of stages that hold the weights of all blocks, for warmup_mode=separate."""
         if self.warmup_mode != "separate":
             return 0
         return self.warmup_ranks or 1
 
     @property
     def token_ranks(self) -> int:
-        """Ranks that split the tokens of a patch exactly: ring x ulysses."""
+        """The number of ranks that split the tokens of a patch exactly: ring x ulysses."""
         return self.ring * self.ulysses
 
     @property
     def rounds_otherwise(self) -> bool:
-        """Whether every step rounds differently from one process."""
-        # Matrix products of a part of the tokens have other shapes, for which libraries choose other kernels.
+        """Whether every step rounds differently than it does in one process."""
+        # With fewer tokens, matrix products have other shapes, and libraries choose other kernels for them.
         return self.token_ranks > 1
 
     @classmethod
@@ -334,10 +335,10 @@ class Plan:
             )
 
     def illegal(self, facts: Facts) -> list[str]:
-        """All that a model and a call forbid, one line each with what would work; empty if the plan fits.
+        """Why the plan does not fit a model and a call: a line for each reason, with what would work; empty if it fits.
 
-        Each stage needs a block, each patch a row of tokens, each rank a token, each rank of tensor whole heads, and
-        each half of cfg a branch of guidance. A replica without images is allowed, and idle.
+        Each stage needs a block, each patch a row of tokens, each rank a token, each rank of the tensor axis whole
+        heads, and each half of cfg a branch of guidance. A replica may have no images; it is idle then.
         """
         lines: list[str] = []
         for check in (_check_blocks, _check_heads, _check_token_rows, _check_patch_tokens, _check_guidance_branches):
@@ -345,13 +346,13 @@ class Plan:
         return lines
 
     def check(self, facts: Facts) -> None:
-        """Raises `PlanError` with all that is illegal, unless the plan fits what is known of a model and a call."""
+        """Raises `PlanError` with all reasons of `illegal`, if there are any."""
         violations = self.illegal(facts)
         if violations:
             raise PlanError("; and ".join(violations))
 
     def advice(self, bound: float) -> str | None:
-        """A warning where warmup and the filling of the pipeline cost more than 30 % of the gain; otherwise None.
+        """A warning if warmup and the filling of the pipeline cost more than 30 % of the gain; otherwise None.
 
         Args:
             bound: the speed-up over one rank that its stages can reach, from `bound_speedup`.
@@ -391,7 +392,7 @@ class Plan:
         """The inverse of `str`: `Plan.parse("pipefusion=2 patches=4")`.
 
         Raises:
-            PlanError: if a word is not `name=value`, a name is unknown or twice there, or a value has the wrong type.
+            PlanError: if a word is not `name=value`, a name is unknown or repeated, or a value has the wrong type.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
@@ -400,7 +401,7 @@ class Plan:
             name = name.replace("-", "_")
             if "=" in value and "," in value:
                 example = "pipefusion=2 patches=4"
-                # Commas stand between fields only, so that blanks can replace all of them.
+                # If all commas stand between fields, blanks can replace them; commas may also be part of a value.
                 if text.count("=") == text.count(",") + 1:
                     example = text.replace(",", " ")
                 raise PlanError(f"{word!r}: the words of a plan have blanks between them; write '{example}'")
@@ -414,7 +415,7 @@ class Plan:
 
 
 def require_plan(plan: Any) -> Plan:
-    """The plan as it is. Raises `PlanError` if it is something else."""
+    """Returns `plan` unchanged. Raises `PlanError` if it is not a `Plan`."""
     if isinstance(plan, Plan):
         return plan
     instead = "one, such as ditile.Plan(pipefusion=2)"
@@ -424,7 +425,7 @@ def require_plan(plan: Any) -> Plan:
 
 
 def suggest_whole_images(*, stale_keys: bool = False) -> str:
-    """The remedy where patches (and with `stale_keys` also DistriFusion) cannot work: a plan that has none."""
+    """The remedy if patches (and with `stale_keys` DistriFusion too) cannot work: a plan without them."""
     axes = "pipefusion, patches and distrifusion" if stale_keys else "pipefusion and patches"
     return f"a plan without {axes}, such as ulysses"
 
@@ -432,14 +433,14 @@ def suggest_whole_images(*, stale_keys: bool = False) -> str:
 def compute_coordinates(plan: Plan, rank: int) -> dict[str, int]:
     """The coordinate of a rank on each axis of `AXES`."""
     coordinates = {}
-    # Ranks are counted with the last axis innermost.
+    # Neighbouring ranks differ in the last axis first.
     for name in reversed(AXES):
         rank, coordinates[name] = divmod(rank, getattr(plan, name))
     return coordinates
 
 
 def list_subgroups(plan: Plan, names: Sequence[str]) -> list[tuple[int, ...]]:
-    """The groups of ranks that differ on some axes only, in the order of their first ranks."""
+    """The groups of ranks that differ only on the axes `names`, in the order of their first ranks."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(plan.world):
         coordinates = compute_coordinates(plan, rank)
@@ -474,7 +475,7 @@ def _check_heads(plan: Plan, facts: Facts) -> Iterator[str]:
     model = facts.model
     if heads is None:
         return
-    # Tensor parallelism splits the heads first, and Ulysses the heads that are left on a rank.
+    # Tensor parallelism splits the heads first, and Ulysses then splits the heads of one rank.
     if heads % plan.tensor:
         yield f"tensor={plan.tensor} does not divide the {heads} heads of {model}; try {format_divisors(heads)}"
         return
@@ -489,7 +490,7 @@ def _check_heads(plan: Plan, facts: Facts) -> Iterator[str]:
 
 def _check_token_rows(plan: Plan, facts: Facts) -> Iterator[str]:
     rows = facts.rows
-    # Resolution binning and models without a spec leave the rows open.
+    # With resolution binning, or without a spec, the number of rows is unknown.
     if rows is None:
         return
     of_image = f"the {rows} token rows of this image"
@@ -498,13 +499,13 @@ def _check_token_rows(plan: Plan, facts: Facts) -> Iterator[str]:
         yield f"distrifusion={plan.distrifusion} exceeds {of_image}, a patch for each rank; try {hint}"
     if plan.patches is not None and plan.patches > rows:
         yield f"patches={plan.patches} exceeds {of_image}; try {hint}"
-    # More stages than blocks are refused already.
+    # `_check_blocks` refuses more stages than blocks already.
     elif plan.num_patches > rows and (facts.blocks is None or plan.pipefusion <= facts.blocks):
         yield f"pipefusion={plan.pipefusion} makes as many patches, more than {of_image}; try patches={hint}"
 
 
 def _check_patch_tokens(plan: Plan, facts: Facts) -> Iterator[str]:
-    """Every rank needs a token of every patch that it shares."""
+    """Yields a line if some rank would have no token of a patch."""
     rows = facts.rows
     width = facts.tokens_per_row
     patches = plan.num_patches

@@ -1,7 +1,7 @@
 """Chooses a plan and a cache from a stored evaluation (`ditile evaluate`) for a budget of quality or time.
 
 choose(rows, min_psnr=30)      the fastest setting whose mean PSNR to the original pipeline is at least 30 dB
-choose(rows, max_latency=5)    of the settings that took at most 5 s, the one that comes closest to the original
+choose(rows, max_latency=5)    of the settings that took at most 5 s, the one whose images are closest to the original's
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ditile.plan.options import Ranks, Seconds, define_option, options
 FILE = "evaluation.json"
 STORED = Path(__file__).parents[1] / "model" / "assets" / "evaluations"
 IN_A_ROW = {"plan": str, "cache": str, "world": int, "psnr": float, "seconds": float, "latency_ratio": float}
-"""The keys of a row that `choose` reads; JSON may have a whole number in place of a float."""
+"""The keys of a row that `choose` reads, with their types; JSON may hold a whole number instead of a float."""
 
 
 Decibels = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -28,10 +28,10 @@ Decibels = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @options()
 class Budget:
-    """Bounds on the quality or the time of a picture, for which plan and cache are chosen from an evaluation.
+    """Bounds on the quality or the time of an image, by which a plan and a cache are chosen from an evaluation.
 
     Raises:
-        ModelError: if a value is out of its range, or needs a bound that is not given.
+        ModelError: if a value is out of its range, or an option is given that only works with a bound.
     """
 
     min_psnr: Decibels | None = define_option(
@@ -62,7 +62,7 @@ class Budget:
 
     @property
     def has_bound(self) -> bool:
-        """Whether there is a budget."""
+        """Whether a bound is given."""
         return self.min_psnr is not None or self.max_latency is not None
 
 
@@ -73,17 +73,17 @@ def choose(
     max_latency: Seconds | None = None,
     world: Ranks | None = None,
 ) -> Mapping[str, Any]:
-    """The setting of an evaluation that a budget picks.
+    """Picks the setting of an evaluation that fits a budget best.
 
     Args:
-        rows: the `settings` of an `evaluation.json`, the original pipeline among them.
-        min_psnr: the least mean PSNR over captions, in dB. The fastest of the settings that reach it is chosen.
-        max_latency: the most seconds, as they were measured. Without `min_psnr` the setting of the highest PSNR is
-            chosen, of several the fastest.
-        world: the number of ranks that there are; settings of more ranks are left out.
+        rows: the `settings` of an `evaluation.json`, including the original pipeline.
+        min_psnr: the least mean PSNR over captions, in dB; of the settings that reach it, the fastest is chosen.
+        max_latency: the most seconds that a setting may have taken. Without `min_psnr` the one with the highest PSNR is
+            chosen, and of several the fastest.
+        world: how many ranks are available; settings with more ranks are not considered.
 
     Raises:
-        PlanError: if no setting is within the bounds; the message names the best one.
+        PlanError: if no setting is within the bounds; the message names the one that comes closest.
     """
     there = [row for row in rows if world is None or row["world"] <= world]
     if not there:
@@ -107,21 +107,21 @@ def choose(
 
 
 def describe_setting(row: Mapping[str, Any]) -> str:
-    """A setting and what it was measured at, on one line."""
+    """A setting with its measured quality and time, on one line."""
     cache = "no cache" if row["cache"] == "none" else f"cache {row['cache']}"
     return f"{row['plan']}, {cache} ({row['psnr']:.1f} dB, {row['seconds']:.2f} s, {1 / row['latency_ratio']:.2f}x)"
 
 
 def load_evaluation(model: str, source: str | None = None) -> dict[str, Any]:
-    """An evaluation of a model.
+    """Loads an evaluation of a model.
 
     Args:
-        model: as `--model` names it.
-        source: the folder or file; by default the evaluation of the model in this package.
+        model: the model, as `--model` names it.
+        source: the folder or file of the evaluation; by default the one that comes with this package.
 
     Raises:
         LoadError: if there is none, or it cannot be read.
-        ModelError: if it is of another model.
+        ModelError: if it is the evaluation of another model.
     """
     path = STORED / f"{model}.json" if source is None else Path(source)
     path = path / FILE if os.path.isdir(path) else path
@@ -145,7 +145,7 @@ def load_evaluation(model: str, source: str | None = None) -> dict[str, Any]:
 
 
 def _is_valid_setting(row: Any) -> bool:
-    """Whether `choose` can read a row."""
+    """Whether a row has the keys that `choose` reads, with values of the right types."""
     if not isinstance(row, dict):
         return False
     for name, kind in IN_A_ROW.items():

@@ -1,4 +1,4 @@
-"""A dry run: the runner's table and the first steps of the schedule, from configs alone. No weight is read."""
+"""A dry run: shows the table of a plan and the first steps of its schedule, from configs alone, without weights."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: Mapping[str,
     """The table and the schedule of a call of a model under a plan, as text.
 
     Args:
-        options: the request. For a hub id only configs are fetched. Options of the model and its pipeline fill gaps.
+        options: the request; the defaults of the model and its pipeline complete it. For a hub id only configs are
+            fetched.
         plan: the plan.
-        configs: the keyword arguments of `enable_cache`.
-        engine: how ranks compute: what of it stays in the host's memory is counted.
+        configs: the keyword arguments for `enable_cache`.
+        engine: how ranks compute, which decides what stays in the host's memory.
 
     Raises:
-        LoadError, ModelError, PlanError: if the model is not there, has no spec, does not take an option that is
-            given, or does not fit the plan or the cache.
+        LoadError, ModelError, PlanError: if the model is missing, has no spec, does not take one of the options, or
+            does not fit the plan or the cache.
     """
     subject, call = _read_planned_call(options)
     job = build_subject_job(subject, plan, call, configs)
     table = describe_plan(options.model, job, ["any"] * plan.world)
-    # The steps in which the schedule changes, and some after them.
+    # The steps before stale keys are used, and two after them.
     shown = STEPS_SHOWN
     if plan.least_warmup < 2:
         shown = min(plan.least_warmup + STEPS_SHOWN, job.shape.steps)
@@ -57,20 +58,20 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: Mapping[str,
 
 
 def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> PlannedCall:
-    """The call as numbers; arguments and errors are those of `describe_dry_run`."""
+    """The planned call that `describe_dry_run` shows, with the same arguments and errors."""
     subject, call = _read_planned_call(options)
     return build_subject_job(subject, plan, call, configs)
 
 
 def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, dict[str, Any]]:
-    """A model without its weights, and the arguments of the call that is asked for."""
+    """The model of a request without its weights, and the arguments of the call."""
     source = find_model_source(options.model, weights=False)
     base = defaults(options.model)
     has_controlnet = options.controlnet is not None
     subject = PlanSubject.from_configs(options.model, source, [*options.conditions], has_controlnet=has_controlnet)
-    # It refuses what makes neither images nor videos.
+    # Called for its check: it refuses a class that makes neither images nor videos.
     returns_videos(subject.pipeline)
-    # It refuses options that the class that will run does not take.
+    # Called for its check: it refuses options that the class does not take.
     merge_call_arguments(choose_requested_class(options)[0] or subject.pipeline, options, base)
     pictures = [read_picture(path, "image") for path in options.image or ()]
     return subject, build_dry_run_call(options, base) | subject.bind_pictures(pictures)
@@ -79,11 +80,11 @@ def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, dict[str,
 def _describe_host_memory(
     options: GenerateOptions, subject: PlanSubject, plan: Plan, call: Mapping[str, Any], engine: EngineOptions
 ) -> str:
-    """Lines on the weights that stay in the host's memory, for all ranks together; empty if there are none."""
+    """Describes the weights of all ranks that stay in the host's memory; empty if there are none."""
     offloads_text = engine.text_after == "offload"
     if plan.offload == "none" and not offloads_text:
         return ""
-    # Weights wait in the host's memory only where there is a GPU, and have its type of numbers.
+    # Only a run on a GPU keeps weights in the host's memory, so they have the dtype that is used on a GPU.
     dtype = choose_dtype_name(find_model_source(options.model, weights=False), engine.dtype, on_gpu=True)
     job = subject.make_plan_job(plan, subject.make_call_shape(call, getattr(torch, dtype).itemsize))
     host = count_host_memory(subject, job, offloads_text=offloads_text)
@@ -98,7 +99,7 @@ def _describe_host_memory(
 
 
 def _describe_class(options: GenerateOptions) -> str:
-    """A line on the class that generates from the conditions of a request; nothing without."""
+    """A line that names the class for the conditions of a request; empty if it has none."""
     if not options.conditions:
         return ""
     kind, own = choose_requested_class(options)
@@ -108,10 +109,10 @@ def _describe_class(options: GenerateOptions) -> str:
 def build_subject_job(
     subject: PlanSubject, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]
 ) -> PlannedCall:
-    """The call of a subject as numbers.
+    """Plans a call of a model.
 
     Raises:
-        ModelError, PlanError: if it has no spec, or does not fit the plan or the cache.
+        ModelError, PlanError: if the model has no spec, or does not fit the plan or the cache.
     """
     job = subject.make_plan_job(plan, subject.make_call_shape(call))
     _check_cache_config(subject.transformer, configs, job.shape.steps)
@@ -119,7 +120,7 @@ def build_subject_job(
 
 
 def _check_cache_config(transformer: nn.Module, configs: Mapping[str, Any], steps: int) -> None:
-    """Raises `ModelError` for a cache that can never leave anything out."""
+    """Raises `ModelError` for a cache that could never skip anything."""
     config = configs["cache_config"]
     if config is None:
         return

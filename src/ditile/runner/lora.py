@@ -1,8 +1,8 @@
-"""LoRAs on a divided pipeline: each rank loads what belongs to the modules that it has.
+"""LoRAs on a divided pipeline: each rank loads the factors of the modules that it holds.
 
-The pipeline's own `load_lora_weights` runs, on a state dict without the keys of placeholders, in which peft would find
-no target. A component that has none of a LoRA's modules on this rank gets an empty adapter of the same name, so that
-every rank can switch, scale, fuse and delete it.
+The pipeline's own `load_lora_weights` runs on a state dict without the keys of placeholders, because peft finds no
+target for them. If a component has none of a LoRA's modules on this rank, it gets an empty adapter of the same name.
+So every rank can switch, scale, fuse and delete the adapter.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOG = logging.getLogger(__name__)
 def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwargs: Any) -> None:
     """Loads a LoRA into a pipeline, divided or not, as `pipe.load_lora_weights` does. Every rank must call it.
 
-    Where a rank has a share of the weights it keeps that share of the LoRA.
+    A rank that holds a share of the weights keeps the same share of the LoRA.
 
     Args:
         pipe: the pipeline.
@@ -40,8 +40,8 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
         kwargs: the other arguments of `load_lora_weights`.
 
     Raises:
-        ModelError: if peft is not installed, the pipeline has no loader for LoRAs, or a plan cuts its weights so that
-            it cannot be cut.
+        ModelError: if peft is not installed, the pipeline has no loader for LoRAs, or the plan cuts weights in a way in
+            which the LoRA cannot be cut.
     """
     require_extra("lora", "a LoRA")
     if not hasattr(pipe, "load_lora_weights"):
@@ -77,16 +77,16 @@ def load_lora(pipe: Any, source: Any, *, adapter_name: str | None = None, **kwar
 
 
 def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
-    """Uses these of the LoRAs that are loaded in the calls from now on, and no others. Every rank must call it.
+    """Makes the following calls use these of the loaded LoRAs, and no others. Every rank must call it.
 
-    The pipeline then generates what it would if only these had been loaded; without any, what the plain one does.
+    The results are then the same as if only these had been loaded; with no LoRA, the same as without LoRAs.
 
     Args:
         runner: a runner, or a pipeline.
-        scales: the scale of each, by the adapter's name.
+        scales: the name of each adapter -> its scale.
 
     Raises:
-        ModelError: if one is not loaded, or a scale is no finite number.
+        ModelError: if one is not loaded, or a scale is not a finite number.
     """
     pipe = getattr(runner, "pipe", runner)
     loaded = list_loaded_loras(pipe)
@@ -107,11 +107,11 @@ def select_loras(runner: Any, scales: Mapping[str, float]) -> None:
 def forget_loras(runner: Any, names: Collection[str]) -> None:
     """Deletes LoRAs that are loaded, and frees their memory. Every rank must call it.
 
-    With the last one the layers are the plain ones again.
+    When the last one is deleted, the layers are the plain ones again.
 
     Args:
         runner: a runner, or a pipeline.
-        names: of their adapters.
+        names: the names of the adapters.
 
     Raises:
         ModelError: if one is not loaded.
@@ -131,7 +131,7 @@ def forget_loras(runner: Any, names: Collection[str]) -> None:
 
 def list_loaded_loras(pipe: Any) -> set[str]:
     """The names of the adapters that are loaded into a pipeline."""
-    # Without peft none can be loaded, and diffusers refuses to list them.
+    # Without peft no LoRA can be loaded, and diffusers raises when asked for a list.
     if not is_installed("peft") or not hasattr(pipe, "get_list_adapters"):
         return set()
     return set().union(*pipe.get_list_adapters().values())
@@ -144,7 +144,7 @@ def _name_choices(loaded: Collection[str]) -> str:
 
 
 def _check_whole_weights(part: nn.Module) -> None:
-    """Raises `ModelError` if only a share of the weights was loaded, and `parallelize` has yet to make it known."""
+    """Raises `ModelError` if only a share of the weights was loaded, and `parallelize` has not been called yet."""
     loaded = vars(part).get(LOADED_ATTRIBUTE)
     if loaded is not None and loaded.shard[1] > 1:
         raise ModelError(
@@ -154,13 +154,13 @@ def _check_whole_weights(part: nn.Module) -> None:
 
 
 class _NothingHereError(Exception):
-    """All modules of a LoRA are on other ranks. It ends the loading, because pipelines refuse an empty state dict."""
+    """All modules of a LoRA are on other ranks. Raised to end the loading, as pipelines refuse an empty state dict."""
 
 
 class _LoraKeyFilter:
-    """Removes the keys of placeholders from a LoRA, and notes the components of the keys that it keeps and drops.
+    """Removes the keys of placeholders from a LoRA, and notes which components the kept and the removed keys belong to.
 
-    Factors of layers of which this rank has a share are cut the same way.
+    If this rank holds a share of a layer, the factors for that layer are cut in the same way.
     """
 
     def __init__(self, pipe: Any, parts: dict[str, nn.Module], shares: Mapping[str, ShardedTransformer]) -> None:
@@ -173,7 +173,7 @@ class _LoraKeyFilter:
     def filter_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """What the pipeline's `lora_state_dict` returns, without those keys."""
         loaded_state = self._read(*args, **kwargs)
-        # Some pipelines return alphas, or more, with the state dict.
+        # Some pipelines return a tuple: the state dict, and alphas or more.
         state = loaded_state
         if isinstance(loaded_state, tuple):
             state = loaded_state[0]
@@ -202,7 +202,7 @@ class _LoraKeyFilter:
         return {key: self._cut_value(key, value) for key, value in values.items() if self._is_key_local(key)}
 
     def _cut_value(self, key: str, value: Any) -> Any:
-        """A factor, or this rank's part of it; what is no factor, such as an alpha, as it is."""
+        """This rank's part of a factor; other values, such as alphas, are returned as they are."""
         component, _, name = key.partition(".")
         share = self._shares.get(component)
         if share is None or not isinstance(value, Tensor):
@@ -210,11 +210,11 @@ class _LoraKeyFilter:
         return share.cut_lora_factor(name, value)
 
     def _is_key_local(self, key: str) -> bool:
-        """Whether the path to a weight does not end early, in a placeholder."""
+        """Whether the path of a key leads to a module of this rank, and not to a placeholder."""
         first, *path = key.split(".")
         module = self._parts.get(first)
-        # Most LoRAs name CLIP's layers below `text_model`. Some versions of transformers have none, and diffusers
-        # leaves it out then.
+        # In most LoRAs the names of CLIP's layers begin with `text_model`. Some versions of transformers have no such
+        # module, and diffusers then removes it from the names.
         if module is not None and path[:1] == ["text_model"] and "text_model" not in module._modules:
             del path[0]
         while module is not None and path and path[0] in module._modules:
@@ -223,7 +223,7 @@ class _LoraKeyFilter:
 
 
 def _register_empty_adapter(part: Any, adapter_name: str | None) -> None:
-    """Makes an adapter known to a component that has no layer of it."""
+    """Registers an adapter with a component that has none of its layers."""
     require_extra("lora", "a LoRA")
     from diffusers.utils.peft_utils import get_adapter_name
     from peft import LoraConfig, inject_adapter_in_model

@@ -1,4 +1,4 @@
-"""The table of a plan on a model: what each rank stores and sends, and the upper bound of the speed-up."""
+"""Shows a plan on a model as a table: what each rank stores and sends, and the upper bound of the speed-up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
         model: the name that the table shows.
         job: the call under its plan.
         devices: the device of each rank.
-        parameters: the number that each rank has; by default an estimate, which divides norms and biases too.
+        parameters: how many each rank has; by default they are estimated as if norms and biases were divided too.
     """
     plan = job.plan
     shape = job.shape
@@ -42,11 +42,11 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
         tokens = f"{shard.image_tokens:,}"
         if shard.text:
             tokens += f" + {len(shard.text):,}"
-        # A dry run has no model whose parameters could be counted.
+        # In a dry run there is no model whose parameters could be counted.
         num_parameters = _count_expected_parameters(job, place.stage)
         if parameters is not None:
             num_parameters = parameters[rank]
-        # The last step but one is asynchronous where any step is, and latents still follow it.
+        # The last step but one is asynchronous if any step is, and unlike the last step it still sends latents.
         sent = count_traffic_in_step(job, rank, max(0, shape.steps - 2))
         traffic = [f"{kind}\n  {format_bytes(size)}" for kind, size in sent.items()]
         table.add_row(
@@ -80,13 +80,13 @@ def describe_plan(model: str, job: PlannedCall, devices: Sequence[str], paramete
 def describe_derived_model(
     pipeline: str, model: str, plan: Plan, devices: Sequence[str], parameters: Sequence[int], stages: Sequence[range]
 ) -> str:
-    """The table for a model without a `ModelSpec`: the columns that do not depend on a call.
+    """The table for a model without a `ModelSpec`, with only the columns that do not depend on a call.
 
     Args:
-        pipeline, model: the names of their classes.
-        plan: of the ranks.
-        devices, parameters: of each rank.
-        stages: the blocks of each stage; empty where a model is not cut.
+        pipeline, model: the names of the classes of the pipeline and its transformer.
+        plan: the plan of the ranks.
+        devices, parameters: for each rank, its device and how many parameters it has.
+        stages: the blocks of each stage; empty if the model is not cut.
     """
     table = _make_rank_table(DERIVED_COLUMNS)
     for rank, device in enumerate(devices):
@@ -120,7 +120,7 @@ def _make_rank_table(columns: Sequence[str] = COLUMNS) -> Table:
 
 
 def _format_rank_place(plan: Plan, rank: int) -> str:
-    """The coordinates of a rank on the axes that are used; "-" if none is."""
+    """The coordinates of a rank on the axes that the plan uses; "-" if it uses none."""
     coordinates = compute_coordinates(plan, rank)
     lines = []
     for axis in AXES:
@@ -131,14 +131,14 @@ def _format_rank_place(plan: Plan, rank: int) -> str:
 
 
 def _count_expected_parameters(job: PlannedCall, stage: int) -> int:
-    """The parameters of a rank of a stage: its blocks' over the tensor degree, and what every rank has."""
+    """The parameters of a rank of a stage: those of its blocks divided by the tensor degree, plus the shared ones."""
     blocks = select_local_blocks(job.stages, stage, job.plan.num_whole_stages)
     of_blocks = sum(job.weights.blocks[block] for block in blocks)
     return job.weights.shared + math.ceil(of_blocks / job.plan.tensor)
 
 
 def _format_speed_up_bound(job: PlannedCall) -> str:
-    """The bound of the stages, times the degrees that divide every step; data parallelism makes more images."""
+    """The product of the bounds of all axes, with its factors; data parallelism counts, as it makes more images."""
     bounds = compute_axis_bounds(job)
     product = f"{math.prod(bounds.values()):.2f}x"
     if len(bounds) < 2:
@@ -148,7 +148,7 @@ def _format_speed_up_bound(job: PlannedCall) -> str:
 
 
 def compute_axis_bounds(job: PlannedCall) -> dict[str, float]:
-    """The bound on each axis that is used; their product is the plan's."""
+    """The bound of each axis that the plan uses; their product is the bound of the plan."""
     bounds: dict[str, float] = {}
     if job.plan.pipefusion > 1:
         bounds["pipefusion"] = _bound_stage_speedup(job)

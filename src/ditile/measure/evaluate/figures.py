@@ -19,7 +19,7 @@ from ditile.plan.extras import require_extra
 from ditile.runner.requests.pictures import read_picture, save_figure
 
 SHEET_ROWS = 8
-"""Captions that are shown."""
+"""The number of captions that the sheet shows, at most."""
 AMPLIFIED = 4
 # Pixels of the longer side of an image on the sheet, of a gap, of the text, of a line, and of a wide letter.
 LEAST_SIDE = 144
@@ -33,15 +33,15 @@ INK = (20, 20, 20)
 FAINT = (110, 110, 110)
 PAPER = (255, 255, 255)
 SAME_PSNR = 100.0
-"""The PSNR that equal images count as."""
+"""The PSNR in dB that stands for equal images."""
 SheetColumn = tuple[EvaluationSetting, Sequence[tuple[Path, float]]]
-"""A setting; for each caption its file, and its PSNR in dB."""
+"""A setting, and for each caption the file of its image and its PSNR in dB."""
 
 
 def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) -> Image.Image:
     """A sheet with a column for each setting, a row for each caption, and differences below the images.
 
-    A difference is the amplified mean over the colours of the absolute difference from the original, on black.
+    A difference image shows the absolute difference from the original, averaged over the colours and amplified.
 
     Args:
         columns: the columns, the original first.
@@ -66,7 +66,7 @@ def draw_contact_sheet(columns: Sequence[SheetColumn], captions: Sequence[str]) 
             image = read_picture(path, "out")
             _paste_thumbnail(page, image, left, top, Image.Resampling.LANCZOS)
             if setting == ORIGINAL:
-                # Instead of a difference, which would be black.
+                # The original's difference would be black, so its column has the caption there.
                 lines = _wrap_text_lines([caption], width)
                 _write_lines(page, left, below + LINE, lines[: height // LINE])
                 continue
@@ -92,7 +92,7 @@ def _paste_thumbnail(page: Image.Image, image: Image.Image, left: int, top: int,
 
 
 def make_difference_image(image: Image.Image, original: Image.Image) -> Image.Image:
-    """The amplified difference of an image from the original; white is a quarter of the range or more."""
+    """The amplified difference of an image from the original; white means a quarter of the range or more."""
     pixels = np.asarray(image, np.float32)
     difference = np.abs(pixels - np.asarray(original, np.float32)).mean(2)
     amplified = np.minimum(difference * AMPLIFIED, 255)
@@ -121,7 +121,7 @@ def _name_cache(cache: str) -> str:
 
 
 def _wrap_text_lines(texts: Sequence[str], width: int) -> list[str]:
-    """Texts in lines that are no wider than a column of so many pixels."""
+    """Wraps texts to lines that fit a column of `width` pixels."""
     lines: list[str] = []
     for text in texts:
         lines += textwrap.wrap(text, width // LETTER)
@@ -131,13 +131,13 @@ def _wrap_text_lines(texts: Sequence[str], width: int) -> list[str]:
 def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
     """Draws the settings of an evaluation, PSNR over latency, with a line through the Pareto front.
 
-    Each plan has a colour and each cache a marker. A setting whose images equal the original's, which have no finite
-    PSNR, is drawn at the top.
+    Each plan has a colour and each cache a marker. A setting whose images equal the original's has no finite PSNR, and
+    is drawn at the top.
     """
     require_extra("plots", "the figure of an evaluation")
     import matplotlib
 
-    # Without a display; before pyplot is imported.
+    # This backend needs no display. It must be chosen before pyplot is imported.
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -146,12 +146,12 @@ def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
     low = min(finite)
     high = max(finite)
     room = max(2.0, 0.15 * (high - low))
-    # Settings whose images equal the original's are above a dashed line.
+    # Settings whose images equal the original's lie above a dashed line.
     top = high + 2 * room
     figure, axes = plt.subplots(figsize=(9.6, 5))
     _draw_settings(axes, rows, top)
     axes.axhline(high + room, color="#cccccc", lw=0.8, ls="--", label="above it the same image, without a PSNR")
-    # Without data, for the legend.
+    # An entry for the legend, without data.
     axes.errorbar([], [], xerr=[], color="#555555", ls="none", lw=0.8, label="lowest to highest")
     axes.set_ylim(low - room, top + 0.8 * room)
     ticks = [tick for tick in axes.get_yticks() if low - room <= tick <= high + 0.4 * room]
@@ -171,7 +171,7 @@ def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
 
 
 def _draw_settings(axes: Any, rows: Sequence[Row], top: float) -> None:
-    """Draws the settings and the Pareto front; `top` is where settings without a finite PSNR are."""
+    """Draws the settings and the Pareto front; settings without a finite PSNR are drawn at `top`."""
     colours = assign_plan_colours(list_values(rows, "plan"))
     markers = _assign_cache_markers(rows)
     front = select_pareto_front(rows)
@@ -198,7 +198,7 @@ def _assign_cache_markers(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _add_legend(axes: Any, rows: Sequence[Row]) -> None:
-    """Colours of plans, markers of caches, and lines, to the right of the figure."""
+    """Adds a legend of the plans' colours, the caches' markers, and the lines, to the right of the axes."""
     require_extra("plots", "the figure of an evaluation")
     from matplotlib.patches import Patch
 

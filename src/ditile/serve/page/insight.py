@@ -1,4 +1,4 @@
-"""What ditile did for an image, as HTML and SVG: the plan, seconds, ranks, the schedule, the freshness of keys."""
+"""Shows how an image was made, as HTML and SVG: its plan, times, ranks, schedule, and the freshness of its keys."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import MicroStep, Schedule
+from ditile.plan.schedule import Schedule
 from ditile.serve.jobs import Job, JobResult
 
-# More bars make a browser slow.
+# With more bars a browser becomes slow.
 _MAX_BARS = 4000
-# Of a chart, in pixels; a narrower page scrolls it. Labels of rows take the left part.
+# The size of a chart in pixels; on a narrower page it scrolls. The left part has the labels of the rows.
 _WIDTH = 1000
 _LEFT = 64
 _ROW = 26
 _BAR_HEIGHT = 22
-# Between two numbers of steps.
+# The least distance between the numbers of two steps.
 _TICK = 24
 FRESH = "#2a9d8f"
 STALE = "#e9c46a"
@@ -40,9 +40,9 @@ class Chart:
     """An SVG with rows of bars over steps.
 
     Args:
-        title: for screen readers.
-        labels: of the rows.
-        length: of the horizontal axis, in any unit.
+        title: the title for screen readers.
+        labels: the labels of the rows.
+        length: the length of the horizontal axis, in any unit.
     """
 
     def __init__(self, title: str, labels: Sequence[str], length: float) -> None:
@@ -55,7 +55,7 @@ class Chart:
             self._marks.append(_TEXT.format(0, row * _ROW + 15, html.escape(label)))
 
     def add_bar(self, row: int, begin: float, length: float, color: str, note: str) -> None:
-        """Adds a bar with a note for the pointer; a short one stays visible."""
+        """Adds a bar with a note that is shown under the pointer; very short bars are widened to stay visible."""
         x = _LEFT + begin * self._scale
         width = max(length * self._scale, 0.4)
         self._marks.append(_BAR.format(x, row * _ROW, width, _BAR_HEIGHT, color, html.escape(note)))
@@ -73,12 +73,12 @@ class Chart:
 
 
 def render_insight(job: Job, plan_facts: Mapping[str, Any], trace: Mapping[str, Any]) -> str:
-    """All of it.
+    """All sections for one job.
 
     Args:
-        job: that is done.
-        plan_facts: what the service says of its plan.
-        trace: of the job, as Chrome reads it; empty if there is none.
+        job: the job, which must be done.
+        plan_facts: what the service reports about its plan.
+        trace: the Chrome trace of the job; empty if there is none.
     """
     result = job.result
     assert result is not None, "the job is done"
@@ -96,7 +96,7 @@ def render_insight(job: Job, plan_facts: Mapping[str, Any], trace: Mapping[str, 
 
 
 def build_schedule(plan: Plan, result: JobResult) -> Schedule:
-    """The schedule of a call: of an adaptive plan, with the steps that it chose."""
+    """The schedule of a call; if the plan is adaptive, with the synchronous steps that the call chose."""
     schedule = Schedule.from_plan(plan, result.num_steps)
     if not schedule.adaptive:
         return schedule
@@ -105,7 +105,7 @@ def build_schedule(plan: Plan, result: JobResult) -> Schedule:
 
 
 def list_key_ages(schedule: Schedule) -> list[tuple[int, list[int]]]:
-    """(step, age in steps of each patch's keys) as each micro-step reads them; with DistriFusion, each rank."""
+    """(step, age in steps of each patch's keys) for each micro-step; with DistriFusion for each rank and step."""
     columns = []
     for step in range(schedule.steps):
         if schedule.distrifusion > 1:
@@ -114,15 +114,14 @@ def list_key_ages(schedule: Schedule) -> list[tuple[int, list[int]]]:
                 ages = [int(stale and patch != rank) for patch in range(schedule.distrifusion)]
                 columns.append((step, ages))
             continue
-        is_whole = schedule.is_synchronous(step)
         for patch in range(schedule.patches):
-            micro_step = MicroStep(step, None if is_whole else patch)
+            micro_step = schedule.find_micro_step(step, patch)
             columns.append((step, list(schedule.compute_key_ages(micro_step))))
     return columns
 
 
 def render_freshness(schedule: Schedule) -> str:
-    """A map of the ages of keys: a row for each patch, a column for each micro-step."""
+    """A chart of the ages of keys: a row for each patch, a column for each micro-step."""
     columns = list_key_ages(schedule)
     num_stale = sum(sum(ages) for _, ages in columns)
     if not num_stale:
@@ -137,12 +136,12 @@ def render_freshness(schedule: Schedule) -> str:
 
 
 def render_gantt(trace: Mapping[str, Any]) -> str:
-    """When each rank did what, from a Chrome trace."""
+    """A chart of what each rank did at which time, from a Chrome trace."""
     events = []
     num_ranks = 0
     num_patches = 1
     for event in trace.get("traceEvents", []):
-        # Complete events of Chrome have a duration, in microseconds.
+        # In Chrome's format "X" marks events with a duration, which is in microseconds.
         if event.get("ph") == "X" and event["dur"] > 0:
             events.append(event)
             num_ranks = max(num_ranks, event["tid"] + 1)
@@ -167,7 +166,7 @@ def render_gantt(trace: Mapping[str, Any]) -> str:
             chart.add_step(since, step)
             last_step = step
     colors = {"a whole step": WHOLE}
-    # The colours of eight patches show the pattern.
+    # Eight patches are enough to show the order of the colours.
     if num_patches > 1:
         for patch in range(min(num_patches, 8)):
             colors[f"patch {patch}"] = _choose_color("compute", patch, num_patches)
