@@ -291,7 +291,7 @@ def test_a_picture_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     half = whole.getvalue()[: len(whole.getvalue()) // 2]
     for content in (b"no picture", make_png_header(20_000), make_png_header(64), half, b""):
         Path("a.png").write_bytes(content)
-        assert "image='a.png' cannot be read as a picture" in refused(capsys, "generate", "a", "--image", "a.png")
+        assert "image='a.png' cannot be read as an image" in refused(capsys, "generate", "a", "--image", "a.png")
         assert read_picture_texts(Path("a.png")) == {}
     Path("a.png").unlink()
     os.mkfifo("a.png")

@@ -338,12 +338,12 @@ def test_a_plan_of_an_edit_is_verified_and_predicted(capsys: pytest.CaptureFixtu
     assert main.main(["plan", *words, "--image", "start.png"]) == 0
     assert "not in the seconds: the 1 image(s) that it starts from" in capsys.readouterr().out
     assert main.main(["plan", *words, "--image", "none.png"]) == 2
-    assert "image='none.png' cannot be read as a picture" in capsys.readouterr().err
+    assert "image='none.png' cannot be read as an image" in capsys.readouterr().err
 
 
 WRONG = [
-    (("--image", "mask.txt"), "cannot be read as a picture"),
-    (("--image", "none.png"), "image='none.png' cannot be read as a picture: No such file or directory\n"),
+    (("--image", "mask.txt"), "cannot be read as an image"),
+    (("--image", "none.png"), "image='none.png' cannot be read as an image: No such file or directory\n"),
     (("--video", "none.webp"), "video='none.webp' cannot be read as a video: No such file or directory\n"),
     (("--image", "start.png", "--mask", "small.png"), "is 64x64, and its image 128x128"),
     (("--mask", "mask.png"), "mask='mask.png' goes with an image; add --image FILE"),

@@ -345,7 +345,7 @@ def test_the_index_beside_a_variant(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "plain" / f"{stem}.json", part)
     loaded = load(str(tmp_path / "model"), variant="fp16")
     assert torch.equal(loaded.text_encoder_3.shared.weight, pipe.text_encoder_3.shared.weight)
-    assert "index beside it names it" in message(tmp_path / "model")
+    assert "index in its folder names it" in message(tmp_path / "model")
     gone = sorted(part.glob("model.fp16-*.safetensors"))[2]
     gone.unlink()
     with pytest.raises(LoadError, match=f"{gone.name} is missing"):

@@ -88,7 +88,7 @@ class CacheContext:
 
 
 def explain_idle_steps(config: DBCacheConfig, steps: int) -> str | None:
-    """The reason why settings that should leave steps out can leave out none of so many; None if they can.
+    """Why settings that should skip steps cannot skip any of `steps` steps; None if they can.
 
     Raises:
         ModelError: if a mask has fewer steps.
@@ -103,7 +103,7 @@ def explain_idle_steps(config: DBCacheConfig, steps: int) -> str | None:
 
 
 def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str | None:
-    """The reason why settings let all of so many blocks compute always, and what would work; None if they do not."""
+    """Why with these settings all blocks are always computed, and what would work; None if some may be skipped."""
     first = config.Fn_compute_blocks
     last = config.Bn_compute_blocks
     never: Sequence[int] = ()
@@ -126,5 +126,5 @@ def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str |
 
 
 def build_skip_rules(config: DBCacheConfig, steps: int) -> SkipRules:
-    """The rules of a generation of so many steps. Raises `ModelError` if a mask has fewer steps."""
+    """The rules for a generation of `steps` steps. Raises `ModelError` if a mask has fewer steps."""
     return SkipRules(config, resolve_step_mask(config.steps_computation_mask, steps))

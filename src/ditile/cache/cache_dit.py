@@ -120,7 +120,7 @@ class RankDivision:
             degrees[name] = world // fixed
         plan = Plan(**degrees, **self.options)
         if plan.world == 1:
-            # One rank has nobody to split a module with.
+            # A single rank has no other rank to split a module with.
             return plan
         for module in self.modules:
             plan = replace(plan, **_PLAN_CHANGES_BY_MODULE[module])

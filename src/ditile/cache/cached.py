@@ -34,7 +34,7 @@ _CACHE_ATTRIBUTE = "_cached_by_ditile"
 
 
 class IdleCacheWarning(UserWarning):
-    """A cache was asked for that can never leave anything out."""
+    """A cache was enabled that can never skip anything."""
 
 
 class CacheClock(PipelineClock, Protocol):
@@ -66,14 +66,14 @@ class SingleRankAgreement:
 
     def receive_skip_decision(self, count: int) -> Sequence[bool]:
         """Raises `StateError`: there is no stage before this one."""
-        raise StateError("a cache waits for a decision that nobody takes")
+        raise StateError("a cache waits for a decision that no rank makes")
 
     def send_probe_input(self, tokens: Tensor, to: nn.Module) -> None:
         """Does nothing: this rank has the whole probe."""
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
         """Raises `StateError`: this rank has the whole probe."""
-        raise StateError("a cache waits for tokens that nobody gives")
+        raise StateError("a cache waits for tokens that no rank sends")
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Does nothing: one rank keeps no stale keys."""
@@ -197,7 +197,7 @@ class TransformerCache:
     def refresh_settings(
         self, steps: int | None, config: DBCacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
     ) -> None:
-        """Prepares for a new image, of so many steps if they are given, and with other settings if some are given.
+        """Prepares for a new image; the number of steps and other settings change only if they are given.
 
         Args:
             steps: of the image.
@@ -243,7 +243,7 @@ class TransformerCache:
             self._own_clock.start_watching()
 
     def begin_generation(self, steps: int) -> None:
-        """Begins a generation of so many steps, in which nothing is remembered yet."""
+        """Begins a generation of `steps` steps, with an empty cache."""
         self.end_generation()
         if self._clock is self._own_clock:
             self.renew_hooks()

@@ -368,7 +368,7 @@ CACHE_WORDS = {
 
 
 def format_cache_config(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
-    """One word that says what was asked for, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
+    """One word that describes the settings, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
 
     F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps and of those in a row,
     0 for none. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator.

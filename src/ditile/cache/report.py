@@ -98,7 +98,7 @@ class ContextReport:
 
 
 def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_bytes: int) -> ContextReport:
-    """The report of a context and its chain after a generation of so many steps."""
+    """The report of a context and its chain after a generation of `steps` steps."""
     decisions: list[Decisions] = []
     for branch, patch, unit, record in chain.iterate_records():
         differences = sorted(record.differences.items())

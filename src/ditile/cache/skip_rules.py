@@ -129,7 +129,7 @@ class SkipRules:
         return self.threshold <= 0 and (self.mask is None or not self.is_static)
 
     def can_skip_any(self, steps: int) -> bool:
-        """Whether any of so many steps could be left out, whatever the differences."""
+        """Whether any of `steps` steps could be skipped, whatever the differences."""
         record = DecisionRecord()
         for step in range(steps):
             if self.decide_without_difference(step, record) is not RuleVerdict.COMPUTE:

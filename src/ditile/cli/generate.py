@@ -95,7 +95,7 @@ def draw_prompt_lines(
 
     Args:
         request, run, plan, cache: as in `draw_pictures`.
-        missing_lines: the lines; every rank takes those of rank 0.
+        missing_lines: the lines; all ranks use the list of rank 0.
         total: the number of lines in the file.
 
     Raises:

@@ -270,7 +270,7 @@ def _name_output(request: GenerateOptions, run: RunOptions) -> tuple[RunOptions,
     """
     known = find_known_model(request.model)
     if known is None or known.hub_id is not None:
-        # The class of the model is asked, for which diffusers is imported.
+        # The answer depends on the class of the model, and to find it diffusers is imported.
         _silence_libraries()
     from ditile.runner.requests.pipelines import check_model_packages, draws_videos
 

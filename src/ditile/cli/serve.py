@@ -19,7 +19,7 @@ from ditile.serve.options import ServeOptions
 
 
 def serve_model(options: ServeOptions, plan: Plan, cache: CacheOptions) -> int:
-    """Serves a model until the process is told to end; returns the exit code.
+    """Serves a model until a signal stops the process; returns the exit code.
 
     Raises:
         DitileError: if a package is missing, an option does not fit, or the server cannot listen.

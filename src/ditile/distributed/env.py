@@ -138,7 +138,7 @@ def read_launched_local_rank() -> int | None:
 
 
 def read_progress_fd() -> int | None:
-    """The file descriptor on which this rank reports to its watcher; None where nobody watches it."""
+    """The file descriptor on which this rank reports to its watcher; None if it has no watcher."""
     # A user may have exported it from a rank by mistake.
     text = os.environ.get("DITILE_PROGRESS_FD", "")
     if text and not (text.isdecimal() and len(text) < 10):

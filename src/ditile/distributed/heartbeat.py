@@ -216,7 +216,7 @@ def shorten_failure(failure: RankFailure) -> RankFailure:
 
 
 def send_note(**note: Any) -> None:
-    """Sends a note about this rank; does nothing where nobody watches it."""
+    """Sends a note about this rank; does nothing if it has no watcher."""
     env.send_to_watcher(json.dumps(note).encode() + b"\n")
 
 
@@ -267,7 +267,7 @@ def _measure_messenger_seconds() -> float:
     """CPU seconds of gloo's threads, where the system tells them apart."""
     seconds = 0.0
     for folder in Path("/proc/self/task").glob("*"):
-        # gloo's reading thread spins for as long as there is a message that nobody receives.
+        # gloo's reading thread spins as long as there is a message that no rank has posted a receive for.
         if "gloo" in "".join(_read_words(folder / "comm")):
             seconds += _read_used_seconds(folder)
     return seconds

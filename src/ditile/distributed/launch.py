@@ -233,7 +233,7 @@ def _read_bytes(fd: int, count: int) -> bytes:
     while len(data) < count:
         part = os.read(fd, min(count - len(data), 1 << 20))
         if not part:
-            # The parent has gone, so there is nobody to report to.
+            # The parent is gone, so there is no process to report to.
             os._exit(1)
         data += part
     return bytes(data)

@@ -192,7 +192,7 @@ class Communicators:
     must run one at a time, in the same order on all ranks.
 
     Attributes:
-        is_spoiled: whether a call has failed on this rank: messages may be under way that nobody receives.
+        is_spoiled: whether a call has failed on this rank: messages may be under way that no rank will receive.
         epoch: how often the groups were given up because of such messages.
     """
 
@@ -266,7 +266,7 @@ def build_mesh(plan: Plan, groups: Communicators | None = None, device: torch.de
         PlanError: if the plan does not use all ranks, or ranks have different plans.
         JoinError: if torchrun's ranks cannot connect to each other.
     """
-    # Refuses a wrong number of ranks before this rank waits for others that nobody starts.
+    # Refuses a wrong number of ranks before this rank waits for others that are never started.
     find_process_rank(plan)
     join_torchrun(device=device)
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -22,7 +22,7 @@ from ditile.plan import errors
 from ditile.plan.errors import DitileError, PlanError
 
 STALL_SECONDS = 600.0
-"""Seconds after which ranks that nobody watches give up on each other, unless the caller gives a limit."""
+"""Seconds after which ranks without a watcher give up on each other, unless the caller gives a limit."""
 
 
 def join_torchrun(timeout: float | None = None, device: torch.device | None = None) -> None:

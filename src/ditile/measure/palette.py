@@ -49,7 +49,7 @@ def choose_plan_colour(plan: str) -> str:
 
 
 def assign_plan_colours(plans: Iterable[str]) -> dict[str, str]:
-    """Plan -> colour: that of its method, lighter for the second and further plans of a method."""
+    """Plan -> colour: the colour of its method, lighter for the second and further plans of a method."""
     colours: dict[str, str] = {}
     counts: dict[str, int] = {}
     for plan in dict.fromkeys(plans):

@@ -53,7 +53,7 @@ class BlockAdapter:
 
     Attributes:
         pipe: the pipeline; None for a transformer alone. It is needed to cache several, because its steps are counted.
-        transformer: the transformer or transformers; None is those of the pipeline.
+        transformer: the transformer or transformers; None means the pipeline's own.
         blocks: the list or lists of blocks, in order of execution; None finds them.
         blocks_name: the names of the lists, instead of the lists.
         unique_blocks_name: accepted and not used: a list is identified by transformer and name.
@@ -219,7 +219,7 @@ def _split_by_transformer(adapter: BlockAdapter) -> list[_AdapterFields]:
 
 
 def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | None]:
-    """A field as a list for each transformer; one value is that of all."""
+    """A field as a list for each transformer; a single value counts for all of them."""
     if not isinstance(value, (list, tuple)):
         of_each = None if value is None else [value]
         return [of_each] * count
@@ -312,7 +312,7 @@ def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
     owners: dict[int, str] = {}
     for name, block_list in lists.items():
         for member in block_list:
-            # A block that is in several lists is that of the first.
+            # A block that is in several lists belongs to the first one.
             owners.setdefault(id(member), name)
     strangers = [type(unwrap_module(member)).__name__ for member in members if id(member) not in owners]
     if strangers or not members:

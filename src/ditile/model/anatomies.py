@@ -57,7 +57,7 @@ def remember_anatomy(transformer: nn.Module, anatomy: Anatomy) -> None:
 
 
 def _list_settings(transformer: nn.Module) -> frozenset[tuple[Any, ...]]:
-    """What the modules of a model are told by plain attributes: a twin of few blocks has some of these."""
+    """The plain attributes that configure a model's modules; a copy with fewer blocks has a subset of them."""
     settings = set()
     for module in transformer.modules():
         values = [(name, value) for name, value in sorted(vars(module).items()) if _is_setting(name, value)]
@@ -78,7 +78,7 @@ def compute_source_hash(transformer: nn.Module, lists: Iterable[str]) -> str:
     """The hash of the forwards of a transformer and the blocks of its lists; empty where a source cannot be read.
 
     What a config may bring into a block and what says how tokens depend on each other counts too: modules that choose
-    among tokens, as experts do, and attention processors that are not those of the class.
+    among tokens, as experts do, and attention processors other than the class's own.
     """
     blocks = [block for name in lists for block in get_module_list(transformer, name)]
     block_classes = sorted({type(block) for block in blocks}, key=lambda cls: cls.__qualname__)
@@ -101,13 +101,13 @@ def _read_forward_source(cls: type[nn.Module]) -> str:
 
 
 def _iterate_foreign_processors(block: nn.Module) -> Iterator[Any]:
-    """The calls of attention processors that are not those of their class."""
+    """The `__call__` methods of attention processors that are not of their layer's standard class."""
     for module in block.modules():
         if not hasattr(module, "processor") or not hasattr(module, "_default_processor_cls"):
             continue
         processor: Any = module.processor
         default: Any = module._default_processor_cls
-        # An adapter's does what the class's own does, and attends to its images in addition.
+        # An IP-adapter's processor does the same as the standard one, and also attends to the adapter's images.
         if type(processor) is not default and not isinstance(processor, ADAPTER_PROCESSORS):
             yield type(processor).__call__
 

@@ -107,7 +107,7 @@ def find_candidate_lists(transformer: nn.Module) -> Iterator[tuple[str, nn.Modul
         if isinstance(child, nn.ModuleList) and _has_custom_blocks(child):
             lists[name] = child
     called = [name for name in calls if name in lists]
-    # Where no call can be read, the order is that of the attributes.
+    # If no call can be read, the order of the attributes counts.
     for name in called or lists:
         if not _only_prepares_tokens(name, lists[name], calls.get(name)):
             yield name, lists[name], calls.get(name)

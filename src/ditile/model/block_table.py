@@ -38,7 +38,8 @@ class TransformerEntry:
         lists: path of a `ModuleList` -> how its blocks pass tokens on.
         apart: path of a list -> the attribute of the transformer with the number of its last blocks that are called on
             another stream, and so are not in the chain.
-        mirrored: whether the last blocks read what the first ones returned, the last block that of the first.
+        mirrored: whether the last blocks read what the first ones returned, in reverse order: the last block reads the
+            result of the first.
         has_rows: whether the first dimension of the tokens, and of all that goes with them, is the batch.
         note: what else a cache must know.
         refusal: why no block may be left out; empty where they may.

@@ -192,7 +192,7 @@ class _Derivation:
         dims = [dim for dim in range(len(first)) if first[dim] != second[dim]]
         record = self._records[0][0]
         queries = {call.queries for calls in record.attention.values() for call in calls}
-        # Queries are those of the image, or of the text too.
+        # The queries belong to the image, or to the text as well.
         lengths = {first[1]}
         text = record.arguments.get(self._chain[0].flow.text or "")
         if isinstance(text, Tensor) and text.ndim == 3:
@@ -470,7 +470,7 @@ class _Derivation:
         return range(third, 2 * third), range(min(DUMMY_TEXT, self._num_text))
 
     def _list_runs(self, anatomy: ListAnatomy, image: range, text: range) -> Runs:
-        """Where the tokens of a part are among those of each kind."""
+        """Where the tokens of a part lie among all tokens of each kind."""
         # Where no text is in the sequence, either order will do.
         if anatomy.joint == "image_first":
             both = [image, range(self._num_image + text.start, self._num_image + text.stop)]

@@ -35,7 +35,7 @@ from ditile.plan.guidance import GuidanceRule
 from ditile.plan.plan import suggest_whole_images
 
 TRIED_SCALES = {0.5: 0.0, 1.5: 1.0}
-"""Scales of guidance that a class is asked about, the smallest first -> the largest one that is not guided then."""
+"""Scales of guidance that a class is tried with, in ascending order -> the largest scale that is not guided then."""
 COUNT_NAME = re.compile(r"num_inference_steps|height|width|num_frames|video_length|num_\w+_per_prompt")
 """Names of arguments with which, at zero, nothing is generated."""
 CONTENT_NAME = re.compile(r"(prompt|timesteps|sigmas)(_\d|_embeds)*")
@@ -302,12 +302,12 @@ def explain_empty_call(call: Mapping[str, Any]) -> str | None:
     """Why a call asks for nothing that could be generated, or None."""
     for name, value in call.items():
         if COUNT_NAME.fullmatch(name) and isinstance(value, Real) and value < 1:
-            return f"{name}={value} leaves nothing to draw; give 1 or more, or leave it out for the pipeline's own"
+            return f"{name}={value} leaves nothing to generate; give 1 or more, or leave it out for the pipeline's own"
         is_empty = getattr(value, "shape", (1,))[:1] == (0,)
         if isinstance(value, list | tuple):
             is_empty = not value
         if is_empty and CONTENT_NAME.fullmatch(name):
-            return f"{name} is empty, so there is nothing to draw; give one or more, or leave it out"
+            return f"{name} is empty, so there is nothing to generate; give one or more, or leave it out"
     return None
 
 
@@ -482,7 +482,7 @@ def _try_guider(guider: BaseGuidance) -> list[list[Tensor]] | None:
     """What a guider makes of a prediction, of another with the same first places, and of the first one again.
 
     That is done in the first step, where memories begin, in the next, and in a late one, as some change in between.
-    None if it cannot be asked.
+    None if this cannot be found out.
     """
     twin: Any = copy.deepcopy(guider)
     twin._start = 0.0
@@ -496,7 +496,7 @@ def _try_guider(guider: BaseGuidance) -> list[list[Tensor]] | None:
             twin.set_state(step=step, num_inference_steps=100, timestep=torch.tensor(500.0))
             of_step = [twin(_name_predictions(twin, conditional, other)).pred for conditional in (one, changed, one)]
             results.append(of_step)
-    # What cannot be asked of a made-up prediction is not known of it.
+    # A guider that fails on a made-up prediction remains unknown.
     except (RuntimeError, ValueError, TypeError, LookupError, ImportError):
         return None
     return results

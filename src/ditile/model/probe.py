@@ -32,11 +32,11 @@ SIZES = ((6, 10), (10, 14))
 UNIT = 2
 SEQUENCE_LENGTHS = (19, 29)
 COUNTS = ("num_images_per_prompt", "num_videos_per_prompt")
-REMEDY = "give parallelize the arguments of a call that draws, as example=dict(...), or use a plan of data or cfg"
+REMEDY = "give parallelize the arguments of a call that works, as example=dict(...), or use a plan of data or cfg"
 
 
 class ProbeError(ModelError):
-    """A pipeline could not be called to look at its model; with the arguments of a call that draws, it could."""
+    """A pipeline could not be called to examine its model; the arguments of a call that works would help."""
 
 
 def derive_from_pipeline(
@@ -132,7 +132,7 @@ def _try_call(capture: Capture, arguments: Mapping[str, Any]) -> CapturedCall | 
     """The call of the model; None where the pipeline does not take such arguments together."""
     try:
         return capture(arguments)
-    # It was asked for what it was not made for.
+    # The call asked the pipeline for something that it does not support.
     except Exception:
         return None
 
@@ -151,7 +151,7 @@ def _capture_changes(
         change = "" if call is None else describe_change(first, call, latents)
         if call is not None and change:
             changes.setdefault(change, call)
-        # Size, text and rows are all that is asked for.
+        # All three kinds of change have been seen: of size, text and rows.
         if len(changes) == 3:
             break
     # The derivation takes the second call for the one of another size.
@@ -287,7 +287,7 @@ def _list_text_lengths(example: Mapping[str, Any]) -> list[int]:
 
 
 def _lengthen(value: Any, length: int) -> Any:
-    """What has so many tokens in its first or second dimension, with each of them twice: padding stays at the end."""
+    """Doubles each token of tensors with `length` tokens in their first or second dimension; padding stays last."""
 
     def lengthen_leaf(leaf: Tensor) -> Tensor:
         if leaf.ndim < 2 or length not in leaf.shape[:2]:
@@ -309,7 +309,7 @@ def _has_rows(value: Any) -> bool:
 
 
 def _repeat_rows(value: Any, rows: int) -> Any:
-    """An argument with each of so many rows twice."""
+    """An argument with its rows twice, if it has `rows` rows."""
     if isinstance(value, dict):
         return {name: _repeat_rows(part, rows) for name, part in value.items()}
     if _has_rows(value) and len(value) == rows:

@@ -151,7 +151,7 @@ def record_blocks(
             for _, _, processor in find_attention_processors(block):
                 if getattr(processor, "_attention_backend", None) is not None:
                     override_attribute(stack, processor, "_attention_backend", AttentionBackendName.NATIVE)
-            # Attention is that of the innermost module that calls it.
+            # An attention call belongs to the innermost module that makes it.
             for module_path, module in block.named_modules():
                 if module_path:
                     track_path(stack, path, (record, module_path), module, _note_outside)

@@ -1,4 +1,4 @@
-"""How blocks pass tokens on, read off the source: of a block's forward, and of the transformer that calls the blocks.
+"""Reads from source how blocks pass tokens on: from a block's forward, and from the transformer that calls it.
 
 Nothing is guessed: what the source does not say is None, and the caller asks the user for a pattern.
 """
@@ -208,7 +208,7 @@ def parse_function(function: Callable[..., Any]) -> ast.FunctionDef | None:
 
 
 def _walk_own_nodes(function: ast.FunctionDef) -> Iterator[ast.AST]:
-    """The nodes of a function, in the order of its source, without those of functions inside it."""
+    """The nodes of a function in the order of its source, without the nodes of nested functions."""
     queue: list[ast.AST] = list(function.body)
     while queue:
         node = queue.pop(0)

@@ -48,7 +48,7 @@ Kinds = tuple[str, ...]
 
 @functools.lru_cache(maxsize=4096)
 def select_word(words: str, num_dims: int) -> str | None:
-    """The word for a tensor of so many dimensions; None if none is known."""
+    """The word for a tensor with this number of dimensions; None if no word is known."""
     for word in words.split("|"):
         if len(word) == num_dims and not word.startswith("#"):
             return word

@@ -47,7 +47,7 @@ PACKED_KINDS = ("activations", "ulysses", "ring", "distrifusion", "keys")
 """The kinds whose numbers are sent in eight bits each, where `Plan.wire_dtype` says so."""
 SCALE_BYTES = 2
 MOST_SCALED = 16
-"""Of numbers sent as int8 at most so many share a scale (distributed/wire.py says why)."""
+"""At most this many numbers that are sent as int8 share a scale (distributed/wire.py says why)."""
 
 
 class RepeatedExchange(NamedTuple):

@@ -23,7 +23,7 @@ class FlagParser(argparse.ArgumentParser):
     Args:
         essential: the fields whose flags `--help` shows, each on one line or two; `--help-all` shows all flags.
             Empty: both show all of them.
-        options: those of argparse.
+        options: the options of argparse.
     """
 
     def __init__(self, *args: Any, essential: Sequence[str] = (), **options: Any) -> None:
@@ -55,7 +55,7 @@ class FlagParser(argparse.ArgumentParser):
         return super().format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse, but a flag that may stand alone takes no word after it that is no value of it, as a prompt."""
+        """As argparse, but a flag with an optional value takes no word that is not a valid value, such as a prompt."""
         words: list[str] = []
         for word, following in itertools.pairwise([*(args or ()), None]):
             action = self._option_string_actions.get(word)
@@ -65,7 +65,7 @@ class FlagParser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Raises it."""
+        """Raises the message as a `PlanError`."""
         flag = "--help-all" if self.essential else "--help"
         raise PlanError(f"{message}; see {self.prog} {flag}")
 

@@ -184,7 +184,7 @@ class Layout:
         return self.image_tokens + self.text
 
     def count_rows(self, patch: int, rows: int | None = None) -> int:
-        """Token rows of a patch, or only those among so many first rows."""
+        """The number of token rows of a patch; with `rows`, only of rows before that one."""
         count = 0
         for run in self._list_row_runs(patch):
             stop = run.stop if rows is None else min(run.stop, rows)

@@ -114,7 +114,7 @@ class Schedule:
 
     @classmethod
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
-        """The schedule of a plan over some steps, with so many rows in a transformer call."""
+        """The schedule of a plan over `steps` steps, with `batch` rows in each transformer call."""
         plan = plan.resolve_warmup()
         warmup_group_size = plan.num_whole_stages
         if plan.warmup_mode == "sequence":
@@ -310,7 +310,7 @@ class Schedule:
         with_latents = self.patches - references
         taken = step * with_latents
         if micro.patch is not None:
-            # References that are not computed leave less time for patches to come back.
+            # If references are skipped, patches have less time to come back.
             left_out = 0
             left_out_before = 0
             if references and not self.computes_references(step):
@@ -390,7 +390,7 @@ class Schedule:
             yield from self.iter_ops_after_call(stage, micro)
 
     def iter_program(self, stage: int, calls: int | Callable[[int], int] = 1) -> Iterator[Op]:
-        """All that a stage does in a generation of so many transformer calls in every step, or in each."""
+        """All that a stage does in a generation; `calls` is the number of calls per step, or a function of it."""
         for step in range(self.steps):
             calls_of_step = calls(step) if callable(calls) else calls
             yield from self.iter_step_ops(stage, step, calls_of_step)

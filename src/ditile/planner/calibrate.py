@@ -133,7 +133,7 @@ def _tabulate_rates(
         row: list[float] = []
         for y in ys:
             work = count_operations(x, y)
-            # It would take seconds, and its rate is that of the largest one before.
+            # It would take seconds, and its rate is the same as for the largest size before.
             if work > LARGEST:
                 row.append(row[-1])
             else:

@@ -71,7 +71,7 @@ class StreamSizes(NamedTuple):
     many: bool = False
 
     def match_stream(self, size: int) -> Stream:
-        """The stream that has so many tokens; "once" if none has."""
+        """The stream with this number of tokens; "once" if there is none."""
         if self.text and size == self.image + self.text:
             return "both"
         if self.text and size == self.text:
@@ -171,7 +171,7 @@ class TransformerWork:
         every, step, once: work of every rank: in every call, once in a step, once in a generation.
         footprint: the numbers that are alive meanwhile.
         before: for each block, its work up to its first attention.
-        key_heads: heads of keys over those of queries, in blocks.
+        key_heads: the number of key heads over the number of query heads, in blocks.
         streams: of each block, the path of each Linear and RMSNorm -> whose tokens it is given.
     """
 
@@ -451,7 +451,7 @@ def _iterate_tensors(values: Any) -> Iterator[Tensor]:
 
 
 def select_stream_length(stream: Stream, image: int, text: int) -> int:
-    """Tokens of a stream, of an image and a text of so many; 1 for what belongs to no token."""
+    """The number of tokens of a stream, given those of image and text; 1 for work that belongs to no token."""
     if stream == "image":
         return image
     if stream == "text":

@@ -166,7 +166,7 @@ class OpPricer:
         # Stages with the same work take the same time.
         stage = self.first_alike_stages[stage]
         patch = self._find_alike_patch(op.patch)
-        # The first call of a step has more to do than those of other branches.
+        # The first call of a step has more to do than the calls of other branches.
         key = (stage, op.kind, self.step_kinds[op.step], patch, op.branch == 0, op.micro_batch, free)
         seconds = self._seen.get(key)
         if seconds is None:

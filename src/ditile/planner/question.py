@@ -56,7 +56,7 @@ class PlanQuestion:
     num_images: Images = define_option(1, "images at once", metavar="N")
     image: Paths | None = define_option(
         None,
-        "a picture that the call starts from, or its size, such as 1024x768; once more for each further reference",
+        "an image that the call starts from, or its size, such as 1024x768; repeat it for each further reference",
         metavar="FILE",
         reads=True,
         repeats=True,
@@ -116,15 +116,15 @@ class PlanQuestion:
         return None if self.price is None else Plan.parse(self.price)
 
     def read_pictures(self) -> list[Image.Image]:
-        """The pictures that the call starts from; of a size one without a motif.
+        """The images that the call starts from; for a size, an image without a motif.
 
         Raises:
-            ModelError: if a file is no picture, or a side is out of its range.
+            ModelError: if a file is not an image, or a side is out of its range.
         """
         return [_read_picture_or_size(each) for each in self.image or ()]
 
     def fill_call_arguments(self) -> dict[str, Any]:
-        """The arguments of the call that is asked about; those that suit the model fill the gaps.
+        """The arguments of the call to plan for; the model's defaults complete them.
 
         Raises:
             ModelError, LoadError: as `ditile.defaults`.
@@ -138,7 +138,7 @@ class PlanQuestion:
 
         Raises:
             PlanError: as `load_machine_profile`, or if the plan to be priced does not fit a model known by name.
-            ModelError, LoadError: if there is no such model or profile, or a file is no picture.
+            ModelError, LoadError: if there is no such model or profile, or a file is not an image.
         """
         self.read_pictures()
         find_model_source(self.model, weights=False)

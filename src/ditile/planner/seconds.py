@@ -148,7 +148,7 @@ def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Lin
 
 
 def compute_slowdown(profile: Profile, ranks: int) -> float:
-    """The factor by which work takes longer while so many ranks of a host compute."""
+    """The factor by which work takes longer while this number of ranks of a host compute."""
     slowdown = max(1.0, ranks / profile.devices)
     if profile.devices == 1:
         return slowdown

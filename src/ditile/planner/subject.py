@@ -370,7 +370,7 @@ class PlanSubject:
 
     @staticmethod
     def count_prompt_tokens(call: Mapping[str, Any], shape: Shape) -> int:
-        """Tokens that text encoders read for an image: those of its prompt, and of the negative one."""
+        """Tokens that text encoders read for an image: the tokens of its prompt and of the negative prompt."""
         # There are two prompts at most, whatever branches are made of them.
         prompts = min(shape.branches_per_call * shape.calls, 2)
         return int(call.get("max_sequence_length") or PROMPT_TOKENS) * prompts
@@ -505,12 +505,12 @@ class PlanSubject:
     def _count_references(self, first: RecordedCall, latents: int) -> int | None:
         """Tokens of reference images, which latents of so many numbers are not made of; None if that is not known."""
         out = self.parameter_counts.out
-        # Where text is in the sequence, or a second stream is predicted, the numbers are not those of the image alone.
+        # If text is in the sequence, or a second stream is predicted, the numbers do not belong to the image alone.
         is_alone = first.out == first.rows * first.image * out and latents % out == 0
         return first.image - latents // out if is_alone else None
 
     def _fit_size(self, height: int, width: int, tokens: int) -> tuple[int, int]:
-        """Pixels of an image of so many tokens: some pipelines make as many as they were trained on, in its shape."""
+        """Pixels of an image with this number of tokens: some pipelines scale images to the size of their training."""
         side = self.token_side
         if tokens * side**2 == height * width:
             return height, width

@@ -5,7 +5,7 @@
     ditile.summary(pipe)
     ditile.disable_cache(pipe)
 
-The names are those of cache-dit, so that a script for it runs. A cache overrides methods of the pipeline's instances
+The names are cache-dit's, so that a script for it runs. A cache overrides methods of the pipeline's instances
 and of no class. `disable_cache` restores them.
 """
 
@@ -225,7 +225,7 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
 
 
 def build_default_config(blocks: int) -> DBCacheConfig:
-    """The default `cache_config` of `enable_cache`, for so many blocks: an eighth of them are always computed."""
+    """The default `cache_config` of `enable_cache` for `blocks` blocks: an eighth of them are always computed."""
     return DBCacheConfig(Fn_compute_blocks=max(1, round(blocks / 8)))
 
 

@@ -1,7 +1,7 @@
 """Checkpoints in safetensors, one file or several with an index. Only the tensors that a module still has are read.
 
 A file is mapped into memory, and the mapping is closed after some tens of megabytes: while a checkpoint of any size is
-read, neither anonymous nor file-backed memory holds more than the tensors that are asked for.
+read, neither anonymous nor file-backed memory holds more than the requested tensors.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Checkpoint:
         for file in sorted(names_by_file):
             path = self.locate(file)
             if path is None:
-                raise LoadError(f"{file} is missing, and the index beside it names it; copy the whole model")
+                raise LoadError(f"{file} is missing, and the index in its folder names it; copy the whole model")
             for names in _batch_tensor_names(path, names_by_file[file]):
                 with open_safetensors(path, "pt") as tensors:
                     for name in names:
@@ -151,7 +151,7 @@ def _map_own_parts(stored: Any, name: str, shape: tuple[int, ...], part: SelectS
     stored_shape = tuple(stored.get_shape())
     if stored_shape != shape:
         raise LoadError(
-            f"weight {name} has the shape {list(stored_shape)}, and the config beside it says {list(shape)}"
+            f"weight {name} has the shape {list(stored_shape)}, and the config in its folder says {list(shape)}"
         )
     cut = None
     if part is not None:

@@ -456,7 +456,7 @@ def _find_component_class(library: Any, class_name: Any) -> type[Any] | None:
 
 
 def _find_config(locate: LocateFile, name: str) -> Path:
-    """The config of a component. Raises `LoadError` if there is none, or it describes what nobody can build."""
+    """The config of a component. Raises `LoadError` if there is none, or no model can be built from it."""
     config = locate("config.json")
     if config is None:
         raise LoadError(f"{name} has no config.json, or the hub cannot be reached; copy the whole model")

@@ -218,7 +218,7 @@ def check_model_folder(folder: Path) -> None:
 def _check_component(folder: Path, variant: str | None) -> None:
     """Raises `LoadError` for a component that is missing, or that has a config.json and no whole weights with it."""
     if not folder.is_dir():
-        raise LoadError(f"{folder} is missing, and the index beside it names it; copy the whole model")
+        raise LoadError(f"{folder} is missing, and the index in its folder names it; copy the whole model")
     for path in (folder / "config.json", folder / "scheduler_config.json"):
         if path.exists():
             check_config_counts(read_json_object(path), path)
@@ -235,7 +235,7 @@ def _check_component(folder: Path, variant: str | None) -> None:
         raise LoadError(f"{folder} has no weights; a *.safetensors file belongs there")
     for path in weight_files:
         if not path.exists():
-            raise LoadError(f"{path} is missing, and the index beside it names it; copy the whole model")
+            raise LoadError(f"{path} is missing, and the index in its folder names it; copy the whole model")
         with open_safetensors(path, "np"):
             pass
 
@@ -281,7 +281,7 @@ def refuse_missing_weights(names: Collection[str], place: Path) -> None:
 
 
 def check_config_counts(config: Mapping[str, Any], path: Path | str) -> None:
-    """Raises `LoadError` for a config with so many layers or timesteps that building its model would never end."""
+    """Raises `LoadError` for a config with more layers or timesteps than any model has: building it would not end."""
     for name, value in config.items():
         for pattern, most in MOST_IN_CONFIGS.items():
             if re.fullmatch(pattern, str(name)):

@@ -1,6 +1,6 @@
 """Pipelines of several classes on one model, such as the text-to-image and the image-to-image pipelines of FLUX.
 
-diffusers' `from_pipe` makes such pipelines too, but converts all modules to one dtype, float32 unless it is told, and
+diffusers' `from_pipe` makes such pipelines too, but converts all modules to one dtype, float32 by default, and
 leaves out what does not fit with a warning. Here modules stay as they are, and what does not fit is refused.
 """
 

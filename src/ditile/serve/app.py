@@ -302,7 +302,7 @@ def _describe_model(http: HttpRequest) -> dict[str, Any]:
 
 
 def _is_open_path(path: str) -> bool:
-    """Whether a path needs no key: health, the form for keys, and an image by its address, which nobody guesses."""
+    """Whether a path needs no key: health, the form for keys, and an image by its address, which cannot be guessed."""
     if path in ("/health", LOGIN_PATH):
         return True
     return re.fullmatch(r"/v1/images/[^/]+/content/\d+", path) is not None

@@ -1,4 +1,4 @@
-"""A job: what one client asked for, how far it is, and what came of it.
+"""A job: what one client requested, its progress, and its result.
 
     queued -> running -> done | failed | cancelled
     queued -> cancelled | failed

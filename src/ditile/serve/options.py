@@ -70,7 +70,7 @@ class ServeOptions(EngineOptions):
     max_prompt: Count = define_option(8192, "letters of a prompt", metavar="N")
     max_body: Count = define_option(2**26, "bytes of a request", metavar="N")
     timeout: Seconds = define_option(3600.0, "seconds after which a job is ended", metavar="S")
-    drain: Seconds = define_option(60.0, "seconds that running jobs get when the server is told to end", metavar="S")
+    drain: Seconds = define_option(60.0, "seconds that running jobs get when a signal stops the server", metavar="S")
     exit_on_failure: bool = define_option(
         False, "end with exit code 1 when the ranks have failed three starts in the same way"
     )

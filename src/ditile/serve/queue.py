@@ -1,8 +1,8 @@
 """The jobs that wait: fair between owners, first come first served within one, and in batches of one shape.
 
-Owners take turns. The owner whose turn it is has its oldest job generated, and goes to the end of the line. Jobs that
-differ only in their prompts and seeds join the same batch, whoever owns them; that changes nobody's turn, so an owner's
-oldest job waits for at most one batch of each other owner.
+Owners take turns. When it is an owner's turn, its oldest job is generated, and the owner moves to the end of the line.
+Jobs that differ only in their prompts and seeds join the same batch, whoever owns them. Joining does not change the
+order of turns, so an owner's oldest job waits for at most one batch of each other owner.
 """
 
 from __future__ import annotations

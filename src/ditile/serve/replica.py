@@ -40,7 +40,7 @@ FAILED_STARTS = 3
 STOPPED_SECONDS = 2.0
 # Seconds between two starts, at most; ranks that never became ready wait 1, 2, 4 .. seconds.
 LONGEST_DELAY = 30.0
-# How often a batch is told to stop, until it has: its call may not have begun yet.
+# How often a batch is asked again to stop, until it has: its call may not have begun yet.
 STOP_AGAIN_SECONDS = 0.2
 # How long idle ranks get to leave before they are killed, and ranks that are busy or loading.
 LEAVE_SECONDS = 10.0
@@ -298,7 +298,7 @@ class LocalReplica(Replica):
             # A full disk, or too many processes.
             return _describe_failed_start(error)
         finally:
-            # The reader ends when nobody holds the other end of its link.
+            # The reader ends when the other end of its link is closed in every process.
             for _, theirs in pairs:
                 theirs.close()
             reader.join()
@@ -357,7 +357,7 @@ def name_cause(error: DitileError) -> str:
 
 
 def describe_lost_ranks(error: DitileError) -> Failure:
-    """What a client is told of ranks that have ended: one line, without a traceback."""
+    """The message for a client about ranks that have ended: one line, without a traceback."""
     line = _shorten_reason(error)
     if MEMORY_MESSAGE.search(line) or "out of memory" in line:
         return Failure(code="out_of_memory", message=f"{line}; ask for a smaller image, or fewer at once")
@@ -365,7 +365,7 @@ def describe_lost_ranks(error: DitileError) -> Failure:
 
 
 def describe_failed_replica(error: DitileError, has_been_ready: bool) -> Failure:
-    """What a client is told of ranks whose starts have failed in the same way."""
+    """The message for a client about ranks whose starts have failed in the same way."""
     if has_been_ready:
         remedy = f"they are started every {LONGEST_DELAY:.0f} s"
     else:

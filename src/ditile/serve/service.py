@@ -370,7 +370,7 @@ class Service:
             except StateError as error:
                 failure = Failure(code="internal", message=str(error))
                 self._end_job(state, JobOutcome(state="failed", failure=failure))
-        # Meanwhile jobs may have been cancelled, the server told to end, and the ranks lost.
+        # Meanwhile jobs may have been cancelled, the server may be stopping, and the ranks may be lost.
         if not batch.open:
             self._release_batch(batch)
         elif self._end is not None:
@@ -451,7 +451,7 @@ class Service:
         assert replica.facts is not None, "a replica that is ready knows its model"
         self._facts = replica.facts
         self._has_failed.clear()
-        # A plan with `data` has ranks for so many images at once.
+        # A plan with `data` has ranks for several images at once.
         plan = Plan.parse(replica.facts.plan)
         self._max_batch = max(self.options.max_batch, plan.data)
         self._failures.pop(replica.name, None)
@@ -576,7 +576,7 @@ class Service:
             self._unsaved += [job for job in jobs if job.has_ended]
 
     async def _sweep_results(self) -> None:
-        """Removes jobs that have expired, for ever."""
+        """Keeps removing jobs that have expired."""
         while True:
             pause = self.options.keep_results / 10
             await asyncio.sleep(min(30.0, max(0.05, pause)))

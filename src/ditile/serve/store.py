@@ -4,9 +4,9 @@
     <state>/jobs.db       a row for each job
     <state>/jobs/<id>/    images to start from, and results
 
-What is accepted and what has ended is on disk before anybody is told. Files are written before the row that refers to
-them, and removed after it, so that a server that is killed at any moment leaves jobs that can run again, or folders
-without a row, which are removed at the next start.
+A job is on disk before its client learns that it was accepted or has ended. Files are written before the row that
+refers to them, and removed after it. So a server that is killed at any moment leaves only jobs that can run again, or
+folders without a row, which are removed at the next start.
 """
 
 from __future__ import annotations

@@ -364,7 +364,7 @@ class LoraCache:
         try:
             load_lora_weights(self._runner.pipe, path, adapter)
         except ModelError as error:
-            # Clients are told no paths.
+            # Clients must not learn local paths.
             complaint = str(error).replace(path, name)
         # Each rank has a part of the model, and it alone may find that a LoRA does not fit.
         complaints = [text for text in gather_json(complaint, self._runner.mesh.everyone) if text]
@@ -402,7 +402,7 @@ def find_call_size(facts: ModelFacts, call: Mapping[str, Any]) -> tuple[int, int
 
 
 def count_steps(class_facts: CallFacts, facts: ModelFacts, call: Mapping[str, Any]) -> int:
-    """How many steps a call of a class makes: fewer than it is told, if it starts from an image."""
+    """How many steps a call of a class makes: fewer than requested if it starts from an image."""
     name = "num_inference_steps"
     steps = call.get(name) or class_facts.defaults.get(name)
     steps = steps or facts.find_default(name) or 0

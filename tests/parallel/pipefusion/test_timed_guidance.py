@@ -123,7 +123,7 @@ def test_callbacks_that_end_guidance_are_told_from_others(callback: Any, scale: 
 
 
 NOTHING: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"num_inference_steps": 0}, "num_inference_steps=0 leaves nothing to draw"),
+    ({"num_inference_steps": 0}, "num_inference_steps=0 leaves nothing to generate"),
     ({"num_images_per_prompt": -1}, "num_images_per_prompt=-1 leaves nothing"),
     ({"height": 0}, "height=0 leaves nothing"),
     ({"prompt": []}, "prompt is empty"),

@@ -135,7 +135,7 @@ def _write_results(
     remarks: list[str],
 ) -> BenchResult:
     """Writes rows and figures of all runs in the folder."""
-    # All runs of the folder, those of earlier calls too.
+    # All runs in the folder, including runs of earlier calls.
     rows = runs.summarize_runs(runs.read_runs(compared.out), predictions)
     files = [runs.write_bench_rows(compared.out, rows)]
     row_by_key = {row["key"]: row for row in rows}

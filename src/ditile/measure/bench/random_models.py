@@ -85,7 +85,7 @@ class RandomModel:
         return PixArtSigmaPipeline if self.family == "pixart" else FluxPipeline
 
     def create_transformer(self, size: int) -> Any:
-        """The transformer for images of so many pixels a side, with torch's random numbers."""
+        """The transformer for images of `size` pixels a side, with random weights."""
         width = self.heads * self.head_dim
         if self.family == "pixart":
             pixart: Any = PixArtTransformer2DModel(

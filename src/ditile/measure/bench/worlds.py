@@ -81,7 +81,7 @@ class Worlds:
 
     @contextmanager
     def create_world_group(self, world: int, threads: int) -> Iterator[bool]:
-        """Makes a group of the first `world` ranks, of so many threads each; yields whether this rank is in it."""
+        """Makes a group of the first `world` ranks, with `threads` threads each; yields whether this rank is in it."""
         self._num_worlds += 1
         name = f"world-{self._num_worlds}"
         if self.rank >= world:

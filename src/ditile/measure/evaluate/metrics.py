@@ -74,7 +74,7 @@ def compute_psnr(a: ImageArrays, b: ImageArrays) -> NDArray[np.float64]:
     """
     differences = (a.astype(np.float64) - b) / 255
     mean_squares = np.square(differences).mean(axis=(1, 2, 3))
-    # The floor is that of 100 dB.
+    # The floor of the error corresponds to 100 dB.
     decibels: NDArray[np.float64] = -10 * np.log10(np.maximum(mean_squares, 1e-10))
     return decibels
 

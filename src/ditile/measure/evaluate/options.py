@@ -87,11 +87,11 @@ class EvaluateOptions(ModelOptions):
 
     @property
     def candidate_settings(self) -> list[EvaluationSetting]:
-        """All plans with all caches, each once, without the original; errors are those of the class."""
+        """All plans with all caches, each once, without the original. Raises the errors of the class."""
         settings = []
         for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]:
             plan = Plan.parse(text)
-            # Its images are those of one rank, so there is nothing to compare.
+            # Its images are the same as one rank's, so there is nothing to compare.
             if plan.data > 1:
                 raise PlanError(
                     f"data={plan.data} makes more images at a time, each as before; leave data out of '{plan}'"
@@ -105,7 +105,7 @@ class EvaluateOptions(ModelOptions):
         return list(dict.fromkeys(settings))
 
     def build_generate_options(self) -> GenerateOptions:
-        """The options of `ditile generate` for the image of a caption; errors are those of the class."""
+        """The options of `ditile generate` for the image of a caption. Raises the errors of the class."""
         return self.to_generate_options(prompt="a caption")
 
 
@@ -173,7 +173,7 @@ class SessionOptions(DeviceOptions):
 
 
 def list_images(folder: Path) -> list[Path]:
-    """The images of a folder, without those of its subfolders, sorted by name; none if there is no such folder."""
+    """The images in a folder but not in its subfolders, sorted by name; none if there is no such folder."""
     if not os.path.isdir(folder):
         return []
     suffixes = (".png", ".jpg", ".jpeg", ".webp")

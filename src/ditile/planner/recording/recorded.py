@@ -105,7 +105,7 @@ class PipelineRecorder:
     def __init__(self, pipe: Any, *hooks: TransformerHooks) -> None:
         self.pipe = pipe
         self._hooks = hooks
-        # It would show a call that nobody made.
+        # It would show a call that the user did not make.
         pipe.set_progress_bar_config(disable=True)
         name = type(pipe).__name__
         if name not in read_prompt_table():
@@ -304,7 +304,7 @@ def _describe_call(
 
 @contextmanager
 def silence_libraries() -> Iterator[None]:
-    """Silences warnings of diffusers and transformers, which are about a call that nobody makes."""
+    """Silences warnings of diffusers and transformers about the recorded call, which generates nothing."""
     loggers = [logging.getLogger(name) for name in ("diffusers", "transformers")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

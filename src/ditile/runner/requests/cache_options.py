@@ -174,7 +174,7 @@ class CacheOptions(Fields):
                 require_quantizer(quant_type)
 
     def describe_settings(self) -> dict[str, Any]:
-        """The settings that change a picture, as JSON types; empty if there are none."""
+        """The settings that change an image, as JSON types; empty if there are none."""
         arguments = self.build_cache_arguments()
         settings: dict[str, Any] = {}
         for name in ("cache_config", "calibrator_config"):

@@ -90,7 +90,7 @@ def make_numbered_tables(labels: Sequence[str], columns: Mapping[str, Sequence[s
 def show_progress_bar(
     title: str, total: int, *, completed: int = 0, shown: bool = True
 ) -> Iterator[Callable[[int], None]]:
-    """Shows on the standard error what is done and what is left: a bar on a terminal, else a line now and then.
+    """Shows on the standard error what is done and left: a bar on a terminal, otherwise a line now and then.
 
     Yields a function that advances it by a count. Where more is done than the total, what is left is not known.
     """

@@ -1,4 +1,4 @@
-"""What a model's calls take, as JSON: collected where the model is loaded, asked by processes without torch.
+"""What a model's calls take, as JSON: collected where the model is loaded, read by processes without torch.
 
 Most requests that a pipeline would refuse are refused by its facts, before anything runs. Nothing here imports
 torch, but `collect_facts` and `collect_call_facts` are called where diffusers is.
@@ -65,7 +65,7 @@ class CallFacts:
         Raises:
             ModelError: if this pipeline does not take an argument of the request, or starts from what it lacks.
         """
-        # The model's own options may be for a relative of this class; those of a request must be taken.
+        # The model's own options may be meant for a related class; the options of a request must all be taken.
         requested = self._rename_arguments(request, collect_request_arguments(request, base))
         self._check_conditions(request)
         refused = sorted(requested.keys() - self.defaults.keys())
@@ -98,7 +98,7 @@ class CallFacts:
         elif request.video is not None:
             # The class takes as many frames as the video has.
             renamed.pop("num_frames", None)
-        # Where a class has two strengths, that of noise says how far the result may depart from a video.
+        # If a class has two strengths, the strength of the noise says how far the result may depart from a video.
         if "strength" in renamed and _NOISE_STRENGTH in self.defaults:
             renamed[_NOISE_STRENGTH] = renamed.pop("strength")
         rate = self.find_argument(FRAME_RATES)

@@ -57,7 +57,7 @@ class DeviceOptions:
     """The device of each rank, and the type in which it computes."""
 
     dtype: Dtype | None = define_option(None, "float32 for bundled models and on CPUs, otherwise bfloat16")
-    device: str | None = define_option(None, "each rank's own GPU where there are some, else cpu", metavar="DEVICE")
+    device: str | None = define_option(None, "each rank's own GPU if there are any, otherwise cpu", metavar="DEVICE")
     threads: Ranks | None = define_option(
         None, "CPU threads of each rank; the cores are divided by default", metavar="N"
     )
@@ -204,7 +204,7 @@ class CalibrateOptions:
         None, "where to keep it; where `ditile plan` looks for it by default", metavar="FILE"
     )
     name: str | None = define_option(None, "of the machine; its device's by default", metavar="NAME")
-    ranks: Ranks | None = define_option(None, "ranks that compute at once: its GPUs, or else its cores", metavar="N")
+    ranks: Ranks | None = define_option(None, "ranks that compute at once; its GPUs or cores by default", metavar="N")
     threads: Ranks = define_option(1, "CPU threads of each rank", metavar="N")
     dtype: Dtype | None = define_option(None, "float32 on CPUs, otherwise bfloat16")
 

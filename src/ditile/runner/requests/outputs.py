@@ -116,7 +116,7 @@ class RunOptions(EngineOptions):
         return [self.build_image_path(k, seed + k, model) for k in range(count)]
 
     def build_image_path(self, index: int, seed: int, model: str, *, digits: int = 1) -> Path:
-        """The path of one image or video of several; its number has at least so many digits."""
+        """The path of one image or video of several; its number has at least `digits` digits."""
         path = self._fill_placeholders(index, seed, model)
         number = f"{index:0{digits}}"
         if self.out_dir is not None:

@@ -56,11 +56,9 @@ def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Ima
                 return convert_mask(upright)
             return upright.convert("RGB")
     except UnidentifiedImageError:
-        raise ModelError(f"{option}={str(path)!r} cannot be read as a picture: no format that Pillow knows") from None
+        raise ModelError(f"{option}={str(path)!r} cannot be read as an image: no format that Pillow knows") from None
     except DECODE_ERRORS as error:
-        raise ModelError(
-            f"{option}={str(path)!r} cannot be read as a picture: {files.describe_error(error)}"
-        ) from error
+        raise ModelError(f"{option}={str(path)!r} cannot be read as an image: {files.describe_error(error)}") from error
 
 
 def convert_mask(image: Image.Image) -> Image.Image:
@@ -107,7 +105,7 @@ def save_picture_with_texts(image: Image.Image, path: Path, texts: Mapping[str, 
 
 
 def save_figure(figure: Any, path: Path, **options: Any) -> None:
-    """Writes a figure of matplotlib, in the format that the path's ending names; `options` are those of `savefig`.
+    """Writes a figure of matplotlib, in the format that the path's ending names; `options` are passed to `savefig`.
 
     Raises:
         OSError: if the file cannot be written.

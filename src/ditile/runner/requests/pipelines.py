@@ -1,5 +1,5 @@
 """Facts of pipeline classes that are known before anything is loaded: whether they make images or videos, and the
-names that their calls give to a video's length and rate.
+names under which their calls take a video's length and rate.
 
 `convert_value_errors` turns a refusal of the pipeline's own code into an error of ditile.
 """
@@ -19,17 +19,17 @@ from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.model_files import find_model_source
 
 VIDEO_FIELDS = ("frames", "video", "videos")
-"""Names of a result's field."""
+"""Names of the field of a result that holds videos."""
 FRAME_RATES = ("frame_rate", "fps")
-"""Names of a call's argument, of which a class has one at most."""
+"""Names of the argument for a video's rate; a class has at most one of them."""
 _TEMPORAL_RATIOS = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
 _VAES_OF_TILES = frozenset({"AutoencoderKLAllegro"})
-"""VAEs that diffusers decodes by tiles alone, and that raise without tiles, after the last step. They are not causal,
-and their pipelines cut off extra frames."""
+"""VAEs that can decode only in tiles, and otherwise raise after the last step. They are not causal, and their pipelines
+cut off extra frames."""
 
 
 def draws_videos(model: str) -> bool:
-    """Whether a model makes videos instead of images. Of a bundled model it is known without torch.
+    """Whether a model makes videos instead of images. For a bundled model this needs no torch.
 
     Raises:
         ModelError: if its class is known to return neither.
@@ -65,7 +65,7 @@ def returns_videos(pipeline: Any) -> bool:
 
 
 def name_pipeline(pipeline: Any) -> str:
-    """The name of a class of pipelines, or of that of a modular pipeline."""
+    """The name of a class of pipelines, or of the class of a modular pipeline."""
     return str(getattr(pipeline, "__name__", type(pipeline).__name__))
 
 
@@ -91,7 +91,7 @@ def check_prompt_cleaner(pipeline: Any) -> None:
 
 
 def enable_required_tiling(pipe: Any) -> None:
-    """Turns on the tiles of a VAE that cannot decode without."""
+    """Turns on tiles for a VAE that cannot decode without them."""
     vae: Any = getattr(pipe, "vae", None)
     if type(vae).__name__ in _VAES_OF_TILES:
         vae.enable_tiling()
@@ -106,7 +106,7 @@ def find_argument(pipe: Any, names: tuple[str, ...]) -> str | None:
 
 
 def find_frame_rate(pipe: Any, call: Mapping[str, Any]) -> float | None:
-    """The frames a second of a call or by default of its class; None if the class has no such argument."""
+    """The frames per second of a call, or the default of its class; None if the class has no such argument."""
     from ditile.model.pipeline_calls import list_call_parameters
 
     name = find_argument(pipe, FRAME_RATES)
@@ -117,7 +117,7 @@ def find_frame_rate(pipe: Any, call: Mapping[str, Any]) -> float | None:
 
 
 def find_frames_ratio(pipe: Any) -> int:
-    """The frames that a VAE makes of each latent frame after the first; 1 where any number can be made."""
+    """How many frames a VAE makes from each latent frame after the first; 1 if any number of frames is possible."""
     if type(getattr(pipe, "vae", None)).__name__ in _VAES_OF_TILES:
         return 1
     for name in _TEMPORAL_RATIOS:
@@ -142,9 +142,9 @@ def check_frame_count(pipeline: str, frames: int, ratio: int, own: Any) -> None:
 
     Args:
         pipeline: the name of the class.
-        frames: the number.
-        ratio: frames of a group.
-        own: the class's own number, which is taken, as some classes make windows of frames and cut.
+        frames: the number of frames.
+        ratio: the number of frames in a group.
+        own: the default of the class, which is always allowed: some classes make windows of frames and cut them.
     """
     too_many = (frames - 1) % ratio
     if frames == own or too_many == 0:
@@ -176,7 +176,7 @@ def convert_value_errors(pipe: Any) -> Iterator[None]:
 
 
 def _list_output_fields(pipeline: Any) -> list[str]:
-    """The fields of all output classes in the module of a class; of a modular pipeline, what its blocks make."""
+    """The fields of all output classes in the module of a class; for a modular pipeline, the outputs of its blocks."""
     from diffusers.utils.outputs import BaseOutput
 
     from ditile.model.pipeline_calls import is_modular, list_output_names

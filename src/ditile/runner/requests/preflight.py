@@ -1,4 +1,4 @@
-"""Whether a request can be run, asked before weights are read: by the command line first, and by each rank.
+"""Checks a request before weights are read: on the command line first, and then on each rank.
 
 A server asks `ModelFacts.check_options`, which has the same checks without diffusers: `CallFacts` is what all of them
 know of a class of pipelines.

@@ -199,7 +199,7 @@ def load_lora_weights(pipe: Any, source: str, name: str | None = None) -> None:
     Args:
         pipe: the pipeline.
         source: a file, a folder or a hub id.
-        name: of its adapter; by default that of peft.
+        name: the name of its adapter; by default peft's own.
 
     Raises:
         ModelError: if it cannot be read, or does not fit the model.

@@ -93,7 +93,7 @@ def describe_request(
             contents |= _describe_file(path)
     if cache.lora is not None:
         contents |= _describe_file(cache.lora)
-    # The keys are those of images that earlier versions wrote, which resume with the same text.
+    # Earlier versions wrote images with these keys: with the same text, a run of theirs can be resumed.
     description |= {
         "dtype": choose_dtype_name(find_model_source(request.model), run.dtype),
         "contents": contents,

@@ -96,7 +96,7 @@ def find_owner(http: HttpRequest) -> str:
 
 
 def find_served_name(name: str) -> str:
-    """The name of the served model that clients are told: of a local folder only the last part."""
+    """The name of the served model for clients; of a local folder only the last part."""
     return hide_local_path(name).partition(" (")[0]
 
 
@@ -118,7 +118,7 @@ def find_facts(http: HttpRequest, kind: Kind) -> ModelFacts:
 
 
 def convert_error(error: Exception) -> RequestError:
-    """An error of ditile or of the routes as the client is told."""
+    """The response for an error of ditile or of the routes."""
     if isinstance(error, RequestError):
         return error
     message = str(error)
@@ -189,7 +189,7 @@ async def await_job_end(http: HttpRequest, job: Job) -> Job:
     """The job as it ended; a client that goes away meanwhile cancels it.
 
     Raises:
-        RequestError: if the client has gone; nobody reads the answer.
+        RequestError: if the client has gone, so that the response has no reader.
     """
     service = find_service(http)
     end = asyncio.ensure_future(_watch_until_end(service, job))

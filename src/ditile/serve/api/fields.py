@@ -295,7 +295,7 @@ def _build_options(
     width: int | None,
     height: int | None,
 ) -> GenerateOptions:
-    """What `ditile generate` would be asked; raises `RequestError` about the field that was sent."""
+    """The request as options of `ditile generate`; raises `RequestError` that names the field that was sent."""
     num_images = 1
     frames = None
     fps = None

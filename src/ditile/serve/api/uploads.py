@@ -109,7 +109,7 @@ def decode_base64(text: str, param: str) -> bytes:
     """The bytes of a data URL or of base64.
 
     Raises:
-        RequestError: if it is neither; also for an address of another server, which is never asked.
+        RequestError: if it is neither; also for an address on another server, which is never fetched.
     """
     if re.match(r"\s*(https?|ftp|file):", text, re.IGNORECASE):
         raise RequestError(

@@ -93,7 +93,7 @@ class RayApplication:
         self._replicas: list[RayReplica] = []
         self._facts: ModelFacts | None = None
         self._keeper: asyncio.Task[None] | None = None
-        # A server may be told to end while it deploys, in a thread.
+        # A signal may stop the server while a thread deploys.
         self._deploying = threading.Lock()
         self._is_leaving = False
 
@@ -348,7 +348,7 @@ class RayReplica(Replica):
             self._stream.cancel()
 
     async def _stream_batch(self, batch_id: str, message: str, files: Files) -> None:
-        """Has replicas asked until one generates the batch, and reports what it answers."""
+        """Offers the batch to replicas until one generates it, and reports what that replica sends."""
         from ray.exceptions import RayTaskError
 
         begun = False

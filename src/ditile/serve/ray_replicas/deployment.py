@@ -5,7 +5,7 @@ replica ends, and Ray Serve starts another one in its place. It generates one ba
 answers, in messages of text of JSON and bytes; its own are
 
     {"kind": "begun"}                      the first message of a batch that this replica generates
-    {"kind": "away"}                       the replica ends and generates nothing: another one has to be asked
+    {"kind": "away"}                       the replica ends and generates nothing: another one must
     {"kind": "down", "error": {...}}       a rank has failed, and the batch is lost
 """
 

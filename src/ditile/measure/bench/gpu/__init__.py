@@ -1,1 +1,1 @@
-"""`ditile bench --suite gpu`: what a machine with GPUs is asked, right first and then fast, in one command."""
+"""`ditile bench --suite gpu`: measures a machine with GPUs in one command, correctness first and then speed."""

@@ -90,7 +90,7 @@ class TimedCall:
     Attributes:
         latents: its result; None on ranks that did not generate.
         seconds: the median of some calls.
-        first_s: those of the first call, which loads kernels or compiles.
+        first_s: seconds of the first call, which loads kernels or compiles.
         peak_gb: of the allocator; None on a CPU.
     """
 
@@ -229,7 +229,7 @@ class SuiteSession:
         return int(defaults(model)["num_inference_steps"])
 
     def compare_images(self, images: ImageArrays, model: str = SHAPES) -> Row:
-        """An image beside the plain pipeline's on this device."""
+        """Compares an image with the plain pipeline's image on this device."""
         if model not in self._plain_images:
             self._plain_images[model] = self.generate_shapes(model=model)
         return describe_difference(images, self._plain_images[model])
@@ -269,7 +269,7 @@ def _answer_wide_image(session: SuiteSession) -> Row:
 
 
 def answer_plan_seconds(session: SuiteSession, item: SuiteItem) -> Row:
-    """Seconds and memory of a plan, beside those of the plain pipeline on one rank."""
+    """Seconds and memory of a plan, compared with the plain pipeline on one rank."""
     return session.compare_plan_with_plain(Plan.parse(item.what), item.size)
 
 

@@ -156,7 +156,7 @@ def collect_gpu_facts(work: Workload, gpus: int, ranks: int) -> dict[str, Any]:
 
 
 def run_items_on_ranks(task: SuiteTask, ranks: int) -> None:
-    """Answers all items on so many ranks, on new ones after each item that ends them."""
+    """Measures all items on `ranks` ranks, and starts new ranks after each item that ends them."""
     file = open_suite_file(task.out)
 
     # An item that hangs without being idle, such as an endless loop, would never be late by itself.
