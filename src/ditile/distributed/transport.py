@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ditile.distributed.recording.tape import CURRENT, exchange_tensors
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.wire import VectorPacking
 
@@ -30,6 +31,10 @@ OutgoingTensors = Sequence[tuple[int, Tensor]]
 """(peer, tensor) of each message to send."""
 IncomingShapes = Sequence[tuple[int, Sequence[int]]]
 """(peer, shape) of each message to receive."""
+Launch = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[dist.Work]]
+"""(what is sent, memory for what arrives) -> the works that it has started."""
+KeepMessage = Callable[[int, Sequence[int], Tensor], Tensor]
+"""(number of a message, its shape, like) -> memory that stays from step to step."""
 
 
 @dataclass(slots=True)
@@ -102,7 +107,8 @@ class PeerChannel:
         self._traffic = traffic
         self._shared = shared
         self._packing = traffic.packings.get(kind)
-        self._sending: deque[tuple[dist.Work, Tensor]] = deque()
+        # With each message the tensor that it was made of, which is another one where gloo sends from the CPU.
+        self._sending: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
         self._posted: deque[PostedReceive] = deque()
         self._sent = 0
         self._sent_before = 0
@@ -127,10 +133,26 @@ class PeerChannel:
             self._sending.popleft()
         if self._packing is not None:
             message = self._packing.pack_vectors(message)
-        message = move_to_transfer_device(message.contiguous(), self._group)
-        self._sending.append((self._start_transfer(message, sends=True), message))
+        message = message.contiguous()
+        if CURRENT.recording is None:
+            self._start_send(message)
+        else:
+            CURRENT.recording.send_tensor(self._start_send, message, self._wait_for_send)
+
+    def _start_send(self, message: Tensor) -> None:
+        staged = move_to_transfer_device(message, self._group)
+        self._sending.append((self._start_transfer(staged, sends=True), staged, message))
         self._sent += 1
-        self._traffic.count_message(self._kind, message.nbytes)
+        self._traffic.count_message(self._kind, staged.nbytes)
+
+    def _wait_for_send(self, message: Tensor) -> None:
+        """Waits until a tensor has left, if it is being sent."""
+        if any(sent is message for _, _, sent in self._sending):
+            remaining = len(self._sending)
+            for index, (_, _, sent) in enumerate(self._sending):
+                if sent is message:
+                    remaining = len(self._sending) - index - 1
+            self._wait_for_sends(remaining)
 
     def release_old_sends(self) -> None:
         """Releases tensors that were sent before the last call; they must have arrived, so that it never waits."""
@@ -165,10 +187,10 @@ class PeerChannel:
     def _wait_for_sends(self, remaining: int) -> None:
         """Waits until no more than so many sends are under way."""
         while len(self._sending) > remaining:
-            work, message = self._sending.popleft()
+            work, *messages = self._sending.popleft()
             work.wait()
-            # The tensor must live until its work is done.
-            del message
+            # The tensors must live until their work is done.
+            del messages
 
     def _start_transfer(self, message: Tensor, *, sends: bool) -> dist.Work:
         if self._shared:
@@ -222,34 +244,86 @@ class AsyncSum(_AsyncReduction):
         return list(self._wait_for_numbers())
 
 
-@dataclass(slots=True)
+class _Works:
+    """The works of messages, which a tape may start again: it owns none of the tensors.
+
+    Args:
+        launch: (what is sent, memory for what arrives) -> torch's works, which it has started.
+        group: whose messages they are.
+        traffic, kind: where waits are recorded, and as what.
+    """
+
+    def __init__(self, launch: Launch, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> None:
+        self._launch = launch
+        self._group = group
+        self._traffic = traffic
+        self._kind = kind
+        self._works: Sequence[dist.Work] = ()
+        self._sent: Sequence[Tensor] = ()
+        self._received: Sequence[Tensor] = ()
+        self._landing: Sequence[Tensor] = ()
+
+    def start(self, num_sent: int, *tensors: Tensor) -> None:
+        """Starts the messages: the first tensors are sent, into the others goes what arrives."""
+        device = tensors[0].device
+        transfer_device = _choose_transfer_device(device, self._group)
+        self._sent = tensors[:num_sent]
+        self._received = self._landing = tensors[num_sent:]
+        if transfer_device != device:
+            self._sent = [x.to(transfer_device) for x in self._sent]
+            self._landing = [torch.empty_like(x, device=transfer_device) for x in self._received]
+        self._works = self._launch(self._sent, self._landing)
+
+    def wait(self) -> None:
+        """Waits; what arrives is in its memory then."""
+        with self._traffic.record_wait(self._kind):
+            for work in self._works:
+                work.wait()
+            if self._landing is not self._received:
+                for target, landed in zip(self._received, self._landing, strict=True):
+                    target.copy_(landed)
+
+
 class PendingMessages:
     """Messages under way.
 
-    Attributes:
-        works: the torch works to wait for.
-        received: the buffers of what arrives, on the device that the transport needs.
-        device: where the caller wants them.
-        sent: what is sent, kept until it is done.
-        traffic, kind: where the wait is recorded, and as what.
+    Args:
+        works: started here with the tensors; None where this rank is alone, and nothing is under way.
+        sent: the tensors to send, on this rank's device; kept until the messages are done.
+        received: memory for what arrives, there too.
         unpack: makes the tensors of what arrives, where they were packed.
     """
 
-    works: Sequence[dist.Work]
-    received: list[Tensor]
-    device: torch.device
-    sent: Any
-    traffic: Traffic
-    kind: str
-    unpack: Unpack | None = None
+    def __init__(
+        self, works: _Works | None, sent: Sequence[Tensor], received: Sequence[Tensor], unpack: Unpack | None = None
+    ) -> None:
+        self._works = works
+        self._sent = sent
+        self._received = list(received)
+        self._unpack = unpack
+        if works is not None and (sent or received):
+            exchange_tensors(partial(works.start, len(sent)), *sent, *received)
+
+    def add_own_part(self, rank: int, x: Tensor) -> None:
+        """Puts this rank's own part, which is no message, among those that arrive."""
+        self._received.insert(rank, x)
 
     def wait_for_tensors(self) -> list[Tensor]:
         """Waits; returns the received tensors, in order."""
-        with self.traffic.record_wait(self.kind):
-            for work in self.works:
-                work.wait()
-            received = [x.to(self.device) for x in self.received]
-        return received if self.unpack is None else [self.unpack(x) for x in received]
+        if self._works is not None:
+            exchange_tensors(self._works.wait)
+        return self.unpack_received()
+
+    def wait_for_works(self) -> None:
+        """Waits, whatever is recorded."""
+        if self._works is not None:
+            self._works.wait()
+
+    def unpack_received(self) -> list[Tensor]:
+        """The received tensors, once the messages were waited for."""
+        if self._unpack is None:
+            return self._received
+        return [self._unpack(x) for x in self._received]
 
 
 def start_all_to_all(
@@ -270,19 +344,21 @@ def start_all_to_all(
     Returns:
         One tensor `[vectors, n]` with the received runs, in rank order, once it is waited for.
     """
-    device = x.device
     packing = traffic.packings.get(kind)
     unpack: Unpack | None = None
     if packing is not None:
         unpack = _make_unpack(packing, x.shape[-1], x.dtype)
         x = packing.pack_vectors(x)
-    staged = move_to_transfer_device(x, group)
-    received = staged.new_empty((sum(receives), staged.shape[1]))
-    work = dist.all_to_all_single(received, staged, list(receives), list(sends), group=group, async_op=True)
-    vector_bytes = staged.shape[1] * staged.element_size()
+    received = x.new_empty((sum(receives), x.shape[1]))
     # What a rank sends to itself does not travel.
-    traffic.count_message(kind, (sum(sends) - sends[dist.get_rank(group)]) * vector_bytes)
-    return PendingMessages([_require_work(work)], [received], device, staged, traffic, kind, unpack)
+    size = (sum(sends) - sends[dist.get_rank(group)]) * x.shape[1] * x.element_size()
+
+    def launch(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> list[dist.Work]:
+        traffic.count_message(kind, size)
+        work = dist.all_to_all_single(landing[0], sent[0], list(receives), list(sends), group=group, async_op=True)
+        return [_require_work(work)]
+
+    return PendingMessages(_Works(launch, group, traffic, kind), [x], [received], unpack)
 
 
 def start_exchange(
@@ -292,10 +368,19 @@ def start_exchange(
     group: dist.ProcessGroup | None,
     traffic: Traffic,
     kind: str,
+    keep: KeepMessage | None = None,
 ) -> PendingMessages:
-    """Starts messages to and from several peers at once; `receives` are (peer, shape) of tensors of `like`'s dtype."""
+    """Starts messages to and from several peers at once.
+
+    Args:
+        sends: what goes to whom.
+        receives: the peers and shapes of what comes, of `like`'s dtype and device.
+        like: see above.
+        group, traffic, kind: with whom, and where and how bytes are counted.
+        keep: gives memory for messages that outlive a recorded call; by default they are the call's own.
+    """
     if group is None:
-        return PendingMessages([], [], like.device, None, traffic, kind)
+        return PendingMessages(None, [], [])
     packing = traffic.packings.get(kind)
     unpack: Unpack | None = None
     if packing is not None:
@@ -303,11 +388,8 @@ def start_exchange(
         sends = _pack_messages(packing, sends)
         receives = [(peer, packing.pack_shape(shape)) for peer, shape in receives]
         like = like.new_empty(0, dtype=torch.uint8)
-    for _, message in sends:
-        traffic.count_message(kind, message.nbytes)
-    pending = _start_messages(sends, receives, like, group, traffic, kind)
-    pending.unpack = unpack
-    return pending
+    sizes = [message.nbytes for _, message in sends]
+    return _start_messages(sends, receives, like, group, traffic, kind, sizes, keep=keep, unpack=unpack)
 
 
 def _pack_messages(packing: VectorPacking, sends: OutgoingTensors) -> list[tuple[int, Tensor]]:
@@ -331,7 +413,7 @@ def start_gather(
     Counted as one message, of the bytes of `x` times the number of other ranks.
     """
     if group is None:
-        return PendingMessages([], [x], x.device, None, traffic, kind)
+        return PendingMessages(None, [], [x])
     packing = traffic.packings.get(kind)
     unpack: Unpack | None = None
     if packing is not None:
@@ -339,18 +421,22 @@ def start_gather(
         unpack = _make_unpack(packing, x.shape[-1], x.dtype)
         shapes = [packing.pack_shape(shape) for shape in shapes]
         x = packing.pack_vectors(x)
-    traffic.count_message(kind, (len(shapes) - 1) * x.nbytes)
+    size = (len(shapes) - 1) * x.nbytes
     if len(set(shapes)) == 1:
-        staged = move_to_transfer_device(x.contiguous(), group)
-        everyone = [torch.empty_like(staged) for _ in shapes]
-        work = dist.all_gather(everyone, staged, group=group, async_op=True)
-        return PendingMessages([_require_work(work)], everyone, x.device, staged, traffic, kind, unpack)
+        x = x.contiguous()
+        everyone = [torch.empty_like(x) for _ in shapes]
+
+        def launch(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> list[dist.Work]:
+            traffic.count_message(kind, size)
+            return [_require_work(dist.all_gather(list(landing), sent[0], group=group, async_op=True))]
+
+        return PendingMessages(_Works(launch, group, traffic, kind), [x], everyone, unpack)
     own_rank = dist.get_rank(group)
     receives = list(enumerate(shapes))
     del receives[own_rank]
-    pending = _start_messages([(peer, x) for peer, _ in receives], receives, x, group, traffic, kind)
-    pending.received.insert(own_rank, x)
-    pending.unpack = unpack
+    sends = [(peer, x) for peer, _ in receives]
+    pending = _start_messages(sends, receives, x, group, traffic, kind, [size], unpack=unpack)
+    pending.add_own_part(own_rank, x)
     return pending
 
 
@@ -368,7 +454,7 @@ def connect_group(group: dist.ProcessGroup, device: torch.device, *, pairs: bool
         peers = [rank for rank in range(group.size()) if rank != dist.get_rank(group)]
         sends = [(peer, byte) for peer in peers]
         receives = [(peer, (1,)) for peer in peers]
-        _start_messages(sends, receives, byte, group, Traffic(), "control").wait_for_tensors()
+        _start_messages(sends, receives, byte, group, Traffic(), "control", []).wait_for_tensors()
 
 
 def start_shift(
@@ -392,32 +478,69 @@ def _start_messages(
     group: dist.ProcessGroup,
     traffic: Traffic,
     kind: str,
+    sizes: Sequence[int],
+    *,
+    keep: KeepMessage | None = None,
+    unpack: Unpack | None = None,
 ) -> PendingMessages:
-    """Starts all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones never go."""
-    staged = []
-    received = []
-    operations = []
+    """Starts all messages in one batch: under NCCL two ranks that both send first would hang. Empty ones never go.
+
+    `sizes` are the bytes of each message, as they are counted.
+    """
+    peers: list[int] = []
+    messages: list[Tensor] = []
     for peer, x in sends:
         if x.numel():
-            staged.append(move_to_transfer_device(x.contiguous(), group))
-            operations.append(dist.P2POp(dist.isend, staged[-1], group=group, group_peer=peer))
-    device = _choose_transfer_device(like.device, group)
-    for peer, shape in receives:
-        buffer = torch.empty(shape, dtype=like.dtype, device=device)
-        received.append(buffer)
-        if buffer.numel():
-            operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return PendingMessages(works, received, like.device, staged, traffic, kind)
+            peers.append(peer)
+            messages.append(x.contiguous())
+    if keep is not None:
+        messages = _keep_messages(messages, keep)
+    received: list[Tensor] = []
+    for index, (_, shape) in enumerate(receives):
+        if keep is None:
+            received.append(torch.empty(shape, dtype=like.dtype, device=like.device))
+        else:
+            # The first ones are sent.
+            received.append(keep(len(messages) + index, shape, like))
+
+    def launch(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> Sequence[dist.Work]:
+        for size in sizes:
+            traffic.count_message(kind, size)
+        operations = []
+        for peer, x in zip(peers, sent, strict=True):
+            operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=peer))
+        for (peer, _), buffer in zip(receives, landing, strict=True):
+            if buffer.numel():
+                operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
+        return dist.batch_isend_irecv(operations) if operations else []
+
+    return PendingMessages(_Works(launch, group, traffic, kind), messages, received, unpack)
+
+
+def _keep_messages(messages: list[Tensor], keep: KeepMessage) -> list[Tensor]:
+    """The same messages in memory that stays; one that goes to several peers is copied once."""
+    kept: dict[int, Tensor] = {}
+    for index, message in enumerate(messages):
+        if id(message) not in kept:
+            kept[id(message)] = keep(index, message.shape, message).copy_(message)
+    return [kept[id(message)] for message in messages]
 
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> PendingMessages:
     """Starts to send `x` of group rank `source` to all others, where it has the same shape. One tensor arrives."""
-    staged = move_to_transfer_device(x, group)
-    work = dist.broadcast(staged, group=group, group_src=source, async_op=True)
+    size = 0
     if dist.get_rank(group) == source:
-        traffic.count_message(kind, (group.size() - 1) * x.nbytes)
-    return PendingMessages([_require_work(work)], [staged], x.device, staged, traffic, kind)
+        size = (group.size() - 1) * x.nbytes
+
+    def launch(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> list[dist.Work]:
+        # Where gloo cannot see the device, what is sent and what arrives are two copies of one tensor.
+        if landing[0] is not sent[0]:
+            landing[0].copy_(sent[0])
+        if size:
+            traffic.count_message(kind, size)
+        return [_require_work(dist.broadcast(landing[0], group=group, group_src=source, async_op=True))]
+
+    return PendingMessages(_Works(launch, group, traffic, kind), [x], [x])
 
 
 def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:

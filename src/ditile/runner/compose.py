@@ -35,6 +35,7 @@ from ditile.model.pipeline_calls import (
     list_denoiser_names,
     read_call_values,
 )
+from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.model.source import list_pipeline_parts
 from ditile.parallel.attention.core import (
     AttentionCore,
@@ -50,7 +51,6 @@ from ditile.parallel.batch.denoise import DataCfgBatch
 from ditile.parallel.pipefusion.block_costs import divide_blocks
 from ditile.parallel.pipefusion.block_offload import BlockOffload, HostCopies, explain_offload_refusal
 from ditile.parallel.pipefusion.executor import PipeFusion
-from ditile.parallel.pipefusion.graphs import BlockGraphs
 from ditile.parallel.pipefusion.known_calls import describe_call_shapes
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.parallel.pipefusion.shared_warmup import WarmupGroup, WarmupGroupKeys
@@ -88,7 +88,7 @@ class Composition:
         loop: drives the pipeline's loop, and knows the current generation.
         attention: builds what attends in each layer.
         compile: whether the blocks are compiled, unless the user compiled them.
-        graphs: records blocks as CUDA graphs, on request.
+        recorder: records calls of the model as CUDA graphs, on request.
         offload: streams the weights of blocks from the host's memory, where the plan wants it.
         guards: what the pipeline and its siblings refuse until `restore`.
         serial_plan: with warmup_mode=auto the plan of calls in which the weights of blocks cannot be sent.
@@ -109,7 +109,7 @@ class Composition:
     loop: Loop
     attention: LayerAttentionBuilder
     compile: bool
-    graphs: BlockGraphs | None
+    recorder: RecordedSteps | None
     offload: BlockOffload | None
     serial_plan: Plan | None
     trial: CodeTrial
@@ -155,7 +155,7 @@ class Composition:
         reason = self.block_hooks.explain_refusal(self.resident_blocks)
         if self.offload is not None:
             reason = reason or explain_offload_refusal(self.block_hooks.models)
-        reader = "" if self.graphs is None else "cuda_graphs=True"
+        reader = "" if self.recorder is None else "cuda_graphs=True"
         reason = reason or explain_manager_refusal(self.pipe, self.device, reader)
         # With a serial plan the call runs without the weights of other stages.
         if self.serial_plan is None:
@@ -240,16 +240,25 @@ class Composition:
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
             self.loop.has_timed_guidance = is_guidance_timed(self.pipe, values)
+            # A cache decides on the CPU within a call.
+            self.loop.recorder = None if self.model_caches else self.recorder
             self.loop.install_scheduler_hooks(stack, self.pipe, models, batch, callbacks)
-            yield self.loop
+            try:
+                yield self.loop
+            except BaseException:
+                # A tape that was begun is of no use, and one may have failed.
+                self.release_recordings()
+                raise
+
+    def release_recordings(self) -> None:
+        """Forgets what was recorded, and frees its memory."""
+        if self.recorder is not None:
+            self.recorder.release()
 
     def _install_block_hooks(self) -> AbstractContextManager[None]:
         around = None
         if self.offload is not None:
             around = self.offload.wrap_forward
-        # A cache decides on the CPU within a block, which a graph does not record.
-        if self.graphs is not None and not self.model_caches:
-            around = self.graphs.wrap_forward
         compile_block = torch.compile if self.compile else None
         return self.block_hooks.install_hooks(
             self.pipefusion,
@@ -305,9 +314,7 @@ class Composition:
 
     def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merges several kernels into one, because the kernels of a patch are small, and launching many takes long."""
-        # Tables that are prepared while a graph is recorded would stay as they were.
-        if self.graphs is None:
-            self.attention.rotary.replace_processors(stack, block_hook.block)
+        self.attention.rotary.replace_processors(stack, block_hook.block)
         # async_ulysses sends v while k is computed, so it needs them apart. Weights that come and go stay apart too.
         if not self.plan.async_ulysses and self.offload is None:
             own = [pair for pair in block_hook.list_attentions() if not block_hook.sees_other_keys(pair[0])]
@@ -419,7 +426,7 @@ class CompositionOptions(NamedTuple):
     attention: str | None = None
     compile: bool | Literal["auto"] = False
     checks: AgeChecks | None = None
-    graphs: BlockGraphs | None = None
+    recorder: RecordedSteps | None = None
 
 
 def compose_strategies(
@@ -455,7 +462,10 @@ def compose_strategies(
     offload = _move_own_weights(pipe, block_hooks, own, plan, device)
     # The loop drives the stage, and attention asks the loop for the current generation.
     pipefusion = _build_pipefusion(block_hooks, stages, plan, mesh, sharded, warmup_group)
-    loop = _build_loop(pipefusion, block_hooks, plan, serial_plan, mesh, options.graphs)
+    loop = _build_loop(pipefusion, block_hooks, plan, serial_plan, mesh, options.recorder)
+    attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks)
+    if options.recorder is not None:
+        options.recorder.scopes = (attention.rotary.hide_tables,)
     composition = Composition(
         pipe=pipe,
         plan=plan,
@@ -469,9 +479,9 @@ def compose_strategies(
         parallel_vae=parallel_vae,
         pipefusion=pipefusion,
         loop=loop,
-        attention=LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks),
+        attention=attention,
         compile=compiles,
-        graphs=options.graphs,
+        recorder=options.recorder,
         offload=offload,
         serial_plan=serial_plan,
         trial=CodeTrial(pipe, block_hooks.models, plan, mesh, own),
@@ -550,13 +560,12 @@ def _build_loop(
     plan: Plan,
     serial_plan: Plan | None,
     mesh: Mesh,
-    graphs: BlockGraphs | None,
+    recorder: RecordedSteps | None,
 ) -> Loop:
     """What drives the pipeline's loop."""
-    # Graphs read keys and values where they were recorded, so these stay from call to call.
     kept_buffers = None
-    if graphs is not None:
-        kept_buffers = graphs.kept_buffers
+    if recorder is not None:
+        kept_buffers = recorder.kept_buffers
     token_split = Split(plan.ring, plan.distrifusion, plan.ulysses, plan.uaa is not False)
     return Loop(
         pipefusion,
@@ -580,7 +589,7 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
     """Raises `ModelError` if a manager of diffusers moves weights that something of the plan reads in one place."""
     reader = ""
-    if options.graphs is not None:
+    if options.recorder is not None:
         reader = "cuda_graphs=True"
     elif plan.warmup_mode == "sequence":
         reader = "warmup_mode=sequence"

@@ -33,6 +33,7 @@ from ditile.distributed.mesh import (
     find_local_rank,
     is_world_broken,
 )
+from ditile.distributed.recording.segments import GraphSegments
 from ditile.distributed.trace import TraceEvent, write_chrome_trace
 from ditile.distributed.transport import gather_json
 from ditile.model import registry
@@ -60,9 +61,9 @@ from ditile.model.pipeline_calls import (
     skip_decode_blocks,
 )
 from ditile.model.probe import ProbeError
+from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.model.step_memory import explain_hook_refusal
 from ditile.parallel import rng_state
-from ditile.parallel.pipefusion.graphs import BlockGraphs, CudaGraphRecorder
 from ditile.parallel.pipefusion.patch_schedulers import is_custom_scheduler
 from ditile.plan import errors
 from ditile.plan.cost import PlannedCall
@@ -300,6 +301,7 @@ class Runner:
             self._parts.block_hooks.restore_blocks()
             self._parts.encoders.refill_foreign_parts()
             self._parts.guards.close()
+            self._parts.release_recordings()
             for pipe, _ in self._pipes.values():
                 move_pipeline(pipe, self._origin)
         self.mesh.close_groups()
@@ -762,9 +764,9 @@ def parallelize(
             derived from calls of the model.
         compile: `torch.compile` the forward of each block, unless the user compiled the transformer or its blocks;
             "auto" does so on CUDA, where a class of blocks is at most 4 graphs, and otherwise says why not.
-        cuda_graphs: record what the blocks do to each patch as CUDA graphs, and replay these in later asynchronous
-            steps: the host starts a block at once instead of kernel by kernel. Keys and values keep their memory
-            between calls. Blocks with adapters or hooks run as before.
+        cuda_graphs: record calls of the model as CUDA graphs, with the messages between them, and play them in later
+            steps: the host starts graphs instead of kernels. Keys and values keep their memory between calls. Models
+            with caches, adapters, hooks or quantized weights run as before.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
         groups: process groups that several runners share, of which only one runs at a time; by default its own.
         example: the arguments of a call of the pipeline, from which its transformer is derived where ditile does not
@@ -790,10 +792,10 @@ def parallelize(
         checks = AgeChecks()
     if cp_plan is not None:
         LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
-    graphs = None
+    recorder = None
     if cuda_graphs:
-        graphs = build_block_graphs(plan, chosen, checks)
-    options = CompositionOptions(keep_weights, text_after, attention, compile, checks, graphs)
+        recorder = build_recorder(plan, chosen)
+    options = CompositionOptions(keep_weights, text_after, attention, compile, checks, recorder)
 
     def compose() -> Composition:
         composition = compose_strategies(pipe, plan, mesh, chosen, options)
@@ -831,27 +833,18 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
     return all(rank["is_derived"] for rank in everyone)
 
 
-def build_block_graphs(plan: Plan, device: torch.device, checks: AgeChecks | None) -> BlockGraphs:
-    """What records blocks of a plan as CUDA graphs.
+def build_recorder(plan: Plan, device: torch.device) -> RecordedSteps:
+    """What records calls of a plan's model as CUDA graphs.
 
     Raises:
-        PlanError: if the device has none, or something else than the block happens within a block.
+        PlanError: if the device has none, or weights do not stay where they are.
     """
     if device.type != "cuda":
         raise PlanError(f"cuda_graphs=True needs a GPU, and the device is {device}; leave it out")
-    for axis in ("ulysses", "ring", "tensor", "distrifusion"):
-        if getattr(plan, axis) > 1:
-            raise PlanError(
-                f"cuda_graphs=True: {axis}={getattr(plan, axis)} sends messages within blocks, and these are not "
-                "recorded; use pipefusion, cfg and data"
-            )
     if plan.offload == "blocks":
         raise PlanError("cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place")
-    if plan.warmup == "auto":
-        raise PlanError("cuda_graphs=True: warmup=auto measures keys within blocks; give a number of steps")
-    if checks is not None:
-        raise PlanError("cuda_graphs=True: ages of keys are not checked in replays; leave out checks and DITILE_CHECK")
-    return BlockGraphs(CudaGraphRecorder(device), device)
+    segments = GraphSegments(device)
+    return RecordedSteps(lambda: segments)
 
 
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:

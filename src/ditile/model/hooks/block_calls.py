@@ -142,10 +142,15 @@ class BlockCalls:
             micro_batches = self._policy.begin_transformer_call(self._count_rows(inputs, form))
             self._visits = 0
             self._active_blocks = self._policy.select_active_blocks(self._all_blocks)
-            if len(micro_batches) == 1:
+            if len(micro_batches) > 1:
+                result = self._run_micro_batches(forward, inputs, micro_batches)
+            elif now.recorder is None:
                 result = forward(*args, **kwargs)
             else:
-                result = self._run_micro_batches(forward, inputs, micro_batches)
+                result = now.recorder.run_call(now, self._transformer, forward, args, kwargs)
+                # What is played visits no block.
+                if now.recorder.has_played:
+                    self._visits = form.visits
             self._divided.forget_tokens()
             self._check_visits(form.visits * len(micro_batches))
             self._policy.end_transformer_call()

@@ -428,7 +428,7 @@ class CallCountHooks(TransformerHooks):
                     compiled.append(hook.name)
                 replace_cross_processors(stack, self.spec, hook.block, now)
             OutputMemoizer(self.transformer, self.spec, now, self._label).install_hooks(stack, compiled)
-        wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now))
+        wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now, self.transformer))
 
 
 class OutputMemoizer:
@@ -607,16 +607,20 @@ def _count_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def count_model_calls(now: Generation, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's forward that counts a branch of guidance when it returns.
+def count_model_calls(now: Generation, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A model's forward that may be recorded, and counts a branch of guidance when it returns.
 
     Calls outside of the loop, such as one that makes the keys of a reference, are not counted.
     """
 
     def forward_and_count(*args: Any, **kwargs: Any) -> Any:
-        result = forward(*args, **kwargs)
-        if now.is_under_way:
-            now.advance_branch()
+        if not now.is_under_way:
+            return forward(*args, **kwargs)
+        if now.recorder is None:
+            result = forward(*args, **kwargs)
+        else:
+            result = now.recorder.run_call(now, model, forward, args, kwargs)
+        now.advance_branch()
         return result
 
     return functools.update_wrapper(forward_and_count, forward)

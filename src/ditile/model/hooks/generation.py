@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol
 
 from ditile.model.hooks.block_policy import CallForm
 from ditile.model.hooks.kv_store import GenerationMemory
@@ -272,6 +272,19 @@ class Findings:
         return False
 
 
+class CallRecorder(Protocol):
+    """Records calls of a model, see `ditile.model.recording`.
+
+    Attributes:
+        has_played: whether the last call was played, so that none of its code ran.
+    """
+
+    has_played: bool
+
+    def run_call(self, now: Generation, model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Makes a call of a model, one way or the other."""
+
+
 def _make_empty_tokens() -> LayoutTokens:
     return LayoutTokens(Layout.cut_into_patches(Grid(1, 1), 1, 0, "none"), TokenShares(), is_whole=True)
 
@@ -287,6 +300,7 @@ class Generation:
         shares: which tokens this rank computes.
         branches: (step, calls) -> which of the calls this rank computes.
         memory: keys, values and constants.
+        recorder: records calls of the model and plays them in later steps; None where each runs its code.
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
 
     The loop writes, in each micro-step:
@@ -318,6 +332,7 @@ class Generation:
     shares: TokenShares = field(default_factory=TokenShares)
     branches: Callable[[int, int], Sequence[int]] = lambda step, calls: range(calls)
     memory: GenerationMemory = field(default_factory=GenerationMemory)
+    recorder: CallRecorder | None = None
     pieces: list[list[Piece]] = field(default_factory=list)
 
     micro_step: MicroStep = MicroStep(0, None)

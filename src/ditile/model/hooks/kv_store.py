@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -307,18 +308,17 @@ class GenerationMemory:
         epoch: replaced by another object after whatever may have changed the model.
     """
 
-    def __init__(
-        self, relative_change: RelativeChange | None = None, kept_buffers: dict[Hashable, Tensor] | None = None
-    ) -> None:
+    def __init__(self, relative_change: RelativeChange | None = None, kept_buffers: KeptBuffers | None = None) -> None:
         self._relative_change = relative_change
         self._kept_buffers = kept_buffers
         self._stores: dict[tuple[int, str], KeyStore] = {}
-        self._stores_of_blocks: dict[tuple[int, str], list[KeyStore]] = {}
         self._buffers: dict[Hashable, Tensor] = {}
+        self._messages: dict[Hashable, Tensor] = {}
         self._constants: dict[Hashable, Any] = {}
         self.outputs: dict[Hashable, RememberedOutput] = {}
         self.epoch = object()
         self._slices: dict[Hashable, SliceEntry] = {}
+        self._read_constant: Callable[[Hashable, Any], Any] | None = None
 
     def get_key_store(self, branch: int, layer: str, length: int, segments: int) -> KeyStore:
         """The keys and values of a layer."""
@@ -327,18 +327,7 @@ class GenerationMemory:
             # Not a method, which would keep this memory alive in a cycle: stores must be freed with it at once.
             make_zeros = functools.partial(_make_zeros, self._kept_buffers, key)
             self._stores[key] = KeyStore(length, segments, branch, self._relative_change, make_zeros)
-            self._stores_of_blocks.clear()
         return self._stores[key]
-
-    def list_key_stores(self, branch: int, block: str) -> list[KeyStore]:
-        """The keys and values of the layers of a block."""
-        stores = self._stores_of_blocks.get((branch, block))
-        if stores is None:
-            stores = self._stores_of_blocks[branch, block] = []
-            for (store_branch, layer), store in self._stores.items():
-                if store_branch == branch and (layer == block or layer.startswith(f"{block}.")):
-                    stores.append(store)
-        return stores
 
     def reuse_stale_keys(self, branch: int, layers: Sequence[str], step: int, patches: Sequence[int | None]) -> None:
         """Counts old keys of these patches (None: all) as written in a step that skipped layers with these prefixes."""
@@ -355,7 +344,6 @@ class GenerationMemory:
 
     def forget_branch_keys(self, branch: int) -> None:
         """Drops the keys and values of a guidance branch that this rank will not compute again."""
-        self._stores_of_blocks.clear()
         for key in [key for key in self._stores if key[0] == branch]:
             incoming = self._stores.pop(key).incoming
             if incoming is not None:
@@ -367,14 +355,81 @@ class GenerationMemory:
         persistent = self._buffers.get(key)
         # Guidance that ends changes the batch.
         if persistent is None or persistent.shape != torch.Size(shape) or persistent.dtype != like.dtype:
-            persistent = self._buffers[key] = like.new_zeros(shape)
+            persistent = _make_zeros(self._kept_buffers, key, "buffer", shape, like)
+            self._buffers[key] = persistent
         return persistent
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether memory stays from one generation to the next, as recorded calls read it."""
+        return self._kept_buffers is not None
+
+    def keep_message(self, key: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory for a message that outlives a recorded call; its content is whatever was sent last."""
+        assert self._kept_buffers is not None
+        self._messages[key] = self._kept_buffers.get_memory(key, shape, like)
+        return self._messages[key]
 
     def get_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A value that does not change during the generation, made once."""
         if key not in self._constants:
             self._constants[key] = make()
+        if self._read_constant is not None:
+            return self._read_constant(key, self._constants[key])
         return self._constants[key]
+
+    @contextmanager
+    def read_constants_with(self, read: Callable[[Hashable, Any], Any]) -> Iterator[None]:
+        """Within it, who asks for a constant gets `read(key, constant)`, as where a recorded call finds it."""
+        self._read_constant = read
+        try:
+            yield
+        finally:
+            self._read_constant = None
+
+    def has_constant(self, key: Hashable) -> bool:
+        """Whether a constant was made in this generation."""
+        return key in self._constants
+
+    def find_constant(self, key: Hashable) -> Any:
+        """A constant that was made."""
+        return self._constants[key]
+
+    # What a recorded call has to know of keys
+
+    def has_incoming_keys(self, branch: int) -> bool:
+        """Whether keys of other ranks are under way, as in the stale steps of DistriFusion after the first."""
+        return any(key[0] == branch and store.incoming is not None for key, store in self._stores.items())
+
+    def list_addresses(self, branch: int) -> dict[Any, tuple[int, ...]]:
+        """Where the keys, values and masks of a branch are, and other memory that stays."""
+        addresses: dict[Any, tuple[int, ...]] = {}
+        for key, store in self._stores.items():
+            if key[0] == branch:
+                addresses[key] = tuple(tensor.data_ptr() for tensor in store.list_tensors())
+        for name, memory in (*self._buffers.items(), *self._messages.items()):
+            addresses["memory", name] = (memory.data_ptr(),)
+        return addresses
+
+    def list_written_steps(self, branch: int) -> dict[tuple[int, str], list[int]]:
+        """The step that wrote each segment, of the layers of a branch."""
+        return {key: list(store.written) for key, store in self._stores.items() if key[0] == branch}
+
+    def list_marks(
+        self, branch: int, step: int, before: Mapping[tuple[int, str], list[int]]
+    ) -> list[tuple[tuple[int, str], int, int]]:
+        """The segments that were marked since `list_written_steps`, with the age that they have in a step."""
+        marks: list[tuple[tuple[int, str], int, int]] = []
+        for key, written in self.list_written_steps(branch).items():
+            written_before = before.get(key, [NEVER] * len(written))
+            for segment, (now, then) in enumerate(zip(written, written_before, strict=True)):
+                if now != then:
+                    marks.append((key, segment, step - now))
+        return marks
+
+    def mark_segment(self, key: tuple[int, str], segment: int, step: int) -> None:
+        """Notes the step that wrote a segment of a layer, by branch and name."""
+        self._stores[key].written[segment] = step
 
     def get_cached_slice(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
         """The part of `source` that a patch needs, cut again only when `source` is another object."""
@@ -387,17 +442,14 @@ class GenerationMemory:
 
     @contextmanager
     def hide_remembered(self) -> Iterator[None]:
-        """All that is remembered, but keys and values, is computed again meanwhile, and not remembered."""
-        constants = self._constants
+        """All that is remembered, but keys, values and constants, is computed again meanwhile, and not remembered."""
         outputs = self.outputs
         slices = self._slices
-        self._constants = {}
         self.outputs = {}
         self._slices = {}
         try:
             yield
         finally:
-            self._constants = constants
             self.outputs = outputs
             self._slices = slices
 
@@ -406,22 +458,44 @@ class GenerationMemory:
         self._constants.clear()
         self.outputs.clear()
         self._slices.clear()
-        # CUDA graphs that were recorded before must look at their blocks again.
+        # Calls that were recorded before must look at the model again.
         self.epoch = object()
 
 
+class KeptBuffers:
+    """Memory that stays where it is from one generation to the next, as recorded calls read it there.
+
+    For each purpose memory of two shapes is kept, so that prompts of two lengths may take turns.
+    """
+
+    SHAPES = 2
+
+    def __init__(self) -> None:
+        self._memory: dict[Hashable, OrderedDict[Hashable, Tensor]] = {}
+
+    def get_memory(self, key: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
+        """Memory of a shape and `like`'s type, for one purpose; new memory is zero."""
+        shapes = self._memory.setdefault(key, OrderedDict())
+        form = (tuple(shape), like.dtype, like.device)
+        if form not in shapes:
+            shapes[form] = like.new_zeros(tuple(shape))
+        shapes.move_to_end(form)
+        if len(shapes) > self.SHAPES:
+            shapes.popitem(last=False)
+        return shapes[form]
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        self._memory.clear()
+
+
 def _make_zeros(
-    kept_buffers: dict[Hashable, Tensor] | None, store: Hashable, name: str, shape: tuple[int, ...], like: Tensor
+    kept_buffers: KeptBuffers | None, store: Hashable, name: str, shape: tuple[int, ...], like: Tensor
 ) -> Tensor:
     """Zeros for a key store; where buffers are kept, at the addresses of the last generation's."""
     if kept_buffers is None:
         return like.new_zeros(shape)
-    kept = kept_buffers.get((store, name))
-    if kept is None or (kept.shape, kept.dtype, kept.device) != (torch.Size(shape), like.dtype, like.device):
-        kept = kept_buffers[store, name] = like.new_zeros(shape)
-        # New memory is zero already.
-        return kept
-    return kept.zero_()
+    return kept_buffers.get_memory((store, name), shape, like).zero_()
 
 
 MILLIONTHS = 1_000_000

@@ -15,6 +15,7 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ditile.distributed.recording.tape import note_action
 from ditile.model.hooks.compile import CustomOp
 from ditile.model.hooks.generation import Generation, LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions, FurtherKeys, KeyPaddingMask, expand_mask, make_pairs_error
@@ -319,16 +320,24 @@ class StaleKeys:
             return q
         assert store.buffers is not None
         if self.check is not None:
-            where = f"{self.layer} at {now.micro_step} branch {now.branch}"
-            ages = now.schedule.compute_key_ages(now.micro_step)
-            if not tokens.image:
-                # A text is computed with the first patch of the image.
-                ages = (int(patch < now.schedule.num_references),) * len(ages)
-            self.check.expect_ages(store, step, ages, where)
+            note_action(partial(self._check_ages, self.check, tokens))
         k, v = store.buffers
         if extra.further is not None:
             k, v, mask = extra.further.join_keys(k, v, mask)
         return self.kernel(q, k, v, mask=mask, scale=extra.scale)
+
+    def _check_ages(self, check: AgeChecks, tokens: LayerTokens) -> None:
+        """Asserts that the keys of each patch have their scheduled ages."""
+        now = self.now
+        step, patch = now.micro_step
+        assert patch is not None
+        # A recorded check outlives the store of the generation in which it was recorded.
+        store = now.memory.get_key_store(now.branch, self.layer, tokens.length, tokens.patches)
+        ages = now.schedule.compute_key_ages(now.micro_step)
+        if not tokens.image:
+            # A text is computed with the first patch of the image.
+            ages = (int(patch < now.schedule.num_references),) * len(ages)
+        check.expect_ages(store, step, ages, f"{self.layer} at {now.micro_step} branch {now.branch}")
 
     def _keep_mask(self, store: KeyStore, mask: KeyPaddingMask, tokens: LayerTokens) -> Tensor:
         """Writes the mask of fresh keys into the store; returns the mask of the keys that are attended to now."""

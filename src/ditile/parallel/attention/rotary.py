@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -53,6 +53,19 @@ class RotaryEmbedding:
         # Layer after layer has the same table, and to look it up by its sines is many Python calls.
         self._latest: Callable[[], _RotaryTable | None] = lambda: None
         self._classes: dict[type, type] = {}
+
+    @contextmanager
+    def hide_tables(self) -> Iterator[None]:
+        """Within it, tables are prepared again: a recorded call would find them in the memory of another."""
+        tables = self._tables
+        latest = self._latest
+        self._tables = WeakIdKeyDictionary()
+        self._latest = lambda: None
+        try:
+            yield
+        finally:
+            self._tables = tables
+            self._latest = latest
 
     def rotate_pairs(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ditile.distributed.mesh import Mesh
+from ditile.distributed.recording.tape import CURRENT, note_action
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import PeerChannel, start_gather
 from ditile.model.hooks.block_calls import write_tokens
@@ -429,7 +431,7 @@ class PipeFusion:
         text = None
         if state.text is not None and now.form.returns_text:
             text = self._streams.gather_stream(state.text, len(part.text) or DUMMY_TEXT)
-        self._record_compute()
+        note_action(self._record_compute)
         if now.has_all_image_tokens and not now.keeps_keys:
             return TokenState(image, text)
         layout = now.tokens.layout
@@ -523,8 +525,9 @@ class PipeFusion:
             return None
         return self.warmup_group
 
-    def _receive_activations(self, state: TokenState) -> TokenState:
-        parts: list[Tensor] = []
+    def _receive_messages(self, like: Tensor) -> list[Tensor]:
+        """The messages that a call waits for before its first block; only dtype and device of `like` count."""
+        messages: list[Tensor] = []
         for op in self._ops:
             # The ops after it are sends, which `_send_activations` takes from the same iterator.
             if op.kind is OpKind.COMPUTE:
@@ -532,8 +535,20 @@ class PipeFusion:
             assert self._activations_in is not None and op.patch is not None
             with self._trace.record_span("receive", op.step, op.patch, op.branch):
                 key = MessageKey(op.step, op.patch, op.branch, op.micro_batch)
-                parts.append(self._activations_in.receive_message(key, state.image).flatten(1))
+                messages.append(self._activations_in.receive_message(key, like))
         self._start = self._trace.mark_point()
+        return messages
+
+    def _receive_activations(self, state: TokenState) -> TokenState:
+        recording = CURRENT.recording
+        # The first stage receives nothing, and so ends no segment of a recorded call.
+        if recording is None or self._activations_in is None:
+            messages = self._receive_messages(state.image)
+        else:
+            # A tape outlives the tensors of the call.
+            like = state.image.new_empty(0)
+            messages = recording.receive_tensors(partial(self._receive_messages, like))
+        parts = [message.flatten(1) for message in messages]
         if not parts:
             return state
         now = self.generation
@@ -576,7 +591,7 @@ class PipeFusion:
         return joined
 
     def _send_activations(self, state: TokenState) -> None:
-        self._record_compute()
+        note_action(self._record_compute)
         now = self.generation
         streams = self._streams
         image = state.image

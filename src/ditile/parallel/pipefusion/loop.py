@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from ditile.distributed.mesh import Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import broadcast_tensor
-from ditile.model.hooks.generation import Generation, TokenShares
-from ditile.model.hooks.kv_store import GenerationMemory, RelativeChange
+from ditile.model.hooks.generation import CallRecorder, Generation, TokenShares
+from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers, RelativeChange
 from ditile.model.hooks.overrides import WatchedMethod, override_attribute
 from ditile.model.hooks.pieces import Piece
 from ditile.model.hooks.protocols import BatchShare
@@ -59,7 +59,7 @@ class Loop:
         plan: patches and warmup.
         split: how ranks split the tokens.
         trace: records each op.
-        kept_buffers: memory in which keys and values stay from call to call, if they do.
+        kept_buffers: memory in which keys and values stay from call to call, as recorded calls read them there.
         may_change: whether the pipeline calls another model, or one in another mode, in some steps.
         serial_plan: of calls in which the warmup group rests; None where it never does.
 
@@ -68,6 +68,7 @@ class Loop:
         lets_group_rest: whether the warmup group rests in the next call.
         call_shapes: of the next call, see `describe_call_shapes`.
         has_timed_guidance: whether the next call may call the model more often in some steps.
+        recorder: records the model's calls of the next call, if they may be.
         generation: the current one; not under way outside of the pipeline's loop.
     """
 
@@ -78,7 +79,7 @@ class Loop:
         plan: Plan,
         split: Split,
         trace: GenerationTrace,
-        kept_buffers: dict[Hashable, Tensor] | None = None,
+        kept_buffers: KeptBuffers | None = None,
         *,
         may_change: bool = False,
         serial_plan: Plan | None = None,
@@ -96,6 +97,7 @@ class Loop:
         self.lets_group_rest = False
         self.call_shapes: Hashable = object()
         self.has_timed_guidance = False
+        self.recorder: CallRecorder | None = None
         self.when_over: list[Callable[[], None]] = []
         self.generation = Generation()
         self._other_models = OtherModels(self.generation)
@@ -327,6 +329,8 @@ class Loop:
                 shares=TokenShares(self._split, self._mesh.sequence.index),
                 branches=self._batch.select_branches,
                 memory=GenerationMemory(self._relative_change, self._kept_buffers),
+                # What changes in each step is measured within the calls.
+                recorder=None if self._relative_change else self.recorder,
             )
         )
         warmup_group = self._pipefusion.warmup_group

@@ -7,12 +7,15 @@ layer's image tokens and keeps the keys of the whole image for every layer, whic
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
+from ditile.distributed.recording.tape import exchange_tensors, note_action
 from ditile.distributed.transport import PendingMessages, Traffic, start_exchange
 from ditile.model.hooks.generation import Generation, LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions
@@ -57,7 +60,7 @@ class DistriFusionKeys:
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, ranks * tokens.patches)
         # The messages of the last step write older keys, so they must be in the store before this step's are.
         if store.incoming is not None:
-            self._receive_patch_keys(store, step - 1)
+            self._receive_patch_keys(store, tokens, 1)
         # A synchronous step writes all keys, and may have fewer rows: guidance may have ended.
         if not now.is_stale and store.buffers is not None and store.buffers[0].shape[0] != k.shape[0]:
             store.drop_keys()
@@ -65,13 +68,13 @@ class DistriFusionKeys:
         self._mark_written(store, step, own)
         if not now.is_stale or now.keeps_keys:
             image_runs = [tuple(run for run in rank_runs if run.start in tokens.image) for rank_runs in runs]
-            store.incoming = self._send_patch_keys(k, v, runs[own], image_runs)
-            store.incoming_runs = image_runs
+            pending = self._send_patch_keys(k, v, runs[own], image_runs)
+            note_action(partial(self._expect_messages, tokens, pending, image_runs))
         # A synchronous step attends to the fresh keys of all ranks; a stale one leaves them to the next step.
         if not now.is_stale:
-            self._receive_patch_keys(store, step)
+            self._receive_patch_keys(store, tokens, 0)
         if self.check is not None:
-            self._check_ages(self.check, store, tokens)
+            note_action(partial(self._check_ages, self.check, tokens))
         mask = None
         if extra.mask is not None:
             for part, rank_runs in zip(extra.mask.ring_masks, runs, strict=True):
@@ -81,8 +84,31 @@ class DistriFusionKeys:
             keys, values, mask = extra.further.join_keys(keys, values, mask)
         return self.kernel(q, keys, values, mask=mask, scale=extra.scale)
 
-    def _check_ages(self, check: AgeChecks, store: KeyStore, tokens: LayerTokens) -> None:
+    # A recorded action outlives the store of the generation in which it was recorded, so it looks the store up.
+
+    def _find_store(self, tokens: LayerTokens) -> KeyStore:
+        now = self.now
+        return now.memory.get_key_store(now.branch, self.layer, tokens.length, self.axis.num_ranks * tokens.patches)
+
+    def _expect_messages(
+        self, tokens: LayerTokens, pending: PendingMessages, image_runs: list[tuple[range, ...]]
+    ) -> None:
+        """Notes what is under way, and where it belongs."""
+        store = self._find_store(tokens)
+        store.incoming = pending
+        store.incoming_runs = image_runs
+
+    def _forget_messages(self, tokens: LayerTokens) -> None:
+        self._find_store(tokens).incoming = None
+
+    def _wait_for_messages(self, tokens: LayerTokens) -> None:
+        incoming = self._find_store(tokens).incoming
+        assert incoming is not None
+        incoming.wait_for_works()
+
+    def _check_ages(self, check: AgeChecks, tokens: LayerTokens) -> None:
         """Asserts that in a stale step all keys but this rank's are one step old."""
+        store = self._find_store(tokens)
         schedule = self.now.schedule
         step = self.now.micro_step.step
         ages = [int(self.now.is_stale)] * self.axis.num_ranks
@@ -118,15 +144,24 @@ class DistriFusionKeys:
             num_tokens = sum(map(len, runs))
             sends.append((rank, fresh))
             receives.append((rank, (*fresh.shape[:2], num_tokens, *fresh.shape[3:])))
-        return start_exchange(sends, receives, fresh, self.axis.group, self.traffic, KIND)
+        keep = None
+        # The next step waits for them, and if that is recorded it finds them in one place.
+        if self.now.memory.keeps_buffers:
+            keep = partial(self._keep_message, self.now.branch)
+        return start_exchange(sends, receives, fresh, self.axis.group, self.traffic, KIND, keep)
 
-    def _receive_patch_keys(self, store: KeyStore, step: int) -> None:
-        """Waits for the other ranks' keys of a step, and writes them into the store."""
-        assert store.incoming is not None
-        received = iter(store.incoming.wait_for_tensors())
+    def _keep_message(self, branch: int, index: int, shape: Sequence[int], like: Tensor) -> Tensor:
+        return self.now.memory.keep_message((self.layer, branch, "message", index), shape, like)
+
+    def _receive_patch_keys(self, store: KeyStore, tokens: LayerTokens, age: int) -> None:
+        """Waits for the other ranks' keys of a step `age` steps ago, and writes them into the store."""
+        incoming = store.incoming
+        assert incoming is not None
+        exchange_tensors(partial(self._wait_for_messages, tokens))
+        received = iter(incoming.unpack_received())
         for rank, runs in enumerate(store.incoming_runs):
             if rank != self.axis.index:
                 k, v = next(received)
                 store.write_keys(k, v, runs)
-                self._mark_written(store, step, rank)
-        store.incoming = None
+                self._mark_written(store, self.now.micro_step.step - age, rank)
+        note_action(partial(self._forget_messages, tokens))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
+from ditile.distributed.recording.tape import CURRENT
 from ditile.distributed.transport import Traffic, start_gather
 from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import KeyPaddingMask, expand_mask, make_pairs_error
@@ -58,8 +59,8 @@ class GatheredKeyMaskSource:
                 f"an attention mask of {num_keys} keys came with {own} keys of {tokens.length} on this rank; "
                 "give one of all of them, or of those here, or run this model with ulysses=1 and ring=1"
             )
-        # A mask of pairs is a new tensor in every block, and is only cut.
-        if num_queries > 1:
+        # A mask of pairs is a new tensor in every block, and is only cut. A recorded call finds others in its memory.
+        if num_queries > 1 or CURRENT.recording is not None:
             return self._assemble_mask(flat, tokens, heads)
         key = (tokens.runs, flat.shape, heads, id(mask))
         if key not in self._cached_masks:

@@ -7,6 +7,7 @@ length of the longest share, so that one collective of equal parts is enough for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
+from ditile.distributed.recording.tape import exchange_tensors
 from ditile.distributed.transport import Traffic, move_to_transfer_device
 from ditile.plan.layout import pick_even_chunk
 
@@ -43,52 +45,70 @@ class TensorCollectives:
         return sum(len(pick_even_chunk(range(length), self._size, self._index)) for length in streams)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in place where the group sees the device."""
+        """The sum over the ranks, in place where the tensor is contiguous."""
+        summed = x.contiguous()
+        exchange_tensors(self._sum_in_place, summed)
+        return summed
+
+    def _sum_in_place(self, x: Tensor) -> None:
         group = self._axis.group
         assert group is not None
-        staged = move_to_transfer_device(x.contiguous(), group)
+        staged = move_to_transfer_device(x, group)
         with self._traffic.record_wait(KIND):
             dist.all_reduce(staged, group=group)
-        self._count_traffic(2 * x.numel() * x.element_size())
-        return staged.to(x.device)
+        self._count_traffic(2 * x.nbytes)
+        if staged is not x:
+            x.copy_(staged)
 
     def sum_and_scatter(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """Sums whole streams over the ranks and keeps this rank's share of each; `[B, S, C]` to `[B, own, C]`.
 
         `streams` are the whole lengths of what follows each other in the sequence.
         """
+        packed = self._pack_streams(x, streams)
+        summed = torch.empty_like(packed[0])
+        exchange_tensors(partial(self._reduce_scatter, x.nbytes), summed, packed)
+        return summed[:, : self.count_own_tokens(streams)]
+
+    def _reduce_scatter(self, size: int, summed: Tensor, packed: Tensor) -> None:
         group = self._axis.group
         assert group is not None
-        packed = move_to_transfer_device(self._pack_streams(x, streams), group)
-        if packed.is_cuda:
-            summed = torch.empty_like(packed[0])
+        staged = move_to_transfer_device(packed, group)
+        if staged.is_cuda:
             with self._traffic.record_wait(KIND):
                 _reduce_scatter(summed, packed.flatten(0, 1), group=group)
         else:
             # gloo's reduce-scatter would send everything to every rank.
-            received = torch.empty_like(packed)
+            received = torch.empty_like(staged)
             with self._traffic.record_wait(KIND):
-                dist.all_to_all_single(received, packed, group=group)
-            summed = received.sum(0)
-        self._count_traffic(x.numel() * x.element_size())
-        return summed[:, : self.count_own_tokens(streams)].to(x.device)
+                dist.all_to_all_single(received, staged, group=group)
+            summed.copy_(received.sum(0))
+        self._count_traffic(size)
 
     def gather_streams(self, x: Tensor, streams: Sequence[int]) -> Tensor:
         """The whole of streams of which every rank has a share; `[B, own, C]` to `[B, S, C]`."""
-        group = self._axis.group
-        assert group is not None
         longest = self._count_longest_share(streams)
         batch, own, width = x.shape
         mine = x.contiguous()
         if own < longest:
             mine = torch.cat([x, x.new_zeros(batch, longest - own, width)], dim=1)
-        mine = move_to_transfer_device(mine, group)
         received = mine.new_empty(self._size, batch, longest, width)
+        whole_bytes = batch * sum(streams) * width * x.element_size()
+        exchange_tensors(partial(self._gather, whole_bytes), received, mine)
+        return self._unpack_streams(received, streams)
+
+    def _gather(self, size: int, received: Tensor, mine: Tensor) -> None:
+        group = self._axis.group
+        assert group is not None
+        staged = move_to_transfer_device(mine, group)
+        landing = received
+        if staged is not mine:
+            landing = torch.empty_like(received, device=staged.device)
         with self._traffic.record_wait(KIND):
-            _all_gather(received.flatten(0, 1), mine, group=group)
-        whole = self._unpack_streams(received, streams)
-        self._count_traffic(whole.numel() * whole.element_size())
-        return whole.to(x.device)
+            _all_gather(landing.flatten(0, 1), staged, group=group)
+        if landing is not received:
+            received.copy_(landing)
+        self._count_traffic(size)
 
     def _count_longest_share(self, streams: Sequence[int]) -> int:
         return sum(-(-length // self._size) for length in streams)

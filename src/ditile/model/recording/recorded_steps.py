@@ -1,0 +1,394 @@
+"""Recorded steps: what a call of a model did is played in later steps, as long as nothing but numbers differs.
+
+A call is known by its place (model, branch, patch, stale keys or not) and its form (shapes, types and plain values of
+its arguments). The first call of a form runs with a watch that looks for what cannot be recorded; the second one is
+recorded; later ones are played. What a call is given is copied to memory that stays, and what it returns is cloned.
+The first step of a generation is never recorded: it finds the forms of calls and what is constant.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ditile.distributed.recording.segments import OperatorWatch
+from ditile.distributed.recording.tape import NoSegments, Recording, Segments, Tape
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers
+
+FORMS_KEPT = 4
+"""Forms of the calls of one place that are kept: prompts of a few lengths, with a LoRA and without."""
+ADAPTERS = "peft."
+"""Modules of this package compute what their settings say, which may change between calls."""
+
+_READ_ADDRESS = operator.methodcaller("data_ptr")
+_PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
+"""Arguments whose value says everything that a model can make of them."""
+
+
+class StaticInput:
+    """Memory that stays as long as a tape reads it, and the tensor that was last copied to it."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.tensor = torch.empty_like(like, requires_grad=False)
+        self._source: Tensor | None = None
+        self._state: tuple[Any, ...] = ()
+
+    def fill(self, source: Tensor) -> None:
+        """Copies a tensor, unless it is the last one, unchanged."""
+        # Inference tensors have no version, so their changes are not seen.
+        if source.is_inference():
+            self._source = None
+            self._state = ()
+            self.tensor.copy_(source)
+            return
+        state = (source.data_ptr(), source._version, source.shape, source.stride())
+        if state != self._state:
+            self.tensor.copy_(source)
+        # Referenced here, so that no other tensor gets its memory and looks like it.
+        self._source = source
+        self._state = state
+
+
+@dataclass(slots=True)
+class ConstantInput:
+    """A value that is constant in a generation, as a tape reads it.
+
+    Attributes:
+        leaves: its parts: numbers, and memory that stays for each tensor.
+        statics: the same value in that memory.
+    """
+
+    leaves: list[Any]
+    statics: Any
+
+    def fill(self, value: Any) -> bool:
+        """Copies the value of another generation; False where it is no value of this kind."""
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != len(self.leaves):
+            return False
+        for own, leaf in zip(self.leaves, leaves, strict=True):
+            if not isinstance(own, StaticInput):
+                if own != leaf:
+                    return False
+            elif not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (own.tensor.shape, own.tensor.dtype):
+                return False
+            else:
+                own.fill(leaf)
+        return True
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """The calls of one form.
+
+    Attributes:
+        problem: why they can never be recorded; empty if they can.
+        model_problem: why they cannot be recorded now, as adapters and hooks come and go.
+        tape: what they do; None until it is recorded.
+        inputs: memory for each tensor that a call is given.
+        constants: what is constant in a generation, by its key.
+        marks: (branch and layer, segment, age) of the keys that are in the store after a call.
+        result: what a call returns, in the tape's memory.
+        addresses: of weights, keys and whatever stays from step to step.
+        epoch: when the addresses were last compared, see `GenerationMemory`.
+    """
+
+    problem: str = ""
+    model_problem: str = ""
+    tape: Tape | None = None
+    inputs: list[StaticInput] = field(default_factory=list)
+    constants: dict[Hashable, ConstantInput] = field(default_factory=dict)
+    marks: list[tuple[tuple[int, str], int, int]] = field(default_factory=list)
+    result: Any = None
+    addresses: Any = None
+    epoch: object = None
+
+
+class RecordedSteps:
+    """The recorded calls of a runner, which outlive its calls.
+
+    Args:
+        make_segments: makes what captures a call.
+
+    Attributes:
+        scopes: contexts in which nothing is remembered that would tie a tape to memory of other calls.
+        kept_buffers: keys and values, which stay where they are from generation to generation.
+        has_played: whether the last call was played.
+        num_recorded, num_played: calls so far.
+        problems: why calls were not recorded, and how many.
+    """
+
+    def __init__(self, make_segments: Callable[[], Segments]) -> None:
+        self._make_segments = make_segments
+        self.scopes: Sequence[Callable[[], AbstractContextManager[None]]] = ()
+        self.kept_buffers = KeptBuffers()
+        self.has_played = False
+        self.num_recorded = 0
+        self.num_played = 0
+        self.problems: dict[str, int] = {}
+        self._calls: dict[Hashable, OrderedDict[Hashable, RecordedCall]] = {}
+        # Recorded calls reference the memory they read, so memory that none reads is freed.
+        self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()
+        self._models: dict[int, tuple[object, Any, str]] = {}
+
+    def release(self) -> None:
+        """Forgets all recorded calls, and frees their memory."""
+        self._calls.clear()
+        self._models.clear()
+        self.kept_buffers.clear()
+
+    def run_call(self, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Makes a call of a model: with its code, recorded, or played."""
+        self.has_played = False
+        if _is_never_recorded(now):
+            return forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
+            return self._run_code("an argument is no tensor and no number", forward, args, kwargs)
+        place = _describe_place(now, model)
+        form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
+        call = self._find_call(place, form)
+        if call is None:
+            return self._look_at_call(now, model, place, form, forward, args, kwargs)
+        if call.epoch is not now.memory.epoch:
+            self._compare_addresses(call, now, model)
+        problem = call.problem or call.model_problem
+        if problem:
+            return self._run_code(problem, forward, args, kwargs)
+        if call.tape is not None and not self._fill_constants(call, now.memory):
+            # It is recorded again, as what it computes may depend on a constant.
+            call.tape = None
+        call.inputs = self._fill_inputs((id(model), now.branch), leaves)
+        if call.tape is None:
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            self._record_call(call, now, model, forward, args, kwargs)
+        else:
+            _mark_keys(call, now)
+            call.tape.play()
+            self.has_played = True
+            self.num_played += 1
+        return pytree.tree_map_only(Tensor, torch.clone, call.result)
+
+    def _run_code(self, problem: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.problems[problem] = self.problems.get(problem, 0) + 1
+        return forward(*args, **kwargs)
+
+    def _find_call(self, place: Hashable, form: Hashable) -> RecordedCall | None:
+        forms = self._calls.setdefault(place, OrderedDict())
+        if form in forms:
+            forms.move_to_end(form)
+        return forms.get(form)
+
+    def _look_at_call(
+        self,
+        now: Generation,
+        model: nn.Module,
+        place: Hashable,
+        form: Hashable,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """The first call of a form: it loads kernels, and shows what cannot be recorded while nothing depends on it."""
+        watch = OperatorWatch()
+        with self._hide_remembered(now), watch, Recording(NoSegments()).record_within():
+            result = forward(*args, **kwargs)
+        problem = watch.problem
+        devices = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if len(devices) > 1:
+            # What is computed on the CPU would stay what it was.
+            problem = "its arguments are on several devices"
+        call = RecordedCall(problem)
+        forms = self._calls[place]
+        forms[form] = call
+        if len(forms) > FORMS_KEPT:
+            forms.popitem(last=False)
+        return result
+
+    def _record_call(
+        self,
+        call: RecordedCall,
+        now: Generation,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> None:
+        """Makes a call, and a tape of it."""
+        memory = now.memory
+        written = memory.list_written_steps(now.branch)
+        call.constants = {}
+
+        def read_constant(key: Hashable, value: Any) -> Any:
+            if key not in call.constants:
+                call.constants[key] = self._make_constant((id(model), key), value)
+            return call.constants[key].statics
+
+        watch = OperatorWatch()
+        recording = Recording(self._make_segments()).record_within()
+        with self._hide_remembered(now), memory.read_constants_with(read_constant), watch, recording as tape:
+            call.result = forward(*args, **kwargs)
+        if watch.problem:
+            call.problem = watch.problem
+            return
+        weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        tape.held.append([tensor for address, tensor in watch.read.items() if address not in weights])
+        call.tape = tape
+        call.marks = memory.list_marks(now.branch, now.micro_step.step, written)
+        call.addresses = self._list_addresses(now, model)
+        self.num_recorded += 1
+
+    @contextmanager
+    def _hide_remembered(self, now: Generation) -> Iterator[None]:
+        """Within it, nothing is remembered by identity: a tape would read the memory of another call."""
+        with ExitStack() as stack:
+            stack.enter_context(now.memory.hide_remembered())
+            for scope in self.scopes:
+                stack.enter_context(scope())
+            yield
+
+    def _fill_inputs(self, owner: Hashable, leaves: list[Any]) -> list[StaticInput]:
+        """Copies tensors to memory that stays, which takes their place among the leaves."""
+        inputs: list[StaticInput] = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                static = self._get_static((owner, index), leaf)
+                static.fill(leaf)
+                inputs.append(static)
+                leaves[index] = static.tensor
+        return inputs
+
+    def _get_static(self, owner: Hashable, like: Tensor) -> StaticInput:
+        # Calls of all patches share them, so a tensor that all are given is copied once.
+        key = (owner, like.shape, like.dtype, like.stride())
+        static = self._statics.get(key)
+        if static is None:
+            static = StaticInput(like)
+            self._statics[key] = static
+        return static
+
+    def _make_constant(self, owner: Hashable, value: Any) -> ConstantInput:
+        leaves, spec = pytree.tree_flatten(value)
+        own: list[Any] = []
+        statics: list[Any] = []
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                own.append(leaf)
+                statics.append(leaf)
+                continue
+            static = self._get_static((owner, index), leaf)
+            static.fill(leaf)
+            own.append(static)
+            statics.append(static.tensor)
+        return ConstantInput(own, pytree.tree_unflatten(statics, spec))
+
+    def _fill_constants(self, call: RecordedCall, memory: GenerationMemory) -> bool:
+        """Copies the constants of this generation; False where one is missing, or decides otherwise."""
+        for key, constant in call.constants.items():
+            if not memory.has_constant(key) or not constant.fill(memory.find_constant(key)):
+                return False
+        return True
+
+    def _compare_addresses(self, call: RecordedCall, now: Generation, model: nn.Module) -> None:
+        """Forgets a tape if something that it reads or writes has moved, and looks at the model again."""
+        call.epoch = now.memory.epoch
+        _, call.model_problem = self._look_at_model(now, model)
+        addresses = self._list_addresses(now, model)
+        if addresses != call.addresses:
+            call.tape = None
+        call.addresses = addresses
+
+    def _list_addresses(self, now: Generation, model: nn.Module) -> Any:
+        addresses, _ = self._look_at_model(now, model)
+        return addresses, now.memory.list_addresses(now.branch)
+
+    def _look_at_model(self, now: Generation, model: nn.Module) -> tuple[Any, str]:
+        """Where a model's weights are, and why it cannot be recorded; once in an epoch for all its calls."""
+        epoch, addresses, problem = self._models.get(id(model), (None, None, ""))
+        if epoch is not now.memory.epoch:
+            problem = _find_model_problem(model)
+            addresses = ()
+            if not problem:
+                tensors = (*model.parameters(), *model.buffers())
+                addresses = (tuple(map(_READ_ADDRESS, tensors)), _describe_attention(model))
+            self._models[id(model)] = (now.memory.epoch, addresses, problem)
+        return addresses, problem
+
+
+def _is_never_recorded(now: Generation) -> bool:
+    if now.calls is None or now.micro_step.step == 0:
+        return True
+    # Some rows of a batch, or stages that compute a step together, are in no place of their own.
+    shares_step = now.micro_step.patch is None and now.shares.warmup_split is not None
+    return now.is_surveyed or now.is_dry or now.batch_range is not None or shares_step
+
+
+def _describe_place(now: Generation, model: nn.Module) -> Hashable:
+    # A patch writes its keys in each step alike; ranks of DistriFusion send none in the last one.
+    keeps_keys = now.keeps_keys and now.micro_step.patch is None
+    return (
+        id(model),
+        now.branch,
+        now.micro_step.patch,
+        now.token_patch,
+        now.is_stale,
+        keeps_keys,
+        now.is_whole,
+        now.may_round,
+        now.memory.has_incoming_keys(now.branch),
+    )
+
+
+def _describe_modes() -> tuple[bool, ...]:
+    return (torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+
+
+def _describe_leaf(leaf: Any) -> Hashable:
+    """Equal for arguments that give the same tape."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride(), leaf.device
+    return type(leaf), leaf
+
+
+def _mark_keys(call: RecordedCall, now: Generation) -> None:
+    """Notes which keys the tape writes."""
+    step = now.micro_step.step
+    for key, segment, age in call.marks:
+        now.memory.mark_segment(key, segment, step - age)
+
+
+def _find_model_problem(model: nn.Module) -> str:
+    """Why a model may compute something else when it is given the same, or nothing."""
+    for weight in (*model.parameters(), *model.buffers()):
+        # Subclasses, such as quantized weights, do not tell the addresses of their numbers.
+        if type(weight) not in (nn.Parameter, Tensor):
+            return f"weights are of class {type(weight).__name__}"
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith(ADAPTERS):
+            return "adapters are on the model"
+        if name and (module._forward_hooks or module._forward_pre_hooks):
+            return f"hooks are on {name}"
+        # diffusers' `cache_context` leaves a registry without hooks on each model.
+        has_hooks = getattr(vars(module).get("_diffusers_hook"), "hooks", None)
+        if "_hf_hook" in vars(module) or has_hooks:
+            return f"hooks are on {name or 'the model'}"
+    return ""
+
+
+def _describe_attention(model: nn.Module) -> Sequence[tuple[str, Any]]:
+    """The processors of attention and their kernels; only classes count, as ours are new in each call."""
+    processors: list[Any] = [module.processor for module in model.modules() if hasattr(module, "processor")]
+    described: list[tuple[str, Any]] = []
+    for processor in processors:
+        described.append((type(processor).__qualname__, getattr(processor, "_attention_backend", None)))
+    return described

@@ -1,0 +1,256 @@
+"""Calls that are recorded in one step and played in later ones give the same image, on one rank and on several."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ditile
+from ditile.cache.config import DBCacheConfig
+from ditile.model.hooks.kv_store import AgeChecks, GenerationMemory
+from ditile.model.recording.recorded_steps import FORMS_KEPT, RecordedSteps
+from ditile.plan.errors import PlanError
+from ditile.plan.plan import Plan
+from tests.pool import Pool
+from tests.recorded_calls import record_on_cpu
+from tests.zoo import ZOO
+from tests.zoo.rows import list_tensors
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+AXES = [
+    "ulysses=2",
+    "ring=2",
+    "tensor=2",
+    "distrifusion=2 warmup=1",
+    "pipefusion=2 patches=2 warmup=1",
+    "cfg=2",
+    "pipefusion=2 ulysses=2 patches=2 warmup=1",
+    "distrifusion=2 warmup=1 wire_dtype=int8",
+]
+OTHER_CASES = [
+    # Masks of the text are gathered within calls.
+    ("pixart-sigma", "ring=2"),
+    ("pixart-sigma", "pipefusion=2 patches=2 warmup=1"),
+    # Two transformers in turns.
+    ("wan-2.2", "pipefusion=2 patches=2 warmup=1"),
+    # Two streams.
+    ("ltx-2", "ulysses=2"),
+]
+
+
+def generate(runner: Any, name: str, seed: int = 0, **more: Any) -> list[Tensor]:
+    call = ZOO[name].call() | {"num_inference_steps": 5} | more
+    return [x.clone() for x in list_tensors(runner(**call | {"generator": torch.Generator().manual_seed(seed)}))]
+
+
+def generate_with_and_without(name: str, plan: Plan) -> tuple[list[bool], int, int]:
+    """Whether each image is that of the same plan without tapes; how many calls were recorded, and played.
+
+    Three images, a larger one, another prompt, and one like the first again; sent messages and checked ages are equal.
+    """
+    outcomes: list[tuple[list[list[Tensor]], object]] = []
+    with record_on_cpu() as recorders:
+        for recorded in (False, True):
+            checks = AgeChecks()
+            runner = ditile.parallelize(ZOO[name].make(), plan, cuda_graphs=recorded, checks=checks)
+            images = [generate(runner, name, seed) for seed in range(3)]
+            if ZOO[name].larger is not None:
+                sizes = {key: value for key, value in ZOO[name].larger().items() if key in ("height", "width")}
+                images.append(generate(runner, name, 3, **sizes))
+            if ZOO[name].other_prompt is not None:
+                images.append(generate(runner, name, 4, **ZOO[name].other_prompt()))
+            images.append(generate(runner, name, 5))
+            traffic = runner.mesh.traffic
+            outcomes.append((images, (dict(traffic.bytes), dict(traffic.calls), checks.passed)))
+    (plain, sent), (played, sent_by_tapes) = outcomes
+    assert sent == sent_by_tapes
+    equal = []
+    for image, other in zip(plain, played, strict=True):
+        equal.append(all(map(torch.equal, image, other)))
+    return equal, recorders[0].num_recorded, recorders[0].num_played
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("name", ["flux", pytest.param("qwen-image", marks=pytest.mark.rotating)])
+def test_played_steps_give_the_same_images(pool: Pool, name: str, axis: str) -> None:
+    check_ranks(pool, name, axis)
+
+
+@pytest.mark.parametrize(("name", "axis"), OTHER_CASES)
+def test_masks_two_models_and_two_streams(pool: Pool, name: str, axis: str) -> None:
+    check_ranks(pool, name, axis)
+
+
+def check_ranks(pool: Pool, name: str, axis: str) -> None:
+    plan = Plan.parse(axis)
+    for equal, recorded, played in pool.run(generate_with_and_without, plan.world, name, plan):
+        assert len(equal) >= 4
+        assert all(equal)
+        assert recorded
+        assert played
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_one_rank_of_every_pipeline(name: str) -> None:
+    """What cannot be recorded runs its code: then nothing was played, and the reason is kept."""
+    plan = Plan(patches=2, warmup=1)
+    images = []
+    with record_on_cpu() as recorders:
+        for recorded in (False, True):
+            try:
+                runner = ditile.parallelize(ZOO[name].make(), plan, cuda_graphs=recorded)
+                images.append([generate(runner, name, seed) for seed in range(2)])
+            except ditile.DitileError as error:
+                images.append([str(error)])
+    plain, played = images
+    if isinstance(plain[0], str):
+        assert plain == played
+        return
+    for image, other in zip(plain, played, strict=True):
+        assert all(map(torch.equal, image, other))
+    assert recorders[0].num_played or recorders[0].problems
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(patches=2, warmup=0)], ids=str)
+def test_one_rank_without_patches_and_without_warmup(plan: Plan) -> None:
+    equal, recorded, played = generate_with_and_without("flux", plan)
+    assert all(equal)
+    assert recorded
+    assert played > recorded
+
+
+def replace_weight(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if step == 3:
+        layer = pipe.transformer.transformer_blocks[0].ff.net[2]
+        layer.weight = torch.nn.Parameter(layer.weight.detach() * 1.5)
+    return kwargs
+
+
+def change_prompt(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if step == 3:
+        kwargs["prompt_embeds"] = kwargs["prompt_embeds"] * 1.5
+    return kwargs
+
+
+@pytest.mark.parametrize("callback", [replace_weight, change_prompt])
+def test_what_a_callback_changes_is_seen(callback: Callable[..., Any]) -> None:
+    more = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": ["latents", "prompt_embeds"]}
+    check_same_images(lambda pipe: None, num_inference_steps=8, **more)
+
+
+def test_weights_that_are_replaced_between_calls_are_seen() -> None:
+    images = []
+    for recorded in (False, True):
+        with record_on_cpu():
+            runner = ditile.parallelize(ZOO["flux"].make(), Plan(patches=2, warmup=1), cuda_graphs=recorded)
+        generate(runner, "flux")
+        replace_weight(runner.pipe, 3, None, {})
+        images.append(generate(runner, "flux"))
+    assert all(map(torch.equal, *images))
+
+
+def add_hook(pipe: Any) -> None:
+    pipe.transformer.transformer_blocks[0].ff.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def read_number(pipe: Any) -> None:
+    layer = pipe.transformer.transformer_blocks[0].ff
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) * float(torch.tensor(1.5))
+
+
+def use_random_numbers(pipe: Any) -> None:
+    layer = pipe.transformer.transformer_blocks[0].ff
+    forward = layer.forward
+    layer.forward = lambda x: forward(x) * torch.rand(1, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (add_hook, "hooks are on transformer_blocks.0.ff"),
+        (read_number, "_local_scalar_dense"),
+        (use_random_numbers, "aten::rand"),
+    ],
+)
+def test_what_cannot_be_recorded_runs_its_code(change: Callable[[Any], None], reason: str) -> None:
+    recorder = check_same_images(change)
+    assert not recorder.num_played
+    assert any(reason in problem for problem in recorder.problems)
+
+
+def check_same_images(change: Callable[[Any], None], **more: Any) -> RecordedSteps:
+    """Two images each of a changed pipeline, with tapes and without."""
+    images = []
+    with record_on_cpu() as recorders:
+        for recorded in (False, True):
+            pipe = ZOO["flux"].make()
+            change(pipe)
+            runner = ditile.parallelize(pipe, Plan(patches=2, warmup=1), cuda_graphs=recorded)
+            images.append(generate(runner, "flux", 0, **more) + generate(runner, "flux", 1, **more))
+    assert all(map(torch.equal, *images))
+    return recorders[0]
+
+
+def test_a_model_with_a_cache_runs_its_code() -> None:
+    def enable_cache(pipe: Any) -> None:
+        ditile.enable_cache(pipe, DBCacheConfig(max_warmup_steps=1, residual_diff_threshold=0.5))
+
+    recorder = check_same_images(enable_cache)
+    assert not recorder.num_recorded
+
+
+def test_prompts_of_few_lengths_are_recorded_once() -> None:
+    """A failure means that a server of prompts of two lengths records each image anew."""
+    with record_on_cpu() as recorders:
+        runner = ditile.parallelize(ZOO["flux"].make(), Plan(patches=2, warmup=1), cuda_graphs=True)
+    prompts = [{}, ZOO["flux"].other_prompt()]
+    for prompt in prompts:
+        generate(runner, "flux", **prompt)
+    recorded = recorders[0].num_recorded
+    for prompt in prompts:
+        generate(runner, "flux", **prompt)
+    assert recorders[0].num_recorded == recorded
+
+
+def test_nothing_of_old_sizes_stays() -> None:
+    """A failure means that a server of many sizes fills its GPU."""
+    with record_on_cpu() as recorders:
+        runner = ditile.parallelize(ZOO["flux"].make(), Plan(), keep_weights=True, cuda_graphs=True)
+    (recorder,) = recorders
+    for size in range(32, 32 + 16 * (FORMS_KEPT + 3), 16):
+        generate(runner, "flux", height=size, width=size)
+    assert all(len(forms) == FORMS_KEPT for forms in recorder._calls.values())
+    gc.collect()
+    assert len(recorder._statics) <= FORMS_KEPT * 16
+    assert not [x for x in gc.get_objects() if isinstance(x, GenerationMemory) and x.key_bytes]
+    runner.restore()
+    gc.collect()
+    assert not recorder._calls
+    assert not len(recorder._statics)
+
+
+def test_an_error_in_a_call_forgets_all_tapes() -> None:
+    with record_on_cpu() as recorders:
+        runner = ditile.parallelize(ZOO["flux"].make(), Plan(patches=2, warmup=1), cuda_graphs=True)
+    before = generate(runner, "flux")
+
+    def fail(*_: Any) -> Any:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        generate(runner, "flux", callback_on_step_end=fail)
+    assert not recorders[0]._calls
+    assert all(map(torch.equal, before, generate(runner, "flux")))
+
+
+def test_graphs_need_a_gpu() -> None:
+    with pytest.raises(PlanError, match="needs a GPU"):
+        ditile.parallelize(ZOO["flux"].make(), Plan(patches=2), cuda_graphs=True)

@@ -1,0 +1,118 @@
+"""What stands for CUDA graphs on a CPU: operators that are called again on the same memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ditile.distributed.recording.segments import list_tensors
+from ditile.distributed.recording.tape import CURRENT, Action
+from ditile.model.recording.recorded_steps import RecordedSteps
+from ditile.plan.plan import Plan
+from ditile.runner import runner as runners
+
+
+class OperatorSegments(TorchDispatchMode):
+    """Segments of the operators that a call makes.
+
+    A pool of CUDA graphs gives memory to others as soon as the call has dropped it. Here nobody else gets it, so it
+    is filled with NaN there whenever the tape is played: what reads it afterwards is seen in the picture.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        # Each tensor that is kept for the replays, by its memory.
+        self._kept: dict[int, dict[int, Tensor]] = {}
+        self._made: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if CURRENT.is_exchanging:
+            return result
+        # Other tensors of the same memory, so that those of the call go when the call drops them.
+        own_args, own_kwargs = pytree.tree_map_only(Tensor, self._keep, (args, kwargs or {}))
+        inputs = {_find_address(tensor) for tensor in list_tensors((args, kwargs))}
+        for tensor in list_tensors(result):
+            if _find_address(tensor) not in inputs and tensor.is_floating_point():
+                self._made[_find_address(tensor)] = self._keep(tensor)
+        self._calls.append((func, own_args, own_kwargs, pytree.tree_map_only(Tensor, self._keep, result)))
+        return result
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        with _disable_current_modes():
+            alias = torch.empty(0, dtype=tensor.dtype).set_(
+                tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+        self._kept.setdefault(_find_address(tensor), {})[id(alias)] = alias
+        return alias
+
+    def _list_dropped(self) -> list[Tensor]:
+        """Memory that only the replays know."""
+        dropped = []
+        for address, tensor in list(self._made.items()):
+            storage = tensor.untyped_storage()
+            # The storage itself counts too.
+            if torch._C._storage_Use_Count(storage._cdata) <= len(self._kept[address]) + 1:
+                dropped.append(self._made.pop(address))
+        return dropped
+
+    def open(self) -> None:
+        self._calls = []
+        self.__enter__()
+
+    def close(self) -> Action | None:
+        self.__exit__(None, None, None)
+        calls = []
+        for func, args, kwargs, recorded in self._calls:
+            outputs = list_tensors(recorded)
+            inputs = {_find_address(tensor) for tensor in list_tensors((args, kwargs))}
+            if func._schema.is_mutable:
+                calls.append((func, args, kwargs, []))
+            elif any(_find_address(tensor) not in inputs for tensor in outputs):
+                calls.append((func, args, kwargs, outputs))
+        dropped = self._list_dropped()
+        if not calls:
+            return None
+
+        def replay() -> None:
+            # A graph is one call, so the operators of a segment do not count.
+            profile = sys.getprofile()
+            sys.setprofile(None)
+            for func, args, kwargs, outputs in calls:
+                results = list_tensors(func(*args, **kwargs))
+                for output, result in zip(outputs, results, strict=False):
+                    output.copy_(result)
+            for tensor in dropped:
+                torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).fill_(torch.nan)
+            sys.setprofile(profile)
+
+        return replay
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        return self._keep(tensor)
+
+
+def _find_address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def record_on_cpu() -> Iterator[list[RecordedSteps]]:
+    """Within it `cuda_graphs=True` records on a CPU; gives the recorders that are made."""
+    made: list[RecordedSteps] = []
+
+    def build(plan: Plan, device: torch.device) -> RecordedSteps:
+        made.append(RecordedSteps(OperatorSegments))
+        return made[-1]
+
+    with mock.patch.object(runners, "build_recorder", build):
+        yield made
