@@ -12,7 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ditile.distributed.recording.tape import CURRENT, exchange_tensors
+from ditile.distributed.recording.tape import CURRENT
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.wire import VectorPacking
 
@@ -140,7 +140,7 @@ class PeerChannel:
             CURRENT.recording.send_tensor(self._start_send, message, self._wait_for_send)
 
     def _start_send(self, message: Tensor) -> None:
-        staged = move_to_transfer_device(message, self._group)
+        staged = message.to(_choose_transfer_device(message.device, self._group))
         self._sending.append((self._start_transfer(staged, sends=True), staged, message))
         self._sent += 1
         self._traffic.count_message(self._kind, staged.nbytes)
@@ -244,86 +244,77 @@ class AsyncSum(_AsyncReduction):
         return list(self._wait_for_numbers())
 
 
-class _Works:
-    """The works of messages, which a tape may start again: it owns none of the tensors.
-
-    Args:
-        launch: (what is sent, memory for what arrives) -> torch's works, which it has started.
-        group: whose messages they are.
-        traffic, kind: where waits are recorded, and as what.
-    """
-
-    def __init__(self, launch: Launch, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> None:
-        self._launch = launch
-        self._group = group
-        self._traffic = traffic
-        self._kind = kind
-        self._works: Sequence[dist.Work] = ()
-        self._sent: Sequence[Tensor] = ()
-        self._received: Sequence[Tensor] = ()
-        self._landing: Sequence[Tensor] = ()
-
-    def start(self, num_sent: int, *tensors: Tensor) -> None:
-        """Starts the messages: the first tensors are sent, into the others goes what arrives."""
-        device = tensors[0].device
-        transfer_device = _choose_transfer_device(device, self._group)
-        self._sent = tensors[:num_sent]
-        self._received = self._landing = tensors[num_sent:]
-        if transfer_device != device:
-            self._sent = [x.to(transfer_device) for x in self._sent]
-            self._landing = [torch.empty_like(x, device=transfer_device) for x in self._received]
-        self._works = self._launch(self._sent, self._landing)
-
-    def wait(self) -> None:
-        """Waits; what arrives is in its memory then."""
-        with self._traffic.record_wait(self._kind):
-            for work in self._works:
-                work.wait()
-            if self._landing is not self._received:
-                for target, landed in zip(self._received, self._landing, strict=True):
-                    target.copy_(landed)
-
-
+@dataclass(slots=True)
 class PendingMessages:
     """Messages under way.
 
-    Args:
-        works: started here with the tensors; None where this rank is alone, and nothing is under way.
-        sent: the tensors to send, on this rank's device; kept until the messages are done.
+    Attributes:
+        launch: (what is sent, memory for what arrives) -> torch's works, which it has started.
+        sent: the tensors to send, on `device`; kept until the messages are done.
         received: memory for what arrives, there too.
+        device: this rank's.
+        group: whose messages they are; None where this rank is alone, and nothing is under way.
+        traffic, kind: where the wait is recorded, and as what.
         unpack: makes the tensors of what arrives, where they were packed.
+        works: to wait for.
+        landing: where what arrives is at first; None where that is `received`.
+        recorded: the same messages as a tape starts them, which owns none of the tensors.
     """
 
-    def __init__(
-        self, works: _Works | None, sent: Sequence[Tensor], received: Sequence[Tensor], unpack: Unpack | None = None
-    ) -> None:
-        self._works = works
-        self._sent = sent
-        self._received = list(received)
-        self._unpack = unpack
-        if works is not None and (sent or received):
-            exchange_tensors(partial(works.start, len(sent)), *sent, *received)
+    launch: Launch
+    sent: Sequence[Tensor]
+    received: list[Tensor]
+    device: torch.device
+    group: dist.ProcessGroup | None
+    traffic: Traffic
+    kind: str
+    unpack: Unpack | None = None
+    works: Sequence[dist.Work] = ()
+    landing: Sequence[Tensor] | None = None
+    recorded: PendingMessages | None = None
 
-    def add_own_part(self, rank: int, x: Tensor) -> None:
-        """Puts this rank's own part, which is no message, among those that arrive."""
-        self._received.insert(rank, x)
+    def start(self) -> PendingMessages:
+        """Starts the messages, now and whenever the call that is recorded is played."""
+        recording = CURRENT.recording
+        if recording is not None and not CURRENT.is_exchanging:
+            borrowed = [recording.borrow(x) for x in self.sent]
+            received = [recording.borrow(x) for x in self.received]
+            self.recorded = replace(self, sent=borrowed, received=received)
+            recording.exchange(self.recorded.start)
+            return self
+        assert self.group is not None
+        sent = self.sent
+        landing = self.received
+        transfer_device = _choose_transfer_device(self.device, self.group)
+        if transfer_device != self.device:
+            sent = [x.to(transfer_device) for x in sent]
+            landing = self.landing = [torch.empty_like(x, device=transfer_device) for x in landing]
+        self.works = self.launch(sent, landing)
+        return self
 
     def wait_for_tensors(self) -> list[Tensor]:
         """Waits; returns the received tensors, in order."""
-        if self._works is not None:
-            exchange_tensors(self._works.wait)
-        return self.unpack_received()
+        if CURRENT.recording is None:
+            self.wait_for_works()
+        elif self.recorded is not None:
+            CURRENT.recording.exchange(self.recorded.wait_for_works)
+        return self.received if self.unpack is None else self.list_received()
+
+    def list_received(self) -> list[Tensor]:
+        """The received tensors, in order, once their messages were waited for."""
+        if self.unpack is None:
+            return self.received
+        return [self.unpack(x) for x in self.received]
 
     def wait_for_works(self) -> None:
-        """Waits, whatever is recorded."""
-        if self._works is not None:
-            self._works.wait()
-
-    def unpack_received(self) -> list[Tensor]:
-        """The received tensors, once the messages were waited for."""
-        if self._unpack is None:
-            return self._received
-        return [self._unpack(x) for x in self._received]
+        """Waits; what arrives is in its memory then."""
+        messages = self.recorded or self
+        with self.traffic.trace.record_wait(self.kind):
+            for work in messages.works:
+                work.wait()
+            if messages.landing is not None:
+                for target, landed in zip(messages.received, messages.landing, strict=True):
+                    target.copy_(landed)
 
 
 def start_all_to_all(
@@ -356,9 +347,10 @@ def start_all_to_all(
     def launch(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> list[dist.Work]:
         traffic.count_message(kind, size)
         work = dist.all_to_all_single(landing[0], sent[0], list(receives), list(sends), group=group, async_op=True)
-        return [_require_work(work)]
+        assert work is not None
+        return [work]
 
-    return PendingMessages(_Works(launch, group, traffic, kind), [x], [received], unpack)
+    return PendingMessages(launch, [x], [received], x.device, group, traffic, kind, unpack).start()
 
 
 def start_exchange(
@@ -380,7 +372,7 @@ def start_exchange(
         keep: gives memory for messages that outlive a recorded call; by default they are the call's own.
     """
     if group is None:
-        return PendingMessages(None, [], [])
+        return PendingMessages(_launch_nothing, [], [], like.device, None, traffic, kind)
     packing = traffic.packings.get(kind)
     unpack: Unpack | None = None
     if packing is not None:
@@ -413,7 +405,7 @@ def start_gather(
     Counted as one message, of the bytes of `x` times the number of other ranks.
     """
     if group is None:
-        return PendingMessages(None, [], [x])
+        return PendingMessages(_launch_nothing, [], [x], x.device, None, traffic, kind)
     packing = traffic.packings.get(kind)
     unpack: Unpack | None = None
     if packing is not None:
@@ -430,13 +422,14 @@ def start_gather(
             traffic.count_message(kind, size)
             return [_require_work(dist.all_gather(list(landing), sent[0], group=group, async_op=True))]
 
-        return PendingMessages(_Works(launch, group, traffic, kind), [x], everyone, unpack)
+        return PendingMessages(launch, [x], everyone, x.device, group, traffic, kind, unpack).start()
     own_rank = dist.get_rank(group)
     receives = list(enumerate(shapes))
     del receives[own_rank]
     sends = [(peer, x) for peer, _ in receives]
     pending = _start_messages(sends, receives, x, group, traffic, kind, [size], unpack=unpack)
-    pending.add_own_part(own_rank, x)
+    # This rank's own part is no message.
+    pending.received = [*pending.received[:own_rank], x, *pending.received[own_rank:]]
     return pending
 
 
@@ -514,7 +507,7 @@ def _start_messages(
                 operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
         return dist.batch_isend_irecv(operations) if operations else []
 
-    return PendingMessages(_Works(launch, group, traffic, kind), messages, received, unpack)
+    return PendingMessages(launch, messages, received, like.device, group, traffic, kind, unpack).start()
 
 
 def _keep_messages(messages: list[Tensor], keep: KeepMessage) -> list[Tensor]:
@@ -524,6 +517,10 @@ def _keep_messages(messages: list[Tensor], keep: KeepMessage) -> list[Tensor]:
         if id(message) not in kept:
             kept[id(message)] = keep(index, message.shape, message).copy_(message)
     return [kept[id(message)] for message in messages]
+
+
+def _launch_nothing(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> list[dist.Work]:
+    return []
 
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> PendingMessages:
@@ -540,7 +537,7 @@ def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: T
             traffic.count_message(kind, size)
         return [_require_work(dist.broadcast(landing[0], group=group, group_src=source, async_op=True))]
 
-    return PendingMessages(_Works(launch, group, traffic, kind), [x], [x])
+    return PendingMessages(launch, [x], [x], x.device, group, traffic, kind).start()
 
 
 def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:

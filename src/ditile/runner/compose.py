@@ -463,9 +463,7 @@ def compose_strategies(
     # The loop drives the stage, and attention asks the loop for the current generation.
     pipefusion = _build_pipefusion(block_hooks, stages, plan, mesh, sharded, warmup_group)
     loop = _build_loop(pipefusion, block_hooks, plan, serial_plan, mesh, options.recorder)
-    attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks)
-    if options.recorder is not None:
-        options.recorder.scopes = (attention.rotary.hide_tables,)
+    attention = _build_attention(plan, mesh, loop, kernel, warmup_group, options)
     composition = Composition(
         pipe=pipe,
         plan=plan,
@@ -577,6 +575,21 @@ def _build_loop(
         may_change=_may_change(block_hooks),
         serial_plan=serial_plan,
     )
+
+
+def _build_attention(
+    plan: Plan,
+    mesh: Mesh,
+    loop: Loop,
+    kernel: DiffusersKernel | None,
+    warmup_group: WarmupGroup | None,
+    options: CompositionOptions,
+) -> LayerAttentionBuilder:
+    """What builds the attention of each layer."""
+    attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks)
+    if options.recorder is not None:
+        options.recorder.scopes = (attention.rotary.hide_tables,)
+    return attention
 
 
 def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None:

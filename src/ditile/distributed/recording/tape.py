@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-Action = Callable[[], None]
+Action = Callable[[], object]
 
 
 class Segments(Protocol):
@@ -105,13 +105,13 @@ class Recording:
             self.tape.actions.append(replay)
             self.tape.num_segments += 1
 
-    def exchange(self, action: Callable[..., None], *tensors: Tensor) -> None:
-        """Does an action on messages between two segments, now and in each play.
+    def borrow(self, tensor: Tensor) -> Tensor:
+        """The memory of a tensor for an action on messages; the call must keep the tensor until they are over."""
+        return self._segments.borrow(tensor)
 
-        The call must keep the tensors until it has waited for the messages.
-        """
-        borrowed = [self._segments.borrow(tensor) for tensor in tensors]
-        self._add_message(partial(action, *borrowed))
+    def exchange(self, action: Callable[[], object]) -> None:
+        """Does an action on messages between two segments, now and in each play."""
+        self._add_message(action)
 
     def send_tensor(self, action: Callable[[Tensor], None], tensor: Tensor, wait: Callable[[Tensor], None]) -> None:
         """Sends a tensor that nothing in the call waits for, so that the next play must: `wait` does."""
@@ -170,7 +170,8 @@ def exchange_tensors(action: Callable[..., None], *tensors: Tensor) -> None:
     if CURRENT.recording is None:
         action(*tensors)
     else:
-        CURRENT.recording.exchange(action, *tensors)
+        recording = CURRENT.recording
+        recording.exchange(partial(action, *map(recording.borrow, tensors)))
 
 
 def note_action(action: Action) -> None:

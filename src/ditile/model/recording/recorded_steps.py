@@ -88,7 +88,7 @@ class ConstantInput:
 
 
 @dataclass(slots=True)
-class RecordedCall:
+class CallTape:
     """The calls of one form.
 
     Attributes:
@@ -136,7 +136,7 @@ class RecordedSteps:
         self.num_recorded = 0
         self.num_played = 0
         self.problems: dict[str, int] = {}
-        self._calls: dict[Hashable, OrderedDict[Hashable, RecordedCall]] = {}
+        self._calls: dict[Hashable, OrderedDict[Hashable, CallTape]] = {}
         # Recorded calls reference the memory they read, so memory that none reads is freed.
         self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()
         self._models: dict[int, tuple[object, Any, str]] = {}
@@ -183,7 +183,7 @@ class RecordedSteps:
         self.problems[problem] = self.problems.get(problem, 0) + 1
         return forward(*args, **kwargs)
 
-    def _find_call(self, place: Hashable, form: Hashable) -> RecordedCall | None:
+    def _find_call(self, place: Hashable, form: Hashable) -> CallTape | None:
         forms = self._calls.setdefault(place, OrderedDict())
         if form in forms:
             forms.move_to_end(form)
@@ -208,7 +208,7 @@ class RecordedSteps:
         if len(devices) > 1:
             # What is computed on the CPU would stay what it was.
             problem = "its arguments are on several devices"
-        call = RecordedCall(problem)
+        call = CallTape(problem)
         forms = self._calls[place]
         forms[form] = call
         if len(forms) > FORMS_KEPT:
@@ -217,7 +217,7 @@ class RecordedSteps:
 
     def _record_call(
         self,
-        call: RecordedCall,
+        call: CallTape,
         now: Generation,
         model: nn.Module,
         forward: Callable[..., Any],
@@ -292,14 +292,14 @@ class RecordedSteps:
             statics.append(static.tensor)
         return ConstantInput(own, pytree.tree_unflatten(statics, spec))
 
-    def _fill_constants(self, call: RecordedCall, memory: GenerationMemory) -> bool:
+    def _fill_constants(self, call: CallTape, memory: GenerationMemory) -> bool:
         """Copies the constants of this generation; False where one is missing, or decides otherwise."""
         for key, constant in call.constants.items():
             if not memory.has_constant(key) or not constant.fill(memory.find_constant(key)):
                 return False
         return True
 
-    def _compare_addresses(self, call: RecordedCall, now: Generation, model: nn.Module) -> None:
+    def _compare_addresses(self, call: CallTape, now: Generation, model: nn.Module) -> None:
         """Forgets a tape if something that it reads or writes has moved, and looks at the model again."""
         call.epoch = now.memory.epoch
         _, call.model_problem = self._look_at_model(now, model)
@@ -360,7 +360,7 @@ def _describe_leaf(leaf: Any) -> Hashable:
     return type(leaf), leaf
 
 
-def _mark_keys(call: RecordedCall, now: Generation) -> None:
+def _mark_keys(call: CallTape, now: Generation) -> None:
     """Notes which keys the tape writes."""
     step = now.micro_step.step
     for key, segment, age in call.marks:

@@ -399,7 +399,10 @@ class PipeFusion:
 
     def select_active_blocks(self, blocks: range) -> Collection[int]:
         """The blocks whose hooks do something here: the first one, own blocks, and the first one after these."""
-        return self._active_blocks if self._active_warmup_group is None else blocks
+        # Asked for each call, so the group is not looked for where there is none.
+        if self.warmup_group is None or self._active_warmup_group is None:
+            return self._active_blocks
+        return blocks
 
     def run_block(self, index: int, block: Callable[[TokenState], TokenState], state: TokenState) -> TokenState:
         """Receives at the first own block, and sends after the last own block."""
@@ -418,7 +421,7 @@ class PipeFusion:
     def leave_blocks(self, state: TokenState) -> TokenState | None:
         """All tokens: fresh ones of this patch, and the others as they were last. None where nobody reads them."""
         now = self.generation
-        group = self._active_warmup_group
+        group = self.warmup_group and self._active_warmup_group
         if group is not None:
             tokens = group.gather_image_tokens(state.image, now, self._ops)
             self._record_compute()
@@ -476,7 +479,7 @@ class PipeFusion:
             text_width = state.text.shape[2]
         self._widths[now.branch] = (state.image.shape[2], text_width)
         self._dtype = state.image.dtype
-        group = self._active_warmup_group
+        group = self.warmup_group and self._active_warmup_group
         if group is not None:
             self._start = self._trace.mark_point()
             return group.enter_blocks(state, now, self._get_dummy_text(state))
@@ -591,7 +594,11 @@ class PipeFusion:
         return joined
 
     def _send_activations(self, state: TokenState) -> None:
-        note_action(self._record_compute)
+        # Every micro-step comes here, so the usual case is one call less.
+        if CURRENT.recording is None:
+            self._record_compute()
+        else:
+            CURRENT.recording.note(self._record_compute)
         now = self.generation
         streams = self._streams
         image = state.image

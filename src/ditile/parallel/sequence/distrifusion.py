@@ -158,7 +158,7 @@ class DistriFusionKeys:
         incoming = store.incoming
         assert incoming is not None
         exchange_tensors(partial(self._wait_for_messages, tokens))
-        received = iter(incoming.unpack_received())
+        received = iter(incoming.list_received())
         for rank, runs in enumerate(store.incoming_runs):
             if rank != self.axis.index:
                 k, v = next(received)

@@ -83,7 +83,7 @@ class EngineOptions(DeviceOptions):
         implied=True,
     )
     cuda_graphs: bool = define_option(
-        False, "record the blocks of each patch as CUDA graphs, which start at once; for patches of few tokens"
+        False, "record calls of the model as CUDA graphs, which start at once; where the host is slower than the GPU"
     )
 
 
