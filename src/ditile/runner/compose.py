@@ -443,11 +443,10 @@ def compose_strategies(
     # All that may raise comes first, so that an error leaves the pipeline as it was.
     _check_weights_stay(pipe, plan, device, options)
     block_hooks = _build_block_hooks(pipe, plan, options)
-    transformer: Any = block_hooks.transformer
-    compiles = decide_compile(options.compile, transformer, block_hooks.chain, plan, device, mesh.rank)
+    compiles = decide_compile(options.compile, block_hooks.transformer, block_hooks.chain, plan, device, mesh.rank)
     plan, serial_plan = _choose_warmup_mode(pipe, block_hooks, plan, mesh)
     stages = divide_into_stages(block_hooks, plan)
-    kernel = _choose_named_kernel(options.attention, transformer, device, plan)
+    kernel = _choose_named_kernel(options.attention, block_hooks.transformer, device, plan)
     encoders = TextEncoders(
         pipe, plan.text, mesh.image, mesh.control, device, mesh.traffic, keep=keep, after=options.text_after
     )
