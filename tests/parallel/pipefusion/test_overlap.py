@@ -34,7 +34,13 @@ class Sent:
         log.append(f"start {name}")
 
     def wait_for_tensors(self) -> list[Tensor]:
+        self.wait_for_works()
+        return self._received
+
+    def wait_for_works(self) -> None:
         self._log.append(f"wait {self._name}")
+
+    def list_received(self) -> list[Tensor]:
         return self._received
 
 
