@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ditile.cache.config import Fields, check_known
 from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.options import Count, check_value
+from ditile.plan.options import CallArguments, Count, check_value
 from ditile.plan.plan import Plan
 
 AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}
@@ -191,7 +191,7 @@ def plan_division(**arguments: Any) -> RankDivision:
 ParallelismConfig = plan_division
 
 
-def _read_parallel_kwargs(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _read_parallel_kwargs(arguments: CallArguments) -> dict[str, Any]:
     """The arguments that parallel_kwargs stands for; one that is off leaves the argument as it is."""
     older = arguments.get("parallel_kwargs", {})
     if not isinstance(older, Mapping):

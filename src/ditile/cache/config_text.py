@@ -53,6 +53,7 @@ from ditile.cache.config import (
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import files
 from ditile.plan.errors import LoadError, ModelError
+from ditile.plan.options import CallArguments, JsonObject
 
 CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "taylorseer": TaylorSeerCalibratorConfig,
@@ -104,7 +105,7 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
     for name in content:
         check_known(f"the config {name!r}", name, _SECTIONS)
     content = {name: value for name, value in content.items() if value is not None}
-    configs: dict[str, Any] = dict.fromkeys(_SECTIONS)
+    configs: CallArguments = dict.fromkeys(_SECTIONS)
     if "cache_config" in content:
         configs |= _parse_cache_section(_read_section(content, "cache_config"))
         if configs["calibrator_config"] is not None and "calibrator_config" in content:
@@ -193,7 +194,7 @@ def _check_amount(content: Any) -> None:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
 
 
-def _read_section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _read_section(content: JsonObject, name: str) -> JsonObject:
     values = content[name]
     if not isinstance(values, Mapping):
         raise ModelError(f"{name}={values!r} is no section; give names and values")
@@ -205,14 +206,14 @@ def _read_section(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     return section
 
 
-def _parse_cache_section(values: dict[str, Any]) -> dict[str, Any]:
+def _parse_cache_section(values: JsonObject) -> CallArguments:
     """The cache_config, and the calibrator_config where the section names a calibrator."""
     enabled = [name for name in CALIBRATOR_CONFIGS if values.get(f"enable_{name}")]
     if len(enabled) > 1:
         names = " and ".join(f"enable_{name}" for name in enabled)
         raise ModelError(f"{names}: there is one calibrator; leave one out")
-    fields: dict[str, Any] = {}
-    calibrator_fields: dict[str, Any] = {}
+    fields: JsonObject = {}
+    calibrator_fields: JsonObject = {}
     for name, value in values.items():
         if name in _CALIBRATOR_ENTRIES:
             calibrator, field = _CALIBRATOR_ENTRIES[name]
@@ -225,7 +226,7 @@ def _parse_cache_section(values: dict[str, Any]) -> dict[str, Any]:
     if cache_type:
         check_known(f"cache_type={cache_type!r}", cache_type, _CACHE_CONFIGS)
     prunes = cache_type == "dbprune" or (not cache_type and not _PRUNE_FIELDS.isdisjoint(fields))
-    configs: dict[str, Any] = {"cache_config": _make_cache_config(fields, prunes=prunes)}
+    configs: CallArguments = {"cache_config": _make_cache_config(fields, prunes=prunes)}
     for name in enabled:
         configs["calibrator_config"] = CALIBRATOR_CONFIGS[name](**calibrator_fields)
     return configs
@@ -249,7 +250,7 @@ def _list_calibrator_entries() -> dict[str, tuple[str, str]]:
 _CALIBRATOR_ENTRIES = _list_calibrator_entries()
 
 
-def _make_cache_config(fields: dict[str, Any], *, prunes: bool) -> DBCacheConfig:
+def _make_cache_config(fields: JsonObject, *, prunes: bool) -> DBCacheConfig:
     """The config; its mask may be text, such as `6,1,1/1,2`."""
     mask = fields.get("steps_computation_mask")
     if isinstance(mask, str):
@@ -259,7 +260,7 @@ def _make_cache_config(fields: dict[str, Any], *, prunes: bool) -> DBCacheConfig
     return DBCacheConfig(**fields)
 
 
-def _parse_calibrator_section(values: dict[str, Any]) -> Calibration:
+def _parse_calibrator_section(values: JsonObject) -> Calibration:
     """The config of the type that is named, or of the type that its fields belong to."""
     calibrator = values.get("calibrator_type")
     if not calibrator:
@@ -273,7 +274,7 @@ def _parse_calibrator_section(values: dict[str, Any]) -> Calibration:
     return CALIBRATOR_CONFIGS[calibrator](**values)
 
 
-def _parse_parallelism_section(values: dict[str, Any]) -> RankDivision:
+def _parse_parallelism_section(values: JsonObject) -> RankDivision:
     for name in AXES:
         # A file may say ulysses for ulysses_size.
         short_name = name.removesuffix("_size")
@@ -287,7 +288,7 @@ _FLAT_ENTRIES = {"cache_type", *_UNUSED, *DBPruneConfig.__dataclass_fields__, *_
 """What a config file may have that is one cache_config, without sections."""
 
 
-def parse_cache_line(line: str) -> dict[str, Any]:
+def parse_cache_line(line: str) -> CallArguments:
     """The keyword arguments of `enable_cache` that a line stands for; for `none` the cache_config is None.
 
     Raises:
@@ -309,17 +310,17 @@ def parse_cache_line(line: str) -> dict[str, Any]:
             f"reach={words['reach']} is how far the forecast of taylor goes; add taylor=1, or leave it out"
         )
     prunes = bool(words.pop("prune", False))
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for word, value in words.items():
         if word not in (*_FORECASTS, "reach"):
             fields[_get_field(word)] = value
-    configs: dict[str, Any] = {"cache_config": _make_cache_config(fields, prunes=prunes)}
+    configs: CallArguments = {"cache_config": _make_cache_config(fields, prunes=prunes)}
     for name in names:
         row = CACHE_WORDS[name]
         value = words[name]
         if row.field is None and value is not True:
             raise ModelError(f"'{name}={value}': {name} takes no value; write {name}")
-        calibrator_fields: dict[str, Any] = {}
+        calibrator_fields: JsonObject = {}
         # A calibrator without a value has its defaults.
         if value is not True:
             calibrator_fields[str(row.field)] = value
@@ -336,13 +337,13 @@ def _get_field(word: str) -> str:
     return CACHE_WORDS[word].field or word
 
 
-def _split_cache_line(line: str) -> dict[str, Any]:
+def _split_cache_line(line: str) -> JsonObject:
     """`F=1 foca` as `{"F": 1, "foca": True}`.
 
     Raises:
         ModelError: if a word is not known, lacks its value, or is there twice, by whichever name.
     """
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for word in line.split():
         name, _, value = word.partition("=")
         if name not in CACHE_WORDS and name not in DBPruneConfig.__dataclass_fields__:

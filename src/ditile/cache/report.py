@@ -6,9 +6,10 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ditile.plan.layout import merge_ranges
+from ditile.plan.options import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,7 +61,7 @@ class ContextReport:
     stage: int = 0
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> ContextReport:
+    def from_dict(cls, values: JsonObject) -> ContextReport:
         """The inverse of `to_dict`."""
         decisions: list[Decisions] = []
         for decision in values["decisions"]:
@@ -69,7 +70,7 @@ class ContextReport:
             decisions.append(Decisions(**{**decision, "differences": differences}))
         return cls(**{**values, "decisions": decisions})
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """As JSON types."""
         return asdict(self)
 
@@ -217,7 +218,7 @@ def format_steps(steps: Sequence[int]) -> str:
     return f"{len(steps)}: {','.join(words)}"
 
 
-def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[dict[str, Any]]:
+def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[JsonObject]:
     """What caches left out in some calls: an entry for each stage and context, as JSON types.
 
     `cached_steps` are the steps that were left out for all images, branches and patches of a call. `blocks_saved` also
@@ -234,7 +235,7 @@ def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[di
     return [_summarize_context(reports) for _, reports in sorted(reports_by_context.items())]
 
 
-def _summarize_context(reports: Sequence[ContextReport]) -> dict[str, Any]:
+def _summarize_context(reports: Sequence[ContextReport]) -> JsonObject:
     steps = sum(report.steps for report in reports)
     differences: list[float] = []
     for report in reports:

@@ -25,6 +25,7 @@ from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Communicators
 from ditile.distributed.torchrun import join_torchrun, list_ranks_by_host
 from ditile.plan.errors import PlanError
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
 from ditile.planner import calibrate as curves
@@ -238,7 +239,7 @@ class _FittedCall:
     times: list[_LoopSeconds] = dataclasses.field(default_factory=list)
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> CallArguments:
         """The arguments of the call, except prompt and generator."""
         sizes = {"height": self.size, "width": self.size, "num_inference_steps": STEPS}
         return defaults(self.model) | sizes

@@ -15,6 +15,7 @@ from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, 
 from ditile.distributed.transport import gather_json
 from ditile.model.pipeline_calls import find_call_owner, list_call_parameters
 from ditile.plan.errors import ModelError
+from ditile.plan.options import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.load import find_pipeline_kind
@@ -62,7 +63,7 @@ def draw_pictures(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
         seeds = list_seeds(seed, request.num_images)
         call = build_call_arguments(pipe, request, defaults(request.model))
 
-        def make_call() -> dict[str, Any]:
+        def make_call() -> CallArguments:
             return call | build_object_arguments(pipe, request, seeds, conditions=conditions)
 
         if run.warm:
@@ -190,17 +191,17 @@ class RunnerCallResult(NamedTuple):
     """A call of a runner: its result on rank 0, reports of all ranks, reports of caches, and the seconds of --perf."""
 
     result: Any
-    reports: list[dict[str, Any]]
+    reports: list[JsonObject]
     saved: list[ContextReport]
     totals: list[float]
 
 
-def _warm(runner: Runner, call: Mapping[str, Any], cache: CacheOptions) -> None:
+def _warm(runner: Runner, call: CallArguments, cache: CacheOptions) -> None:
     with convert_value_errors(runner.pipe):
         warm_runner(runner, call, is_cached=cache.build_cache_arguments()["cache_config"] is not None)
 
 
-def _call_and_report(runner: Runner, make: Callable[[], dict[str, Any]], cache: CacheOptions) -> RunnerCallResult:
+def _call_and_report(runner: Runner, make: Callable[[], CallArguments], cache: CacheOptions) -> RunnerCallResult:
     """Calls a runner once, or as often as --perf wants; `make` makes new arguments for each call."""
     reports = []
     for _ in range(1 + NUM_PERF_CALLS if cache.perf else 1):
@@ -220,12 +221,12 @@ def _call_and_report(runner: Runner, make: Callable[[], dict[str, Any]], cache: 
 
 def _build_lines_call(
     pipe: DiffusionPipeline,
-    base: dict[str, Any],
+    base: CallArguments,
     lines: Sequence[PromptLine],
     request: GenerateOptions,
     plan: Plan,
     conditions: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> CallArguments:
     """The call that makes the images of some lines: one on its own, or a batch over the replicas."""
     seeds = [line.seed for line in lines]
     bases = [base | {"prompt": line.prompt} for line in lines]
@@ -235,7 +236,7 @@ def _build_lines_call(
 
 
 @contextlib.contextmanager
-def _show_decoded_frames(pipe: Any, call: Mapping[str, Any], count: int, *, shown: bool) -> Iterator[None]:
+def _show_decoded_frames(pipe: Any, call: CallArguments, count: int, *, shown: bool) -> Iterator[None]:
     """Shows how many frames of a call's videos the decoder has made, after the progress of the steps."""
     decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
     name = find_argument(pipe, FRAME_COUNTS)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ditile.model.known import ASSETS, list_bundled_models, list_known_models, list_published_models
 from ditile.plan.errors import ModelError, suggest_nearest
+from ditile.plan.options import JsonObject
 from ditile.runner.requests.options import ModelsOptions
 
 _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
@@ -36,19 +35,19 @@ def show_models(shown: ModelsOptions, console: Console) -> None:
         console.print(table)
 
 
-def read_matrix() -> dict[str, Any]:
+def read_matrix() -> JsonObject:
     """What `build_matrix` has built."""
-    matrix: dict[str, Any] = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
+    matrix: JsonObject = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
     return matrix
 
 
-def read_families() -> dict[str, Any]:
+def read_families() -> JsonObject:
     """What every family holds under every axis, as the tests of all tiny pipelines prove it."""
-    families: dict[str, Any] = json.loads((ASSETS / "families.json").read_text("utf-8"))
+    families: JsonObject = json.loads((ASSETS / "families.json").read_text("utf-8"))
     return families
 
 
-def build_matrix_tables(matrix: Mapping[str, Any]) -> list[Table]:
+def build_matrix_tables(matrix: JsonObject) -> list[Table]:
     """The tables of `ditile models`, for 80 columns: families with a `ModelSpec`, and all others by support level."""
     specs = []
     others = []
@@ -67,7 +66,7 @@ def build_matrix_tables(matrix: Mapping[str, Any]) -> list[Table]:
     return [*_build_spec_tables(matrix, specs), *_build_level_tables(others), conditions, models]
 
 
-def _build_spec_tables(matrix: Mapping[str, Any], specs: list[dict[str, Any]]) -> list[Table]:
+def _build_spec_tables(matrix: JsonObject, specs: list[JsonObject]) -> list[Table]:
     """The families with a `ModelSpec`: their classes, and their methods."""
     classes = Table("family")
     # Names of classes are copied, so they stay whole; the family's is broken where columns are few.
@@ -81,7 +80,7 @@ def _build_spec_tables(matrix: Mapping[str, Any], specs: list[dict[str, Any]]) -
     return [classes, methods]
 
 
-def _build_level_tables(families: list[dict[str, Any]]) -> list[Table]:
+def _build_level_tables(families: list[JsonObject]) -> list[Table]:
     """Families by support level, and what else is said of them."""
     names_by_level: dict[str, list[str]] = {}
     names_by_remark: dict[str, list[str]] = {}
@@ -99,7 +98,7 @@ def _build_level_tables(families: list[dict[str, Any]]) -> list[Table]:
     return [levels, remarks]
 
 
-def build_tables_of_name(matrix: Mapping[str, Any], name: str) -> list[Table]:
+def build_tables_of_name(matrix: JsonObject, name: str) -> list[Table]:
     """The models and families whose names have these letters, without regard to case and to what is no letter.
 
     Args:
@@ -136,7 +135,7 @@ def _simplify(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def _group_conditions(matrix: Mapping[str, Any]) -> dict[str, list[str]]:
+def _group_conditions(matrix: JsonObject) -> dict[str, list[str]]:
     """What calls start from, in words -> the classes of pipelines that do."""
     groups: dict[str, list[str]] = {}
     for name, row in matrix["conditions"].items():
@@ -144,7 +143,7 @@ def _group_conditions(matrix: Mapping[str, Any]) -> dict[str, list[str]]:
     return groups
 
 
-def format_matrix_markdown(matrix: Mapping[str, Any], proven: Mapping[str, Any]) -> str:
+def format_matrix_markdown(matrix: JsonObject, proven: JsonObject) -> str:
     """The text of docs/matrix.md.
 
     Args:
@@ -166,7 +165,7 @@ def format_matrix_markdown(matrix: Mapping[str, Any], proven: Mapping[str, Any])
     return "\n".join([*parts, *_format_families(proven), *_format_conditions(matrix)])
 
 
-def _format_families(proven: Mapping[str, Any]) -> list[str]:
+def _format_families(proven: JsonObject) -> list[str]:
     """A row for each pipeline, with the number of the reason where it does not hold a column, and the reasons."""
     columns = proven["columns"]
     table = [["pipeline", *columns], ["---", *[":-:"] * len(columns)]]
@@ -201,7 +200,7 @@ def _format_families(proven: Mapping[str, Any]) -> list[str]:
     return [heading, *_format_markdown_rows(table), *notes, *_format_references(proven)]
 
 
-def _format_references(proven: Mapping[str, Any]) -> list[str]:
+def _format_references(proven: JsonObject) -> list[str]:
     """Which calls with pictures to refer to hold `references`, and the reason of those that do not."""
     pipelines = {family["name"]: f"{family['pipeline']} ({family['name']})" for family in proven["families"]}
     answers: dict[str, list[str]] = {}
@@ -212,7 +211,7 @@ def _format_references(proven: Mapping[str, Any]) -> list[str]:
     return [_REFERENCES, *_format_markdown_rows(rows)]
 
 
-def _format_conditions(matrix: Mapping[str, Any]) -> list[str]:
+def _format_conditions(matrix: JsonObject) -> list[str]:
     rows = [["starts from", "pipelines"], ["---", "---"]]
     rows += [[words.replace("*", "\\*"), ", ".join(names)] for words, names in _group_conditions(matrix).items()]
     return [_CONDITIONS, *_format_markdown_rows(rows)]

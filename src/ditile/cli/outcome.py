@@ -14,6 +14,7 @@ from typing import Any
 
 from ditile.cache.report import format_steps
 from ditile.plan.numbers import format_bytes
+from ditile.plan.options import JsonObject
 
 NUM_PERF_CALLS = 3
 """Calls of --perf that are measured, after one that is not."""
@@ -38,16 +39,16 @@ class Outcome:
     model: str
     seed: int
     images: list[str]
-    reports: list[dict[str, Any]]
+    reports: list[JsonObject]
     has_videos: bool = False
     skipped: int = 0
-    settings: dict[str, Any] = field(default_factory=dict)
-    left_out: list[dict[str, Any]] = field(default_factory=list)
+    settings: JsonObject = field(default_factory=dict)
+    left_out: list[JsonObject] = field(default_factory=list)
     totals: list[float] = field(default_factory=list)
     tracks_memory: bool = False
 
 
-def sum_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
     """The reports of several calls as one, for each rank."""
     rank_reports = []
     for calls in zip(*reports, strict=True):
@@ -64,7 +65,7 @@ def sum_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]
     return rank_reports
 
 
-def compute_median_reports(reports: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def compute_median_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
     """The report of the last of several equal calls, with the medians of their seconds, for each rank."""
     rank_reports = []
     for calls in zip(*reports, strict=True):
@@ -87,10 +88,10 @@ _NO_REPORT: Mapping[str, Any] = {
 """The report of a run without a call: all images were there."""
 
 
-def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
+def summarize_outcome(outcome: Outcome) -> JsonObject:
     """The outcome as JSON types; seconds are from rank 0, and lists are in the order of the ranks."""
     first = outcome.reports[0] if outcome.reports else _NO_REPORT
-    summary: dict[str, Any] = {
+    summary: JsonObject = {
         "plan": outcome.plan,
         "model": outcome.model,
         "seed": outcome.seed,
@@ -111,9 +112,9 @@ def summarize_outcome(outcome: Outcome) -> dict[str, Any]:
     return summary | _summarize_optional_facts(outcome)
 
 
-def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:
+def _summarize_optional_facts(outcome: Outcome) -> JsonObject:
     """The entries of the summary that only some runs have."""
-    facts: dict[str, Any] = {}
+    facts: JsonObject = {}
     if outcome.settings:
         facts["settings"] = outcome.settings
     if "cache_config" in outcome.settings:
@@ -129,7 +130,7 @@ def _summarize_optional_facts(outcome: Outcome) -> dict[str, Any]:
     return facts
 
 
-def _compute_saved_share(entries: list[dict[str, Any]]) -> float:
+def _compute_saved_share(entries: list[JsonObject]) -> float:
     """The share of all runs of blocks that caches saved."""
     # Each entry counts by its blocks and steps.
     runs = 0
@@ -164,7 +165,7 @@ def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
         yield "bytes sent", _format_per_rank(facts["bytes_sent"])
 
 
-def _list_time_rows(outcome: Outcome, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_time_rows(outcome: Outcome, facts: JsonObject) -> Iterator[tuple[str, str]]:
     """How long the calls took, and their steps."""
     seconds = facts["seconds"]
     steps = facts["steps"]

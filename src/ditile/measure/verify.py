@@ -22,7 +22,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,7 @@ from ditile.model.registry import find_loop_model
 from ditile.plan import cost
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.numbers import format_bytes
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import AUTO, Plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.version import __version__
@@ -88,7 +89,7 @@ def verify_plan(options: VerifyOptions, plan: Plan) -> PlanVerdict:
             pipe.set_progress_bar_config(disable=True)
             return pipe
 
-        def make_arguments(pipe: Any) -> dict[str, Any]:
+        def make_arguments(pipe: Any) -> CallArguments:
             call = build_call_arguments(pipe, generate_options, defaults(options.model))
             if conditions and find_argument(type(pipe), ("strength",)):
                 # With a lower strength the pipeline skips some of the few steps.
@@ -382,7 +383,7 @@ def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.
     return latents
 
 
-def _generate_first_result(pipe: Any, call: Mapping[str, Any]) -> Tensor:
+def _generate_first_result(pipe: Any, call: CallArguments) -> Tensor:
     """The first of the results of a pipeline or a runner."""
     results = pipe(**call)
     if isinstance(results, dict):

@@ -6,11 +6,10 @@ distilled into it, is no branch. `model/pipeline_calls.py` reads the rule of a c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ditile.plan.numbers import is_number
+from ditile.plan.options import CallArguments
 
 FLAGS = {"true_cfg_scale": "--true-cfg", "guidance_scale": "--guidance"}
 """Arguments of a call -> the flags that set them."""
@@ -31,7 +30,7 @@ class GuidanceRule:
     above: float = 1.0
     needs_negative_prompt: bool = False
 
-    def is_guided(self, call: Mapping[str, Any]) -> bool:
+    def is_guided(self, call: CallArguments) -> bool:
         """Whether a call has a second branch.
 
         Args:
@@ -39,7 +38,7 @@ class GuidanceRule:
         """
         return self._is_scale_enough(call) and self._has_prompt_enough(call)
 
-    def explain_cfg_refusal(self, cfg: int, pipeline: str, call: Mapping[str, Any]) -> str | None:
+    def explain_cfg_refusal(self, cfg: int, pipeline: str, call: CallArguments) -> str | None:
         """Why the branches of a call cannot be divided over `cfg` halves, and what would work; None if they can.
 
         Args:
@@ -66,7 +65,7 @@ class GuidanceRule:
             '(--negative-prompt " "), or use cfg=1'
         )
 
-    def _is_scale_enough(self, call: Mapping[str, Any]) -> bool:
+    def _is_scale_enough(self, call: CallArguments) -> bool:
         for name in self.scales:
             value = call.get(name)
             # The pipeline refuses what is no number.
@@ -74,7 +73,7 @@ class GuidanceRule:
                 return True
         return False
 
-    def _has_prompt_enough(self, call: Mapping[str, Any]) -> bool:
+    def _has_prompt_enough(self, call: CallArguments) -> bool:
         if not self.needs_negative_prompt:
             return True
         return call.get("negative_prompt") is not None or call.get("negative_prompt_embeds") is not None

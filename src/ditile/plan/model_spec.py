@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.layout import Grid, Joint
+from ditile.plan.options import CallArguments
 
 if TYPE_CHECKING:
     from torch import nn
@@ -101,7 +102,7 @@ class ModelSpec:
     grid: Callable[[nn.Module, Mapping[str, Any]], Grid] | None = None
     is_packed: bool = False
     joint: Joint = "none"
-    example: Callable[[Mapping[str, Any], Grid, int], dict[str, Any]] | None = None
+    example: Callable[[Mapping[str, Any], Grid, int], CallArguments] | None = None
     pipelines: tuple[str, ...] = ()
     image_tokens: str = "pos_embed"
     out: str = "proj_out"

@@ -32,6 +32,10 @@ else:
         return lambda function: function
 
 
+CallArguments = dict[str, Any]
+"""The arguments of a call, by name."""
+JsonObject = dict[str, Any]
+"""An object of JSON: an answer, a report, a section of a file."""
 OptionsT = TypeVar("OptionsT")
 
 

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ditile.plan.errors import PlanError
 from ditile.plan.layout import balance_patch_rows
-from ditile.plan.options import Count, Counts, Seconds, Speeds, define_option, options, parse_option
+from ditile.plan.options import Count, Counts, JsonObject, Seconds, Speeds, define_option, options, parse_option
 
 NumSteps = Annotated[int, Field(ge=0)]
 AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")
@@ -374,7 +374,7 @@ class Plan:
             "with them"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The plan as JSON types; `Plan(**d)` is its inverse."""
         return dataclasses.asdict(self)
 

@@ -16,7 +16,7 @@ from typing import Any
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid, Layout, pick_even_chunk
 from ditile.plan.model_spec import ModelSpec
-from ditile.plan.options import Pixels, check_value
+from ditile.plan.options import CallArguments, JsonObject, Pixels, check_value
 from ditile.plan.plan import Facts, Plan
 
 FRAME_COUNTS = ("num_frames", "frames", "video_length")
@@ -92,7 +92,7 @@ class Shape:
 
     @classmethod
     def from_call(
-        cls, spec: ModelSpec, config: Mapping[str, Any], vae_scale: int, element_size: int, call: Mapping[str, Any]
+        cls, spec: ModelSpec, config: JsonObject, vae_scale: int, element_size: int, call: CallArguments
     ) -> Shape:
         """The shape of a call of a pipeline.
 
@@ -202,7 +202,7 @@ def _look_up_replica_shape(shape: Shape, data: int, cfg: int, replica: int) -> S
     return replace(shape, images=images, batch=images * branches, calls=calls)
 
 
-def count_images(call: Mapping[str, Any]) -> int:
+def count_images(call: CallArguments) -> int:
     """How many images, videos or sounds the arguments of a pipeline's call ask for.
 
     They have one for each entry of the first list or tensor that says what to generate: prompts, embeddings, classes,
@@ -259,8 +259,8 @@ def check_image_size(call: Mapping[str, Any], unit: int) -> None:
 
 
 def fill_call_defaults(
-    parameters: Mapping[str, inspect.Parameter], config: Mapping[str, Any], vae_scale: int, call: Mapping[str, Any]
-) -> dict[str, Any]:
+    parameters: Mapping[str, inspect.Parameter], config: JsonObject, vae_scale: int, call: CallArguments
+) -> CallArguments:
     """Call arguments, completed by the pipeline's own defaults and its default size.
 
     Args:
@@ -270,7 +270,7 @@ def fill_call_defaults(
         call: the arguments.
     """
     side = int(config.get("sample_size") or 128) * vae_scale
-    complete: dict[str, Any] = {"height": side, "width": side}
+    complete: CallArguments = {"height": side, "width": side}
     for name, parameter in parameters.items():
         if parameter.default not in (inspect.Parameter.empty, None):
             complete[name] = parameter.default

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ditile.plan.numbers import format_bytes, format_number
+from ditile.plan.options import CallArguments, JsonObject
 from ditile.plan.plan import FEW_STEPS
 from ditile.planner.memory import HostMemory, RankMemory
 from ditile.planner.price import Price
@@ -52,14 +53,14 @@ class PlanAnswer:
     hardware: str
     devices: int
     result: SearchResult
-    call: Mapping[str, Any]
+    call: CallArguments
     uncounted: tuple[str, ...] = ()
     memories: tuple[tuple[RankMemory, ...], ...] = ()
     hosts: tuple[HostMemory, ...] = ()
     host_memory_bytes: int = 0
     models: int = 1
 
-    def to_json_dict(self) -> dict[str, Any]:
+    def to_json_dict(self) -> JsonObject:
         """The answer for programs."""
         # Programs find every kind, with null where there is none.
         others = dict.fromkeys(OTHER_KINDS) | self._describe_others_for_programs()
@@ -78,8 +79,8 @@ class PlanAnswer:
             "plans": plans,
         }
 
-    def _describe_others_for_programs(self) -> dict[str, Any]:
-        described: dict[str, Any] = {}
+    def _describe_others_for_programs(self) -> JsonObject:
+        described: JsonObject = {}
         for kind, other in self.result.others.items():
             price = other.price
             facts = {"plan": str(price.plan), "latency_s": price.latency_s}
@@ -92,7 +93,7 @@ class PlanAnswer:
             described[kind] = facts | {"why": self._describe_other(kind, other)}
         return described
 
-    def _describe_price(self, number: int, why: str) -> dict[str, Any]:
+    def _describe_price(self, number: int, why: str) -> JsonObject:
         """One of the plans for programs."""
         price = self.result.prices[number]
         return {

@@ -7,7 +7,7 @@ choose(rows, max_latency=5)    of the settings that took at most 5 s, the one wh
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ditile.distributed import files
 from ditile.plan.errors import LoadError, ModelError, PlanError
-from ditile.plan.options import Ranks, Seconds, define_option, options
+from ditile.plan.options import JsonObject, Ranks, Seconds, define_option, options
 
 FILE = "evaluation.json"
 STORED = Path(__file__).parents[1] / "model" / "assets" / "evaluations"
@@ -67,12 +67,12 @@ class Budget:
 
 
 def choose(
-    rows: Iterable[Mapping[str, Any]],
+    rows: Iterable[JsonObject],
     *,
     min_psnr: Decibels | None = None,
     max_latency: Seconds | None = None,
     world: Ranks | None = None,
-) -> Mapping[str, Any]:
+) -> JsonObject:
     """Picks the setting of an evaluation that fits a budget best.
 
     Args:
@@ -106,13 +106,13 @@ def choose(
     return min(soon, key=lambda row: (row["latency_ratio"], -row["psnr"]))
 
 
-def describe_setting(row: Mapping[str, Any]) -> str:
+def describe_setting(row: JsonObject) -> str:
     """A setting with its measured quality and time, on one line."""
     cache = "no cache" if row["cache"] == "none" else f"cache {row['cache']}"
     return f"{row['plan']}, {cache} ({row['psnr']:.1f} dB, {row['seconds']:.2f} s, {1 / row['latency_ratio']:.2f}x)"
 
 
-def load_evaluation(model: str, source: str | None = None) -> dict[str, Any]:
+def load_evaluation(model: str, source: str | None = None) -> JsonObject:
     """Loads an evaluation of a model.
 
     Args:
@@ -140,7 +140,7 @@ def load_evaluation(model: str, source: str | None = None) -> dict[str, Any]:
         raise ModelError(
             f"evaluation={str(path)!r} is of model {evaluation.get('model')!r}, not of {model!r}; evaluate it"
         )
-    checked: dict[str, Any] = evaluation
+    checked: JsonObject = evaluation
     return checked
 
 

@@ -7,13 +7,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import env
 from ditile.plan.errors import PlanError
+from ditile.plan.options import CallArguments, JsonObject
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner import hardware
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
@@ -125,7 +126,7 @@ def _parse_memory(text: str | None, name: str) -> int | None:
     return None if text is None else hardware.parse_byte_amount(text, name)
 
 
-def _describe_call(subject: PlanSubject, call: Mapping[str, Any], element_size: int) -> dict[str, Any]:
+def _describe_call(subject: PlanSubject, call: CallArguments, element_size: int) -> JsonObject:
     """See `PlanAnswer.call`."""
     shape = subject.make_call_shape(call, element_size)
     filled = subject.fill_arguments(call)
@@ -248,7 +249,7 @@ def choose_within_budget(
     return Plan.parse(plan_text), CacheOptions(**others | {"cache_line": cache_text})
 
 
-def _describe_picked_setting(row: Mapping[str, Any], evaluation: Mapping[str, Any]) -> str:
+def _describe_picked_setting(row: JsonObject, evaluation: JsonObject) -> str:
     where = evaluation.get("measured", {}).get("machine", "another machine")
     return f"picked: {describe_setting(row)}, as evaluated on {where}"
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -15,6 +12,7 @@ from ditile.model.block_lists import find_block_lists
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError
 from ditile.plan.numbers import format_bytes
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import Plan
 from ditile.plan.simulate import render_gantt_chart
 from ditile.planner.memory import count_host_memory
@@ -31,7 +29,7 @@ from ditile.runner.table import describe_plan
 STEPS_SHOWN = 2
 
 
-def describe_dry_run(options: GenerateOptions, plan: Plan, configs: Mapping[str, Any], engine: EngineOptions) -> str:
+def describe_dry_run(options: GenerateOptions, plan: Plan, configs: CallArguments, engine: EngineOptions) -> str:
     """The table and the schedule of a call of a model under a plan, as text.
 
     Args:
@@ -57,13 +55,13 @@ def describe_dry_run(options: GenerateOptions, plan: Plan, configs: Mapping[str,
     return f"{_describe_class(options)}{table}\n{host}\n{chart}"
 
 
-def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: Mapping[str, Any]) -> PlannedCall:
+def build_dry_run_job(options: GenerateOptions, plan: Plan, configs: CallArguments) -> PlannedCall:
     """The planned call that `describe_dry_run` shows, with the same arguments and errors."""
     subject, call = _read_planned_call(options)
     return build_subject_job(subject, plan, call, configs)
 
 
-def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, dict[str, Any]]:
+def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, CallArguments]:
     """The model of a request without its weights, and the arguments of the call."""
     source = find_model_source(options.model, weights=False)
     base = defaults(options.model)
@@ -78,7 +76,7 @@ def _read_planned_call(options: GenerateOptions) -> tuple[PlanSubject, dict[str,
 
 
 def _describe_host_memory(
-    options: GenerateOptions, subject: PlanSubject, plan: Plan, call: Mapping[str, Any], engine: EngineOptions
+    options: GenerateOptions, subject: PlanSubject, plan: Plan, call: CallArguments, engine: EngineOptions
 ) -> str:
     """Describes the weights of all ranks that stay in the host's memory; empty if there are none."""
     offloads_text = engine.text_after == "offload"
@@ -106,9 +104,7 @@ def _describe_class(options: GenerateOptions) -> str:
     return "" if own is None else f"pipeline: {describe_choice(kind, own, [*options.conditions])}\n"
 
 
-def build_subject_job(
-    subject: PlanSubject, plan: Plan, call: Mapping[str, Any], configs: Mapping[str, Any]
-) -> PlannedCall:
+def build_subject_job(subject: PlanSubject, plan: Plan, call: CallArguments, configs: CallArguments) -> PlannedCall:
     """Plans a call of a model.
 
     Raises:
@@ -119,7 +115,7 @@ def build_subject_job(
     return job
 
 
-def _check_cache_config(transformer: nn.Module, configs: Mapping[str, Any], steps: int) -> None:
+def _check_cache_config(transformer: nn.Module, configs: CallArguments, steps: int) -> None:
     """Raises `ModelError` for a cache that could never skip anything."""
     config = configs["cache_config"]
     if config is None:

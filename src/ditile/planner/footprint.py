@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.plan.errors import ModelError
+from ditile.plan.options import JsonObject
 
 WHOLE = 5
 """Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""
@@ -185,12 +186,12 @@ class FootprintTracker(StorageTracker):
         )
 
 
-def count_decoder_numbers(config: Mapping[str, Any], kind: Any = AutoencoderKL) -> float:
+def count_decoder_numbers(config: JsonObject, kind: Any = AutoencoderKL) -> float:
     """The most numbers that are alive at one time for each latent pixel that a VAE decodes."""
     return _count_decoding_peak(kind, config, "latent_channels")
 
 
-def make_frame_decode_counter(kind: Any, config: Mapping[str, Any], channels: str) -> Callable[[int], float]:
+def make_frame_decode_counter(kind: Any, config: JsonObject, channels: str) -> Callable[[int], float]:
     """The same for a VAE of frames, as a function of the number of latent frames; above `FRAMES` it is a line.
 
     Args:
@@ -212,7 +213,7 @@ def make_frame_decode_counter(kind: Any, config: Mapping[str, Any], channels: st
     return count_frame_numbers
 
 
-def _count_decoding_peak(kind: Any, config: Mapping[str, Any], channels: str, frames: tuple[int, ...] = ()) -> float:
+def _count_decoding_peak(kind: Any, config: JsonObject, channels: str, frames: tuple[int, ...] = ()) -> float:
     def count_by_pixel(tensor: Tensor) -> LiveNumbers:
         numbers = tensor.untyped_storage().nbytes() / tensor.element_size()
         return LiveNumbers(image=numbers / COUNTED_SIDE**2)
@@ -238,7 +239,7 @@ class DecodeWork(NamedTuple):
     exchanges: int
 
 
-def count_decode_work(kind: Any, config: Mapping[str, Any], channels: str, frames: int = 0) -> DecodeWork:
+def count_decode_work(kind: Any, config: JsonObject, channels: str, frames: int = 0) -> DecodeWork:
     """The work of a decode of so many latent frames; 0 is an image. Above `FRAMES` it is on the line through both."""
     if frames > FRAMES[1]:
         few = count_decode_work(kind, config, channels, FRAMES[0])
@@ -283,7 +284,7 @@ class VaeScale(NamedTuple):
         return (frames - self.first) // self.frames + 1
 
 
-def measure_vae_scale(kind: Any, config: Mapping[str, Any]) -> VaeScale:
+def measure_vae_scale(kind: Any, config: JsonObject) -> VaeScale:
     """The scale of a VAE, by its class and config."""
     with init_on_meta_device(), torch.no_grad():
         vae: Any = kind.from_config(config)

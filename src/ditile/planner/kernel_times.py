@@ -30,6 +30,7 @@ from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid
 from ditile.plan.model_spec import ModelSpec
+from ditile.plan.options import CallArguments
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]
@@ -124,7 +125,7 @@ class CountedCall(NamedTuple):
             says which modules embed the latents and make the prediction.
     """
 
-    make_inputs: Callable[[], Mapping[str, Any]]
+    make_inputs: Callable[[], CallArguments]
     sizes: StreamSizes
     mode: Callable[[], AbstractContextManager[Any]] = lambda: torch.device("meta")
     splits_outside: bool = False
@@ -219,7 +220,7 @@ def make_counted_call(transformer: nn.Module, spec: ModelSpec) -> CountedCall:
     if example is None:
         raise ModelError(f"the ModelSpec of {spec.name} has no `example`, by which its forward is counted; give it one")
 
-    def make_inputs() -> dict[str, Any]:
+    def make_inputs() -> CallArguments:
         return {**example(config, GRID, TEXT), "return_dict": False}
 
     return CountedCall(make_inputs, StreamSizes(GRID.num_tokens, TEXT))

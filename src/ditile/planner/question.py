@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from PIL import Image
 from pydantic import Field
@@ -18,7 +18,18 @@ from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import cpus, env
 from ditile.model.known import find_known_model
 from ditile.plan.errors import PlanError
-from ditile.plan.options import Frames, Images, Pixels, Ranks, Scale, Seconds, check_value, define_option, options
+from ditile.plan.options import (
+    CallArguments,
+    Frames,
+    Images,
+    Pixels,
+    Ranks,
+    Scale,
+    Seconds,
+    check_value,
+    define_option,
+    options,
+)
 from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.profile import Profile
@@ -123,7 +134,7 @@ class PlanQuestion:
         """
         return [_read_picture_or_size(each) for each in self.image or ()]
 
-    def fill_call_arguments(self) -> dict[str, Any]:
+    def fill_call_arguments(self) -> CallArguments:
         """The arguments of the call to plan for; the model's defaults complete them.
 
         Raises:

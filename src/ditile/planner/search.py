@@ -22,6 +22,7 @@ from ditile.cache.config import DBCacheConfig
 from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Facts, Plan
 from ditile.plan.shape import Shape
 from ditile.planner.memory import count_host_memory, count_peak_bytes
@@ -138,7 +139,7 @@ def _pause_garbage_collection() -> Iterator[None]:
 @_pause_garbage_collection()
 def search_plans(
     subject: PlanSubject,
-    call: Mapping[str, Any],
+    call: CallArguments,
     profile: Profile,
     request: SearchRequest,
     skips: CacheSkips | None = None,
@@ -153,7 +154,7 @@ def search_plans(
 
 def price_given_plan(
     subject: PlanSubject,
-    call: Mapping[str, Any],
+    call: CallArguments,
     profile: Profile,
     request: SearchRequest,
     plan: Plan,
@@ -172,7 +173,7 @@ class PlanSearch:
     """One model, one call, one machine, and the bounds of a search."""
 
     subject: PlanSubject
-    call: Mapping[str, Any]
+    call: CallArguments
     profile: Profile
     request: SearchRequest
     skips: CacheSkips | None = None
@@ -474,7 +475,7 @@ def _format_gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def make_pricer(subject: PlanSubject, call: Mapping[str, Any], profile: Profile, host: int | None = None) -> Pricer:
+def make_pricer(subject: PlanSubject, call: CallArguments, profile: Profile, host: int | None = None) -> Pricer:
     """The pricer of a model's calls; `host` is the number of ranks on a host, None if there is one host."""
     return Pricer(subject.transformer_work, profile, subject.count_text_tokens(call), host)
 

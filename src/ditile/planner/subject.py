@@ -34,6 +34,7 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
 from ditile.plan.model_spec import ModelSpec
+from ditile.plan.options import CallArguments, JsonObject
 from ditile.plan.plan import AXES, Plan
 from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
 from ditile.planner.footprint import (
@@ -99,7 +100,7 @@ class PlanSubject:
     text: int = 0
     vae: int = 0
     encoders: tuple[Any, ...] = ()
-    decoder: Mapping[str, Any] | None = None
+    decoder: JsonObject | None = None
     uncounted: tuple[str, ...] = ()
     recorder: PipelineRecorder | None = None
     scale: VaeScale = VaeScale(1)
@@ -234,7 +235,7 @@ class PlanSubject:
         more_pixels = sides[1] ** 2 - sides[0] ** 2
         return round(math.sqrt(more_pixels / (calls[1].image - calls[0].image)))
 
-    def _record(self, call: Mapping[str, Any]) -> RecordedStep:
+    def _record(self, call: CallArguments) -> RecordedStep:
         """The first step of a call."""
         assert self.recorder is not None
         filled = self.fill_arguments(call)
@@ -369,13 +370,13 @@ class PlanSubject:
         return self._decodes[frames]
 
     @staticmethod
-    def count_prompt_tokens(call: Mapping[str, Any], shape: Shape) -> int:
+    def count_prompt_tokens(call: CallArguments, shape: Shape) -> int:
         """Tokens that text encoders read for an image: the tokens of its prompt and of the negative prompt."""
         # There are two prompts at most, whatever branches are made of them.
         prompts = min(shape.branches_per_call * shape.calls, 2)
         return int(call.get("max_sequence_length") or PROMPT_TOKENS) * prompts
 
-    def count_text_tokens(self, call: Mapping[str, Any]) -> int:
+    def count_text_tokens(self, call: CallArguments) -> int:
         """Tokens of text that cross attention sees, which are not in the sequence."""
         # Text in the sequence is counted with its tokens.
         if self.model_spec.joint != "none":
@@ -424,12 +425,12 @@ class PlanSubject:
         heads, _ = self.attention_heads
         return round(heads * self.transformer_work.key_heads) % plan.tensor == 0
 
-    def fill_arguments(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    def fill_arguments(self, call: CallArguments) -> CallArguments:
         """The arguments of a call, completed by the defaults of the pipeline."""
         config: Any = self.transformer.config
         return fill_call_defaults(list_call_parameters(self.pipeline), config, self.vae_scale, call)
 
-    def make_call_shape(self, call: Mapping[str, Any], element_size: int = 4) -> Shape:
+    def make_call_shape(self, call: CallArguments, element_size: int = 4) -> Shape:
         """The shape of a call; the pipeline's own defaults fill the gaps.
 
         Raises:
@@ -451,7 +452,7 @@ class PlanSubject:
         """Whether a call has frames."""
         return self.recorder is not None and self.recorder.takes_frames
 
-    def bind_pictures(self, pictures: Sequence[Image.Image]) -> dict[str, Any]:
+    def bind_pictures(self, pictures: Sequence[Image.Image]) -> CallArguments:
         """The arguments of a call that starts from some pictures; none where its class is not known to take any.
 
         Raises:
@@ -463,7 +464,7 @@ class PlanSubject:
             return {}
         return bind_conditions(taken, {"image": list(pictures)})
 
-    def _make_recorded_shape(self, call: Mapping[str, Any], element_size: int) -> Shape:
+    def _make_recorded_shape(self, call: CallArguments, element_size: int) -> Shape:
         frames = int(call.get("num_frames") or 1) if self.makes_videos else 1
         latent_frames = self.scale.count_latent_frames(frames)
         step = self._record(call)

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, FastAPI, Response
@@ -24,6 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ditile.plan.errors import DitileError
+from ditile.plan.options import JsonObject
 from ditile.plan.version import __version__
 from ditile.serve.api import images, sdapi, videos
 from ditile.serve.api.answers import (
@@ -292,7 +293,7 @@ async def read_model(http: HttpRequest, name: str) -> Response:
     return AsciiJSONResponse(model)
 
 
-def _describe_model(http: HttpRequest) -> dict[str, Any]:
+def _describe_model(http: HttpRequest) -> JsonObject:
     return {
         "id": find_served_name(find_service(http).facts.name),
         "object": "model",

@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 import time
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from ditile.plan.errors import DitileError
+from ditile.plan.options import JsonObject
 from ditile.runner.requests.options import GenerateOptions
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -77,15 +78,15 @@ class Request:
     num_previews: int = 0
     loras: dict[str, float] = field(default_factory=dict)
     timeout: float | None = None
-    client: dict[str, Any] = field(default_factory=dict)
+    client: JsonObject = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The request as JSON types."""
         values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
         return values | {"options": dataclasses.asdict(self.options)}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Request:
+    def from_json(cls, values: JsonObject) -> Request:
         """A request from what `to_json` returned."""
         options = dict(values["options"])
         # JSON has no tuples, and one image may be stored as a plain text.
@@ -132,10 +133,10 @@ class JobResult:
     num_steps: int
     frames: int = 0
     fps: float = 0.0
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: JsonObject = field(default_factory=dict)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> JobResult:
+    def from_json(cls, values: JsonObject) -> JobResult:
         """A result from its fields as JSON types."""
         return cls(**values | {"size": tuple(values["size"])})
 

@@ -9,8 +9,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,6 +18,7 @@ from fastapi.responses import PlainTextResponse
 from ditile.distributed import env
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import is_installed, require_extra
+from ditile.plan.options import JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.app import create_app, write_access_log
@@ -30,7 +30,7 @@ from ditile.serve.service import ReplicaFactory, Service
 
 # How long responses that are still being sent may take after the jobs have ended.
 OPEN_REQUESTS_SECONDS = 5
-Predict = Callable[[], Awaitable[Mapping[str, Any]]]
+Predict = Callable[[], Awaitable[JsonObject]]
 
 
 def run_server(options: ServeOptions, plan: Plan, cache: CacheOptions, predict: Predict) -> int:

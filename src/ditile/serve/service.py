@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ditile.plan.errors import DitileError, RankError, StateError
+from ditile.plan.options import JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.job_state import JobOutcome, JobState, RunningBatch
@@ -63,7 +64,7 @@ class Service:
         self.options = options
         self.metrics = Metrics()
         self._plan = dict(plan or {})
-        self._last_result: dict[str, Any] | None = None
+        self._last_result: JsonObject | None = None
         self._replicas = [make_replica(str(number), self._handle_event) for number in range(options.num_groups)]
         self._queue = JobQueue(options.max_queue)
         self._max_batch = options.max_batch
@@ -240,7 +241,7 @@ class Service:
         """
         return self._store.read_job_file(job.id, name)
 
-    def describe_health(self) -> dict[str, Any]:
+    def describe_health(self) -> JsonObject:
         """Whether requests are served, and what each replica does, in types of JSON."""
         states = {replica.state for replica in self._replicas}
         if self._end is not None:
@@ -278,14 +279,14 @@ class Service:
             "waiting": waiting,
         }
 
-    def describe_plan(self) -> dict[str, Any]:
+    def describe_plan(self) -> JsonObject:
         """The plan, what was predicted, and the last measurement, in types of JSON."""
         known = {}
         if self._facts is not None:
             known = {"model": self._facts.name, "plan": self._facts.plan}
         return {**known, **self._plan, "last": self._last_result}
 
-    def note_plan_facts(self, facts: Mapping[str, Any]) -> None:
+    def note_plan_facts(self, facts: JsonObject) -> None:
         """Adds to what `describe_plan` says."""
         self._plan.update(facts)
 

@@ -22,10 +22,10 @@ import sqlite3
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ditile.distributed.files import write_atomically
 from ditile.plan.errors import ModelError, StateError
+from ditile.plan.options import JsonObject
 from ditile.serve.jobs import Failure, Files, Job, JobNotFoundError, JobResult, Request
 
 # After how many attempts the server concludes that the video itself kills the server.
@@ -238,7 +238,7 @@ class JobStore:
             raise StateError(f"{self._folder}: {error}; make room or give --state another folder") from None
 
 
-def _build_row(job: Job) -> dict[str, Any]:
+def _build_row(job: Job) -> JsonObject:
     """The parameters of `_INSERT` and `_UPDATE`."""
     row = {field.name: getattr(job, field.name) for field in dataclasses.fields(job)}
     row["request"] = json.dumps(job.request.to_json())

@@ -26,6 +26,7 @@ from ditile.distributed import env
 from ditile.distributed.transport import gather_json
 from ditile.model.pipeline_calls import find_call_owner
 from ditile.plan.errors import DitileError, ModelError, StoppedError
+from ditile.plan.options import CallArguments, JsonObject
 from ditile.runner.caching import summary
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras
@@ -190,7 +191,7 @@ class RankWorker:
                 job_result = replace(job_result, facts=facts)
                 self._answer("done", files | trace, job_id=job.id, result=asdict(job_result))
 
-    def _plan_previews(self, jobs: Sequence[BatchJob], call: Mapping[str, Any]) -> CallPreviews | None:
+    def _plan_previews(self, jobs: Sequence[BatchJob], call: CallArguments) -> CallPreviews | None:
         """The previews of a call of one job, at the same steps on every rank; None if it has none."""
         job = jobs[0]
         num_previews = job.request.num_previews
@@ -243,7 +244,7 @@ class RankWorker:
     def _note_step(self, step: int, num_steps: int) -> None:
         self._answer("step", step=step + 1, num_steps=num_steps)
 
-    def _build_call(self, jobs: Sequence[BatchJob], calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _build_call(self, jobs: Sequence[BatchJob], calls: Sequence[CallArguments]) -> CallArguments:
         """The arguments of one call for all jobs."""
         options = jobs[0].request.options
         if len(jobs) == 1:
@@ -259,7 +260,7 @@ class RankWorker:
                 seeds.append(seed)
         return build_batch_call(self._pipe, rows, options, seeds)
 
-    def _summarize_cache(self) -> list[dict[str, Any]]:
+    def _summarize_cache(self) -> list[JsonObject]:
         if not self._has_cache:
             return []
         report = summary(self._runner, logging=False)
@@ -274,7 +275,7 @@ class RankWorker:
                 return {}
             return {TRACE: path.read_bytes()}
 
-    def _encode_job(self, job: BatchJob, call: dict[str, Any], outputs: Sequence[Any]) -> tuple[JobResult, Files]:
+    def _encode_job(self, job: BatchJob, call: CallArguments, outputs: Sequence[Any]) -> tuple[JobResult, Files]:
         """The result of a job, and its files as `ditile generate` writes them."""
         request = job.request
         report = self._runner.report
@@ -391,7 +392,7 @@ def find_latent_channels(pipe: Any) -> int | None:
     return None
 
 
-def find_call_size(facts: ModelFacts, call: Mapping[str, Any]) -> tuple[int, int] | None:
+def find_call_size(facts: ModelFacts, call: CallArguments) -> tuple[int, int] | None:
     """Width and height of the images of a call in pixels; None if nothing says them."""
     own_width, own_height = facts.size or (None, None)
     width = call.get("width") or own_width
@@ -401,7 +402,7 @@ def find_call_size(facts: ModelFacts, call: Mapping[str, Any]) -> tuple[int, int
     return width, height
 
 
-def count_steps(class_facts: CallFacts, facts: ModelFacts, call: Mapping[str, Any]) -> int:
+def count_steps(class_facts: CallFacts, facts: ModelFacts, call: CallArguments) -> int:
     """How many steps a call of a class makes: fewer than requested if it starts from an image."""
     name = "num_inference_steps"
     steps = call.get(name) or class_facts.defaults.get(name)

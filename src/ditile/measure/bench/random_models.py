@@ -24,7 +24,7 @@ from diffusers import (
 
 from ditile.measure.bench.options import RANDOM
 from ditile.plan.errors import ModelError
-from ditile.plan.options import define_option, options, parse_option
+from ditile.plan.options import CallArguments, define_option, options, parse_option
 
 FAMILIES = ("pixart", "flux")
 VAE_SCALE = 8
@@ -157,7 +157,7 @@ class RandomModel:
         steps: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
-    ) -> dict[str, Any]:
+    ) -> CallArguments:
         """The arguments of a call that returns latents. PixArt has batched guidance, FLUX has embedded guidance.
 
         Args:
@@ -168,7 +168,7 @@ class RandomModel:
         """
         # Other numbers than the noise, which has a seed of its own.
         generator = torch.Generator().manual_seed(1)
-        call: dict[str, Any] = {
+        call: CallArguments = {
             "height": height,
             "width": width,
             "num_inference_steps": steps,

@@ -6,7 +6,6 @@ random-wan2.1-t2v-1.3b blocks=2      the same widths with fewer blocks, to try i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from ditile.model.anatomies import build_block_hooks
 from ditile.model.known import CONFIGS, find_known_model
 from ditile.model.registry import UNKNOWN_MODEL
 from ditile.plan.errors import ModelError
+from ditile.plan.options import CallArguments
 from ditile.planner.recording.configs import PipelineConfigs
 from ditile.planner.recording.recorded import PipelineRecorder, build_recorded_pipeline, read_prompt_table
 
@@ -104,9 +104,7 @@ class PublishedConfigs:
         return pipe.to(device)
 
 
-def make_random_arguments(
-    pipe: Any, call: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> dict[str, Any]:
+def make_random_arguments(pipe: Any, call: CallArguments, dtype: torch.dtype, device: torch.device) -> CallArguments:
     """The arguments of a call with random embeddings in place of its prompts, the same every time."""
     generator = torch.Generator().manual_seed(1)
 

@@ -11,7 +11,7 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ditile.measure.bench.cells import ONE_RANK, BenchCell
 from ditile.measure.rows import Row, RowFile, list_values
@@ -32,14 +32,14 @@ class Prediction(NamedTuple):
     memory_bytes: int | None
 
 
-def make_run_key(job: Mapping[str, Any], cell: BenchCell) -> str:
+def make_run_key(job: Row, cell: BenchCell) -> str:
     """The key of a cell's runs, as text: all that could change their seconds and bytes."""
     # A link between hosts is a part of every key, so that older folders are resumed; here there is none.
     about = {"plan": cell.plan, "cache": cell.cache, "link": "", "height": cell.height, "width": cell.width}
     return json.dumps(dict(job) | about, sort_keys=True)
 
 
-def append_run(folder: str, key: str, record: Mapping[str, Any]) -> None:
+def append_run(folder: str, key: str, record: Row) -> None:
     """Appends a run to the file of runs."""
     Path(folder).mkdir(exist_ok=True)
     _open_run_file(folder).append([{"key": json.loads(key)} | dict(record)])

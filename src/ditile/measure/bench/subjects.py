@@ -15,6 +15,7 @@ from ditile.measure.bench.random_weights import PublishedConfigs, make_random_ar
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import Plan
 from ditile.planner.dry_run import build_subject_job
 from ditile.planner.subject import PlanSubject
@@ -68,7 +69,7 @@ class StoredSubject:
             return None
         return job.shape.height
 
-    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
+    def make_planning_arguments(self, cell: BenchCell) -> CallArguments:
         """The arguments of a call on which its latency depends, with the model's own options."""
         options = replace(self._make_generate_options(cell), num_images=cell.num_images)
         return build_dry_run_call(options, defaults(self.name))
@@ -99,7 +100,7 @@ class StoredSubject:
         """The whole pipeline on a device."""
         return self.create_pipeline(None).to(device)
 
-    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
+    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> CallArguments:
         """New arguments of a call, for as many images as the cell has. The pipeline moves its prompt's embeddings."""
         call = build_call_arguments(pipe, self._make_generate_options(cell), defaults(self.name))
         if cell.num_images > 1:
@@ -149,7 +150,7 @@ class RandomSubject:
         """Pixels of a side: 512."""
         return SIZE
 
-    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
+    def make_planning_arguments(self, cell: BenchCell) -> CallArguments:
         """The arguments of a call, with embeddings in place of a prompt, on the CPU."""
         return self._make_arguments_on(torch.device("cpu"), cell)
 
@@ -167,7 +168,7 @@ class RandomSubject:
         """The whole pipeline, whose weights are created on the device."""
         return self.random_model.create_pipeline(SIZE, self.torch_dtype, device)
 
-    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
+    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> CallArguments:
         """The arguments of a call on a device, with the output type that is measured."""
         return self._make_arguments_on(device, cell) | {"output_type": OUTPUT_TYPES[self.work.output]}
 
@@ -176,7 +177,7 @@ class RandomSubject:
         """The type of its weights."""
         return choose_random_dtype(self.work)
 
-    def _make_arguments_on(self, device: torch.device, cell: BenchCell) -> dict[str, Any]:
+    def _make_arguments_on(self, device: torch.device, cell: BenchCell) -> CallArguments:
         call = self.random_model.make_call_arguments(
             cell.height or SIZE, cell.width or SIZE, self.get_num_steps(), self.torch_dtype, device
         )
@@ -211,7 +212,7 @@ class RandomWeightsSubject:
         job = self.make_cost_job(BenchCell(ONE_RANK))
         return job.shape.height
 
-    def make_planning_arguments(self, cell: BenchCell) -> dict[str, Any]:
+    def make_planning_arguments(self, cell: BenchCell) -> CallArguments:
         """The arguments of a call on which its latency depends, with the options that its authors recommend."""
         options = self.work.to_generate_options(
             model=self.published.model, height=cell.height, width=cell.width, num_images=cell.num_images
@@ -232,7 +233,7 @@ class RandomWeightsSubject:
         """The whole pipeline, whose weights are created on the device."""
         return self.published.create_pipeline(choose_random_dtype(self.work), device)
 
-    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> dict[str, Any]:
+    def make_call_arguments(self, pipe: Any, cell: BenchCell, device: torch.device) -> CallArguments:
         """The arguments of a call on a device, with the output type that is measured."""
         call = self.planner_subject.fill_arguments(self.make_planning_arguments(cell))
         arguments = make_random_arguments(pipe, call, choose_random_dtype(self.work), device)

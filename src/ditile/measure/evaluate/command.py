@@ -14,7 +14,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import diffusers
 import torch
@@ -65,7 +65,7 @@ ONE_AT_A_TIME = (
 )
 
 
-def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: SessionOptions) -> dict[str, Any] | None:
+def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: SessionOptions) -> Row | None:
     """Generates the missing images, judges all images, and writes the files.
 
     Rank 0 returns the content of `evaluation.json`, other ranks None.
@@ -107,7 +107,7 @@ def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: Sessi
     return evaluation.judge(panel, rows)
 
 
-def build_evaluation_tables(evaluation: Mapping[str, Any]) -> list[Table | str]:
+def build_evaluation_tables(evaluation: Row) -> list[Table | str]:
     """The means of an evaluation for a terminal: numbered tables, and a line for each setting."""
     columns: dict[str, list[str]] = {"ranks": [], "seconds": [], "latency": [], "speed-up": [], "saved, %": []}
     measures = [(name, about["title"], about["digits"]) for name, about in evaluation["metrics"].items()]
@@ -135,7 +135,7 @@ def build_evaluation_tables(evaluation: Mapping[str, Any]) -> list[Table | str]:
     return [title, *make_numbered_tables(labels, columns)]
 
 
-def list_table_remarks(evaluation: Mapping[str, Any]) -> Iterable[str]:
+def list_table_remarks(evaluation: Row) -> Iterable[str]:
     """Remarks that explain the table to its reader."""
     yield f"latency: {evaluation['measured']['how']}"
     psnr_again = evaluation["measured"]["original_again_psnr"]
@@ -171,7 +171,7 @@ def _check_settings_fit(options: EvaluateOptions, settings: Sequence[EvaluationS
             build_dry_run_job(options.build_generate_options(), Plan.parse(setting.plan), setting.cache_arguments)
 
 
-def _build_job_record(options: EvaluateOptions, session: SessionOptions, threads: int) -> dict[str, Any]:
+def _build_job_record(options: EvaluateOptions, session: SessionOptions, threads: int) -> Row:
     """The facts that all images of an evaluation have in common."""
     call = build_dry_run_call(options.build_generate_options(), defaults(options.model))
     # These two differ from caption to caption.
@@ -190,7 +190,7 @@ def _build_job_record(options: EvaluateOptions, session: SessionOptions, threads
 def _list_session_tasks(
     options: EvaluateOptions,
     session: SessionOptions,
-    job: dict[str, Any],
+    job: Row,
     settings: Sequence[EvaluationSetting],
     threads: int,
 ) -> list[EvaluationTask]:
@@ -259,7 +259,7 @@ class Evaluation:
 
     options: EvaluateOptions
     session: SessionOptions
-    job: dict[str, Any]
+    job: Row
     captions: Sequence[Caption]
     folder: EvaluationFolder
 
@@ -267,7 +267,7 @@ class Evaluation:
         """The rows of the images that exist already."""
         return self.folder.read_rows_on_disk(self.captions, self.options.seed)
 
-    def judge(self, panel: MetricPanel, rows: dict[ImageKey, Row]) -> dict[str, Any]:
+    def judge(self, panel: MetricPanel, rows: dict[ImageKey, Row]) -> Row:
         """Judges the images, writes all files, and returns the content of `evaluation.json`."""
         count = len(self.captions)
         complete = list_complete_settings(rows, count)
@@ -317,7 +317,7 @@ class Evaluation:
         save_picture_with_texts(sheet, self.folder.out / CONTACT_SHEET_FILE, {})
 
 
-def _describe_machine() -> dict[str, Any]:
+def _describe_machine() -> Row:
     """The machine, its load, and the versions of packages."""
     names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
     return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,7 @@ def _wrap_text_lines(texts: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def draw_tradeoff(evaluation: Mapping[str, Any], out: Path) -> None:
+def draw_tradeoff(evaluation: Row, out: Path) -> None:
     """Draws the settings of an evaluation, PSNR over latency, with a line through the Pareto front.
 
     Each plan has a colour and each cache a marker. A setting whose images equal the original's has no finite PSNR, and

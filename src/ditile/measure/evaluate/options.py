@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ditile.cache.config_text import NO_CACHE
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.options import Count, Ranks, Scale, define_option, options
+from ditile.plan.options import CallArguments, Count, Ranks, Scale, define_option, options
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
@@ -42,7 +42,7 @@ class EvaluationSetting(NamedTuple):
         return Plan.parse(self.plan).world
 
     @property
-    def cache_arguments(self) -> dict[str, Any]:
+    def cache_arguments(self) -> CallArguments:
         """The keyword arguments of `enable_cache`; without a cache, its cache_config is None."""
         return CacheOptions(cache_line=self.cache).build_cache_arguments()
 

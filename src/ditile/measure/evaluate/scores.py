@@ -41,10 +41,10 @@ class Judgement:
         distances: of each setting by its text; empty without an FID.
     """
 
-    metrics: dict[str, Any]
+    metrics: Row
     absent: dict[str, str]
-    frechet: dict[str, Any] | None = None
-    references: dict[str, Any] | None = None
+    frechet: Row | None = None
+    references: Row | None = None
     distances: dict[str, dict[str, float]] = field(default_factory=dict)
 
 

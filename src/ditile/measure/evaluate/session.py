@@ -29,6 +29,7 @@ from ditile.measure.evaluate.store import EvaluationFolder
 from ditile.measure.rows import Row
 from ditile.measure.sessions import PLAIN, TurnPipelines, rotate, time_call
 from ditile.plan.errors import ModelError
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
 from ditile.runner.caching import summary
@@ -77,7 +78,7 @@ class EvaluationTask:
 
     options: EvaluateOptions
     session: SessionOptions
-    job: dict[str, Any]
+    job: Row
     world: int
     plans: tuple[str, ...]
     with_original: bool
@@ -155,7 +156,7 @@ class _EvaluationSession:
                     self._write_turn(turn, images)
                 advance(len(turn.settings))
 
-    def _generate(self, turn: CaptionTurn, setting: EvaluationSetting, overrides: dict[str, Any]) -> TimedImage | None:
+    def _generate(self, turn: CaptionTurn, setting: EvaluationSetting, overrides: CallArguments) -> TimedImage | None:
         """The image of a caption under a setting; None on ranks that do not get it.
 
         Raises:

@@ -16,7 +16,6 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ditile.distributed import files
 from ditile.measure.evaluate.captions import Caption
@@ -51,7 +50,7 @@ class EvaluationFolder:
         """The file of an image."""
         return self.out / IMAGES_FOLDER / make_setting_slug(setting) / f"{place:05}.png"
 
-    def check_same_job(self, job: Mapping[str, Any]) -> None:
+    def check_same_job(self, job: Row) -> None:
         """Raises `ModelError` if the folder has images of another job, `LoadError` if that cannot be read."""
         path = self.out / JOB_FILE
         if not path.exists():
@@ -98,7 +97,7 @@ class EvaluationFolder:
                 rows_on_disk[setting, place] = row
         return rows_on_disk
 
-    def create_folder(self, job: Mapping[str, Any]) -> None:
+    def create_folder(self, job: Row) -> None:
         """Creates the folder, and writes the file of the job. Raises `ModelError` if it cannot be written."""
         try:
             self.out.mkdir(exist_ok=True)

@@ -19,6 +19,7 @@ from ditile.model.known import name_component_source
 from ditile.model.registry import UNKNOWN_MODEL
 from ditile.plan.errors import LoadError, ModelError
 from ditile.plan.model_spec import ModelSpec
+from ditile.plan.options import JsonObject
 from ditile.planner.recording.recorded import (
     PipelineRecorder,
     build_recorded_pipeline,
@@ -58,11 +59,11 @@ class PipelineConfigs:
 
     source: Path | str
     pipeline: Any
-    index: Mapping[str, Any]
+    index: JsonObject
     kind: Any
-    transformer: Mapping[str, Any]
+    transformer: JsonObject
     coder: Any
-    vae: Mapping[str, Any]
+    vae: JsonObject
     places: Mapping[str, Path | str] = field(default_factory=dict)
 
     @classmethod
@@ -184,7 +185,7 @@ class PipelineConfigs:
         return OtherParts(text, coder, tuple(uncounted))
 
 
-def _read_modular_index(source: Path | str, index: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path | str]]:
+def _read_modular_index(source: Path | str, index: JsonObject) -> tuple[JsonObject, dict[str, Path | str]]:
     """The index of the ordinary pipeline whose transformer a modular one calls alike, and where its components are.
 
     Raises:

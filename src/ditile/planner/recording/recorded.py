@@ -32,6 +32,7 @@ from ditile.model.known import ASSETS, name_component_source
 from ditile.model.pipeline_calls import read_guidance_rule
 from ditile.model.record import bind_arguments
 from ditile.plan.errors import ModelError
+from ditile.plan.options import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.kernel_times import make_passthrough
 from ditile.planner.recording.sizes import SizesOnly
@@ -53,7 +54,7 @@ class RecordedCall:
         out: numbers of the prediction, over all rows.
     """
 
-    arguments: Mapping[str, Any]
+    arguments: CallArguments
     rows: int
     image: int
     text: int
@@ -122,7 +123,7 @@ class PipelineRecorder:
         """Whether a call has a number of frames."""
         return not self._parameters.keys().isdisjoint(FRAME_COUNTS)
 
-    def count_text_tokens(self, call: Mapping[str, Any]) -> int:
+    def count_text_tokens(self, call: CallArguments) -> int:
         """Tokens of the text that a call has."""
         tokens = call.get("max_sequence_length")
         own = self._parameters.get("max_sequence_length")
@@ -130,7 +131,7 @@ class PipelineRecorder:
             tokens = own.default
         return int(tokens or getattr(self.pipe, "tokenizer_max_length", None) or 512)
 
-    def record_step(self, call: Mapping[str, Any]) -> RecordedStep:
+    def record_step(self, call: CallArguments) -> RecordedStep:
         """The first step of a call.
 
         Args:
@@ -180,14 +181,14 @@ class PipelineRecorder:
             override_attribute(stack, hook.block, "forward", _make_watcher(hook, passthrough, seen))
         override_attribute(stack, model, "forward", forward_and_record)
 
-    def make_arguments(self, call: Mapping[str, Any], make_unknown: Callable[..., Tensor]) -> dict[str, Any]:
+    def make_arguments(self, call: CallArguments, make_unknown: Callable[..., Tensor]) -> CallArguments:
         """The arguments of a pipeline's call of two steps, with what stands for a prompt.
 
         Args:
             call: others; the words of a prompt among them are not read.
             make_unknown: makes a tensor of a shape, whose numbers decide nothing.
         """
-        arguments: dict[str, Any] = {}
+        arguments: CallArguments = {}
         for name, value in call.items():
             if name == "num_frames":
                 # Each class has its own name for the number of frames.
@@ -214,14 +215,14 @@ class PipelineRecorder:
         arguments |= {name: None for name in self._parameters if f"{name}_embeds" in arguments}
         return arguments | {"num_inference_steps": 2, "output_type": "latent"}
 
-    def _takes_negative_prompt(self, call: Mapping[str, Any]) -> bool:
+    def _takes_negative_prompt(self, call: CallArguments) -> bool:
         """Whether the pipeline encodes a negative prompt in a call, be it an empty one of its own."""
         if self._guidance is None or not self._guidance.needs_negative_prompt:
             return True
         return call.get("negative_prompt") is not None
 
     def _make_prompt(
-        self, shape: Any, call: Mapping[str, Any], make_unknown: Callable[..., Tensor], *, is_mask: bool
+        self, shape: Any, call: CallArguments, make_unknown: Callable[..., Tensor], *, is_mask: bool
     ) -> Any:
         rows = int(call.get("num_images_per_prompt") or call.get("num_videos_per_prompt") or 1)
         if isinstance(shape, int):
@@ -239,7 +240,7 @@ class PipelineRecorder:
             return torch.ones(lengths, dtype=torch.bool)
         return make_unknown(*lengths)
 
-    def _read_shape(self, shape: Sequence[str], call: Mapping[str, Any]) -> list[int]:
+    def _read_shape(self, shape: Sequence[str], call: CallArguments) -> list[int]:
         """The lengths of names, some of which are products or sums."""
         known = self._sizes | {"text": self.count_text_tokens(call)}
 
@@ -270,7 +271,7 @@ def _make_watcher(hook: BlockHook, passthrough: Callable[..., Any], seen: dict[i
 
 
 def _describe_call(
-    hooks: TransformerHooks, arguments: Mapping[str, Any], seen: Mapping[int, Mapping[str, Any]], out: Any
+    hooks: TransformerHooks, arguments: CallArguments, seen: Mapping[int, Mapping[str, Any]], out: Any
 ) -> RecordedCall:
     """A call, of whose blocks `seen` has the arguments."""
     if not seen:
@@ -317,7 +318,7 @@ def silence_libraries() -> Iterator[None]:
 
 
 def build_recorded_pipeline(
-    locate: Callable[[str], Path | str], pipeline: Any, index: Mapping[str, Any], parts: Mapping[str, Any]
+    locate: Callable[[str], Path | str], pipeline: Any, index: JsonObject, parts: Mapping[str, Any]
 ) -> Any:
     """A pipeline without weights, text encoders and what they need.
 
@@ -363,10 +364,10 @@ class _Unread:
         return 0
 
 
-def load_component_config(cls: Any, source: Path | str, name: str) -> dict[str, Any]:
+def load_component_config(cls: Any, source: Path | str, name: str) -> JsonObject:
     """The config of a component of the models of diffusers. Raises `OSError` if there is none."""
     where, subfolder = name_component_source(source, name)
-    config: dict[str, Any] = cls.load_config(where, **subfolder)
+    config: JsonObject = cls.load_config(where, **subfolder)
     return config
 
 

@@ -10,6 +10,7 @@ from ditile.model.pipeline_calls import find_call_owner
 from ditile.model.probe import COUNTS
 from ditile.plan.errors import ModelError
 from ditile.plan.numbers import is_whole_number
+from ditile.plan.options import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests.conditions import bind_conditions, read_call_conditions
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 
-def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base: dict[str, Any]) -> dict[str, Any]:
+def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base: CallArguments) -> CallArguments:
     """The call arguments that are plain values: the model's own options, overridden by the request.
 
     Raises:
@@ -49,8 +50,8 @@ def build_call_arguments(pipe: DiffusionPipeline, request: GenerateOptions, base
 
 
 def merge_call_arguments(
-    pipeline: Any, request: GenerateOptions, base: dict[str, Any], config: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+    pipeline: Any, request: GenerateOptions, base: CallArguments, config: JsonObject | None = None
+) -> CallArguments:
     """The same for a class of pipelines with some config, without a check of the size."""
     return collect_call_facts(pipeline, config).merge_arguments(request, base)
 
@@ -62,7 +63,7 @@ def build_object_arguments(
     *,
     conditions: Mapping[str, Any] | None = None,
     alone: bool | None = None,
-) -> dict[str, Any]:
+) -> CallArguments:
     """The call arguments that are objects: generators, the same on every rank, and what the call starts from.
 
     With several generators the call makes as many images, each with the noise of its own generator.
@@ -74,7 +75,7 @@ def build_object_arguments(
         conditions: as of `bind_conditions`.
         alone: False makes a list of one generator, as of a batch.
     """
-    call: dict[str, Any] = {"generator": make_generators(seeds)}
+    call: CallArguments = {"generator": make_generators(seeds)}
     copies: int | None = len(seeds)
     if len(seeds) == 1 and alone is not False:
         call["generator"] = call["generator"][0]
@@ -88,12 +89,12 @@ def build_object_arguments(
 
 def build_batch_call(
     pipe: DiffusionPipeline,
-    bases: Sequence[Mapping[str, Any]],
+    bases: Sequence[CallArguments],
     request: GenerateOptions,
     seeds: Sequence[int],
     *,
     conditions: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+) -> CallArguments:
     """One call that makes several images of one shape, each of a prompt and a seed of its own.
 
     Args:
@@ -112,7 +113,7 @@ def build_batch_call(
     return call
 
 
-def _check_rotary_table(pipe: Any, call: Mapping[str, Any]) -> None:
+def _check_rotary_table(pipe: Any, call: CallArguments) -> None:
     """Raises `ModelError` for a size with more rows, columns or frames of tokens than a model has rotations for."""
     config = getattr(getattr(pipe, "transformer", None), "config", None)
     table_rows = getattr(config, "rope_max_seq_len", None)
@@ -134,7 +135,7 @@ def _check_rotary_table(pipe: Any, call: Mapping[str, Any]) -> None:
             )
 
 
-def _check_picture_size(pipe: Any, call: dict[str, Any]) -> None:
+def _check_picture_size(pipe: Any, call: CallArguments) -> None:
     """Checks the size if a `ModelSpec` knows a token's side; other pipelines check it (see `convert_value_errors`)."""
     from ditile.model.registry import find_model_spec
 

@@ -24,7 +24,7 @@ from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra, require_quantizer
 from ditile.plan.flag_parser import format_flag
-from ditile.plan.options import check_value, define_option
+from ditile.plan.options import CallArguments, JsonObject, check_value, define_option
 from ditile.plan.plan import AXES, Plan
 
 QuantizeType = Literal[
@@ -135,7 +135,7 @@ class CacheOptions(Fields):
         # It also reads --config, so that a wrong file is refused before ranks start.
         self._check_packages(self.build_cache_arguments())
 
-    def build_cache_arguments(self) -> dict[str, Any]:
+    def build_cache_arguments(self) -> CallArguments:
         """The keyword arguments of `enable_cache`, from --config and the flags.
 
         Returns:
@@ -162,7 +162,7 @@ class CacheOptions(Fields):
             arguments["quantize_config"] = arguments.get("quantize_config", {}) | {"quant_type": self.quantize_type}
         return arguments
 
-    def _check_packages(self, arguments: Mapping[str, Any]) -> None:
+    def _check_packages(self, arguments: CallArguments) -> None:
         """Raises `ModelError` unless the packages that these options need are installed: before ranks are started."""
         if self.lora is not None:
             require_extra("lora", f"lora={self.lora!r}")
@@ -173,10 +173,10 @@ class CacheOptions(Fields):
             for quant_type in (part.quant_type, *part.precision_plan.values()):
                 require_quantizer(quant_type)
 
-    def describe_settings(self) -> dict[str, Any]:
+    def describe_settings(self) -> JsonObject:
         """The settings that change an image, as JSON types; empty if there are none."""
         arguments = self.build_cache_arguments()
-        settings: dict[str, Any] = {}
+        settings: JsonObject = {}
         for name in ("cache_config", "calibrator_config"):
             config = arguments.get(name)
             if config is not None:
@@ -239,8 +239,8 @@ class CacheOptions(Fields):
             )
         return place.world // other_ranks
 
-    def _load_config_file(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {"cache_config": None}
+    def _load_config_file(self) -> CallArguments:
+        arguments: CallArguments = {"cache_config": None}
         if self.config is not None:
             for name, config in load_configs(self.config).items():
                 if config is not None:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, cast, get_args
 
 from ditile.plan.errors import ModelError
+from ditile.plan.options import CallArguments
 from ditile.runner.requests.pipelines import returns_videos
 
 ARGUMENTS = {
@@ -167,7 +168,7 @@ def _count_pictures(pipeline: type, argument: str | None) -> int:
     return 1
 
 
-def bind_conditions(call: CallConditions, contents: Mapping[str, Any], copies: int | None = None) -> dict[str, Any]:
+def bind_conditions(call: CallConditions, contents: Mapping[str, Any], copies: int | None = None) -> CallArguments:
     """The arguments of a call for what it starts from.
 
     Args:
@@ -180,7 +181,7 @@ def bind_conditions(call: CallConditions, contents: Mapping[str, Any], copies: i
     """
     if call.keyframe is not None:
         return {_KEYFRAMES: [_make_keyframe(call.keyframe, name, value) for name, value in contents.items()]}
-    arguments: dict[str, Any] = {}
+    arguments: CallArguments = {}
     for name, value in contents.items():
         if name == "image":
             arguments |= _bind_images(call, value, copies, has_last_image="last_image" in contents)
@@ -199,7 +200,7 @@ def _make_keyframe(keyframe: Any, name: str, value: Any) -> Any:
 
 def _bind_images(
     call: CallConditions, images: Sequence[Any], copies: int | None, *, has_last_image: bool
-) -> dict[str, Any]:
+) -> CallArguments:
     """The arguments for the images of a call."""
     argument = call.arguments["image"]
     if len(images) > 1 and call.reference is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +17,7 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.flag_parser import format_flag
 from ditile.plan.guidance import GuidanceRule
 from ditile.plan.numbers import is_number, is_whole_number
+from ditile.plan.options import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.requests.conditions import check_picture_count, read_call_conditions
@@ -49,7 +49,7 @@ class CallFacts:
     """
 
     pipeline: str
-    defaults: dict[str, Any]
+    defaults: JsonObject
     required: list[str] = field(default_factory=list)
     needed: list[str] = field(default_factory=list)
     guidance: GuidanceRule | None = None
@@ -59,7 +59,7 @@ class CallFacts:
         """The first of these names that the call takes."""
         return next((name for name in names if name in self.defaults), None)
 
-    def merge_arguments(self, request: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_arguments(self, request: GenerateOptions, base: CallArguments) -> CallArguments:
         """The call arguments that are plain values: the model's own options, overridden by the request.
 
         Raises:
@@ -89,7 +89,7 @@ class CallFacts:
             what = "an image" if request.video is None else "a video"
             raise ModelError(f"{self.pipeline} starts from {what} and a prompt; give a PROMPT, or --prompts-file FILE")
 
-    def _rename_arguments(self, request: GenerateOptions, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _rename_arguments(self, request: GenerateOptions, arguments: CallArguments) -> CallArguments:
         """With the frames, the rate and the strength under the names of this class."""
         renamed = dict(arguments)
         count = self.find_argument(FRAME_COUNTS)
@@ -107,7 +107,7 @@ class CallFacts:
             renamed[rate] = int(request.fps) if request.fps == int(request.fps) else request.fps
         return renamed
 
-    def heeds_negative_prompt(self, base: Mapping[str, Any], guidance: float | None = None) -> bool:
+    def heeds_negative_prompt(self, base: CallArguments, guidance: float | None = None) -> bool:
         """Whether a negative prompt changes the result.
 
         Args:
@@ -129,7 +129,7 @@ class CallFacts:
         scale = self.find_argument(("true_cfg_scale", "guidance_scale"))
         return None if scale is None else GuidanceRule(scales=(scale,))
 
-    def _check_negative_prompt(self, call: Mapping[str, Any]) -> None:
+    def _check_negative_prompt(self, call: CallArguments) -> None:
         rule = self._find_negative_rule()
         values = {**self.defaults, **call}
         if rule is None or rule.is_guided(values):
@@ -146,7 +146,7 @@ class CallFacts:
                 "leave it out"
             )
 
-    def check_cfg(self, plan: Plan, call: Mapping[str, Any]) -> None:
+    def check_cfg(self, plan: Plan, call: CallArguments) -> None:
         """Raises `PlanError` for a call without the branches of guidance that a plan divides, where that is known."""
         if self.guidance is None:
             return
@@ -154,7 +154,7 @@ class CallFacts:
         if reason is not None:
             raise PlanError(reason)
 
-    def _check_strength(self, call: Mapping[str, Any]) -> None:
+    def _check_strength(self, call: CallArguments) -> None:
         name = self.find_argument((_NOISE_STRENGTH, "strength"))
         values = {**self.defaults, **call}
         steps = values.get("num_inference_steps")
@@ -189,19 +189,19 @@ class ModelFacts:
     call: CallFacts
     edit: CallFacts | None = None
     inpaint: CallFacts | None = None
-    base: dict[str, Any] = field(default_factory=dict)
+    base: CallArguments = field(default_factory=dict)
     size: list[int] = field(default_factory=list)
     size_multiple: int = 1
     frames_ratio: int = 1
     fps: float = 16.0
     example: str = ""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """As JSON types."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> ModelFacts:
+    def from_json(cls, values: JsonObject) -> ModelFacts:
         """What `to_json` gave."""
         return TypeAdapter(cls).validate_python(values)
 
@@ -294,7 +294,7 @@ def collect_facts(pipe: Any, model: str, plan: Plan | str) -> ModelFacts:
     )
 
 
-def collect_call_facts(pipeline: Any, config: Mapping[str, Any] | None = None) -> CallFacts:
+def collect_call_facts(pipeline: Any, config: JsonObject | None = None) -> CallFacts:
     """The arguments of the call of a class of pipelines with some config, or of a modular pipeline."""
     from ditile.model.pipeline_calls import list_call_parameters, read_guidance_rule
 
@@ -316,7 +316,7 @@ def collect_call_facts(pipeline: Any, config: Mapping[str, Any] | None = None) -
     )
 
 
-def collect_request_arguments(request: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+def collect_request_arguments(request: GenerateOptions, base: CallArguments) -> CallArguments:
     """The given arguments. --guidance sets true guidance if the model's own options do and --true-cfg is not given."""
     arguments = request.to_call_arguments()
     if request.guidance is not None:
@@ -325,13 +325,13 @@ def collect_request_arguments(request: GenerateOptions, base: Mapping[str, Any])
     return arguments
 
 
-def build_dry_run_call(request: GenerateOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+def build_dry_run_call(request: GenerateOptions, base: CallArguments) -> CallArguments:
     """The call of a dry run or of the planner, which have no pipeline to ask."""
     call = {**base, **collect_request_arguments(request, base), "num_images_per_prompt": request.num_images}
     return fill_negative_prompt(call)
 
 
-def fill_negative_prompt(call: Mapping[str, Any]) -> dict[str, Any]:
+def fill_negative_prompt(call: CallArguments) -> CallArguments:
     """A call with an empty negative prompt where it has a scale of true guidance, for which pipelines require one."""
     if "true_cfg_scale" in call:
         return {"negative_prompt": "", **call}
@@ -351,7 +351,7 @@ def _flag_of_argument(argument: str) -> str:
     return format_flag(_FLAG_NAMES.get(argument, argument))
 
 
-def _find_default_size(pipe: Any, call: Mapping[str, Any]) -> list[int]:
+def _find_default_size(pipe: Any, call: CallArguments) -> list[int]:
     """Width and height where a request has neither; empty if the pipeline decides by other things."""
     width = call.get("width")
     height = call.get("height")

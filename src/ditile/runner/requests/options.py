@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ditile.plan.errors import ModelError
-from ditile.plan.options import Frames, Images, Pixels, Ranks, Scale, Seconds, Steps, define_option, options
+from ditile.plan.options import (
+    CallArguments,
+    Frames,
+    Images,
+    Pixels,
+    Ranks,
+    Scale,
+    Seconds,
+    Steps,
+    define_option,
+    options,
+)
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 # Frames a second. Below, a GIF has no number for how long a frame stays; above, a WebP has none.
@@ -155,7 +166,7 @@ class GenerateOptions(ModelOptions):
         values = {name: getattr(self, name) for name in ("image", "mask", "control_image", "video", "last_image")}
         return {name: value for name, value in values.items() if value is not None}
 
-    def to_call_arguments(self) -> dict[str, Any]:
+    def to_call_arguments(self) -> CallArguments:
         """The values under the names that diffusers uses, without guidance, conditions and the rate."""
         values = {
             "prompt": self.prompt,

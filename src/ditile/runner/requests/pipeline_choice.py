@@ -17,6 +17,7 @@ from typing import Any
 from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError
 from ditile.plan.flag_parser import format_flag
+from ditile.plan.options import JsonObject
 from ditile.runner.requests.conditions import ARGUMENTS, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import name_pipeline
@@ -47,7 +48,7 @@ _TASK = re.compile("ControlNet|Condition|Img2Img|ImageToVideo|Image2Video|VideoT
 
 
 def choose_pipeline_class(
-    pipeline: Any, conditions: Collection[str], config: Mapping[str, Any], *, has_controlnet: bool = False
+    pipeline: Any, conditions: Collection[str], config: JsonObject, *, has_controlnet: bool = False
 ) -> Any:
     """The class that runs with some conditions: this one if it takes them, otherwise one of its family.
 
@@ -105,7 +106,7 @@ def choose_requested_class(request: GenerateOptions) -> tuple[Any, Any]:
 
 
 def find_pipeline_class_for(
-    pipeline: Any, conditions: Collection[str], config: Mapping[str, Any], *, has_controlnet: bool = False
+    pipeline: Any, conditions: Collection[str], config: JsonObject, *, has_controlnet: bool = False
 ) -> Any:
     """As `choose_pipeline_class`; None if diffusers has none."""
     try:
@@ -162,12 +163,12 @@ def _has_parts(cls: Any, pipeline: Any, has_controlnet: bool) -> bool:
     return parts.issuperset(required)
 
 
-def _shares_weights(cls: Any, pipeline: Any, config: Mapping[str, Any]) -> bool:
+def _shares_weights(cls: Any, pipeline: Any, config: JsonObject) -> bool:
     """Whether a class calls the transformer of another one with as many channels."""
     return cls is pipeline or not _joins_channels(cls, config) or _joins_channels(pipeline, config)
 
 
-def _joins_channels(pipeline: type, config: Mapping[str, Any]) -> bool:
+def _joins_channels(pipeline: type, config: JsonObject) -> bool:
     if pipeline.__name__ not in JOINING:
         return False
     return not (pipeline.__name__ == "WanImageToVideoPipeline" and config.get(_NOT_JOINING_IF))
@@ -180,9 +181,7 @@ def read_class_conditions() -> Mapping[str, Mapping[str, Any]]:
     return classes
 
 
-def _explain_refusal(
-    pipeline: Any, conditions: Collection[str], config: Mapping[str, Any], has_controlnet: bool
-) -> str:
+def _explain_refusal(pipeline: Any, conditions: Collection[str], config: JsonObject, has_controlnet: bool) -> str:
     """What a family does not take, and which classes with the same transformer do."""
     flags = _join_flags(conditions)
     name = name_pipeline(pipeline)
@@ -212,7 +211,7 @@ def _list_alternatives(pipeline: Any, conditions: Collection[str]) -> list[str]:
 
 
 def _find_superfluous_condition(
-    pipeline: Any, conditions: Collection[str], config: Mapping[str, Any], has_controlnet: bool
+    pipeline: Any, conditions: Collection[str], config: JsonObject, has_controlnet: bool
 ) -> str | None:
     """Which one of several conditions to leave out, so that a class takes the others; None if there is none."""
     if len(conditions) == 1:

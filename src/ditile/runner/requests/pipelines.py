@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from ditile.model.known import find_known_model
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import require_extra
+from ditile.plan.options import CallArguments
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.model_files import find_model_source
 
@@ -105,7 +106,7 @@ def find_argument(pipe: Any, names: tuple[str, ...]) -> str | None:
     return next((name for name in names if name in parameters), None)
 
 
-def find_frame_rate(pipe: Any, call: Mapping[str, Any]) -> float | None:
+def find_frame_rate(pipe: Any, call: CallArguments) -> float | None:
     """The frames per second of a call, or the default of its class; None if the class has no such argument."""
     from ditile.model.pipeline_calls import list_call_parameters
 
@@ -127,7 +128,7 @@ def find_frames_ratio(pipe: Any) -> int:
     return 1
 
 
-def check_num_frames(pipe: Any, call: Mapping[str, Any]) -> None:
+def check_num_frames(pipe: Any, call: CallArguments) -> None:
     """Raises `ModelError` for a number of frames that the pipeline's VAE cannot make."""
     from ditile.model.pipeline_calls import list_call_parameters
 

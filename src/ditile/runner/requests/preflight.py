@@ -6,11 +6,9 @@ know of a class of pipelines.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ditile.model.known import find_known_model
 from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import check_weight_source, defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
@@ -49,7 +47,7 @@ def check_options(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
     check_known_model(request, plan)
 
 
-def read_condition_files(request: GenerateOptions) -> dict[str, Any]:
+def read_condition_files(request: GenerateOptions) -> CallArguments:
     """What a request starts from: condition -> an image; of `image` all images, of `video` its frames.
 
     Raises:
@@ -59,7 +57,7 @@ def read_condition_files(request: GenerateOptions) -> dict[str, Any]:
     # It needs numpy, which the process of a server does without.
     from ditile.runner.requests.videos import read_video
 
-    contents: dict[str, Any] = {}
+    contents: CallArguments = {}
     for name, value in request.conditions.items():
         if name == "image":
             contents[name] = [read_picture(path, name) for path in value]
@@ -122,7 +120,7 @@ def check_request_by_files(request: GenerateOptions, plan: Plan, cache: CacheOpt
     check_cache_steps(cache, call)
 
 
-def check_cache_steps(cache: CacheOptions, call: Mapping[str, Any]) -> None:
+def check_cache_steps(cache: CacheOptions, call: CallArguments) -> None:
     """Raises `ModelError` for a step mask that is too short, or steps that must all compute."""
     from ditile.cache.build import explain_idle_steps
 

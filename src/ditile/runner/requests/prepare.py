@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.torchrun import join_torchrun
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.numbers import format_bytes
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
@@ -253,7 +254,7 @@ def choose_warm_steps(plan: Plan, *, is_cached: bool) -> int | None:
     return max(LEAST_STEPS, plan.least_warmup + STALE_STEPS)
 
 
-def warm_runner(runner: Runner, call: Mapping[str, Any], *, is_cached: bool) -> None:
+def warm_runner(runner: Runner, call: CallArguments, *, is_cached: bool) -> None:
     """Makes a call of few steps, and throws its result away; every rank calls it.
 
     Args:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ditile.distributed import files
 from ditile.plan.errors import ModelError
+from ditile.plan.options import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import choose_dtype_name, find_model_source
 from ditile.runner.requests import pictures
@@ -72,7 +73,7 @@ def list_prompt_lines(request: GenerateOptions, run: RunOptions) -> list[PromptL
 
 
 def describe_request(
-    request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, own: Mapping[str, Any]
+    request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, own: CallArguments
 ) -> str:
     """All that an image depends on besides its prompt and seed, as JSON; images with equal text are the same.
 
@@ -82,7 +83,7 @@ def describe_request(
     Raises:
         ModelError: if a file cannot be read, or the dtype is not known.
     """
-    description: dict[str, Any] = {}
+    description: JsonObject = {}
     for field in dataclasses.fields(request):
         if field.name not in FIELDS_NOT_COMPARED:
             description[field.name] = [] if field.metadata["reads"] else getattr(request, field.name)

@@ -14,6 +14,7 @@ import numpy as np
 
 from ditile.model.pipeline_calls import list_call_parameters
 from ditile.plan.errors import ModelError
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests import pictures, videos
@@ -51,7 +52,7 @@ def build_png_texts(
     request: GenerateOptions,
     plan: Plan,
     cache: CacheOptions,
-    call: dict[str, Any],
+    call: CallArguments,
     conditions: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """The texts in an image's file that say how it was made, without its prompt and seed.
@@ -79,7 +80,7 @@ def build_png_texts(
 def add_picture_texts(
     texts: Mapping[str, str],
     pipe: DiffusionPipeline,
-    call: Mapping[str, Any],
+    call: CallArguments,
     prompt: str | None,
     seed: int,
     drawn: Image.Image | Video,
@@ -109,7 +110,7 @@ def add_picture_texts(
 
 
 def format_parameters(
-    call: Mapping[str, Any], *, prompt: str, seed: int, size: tuple[int, int], model: str, scheduler: str
+    call: CallArguments, *, prompt: str, seed: int, size: tuple[int, int], model: str, scheduler: str
 ) -> str:
     """The text that AUTOMATIC1111 keeps in an image.
 
@@ -185,7 +186,7 @@ def list_drawn(result: Any) -> Sequence[Image.Image | Video]:
     return videos.convert_to_videos(getattr(result, name))
 
 
-def choose_fps(pipe: DiffusionPipeline, request: GenerateOptions, call: Mapping[str, Any]) -> float:
+def choose_fps(pipe: DiffusionPipeline, request: GenerateOptions, call: CallArguments) -> float:
     """Frames a second of a video: as given, otherwise by the model's files or its class."""
     model_rate = read_generation_defaults(request.model).get(FRAME_RATE)
     return float(request.fps or model_rate or find_frame_rate(pipe, call) or videos.DEFAULT_FPS)

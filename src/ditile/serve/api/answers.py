@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
+from ditile.plan.options import JsonObject
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.pictures import hide_local_path
 from ditile.serve.jobs import (
@@ -137,7 +138,7 @@ def convert_error(error: Exception) -> RequestError:
     return RequestError(message, status=503, code="unavailable", retry_after=NOT_READY_SECONDS)
 
 
-def build_error_body(error: RequestError) -> dict[str, Any]:
+def build_error_body(error: RequestError) -> JsonObject:
     """The body of an error, in OpenAI's form."""
     error_type = _TYPES.get(error.status, "invalid_request_error")
     line = " ".join(error.message.split())

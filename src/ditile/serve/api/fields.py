@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.numbers import is_whole_number
+from ditile.plan.options import JsonObject
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import GIF_MOST_FPS, LEAST_FPS, MOST_FPS, GenerateOptions
@@ -134,7 +135,7 @@ class RemixFields(BaseModel):
     prompt: Text = Field(description="what to generate instead", examples=["the same at night"])
 
 
-def parse_fields(fields_class: type[FieldsT], values: Mapping[str, Any], facts: ModelFacts) -> FieldsT:
+def parse_fields(fields_class: type[FieldsT], values: JsonObject, facts: ModelFacts) -> FieldsT:
     """The fields of a body. What is null or an empty text counts as missing.
 
     Args:
@@ -152,7 +153,7 @@ def parse_fields(fields_class: type[FieldsT], values: Mapping[str, Any], facts: 
     return validate_fields(fields_class, sent, list_own_values(facts))
 
 
-def list_own_values(facts: ModelFacts) -> dict[str, Any]:
+def list_own_values(facts: ModelFacts) -> JsonObject:
     """The model's own values of fields, which an error proposes."""
     names = ("num_inference_steps", "guidance_scale", "true_cfg_scale")
     own = {name: facts.find_default(name) for name in names}
@@ -166,9 +167,7 @@ def list_own_values(facts: ModelFacts) -> dict[str, Any]:
     return {name: value for name, value in own.items() if value is not None}
 
 
-def validate_fields(
-    fields_class: type[FieldsT], values: Mapping[str, Any], own_values: Mapping[str, Any] | None = None
-) -> FieldsT:
+def validate_fields(fields_class: type[FieldsT], values: JsonObject, own_values: JsonObject | None = None) -> FieldsT:
     """The fields of a body as they are.
 
     Args:
@@ -338,12 +337,12 @@ def _build_options(
     return generate_options
 
 
-def predict_shape(options: GenerateOptions, facts: ModelFacts) -> dict[str, Any]:
+def predict_shape(options: GenerateOptions, facts: ModelFacts) -> JsonObject:
     """The size of an image or video, and a video's length, for clients that ask before it is done."""
     own_width, own_height = facts.size or (0, 0)
     width = options.width or own_width
     height = options.height or own_height
-    shape: dict[str, Any] = {"size": "auto"}
+    shape: JsonObject = {"size": "auto"}
     if width and height:
         shape["size"] = f"{width}x{height}"
     if facts.is_video:

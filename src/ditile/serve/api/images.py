@@ -7,7 +7,6 @@ import base64
 import dataclasses
 import json
 from collections.abc import AsyncIterator
-from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
@@ -15,6 +14,7 @@ from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from ditile.plan.errors import DitileError
+from ditile.plan.options import JsonObject
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,
@@ -42,7 +42,7 @@ NO_USAGE = {
 }
 
 
-def describe_body(fields: type[BaseModel]) -> dict[str, Any]:
+def describe_body(fields: type[BaseModel]) -> JsonObject:
     """What /openapi.json says of a body, which the routes read themselves."""
     schema = {"schema": fields.model_json_schema()}
     content = {"application/json": schema, "multipart/form-data": schema}
@@ -114,7 +114,7 @@ async def _generate_and_answer(http: HttpRequest, body: Body, event_name: str) -
         return EventSourceResponse(_stream_events(http, job, event_name), sep="\n")
     job = await await_job_end(http, job)
     result = check_done(job)
-    data: list[dict[str, Any]] = []
+    data: list[JsonObject] = []
     if fields.response_format == "url":
         base = str(http.base_url).rstrip("/")
         for index in range(len(result.files)):
@@ -173,7 +173,7 @@ async def _build_preview_event(event: JobEvent, preview: bytes, name: str) -> Se
     return ServerSentEvent(json.dumps(fields), event=name)
 
 
-def _list_event_fields(job: Job, content: bytes, name: str) -> dict[str, Any]:
+def _list_event_fields(job: Job, content: bytes, name: str) -> JsonObject:
     return {
         "type": name,
         "b64_json": encode_base64(content),

@@ -11,13 +11,13 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
+from ditile.plan.options import JsonObject
 from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
@@ -234,7 +234,7 @@ async def list_loras(http: HttpRequest) -> Response:
 
 
 async def _generate_and_answer(
-    http: HttpRequest, values: dict[str, Any], fields: StableDiffusionFields, body: Body
+    http: HttpRequest, values: JsonObject, fields: StableDiffusionFields, body: Body
 ) -> Response:
     facts = find_facts(http, "image")
     has_image = bool(body.images)
@@ -259,7 +259,7 @@ def convert_fields(
 ) -> tuple[ImageFields, list[str]]:
     """The fields as OpenAI's route has them, as far as the model takes them; and warnings of what was left out."""
     warnings = []
-    values: dict[str, Any] = {
+    values: JsonObject = {
         "prompt": fields.prompt,
         "seed": fields.seed,
         "n": min(fields.batch_size * fields.n_iter, 2**31),
@@ -295,7 +295,7 @@ def convert_fields(
     return validate_fields(ImageFields, _drop_nulls(values)), warnings
 
 
-def list_ignored_fields(values: Mapping[str, Any], served: str, *, has_image: bool) -> list[str]:
+def list_ignored_fields(values: JsonObject, served: str, *, has_image: bool) -> list[str]:
     """Warnings of fields that ask for something that is not done."""
     used = set(StableDiffusionFields.model_fields)
     if not has_image:
@@ -315,7 +315,7 @@ def list_ignored_fields(values: Mapping[str, Any], served: str, *, has_image: bo
     return shorten_warnings(warnings)
 
 
-def _list_ignored_settings(settings: Mapping[str, Any], served: str, prefix: str) -> list[str]:
+def _list_ignored_settings(settings: JsonObject, served: str, prefix: str) -> list[str]:
     """Warnings of settings of the web UI that differ from what is served."""
     warnings = []
     for name in sorted(settings):
@@ -327,7 +327,7 @@ def _list_ignored_settings(settings: Mapping[str, Any], served: str, prefix: str
     return warnings
 
 
-def _asks_for_something(values: Mapping[str, Any], name: str) -> bool:
+def _asks_for_something(values: JsonObject, name: str) -> bool:
     """Whether a field has a value that would change the image."""
     value = values.get(name)
     if value is None or value in _NEUTRAL_VALUES.get(name, _NEUTRAL):
@@ -348,7 +348,7 @@ def _read_lora_tags(prompt: str) -> dict[str, float]:
     return loras
 
 
-def _build_info(job: Job, facts: ModelFacts, warnings: list[str]) -> dict[str, Any]:
+def _build_info(job: Job, facts: ModelFacts, warnings: list[str]) -> JsonObject:
     options = job.request.options
     result = check_done(job)
     return {
@@ -369,7 +369,7 @@ def _build_info(job: Job, facts: ModelFacts, warnings: list[str]) -> dict[str, A
     }
 
 
-def _validate_fields(http: HttpRequest, values: Mapping[str, Any]) -> StableDiffusionFields:
+def _validate_fields(http: HttpRequest, values: JsonObject) -> StableDiffusionFields:
     examples = list_own_values(find_facts(http, "image"))
     sent_names = {"num_inference_steps": "steps", "guidance_scale": "cfg_scale", "strength": "denoising_strength"}
     for name, sent_name in sent_names.items():
@@ -378,5 +378,5 @@ def _validate_fields(http: HttpRequest, values: Mapping[str, Any]) -> StableDiff
     return validate_fields(StableDiffusionFields, _drop_nulls(values), examples)
 
 
-def _drop_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_nulls(values: JsonObject) -> JsonObject:
     return {name: value for name, value in values.items() if value is not None}

@@ -10,7 +10,6 @@ import io
 import json
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -18,6 +17,7 @@ from fastapi import Request as HttpRequest
 from PIL import Image, ImageOps
 from starlette.datastructures import UploadFile
 
+from ditile.plan.options import JsonObject
 from ditile.runner.requests.pictures import DECODE_ERRORS, convert_mask
 from ditile.serve.api.answers import RequestError
 from ditile.serve.jobs import shorten_line
@@ -36,7 +36,7 @@ _LORA_FIELD = re.compile(r"lora\[([^\[\]]+)\]")
 class Body:
     """A request's body: field -> value (in a form all are texts), and apart from them its images and masks as sent."""
 
-    values: dict[str, Any] = field(default_factory=dict)
+    values: JsonObject = field(default_factory=dict)
     images: list[bytes] = field(default_factory=list)
     masks: list[bytes] = field(default_factory=list)
 
@@ -73,7 +73,7 @@ async def read_json_object(http: HttpRequest) -> dict[str, Any]:
     return await asyncio.to_thread(parse_json_object, await http.body())
 
 
-def parse_json_object(content: bytes) -> dict[str, Any]:
+def parse_json_object(content: bytes) -> JsonObject:
     """The JSON object in a body. Of a key that is there twice, the last one counts.
 
     Raises:
@@ -91,7 +91,7 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     return values
 
 
-def take_images(values: Mapping[str, Any]) -> Body:
+def take_images(values: JsonObject) -> Body:
     """A body of its fields, with the images taken out of them: bytes, data URLs, base64, objects, or lists of these."""
     body = Body()
     for name, value in values.items():
@@ -221,7 +221,7 @@ async def _read_form(http: HttpRequest) -> Body:
     # A boundary or a charset that is none.
     except (ValueError, LookupError) as error:
         raise RequestError(f"the form cannot be read: {shorten_line(error, 200)}", code="bad_form") from None
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(form.close)
         for name, value in form.multi_items():

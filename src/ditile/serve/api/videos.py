@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
+from ditile.plan.options import JsonObject
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,
@@ -145,7 +146,7 @@ async def remix_video(http: HttpRequest, job_id: str) -> Response:
     return _answer_video(remix)
 
 
-def describe_video(job: Job) -> dict[str, Any]:
+def describe_video(job: Job) -> JsonObject:
     """A video as OpenAI's clients read it, with its seed, rate and seconds of work."""
     client = job.request.client
     answer = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import html
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from ditile.plan.options import JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
 from ditile.serve.jobs import Job, JobResult
@@ -72,7 +72,7 @@ class Chart:
         return _CHART.format(title=self._title, width=_WIDTH, height=self._bottom + 16, marks="".join(self._marks))
 
 
-def render_insight(job: Job, plan_facts: Mapping[str, Any], trace: Mapping[str, Any]) -> str:
+def render_insight(job: Job, plan_facts: JsonObject, trace: JsonObject) -> str:
     """All sections for one job.
 
     Args:
@@ -135,7 +135,7 @@ def render_freshness(schedule: Schedule) -> str:
     return f"<p>{share:.0f} % of the keys that are read are of the step before.</p>{chart}"
 
 
-def render_gantt(trace: Mapping[str, Any]) -> str:
+def render_gantt(trace: JsonObject) -> str:
     """A chart of what each rank did at which time, from a Chrome trace."""
     events = []
     num_ranks = 0
@@ -211,7 +211,7 @@ def _list_plan_rows(plan: Plan, result: JobResult) -> dict[str, str]:
     return rows
 
 
-def _list_predictions(plan_facts: Mapping[str, Any], result: JobResult) -> dict[str, str]:
+def _list_predictions(plan_facts: JsonObject, result: JobResult) -> dict[str, str]:
     rows = {}
     for stage, label in {"text": "text", "denoise": "steps", "decode": "decode", "total": "all"}.items():
         if stage in result.seconds:

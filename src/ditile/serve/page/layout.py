@@ -13,7 +13,7 @@ import html
 import json
 import shutil
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from starlette.routing import Match, Mount
 from starlette.types import Scope
 
 from ditile.plan.errors import DitileError
+from ditile.plan.options import JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.serve.api.answers import (
@@ -394,7 +395,7 @@ class Page:
         job_id, number, path = shown[index]
         try:
             job = self._service.find_job(job_id, owner)
-            trace: Mapping[str, Any] = {}
+            trace: JsonObject = {}
             if job.request.client.get("trace"):
                 trace = json.loads(await asyncio.to_thread(self._service.read_output, job, TRACE))
         except DitileError as error:
@@ -526,7 +527,7 @@ def _render_failure(error: DitileError) -> str:
 def _describe_settings(job: Job, result: JobResult, number: int) -> str:
     options = job.request.options
     loras = [f"{name} {scale:g}" for name, scale in job.request.loras.items()]
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "seed": result.seeds[number],
         "size": "{}x{}".format(*result.size),
         "steps": result.num_steps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ditile.measure.bench.subjects import BenchSubject, create_bench_subject
 from ditile.measure.rows import Row, RowFile
 from ditile.model.registry import find_loop_model
 from ditile.plan.cost import PlannedCall
+from ditile.plan.options import CallArguments
 from ditile.planner import hardware
 from ditile.planner.price import Pricer
 from ditile.planner.profile import Profile
@@ -56,7 +57,7 @@ class AloneTask:
     rounds: int
     all_ranks: bool
     profile: Profile | None
-    facts: Mapping[str, Any]
+    facts: Row
     out: str
 
 
@@ -93,7 +94,7 @@ def measure_alone(task: AloneTask) -> list[Row]:
 
 
 def _plan_calls(task: AloneTask, subject: BenchSubject, cell: BenchCell, device: torch.device) -> MeasuredCalls:
-    def make_arguments(pipe: Any, steps: int) -> dict[str, Any]:
+    def make_arguments(pipe: Any, steps: int) -> CallArguments:
         arguments = subject.make_call_arguments(pipe, cell, device)
         return arguments | {"num_inference_steps": steps, "output_type": "latent"}
 

@@ -31,6 +31,7 @@ from ditile.measure.rows import Row, RowFile
 from ditile.measure.sessions import release_memory, time_call, use_cache_within
 from ditile.measure.verify import verify_plan
 from ditile.plan.errors import DitileError
+from ditile.plan.options import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
@@ -130,7 +131,7 @@ class SuiteSession:
                 self._pipe = self.subject.create_pipeline(None).to(self.device)
         return self._pipe
 
-    def make_call(self, size: int) -> dict[str, Any]:
+    def make_call(self, size: int) -> CallArguments:
         """New arguments of the call that is timed; it returns latents."""
         return self.subject.make_call_arguments(self.pipe, BenchCell(ONE_RANK, "", size, size), self.device)
 

@@ -134,7 +134,7 @@ def fill_workload(work: Workload, gpus: int, ranks: int, *, small: bool) -> Work
     )
 
 
-def collect_gpu_facts(work: Workload, gpus: int, ranks: int) -> dict[str, Any]:
+def collect_gpu_facts(work: Workload, gpus: int, ranks: int) -> Row:
     """Card, driver and versions, the model and the ranks: what the lines depend on."""
     facts = collect_machine_facts(work.device) | {
         "model": work.model,
