@@ -166,8 +166,8 @@ def plan_division(**arguments: Any) -> RankDivision:
         if value not in choices or type(value) not in map(type, choices):
             known = ", ".join(map(repr, choices))
             raise ModelError(f"{name}={value!r} is not offered; try {known}, or leave it out")
-    degrees: dict[str, Any] = {}
-    automatic: list[str] = []
+    degrees = {}
+    automatic = []
     for name, degree in AXES.items():
         degrees[degree] = _check_size(name, values.get(name))
         if degrees[degree] == "auto":
@@ -197,11 +197,11 @@ def _read_parallel_kwargs(arguments: CallArguments) -> dict[str, Any]:
     if not isinstance(older, Mapping):
         names = ", ".join(_IN_PARALLEL_KWARGS)
         raise ModelError(f"parallel_kwargs={older!r} are no names and values; give some of {names}")
-    values: dict[str, Any] = {}
+    values = {}
     entry: str
     for entry, value in older.items():
         check_known(f"parallel_kwargs[{entry!r}]", entry, _IN_PARALLEL_KWARGS)
-        name: str = _OLDER_NAMES.get(entry, entry)
+        name = _OLDER_NAMES.get(entry, entry)
         values[name] = value or arguments.get(name) or value
     return values
 
@@ -268,7 +268,7 @@ class QuantizeConfig(Fields):
         if not isinstance(changes, Mapping):
             _check_words(changes, "components_to_quantize")
             changes = dict.fromkeys(changes, {})
-        configs: dict[str, QuantizeConfig] = {}
+        configs = {}
         for name, values in changes.items():
             if not isinstance(values, Mapping):
                 raise ModelError(f"components_to_quantize: {name}={values!r} is no dict; give {{'quant_type': 'int8'}}")

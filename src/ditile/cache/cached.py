@@ -142,7 +142,7 @@ class TransformerCache:
 
         self._mine = functools.update_wrapper(call_with_cache, forward)
         setattr(owner, name, self._mine)
-        stock: Any = getattr(self.transformer, "cache_context", None)
+        stock = getattr(self.transformer, "cache_context", None)
         if stock is not None:
             track_label = functools.partial(self._track_label, stock)
             override_attribute(self._labels, self.transformer, "cache_context", track_label)
@@ -326,7 +326,7 @@ class TransformerCache:
             self._loop_step = moment.step
             self._step += 1
         # The noisy input is the first argument; of some models it is a list.
-        sample: Any = next(iter((*args, *kwargs.values())), ())
+        sample = next(iter((*args, *kwargs.values())), ())
         if not args:
             sample = kwargs.get("hidden_states", sample)
         batch_size = len(sample)
@@ -425,7 +425,7 @@ def _measure_control(batch_size: int, inputs: Iterable[tuple[Any, Any]], sample:
 
     Other arguments enter before the first block, or are the same in all steps.
     """
-    sizes: list[Tensor] = []
+    sizes = []
     for name, value in inputs:
         if value is sample or (isinstance(value, Tensor) and "control" not in str(name)):
             continue

@@ -25,7 +25,7 @@ MAX_CALLS_PER_STEP = 32
 
 def find_schedulers(pipe: Any) -> dict[str, Any]:
     """The schedulers of a pipeline by name, `scheduler` first: some have several, such as `prior_scheduler`."""
-    schedulers: dict[str, Any] = {}
+    schedulers = {}
     for name, part in list_pipeline_parts(pipe).items():
         if all(hasattr(part, method) for method in _WATCHED):
             schedulers[name] = part
@@ -53,7 +53,7 @@ def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., Abstr
         with enter(*args, **kwargs):
             return pipeline_call(this, *args, **kwargs)
 
-    names: dict[str, Any] = {"__call__": run_pipeline_call}
+    names = {"__call__": run_pipeline_call}
     names |= {name: getattr(pipeline_class, name) for name in ("__module__", "__qualname__")}
     pipe.__class__ = type(pipeline_class.__name__, (pipeline_class,), names)
     stack.callback(setattr, pipe, "__class__", pipeline_class)

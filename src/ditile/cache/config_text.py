@@ -180,7 +180,7 @@ def _check_amount(content: Any) -> None:
     count = 0
     # Level by level: each value of an alias is counted as often as it is used, without following it to its end.
     for _ in range(MAX_DEPTH):
-        inner: list[Any] = []
+        inner = []
         for value in level:
             if isinstance(value, Mapping):
                 inner += [*value, *value.values()]
@@ -310,17 +310,17 @@ def parse_cache_line(line: str) -> CallArguments:
             f"reach={words['reach']} is how far the forecast of taylor goes; add taylor=1, or leave it out"
         )
     prunes = bool(words.pop("prune", False))
-    fields: JsonObject = {}
+    fields = {}
     for word, value in words.items():
         if word not in (*_FORECASTS, "reach"):
             fields[_get_field(word)] = value
-    configs: CallArguments = {"cache_config": _make_cache_config(fields, prunes=prunes)}
+    configs = {"cache_config": _make_cache_config(fields, prunes=prunes)}
     for name in names:
         row = CACHE_WORDS[name]
         value = words[name]
         if row.field is None and value is not True:
             raise ModelError(f"'{name}={value}': {name} takes no value; write {name}")
-        calibrator_fields: JsonObject = {}
+        calibrator_fields = {}
         # A calibrator without a value has its defaults.
         if value is not True:
             calibrator_fields[str(row.field)] = value

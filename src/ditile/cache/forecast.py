@@ -338,7 +338,7 @@ class Modes:
         if self._fit is None:
             return None
         values, of_snapshots, amplitudes = self._fit
-        weights: list[float] = (of_snapshots @ (values**ahead * amplitudes)).real.tolist()
+        weights = (of_snapshots @ (values**ahead * amplitudes)).real.tolist()
         if not all(map(math.isfinite, weights)):
             return None
         return weights

@@ -63,7 +63,7 @@ class ContextReport:
     @classmethod
     def from_dict(cls, values: JsonObject) -> ContextReport:
         """The inverse of `to_dict`."""
-        decisions: list[Decisions] = []
+        decisions = []
         for decision in values["decisions"]:
             # JSON has no tuples.
             differences = [(int(step), float(difference)) for step, difference in decision["differences"]]
@@ -84,7 +84,7 @@ class ContextReport:
     @property
     def differences(self) -> list[float]:
         """All that were measured, in ascending order."""
-        differences: list[float] = []
+        differences = []
         for decision in self.decisions:
             differences += [difference for _, difference in decision.differences]
         return sorted(differences)
@@ -100,7 +100,7 @@ class ContextReport:
 
 def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_bytes: int) -> ContextReport:
     """The report of a context and its chain after a generation of `steps` steps."""
-    decisions: list[Decisions] = []
+    decisions = []
     for branch, patch, unit, record in chain.iterate_records():
         differences = sorted(record.differences.items())
         decisions.append(Decisions(branch, patch, unit, list(record.skipped), differences))
@@ -209,7 +209,7 @@ def format_steps(steps: Sequence[int]) -> str:
     """How many steps, and which, with runs written as `4-6`."""
     if not steps:
         return "0"
-    words: list[str] = []
+    words = []
     for run in merge_ranges(range(step, step + 1) for step in steps):
         word = str(run.start)
         if len(run) > 1:
@@ -237,7 +237,7 @@ def summarize_cache_reports(calls: Sequence[Sequence[ContextReport]]) -> list[Js
 
 def _summarize_context(reports: Sequence[ContextReport]) -> JsonObject:
     steps = sum(report.steps for report in reports)
-    differences: list[float] = []
+    differences = []
     for report in reports:
         differences += report.differences
     median = None

@@ -83,7 +83,7 @@ class Segment:
         """The rows that run, as indices. They are made on the device, because a copy from the CPU would wait for it."""
         if self._index is None or self._index.device != device:
             batch_index = torch.arange(self._call.batch_size, device=device)
-            parts: list[Tensor] = []
+            parts = []
             for unit, skipped in zip(self._call.units, self._skips, strict=True):
                 if not skipped:
                     parts.append(batch_index[unit.batch_slice])

@@ -204,7 +204,7 @@ class SkipDecider:
         # The next step reads keys of this one.
         if call.moment.must_compute:
             return RuleVerdict.COMPUTE
-        verdicts: list[RuleVerdict] = []
+        verdicts = []
         for state in states:
             if state.probe is None:
                 return RuleVerdict.COMPUTE
@@ -267,7 +267,7 @@ class SkipDecider:
     @staticmethod
     def _sum_control(call: CacheCall, control: Tensor, states_by_unit: list[list[UnitState]]) -> Tensor:
         """`[units, 2 * arguments]`: how far each size is from its size in the last computed step, and the latter."""
-        sums: list[Tensor] = []
+        sums = []
         for unit, states in zip(call.units, states_by_unit, strict=True):
             now = control[unit.batch_slice].sum(dim=0)
             last_control = states[0].control
@@ -276,7 +276,7 @@ class SkipDecider:
         return torch.stack(sums)
 
     def _collect_states(self, call: CacheCall) -> list[list[UnitState]]:
-        states_by_unit: list[list[UnitState]] = []
+        states_by_unit = []
         for unit in call.units:
             states_by_unit.append([self._get_unit_state(call, patch, unit) for patch in call.moment.patches])
         return states_by_unit

@@ -164,7 +164,7 @@ def _interleave_bins(compute: Sequence[int], cache: Sequence[int]) -> list[int]:
             f"{len(compute)} compute_bins and {len(cache)} cache_bins do not interleave; give as many of both, or one "
             "more of compute_bins"
         )
-    mask: list[int] = []
+    mask = []
     for run, hole in itertools.zip_longest(compute, cache, fillvalue=0):
         mask += [1] * run + [0] * hole
     return mask

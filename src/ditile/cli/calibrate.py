@@ -246,14 +246,14 @@ class _FittedCall:
 
     def time_denoising_loop(self) -> _LoopSeconds:
         """Runs the call once and measures its denoising loop."""
-        times: list[float] = []
+        times = []
 
         def record_time(*_: Any) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times.append(time.perf_counter())
 
-        transformer: Any = self.runner.pipe.transformer
+        transformer = self.runner.pipe.transformer
         hooks = [transformer.register_forward_pre_hook(record_time), transformer.register_forward_hook(record_time)]
         generator = torch.Generator().manual_seed(0)
         self.runner("a red circle", output_type="latent", generator=generator, **self.arguments)

@@ -89,7 +89,7 @@ def add_alias_arguments(parser: argparse.ArgumentParser, classes: Sequence[type]
 
 def _add_alias(group: Any, alias: FlagAlias) -> None:
     doc = f"as {_name_field(alias)}"
-    settings: dict[str, Any] = {"action": "store_true"}
+    settings = {"action": "store_true"}
     if alias.value is None:
         metavar = "N" if alias.cls is Plan else alias.field.upper()
         settings = {"type": make_text_reader(alias.cls, alias.field), "metavar": metavar}

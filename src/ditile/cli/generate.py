@@ -111,7 +111,7 @@ def draw_prompt_lines(
         fps = choose_fps(pipe, request, base)
         texts = build_png_texts(request, plan, cache, base, conditions)
         texts["request"] = describe_request(request, run, plan, cache, defaults(request.model))
-        call_results: list[RunnerCallResult] = []
+        call_results = []
         with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=is_first) as advance:
             for start in range(0, len(missing_lines), plan.data):
                 lines = missing_lines[start : start + plan.data]

@@ -413,7 +413,7 @@ def _run_verify_command(arguments: argparse.Namespace) -> int:
     find_model_source(proof.model)
     check_known_model(request, plan)
     try:
-        verdict: PlanVerdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
+        verdict = _run_on_ranks(_verify_plan, plan, proof, (proof, plan))
     except JoinError:
         raise
     except StateError as error:

@@ -157,7 +157,7 @@ def format_matrix_markdown(matrix: JsonObject, proven: JsonObject) -> str:
         cells[1].append("---")
         cells[2].append(f"`{flag}`" if flag else "")
     cells += [[family, *row] for family, row in matrix["cells"].items()]
-    known: list[list[str]] = [["family", "transformer", "pipelines", "support level", "why"], ["---"] * 5]
+    known = [["family", "transformer", "pipelines", "support level", "why"], ["---"] * 5]
     for family in matrix["families"]:
         pipelines = ", ".join(family["pipelines"])
         known.append([family["name"], family["transformer"], pipelines, family["rung"], family["note"]])

@@ -91,7 +91,7 @@ _NO_REPORT: Mapping[str, Any] = {
 def summarize_outcome(outcome: Outcome) -> JsonObject:
     """The outcome as JSON types; seconds are from rank 0, and lists are in the order of the ranks."""
     first = outcome.reports[0] if outcome.reports else _NO_REPORT
-    summary: JsonObject = {
+    summary = {
         "plan": outcome.plan,
         "model": outcome.model,
         "seed": outcome.seed,

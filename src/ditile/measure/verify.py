@@ -377,7 +377,7 @@ def _compute_reference_latents(pipe: Any, call: ArgumentsFactory, device: torch.
     find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
     pipe.to(device)
     with convert_value_errors(pipe):
-        latents: Tensor = _generate_first_result(pipe, call(pipe)).cpu()
+        latents = _generate_first_result(pipe, call(pipe)).cpu()
     del pipe
     release_memory()
     return latents

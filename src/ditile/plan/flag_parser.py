@@ -56,7 +56,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse, but a flag with an optional value takes no word that is not a valid value, such as a prompt."""
-        words: list[str] = []
+        words = []
         for word, following in itertools.pairwise([*(args or ()), None]):
             action = self._option_string_actions.get(word)
             if action is not None and action.nargs == "?" and not (following is None or _can_read(action, following)):
@@ -103,7 +103,7 @@ def _describe_argument(cls: type, field: dataclasses.Field[Any], kind: Any) -> t
     """The names and the keyword arguments of `add_argument` for an option."""
     metadata = field.metadata
     names = [format_flag(field.name), *metadata["aliases"]]
-    settings: dict[str, Any] = {"help": metadata["doc"]}
+    settings = {"help": metadata["doc"]}
     if kind is bool and field.default is False:
         return names, settings | {"action": "store_true"}
     if kind == bool | None:
@@ -152,7 +152,7 @@ def collect_arguments(cls: Any, arguments: argparse.Namespace) -> dict[str, Any]
 
 def list_flags(cls: Any) -> list[str]:
     """The flags of `cls`, aliases included."""
-    flags: list[str] = []
+    flags = []
     for field in dataclasses.fields(cls):
         if not field.metadata["positional"]:
             flags += [format_flag(field.name), *field.metadata["aliases"]]

@@ -266,7 +266,7 @@ class Split:
         if layout.carries_text(patch):
             text = range(layout.text)
         patches = range(layout.num_patches) if patch is None else range(patch, patch + 1)
-        runs_of_patches: list[Sequence[range]] = [layout.locate_tokens(patch) for patch in patches]
+        runs_of_patches = [layout.locate_tokens(patch) for patch in patches]
         if self.distrifusion > 1:
             shards = self._shard_over_distrifusion(layout, text, runs_of_patches)
         else:

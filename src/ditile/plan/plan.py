@@ -395,7 +395,7 @@ class Plan:
             PlanError: if a word is not `name=value`, a name is unknown or repeated, or a value has the wrong type.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        values: dict[str, Any] = {}
+        values = {}
         for word in text.split():
             name, equals, value = word.partition("=")
             name = name.replace("-", "_")

@@ -239,8 +239,7 @@ def count_images(call: CallArguments) -> int:
 
 def _count_dims(value: Any) -> int:
     """The dimensions of a tensor; 0 of anything else."""
-    dims: int = getattr(value, "ndim", 0)
-    return dims
+    return getattr(value, "ndim", 0)
 
 
 def check_image_size(call: Mapping[str, Any], unit: int) -> None:
@@ -270,7 +269,7 @@ def fill_call_defaults(
         call: the arguments.
     """
     side = int(config.get("sample_size") or 128) * vae_scale
-    complete: CallArguments = {"height": side, "width": side}
+    complete = {"height": side, "width": side}
     for name, parameter in parameters.items():
         if parameter.default not in (inspect.Parameter.empty, None):
             complete[name] = parameter.default

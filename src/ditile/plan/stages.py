@@ -74,7 +74,7 @@ def _balance_stages(costs: Sequence[float], speeds: Sequence[float], ends: tuple
     # At `stop`: the time of the slowest stage over the first `stop` blocks. At first one stage has them all.
     slowest = [time_stage(0, 0, stop) for stop in range(num_blocks + 1)]
     # For each later stage, at `stop`: where it begins if it ends there.
-    starts_of_stages: list[list[int]] = []
+    starts_of_stages = []
     for stage in range(1, len(speeds)):
         next_slowest = [float("inf")] * (num_blocks + 1)
         starts = [0] * (num_blocks + 1)

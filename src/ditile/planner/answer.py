@@ -240,7 +240,7 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Ranks as runs: 0, 2-5."""
-    runs: list[str] = []
+    runs = []
     # Ranks that follow each other differ by as much as their places.
     for _, group in groupby(enumerate(ranks), key=lambda pair: pair[1] - pair[0]):
         run = [rank for _, rank in group]

@@ -199,7 +199,7 @@ def make_frame_decode_counter(kind: Any, config: JsonObject, channels: str) -> C
         config: its config.
         channels: the config's name for the channels of latents.
     """
-    peak_of_frames: dict[int, float] = {}
+    peak_of_frames = {}
 
     def count_frame_numbers(frames: int) -> float:
         if frames > FRAMES[1]:
@@ -220,7 +220,7 @@ def _count_decoding_peak(kind: Any, config: JsonObject, channels: str, frames: t
 
     tracker = FootprintTracker(count_by_pixel)
     with init_on_meta_device(), torch.no_grad():
-        vae: Any = kind.from_config(config)
+        vae = kind.from_config(config)
         latents = torch.empty(1, vae.config[channels], *frames, COUNTED_SIDE, COUNTED_SIDE)
         with tracker:
             vae.decode(latents)
@@ -248,7 +248,7 @@ def count_decode_work(kind: Any, config: JsonObject, channels: str, frames: int 
         return more._replace(operations=more.operations + slope * (frames - FRAMES[1]))
     dims = (frames, COUNTED_SIDE, COUNTED_SIDE) if frames else (COUNTED_SIDE, COUNTED_SIDE)
     with init_on_meta_device(), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        vae: Any = kind.from_config(config)
+        vae = kind.from_config(config)
         vae.decode(torch.empty(1, vae.config[channels], *dims))
     exchanges = 0
     for layer in vae.decoder.modules():

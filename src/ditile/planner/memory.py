@@ -206,7 +206,7 @@ def _list_largest_micro_steps(schedule: Schedule) -> list[MicroStep]:
     steps = {0, max(schedule.warmup - 1, 0), min(schedule.warmup + 2, schedule.steps - 1)}
     if schedule.num_references:
         steps |= {step for step in range(schedule.warmup, schedule.steps) if schedule.computes_references(step)}
-    micro_by_patch: dict[int | None, MicroStep] = {}
+    micro_by_patch = {}
     for step in sorted(steps):
         for micro in schedule.list_micro_steps(step):
             if micro.patch in (None, 0, schedule.num_references):

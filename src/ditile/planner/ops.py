@@ -295,7 +295,7 @@ class OpPricer:
         blocks = range(len(work.blocks)) if is_group else job.stages[place.stage]
         skips = self.skips if op.step in self.skips.steps and not is_group else None
         mix = self._basis.mix_blocks(blocks, skips)
-        parts: list[tuple[Work, float]] = [(work.every, 1.0), *mix.blocks]
+        parts = [(work.every, 1.0), *mix.blocks]
         is_first_call = op.branch == 0 and op.micro_batch == 0
         if is_first_call and micro == self.schedule.list_micro_steps(micro.step)[0]:
             parts += [(work.step, 1.0), *mix.steps]

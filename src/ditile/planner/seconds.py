@@ -140,7 +140,7 @@ def find_crossed_link(plan: Plan, profile: Profile, host: int, axis: str) -> Lin
     if profile.interlink is None or n == 1 or inner * n <= host:
         return profile.link
     # Neighbours exchange messages: of each pipeline or ring, one rank of a host sends to another host.
-    sharing: float = min(inner, host)
+    sharing = min(inner, host)
     if axis == "ulysses":
         # Each rank exchanges messages with all others, some of which are on its own host.
         sharing = host * (n - max(1, host // inner)) / (n - 1)
@@ -235,7 +235,7 @@ def compute_warmup_seconds(blocks: Sequence[WarmupBlock], ahead: int, overlap: f
     now = 0.0
     # When the line is free again, and when the weights of each block are there.
     line = 0.0
-    arrived: list[float] = []
+    arrived = []
 
     def start_weights(index: int) -> None:
         nonlocal now, line

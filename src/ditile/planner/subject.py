@@ -398,7 +398,7 @@ class PlanSubject:
     @property
     def memory_saving_options(self) -> tuple[tuple[str, Any], ...]:
         """(field of a plan, value) with which a rank needs less memory, at no cost in the loop."""
-        options: list[tuple[str, Any]] = []
+        options = []
         if not self.is_derived or self.divides_decode:
             options.append(("vae", "rows"))
         if all(encoder is not None and can_split_encoder(encoder) for encoder in self.encoders):

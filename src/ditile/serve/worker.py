@@ -433,5 +433,4 @@ def _decode_conditions(job: BatchJob) -> dict[str, Any]:
 def _decode_input(content: bytes) -> Image.Image:
     # The server has checked the upload, and encoded it again as PNG.
     with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
-        converted: Image.Image = image.convert("RGB")
-        return converted
+        return image.convert("RGB")

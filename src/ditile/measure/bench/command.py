@@ -179,7 +179,7 @@ def _list_cells_by_sweep(
         return {PLANS: [cell._replace(height=work.height, width=work.width) for cell in cells]}
     cells_by_sweep = {}
     for name in compared.sweep_names:
-        sizes: list[tuple[int | None, int | None]] = [(work.height, work.width)]
+        sizes = [(work.height, work.width)]
         if name == "resolution":
             sizes = _choose_sweep_sizes(compared, work, subject)
         fits = _make_fit_check(subject, *sizes[0])

@@ -150,7 +150,7 @@ def _label_plan_rows(rows: Sequence[Row]) -> list[str]:
 
 def label_whiskers(axes: Any) -> None:
     """Adds whiskers to the legend, by a point that is nowhere."""
-    style: Any = {"color": "#333333", "capsize": 2, "lw": 0.9, "ls": "none"}
+    style = {"color": "#333333", "capsize": 2, "lw": 0.9, "ls": "none"}
     axes.errorbar([math.nan], [math.nan], xerr=[1], label="slowest and fastest round", **style)
 
 

@@ -168,7 +168,7 @@ class RandomModel:
         """
         # Other numbers than the noise, which has a seed of its own.
         generator = torch.Generator().manual_seed(1)
-        call: CallArguments = {
+        call = {
             "height": height,
             "width": width,
             "num_inference_steps": steps,

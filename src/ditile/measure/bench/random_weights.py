@@ -93,7 +93,7 @@ class PublishedConfigs:
         configs = self.read_configs()
         torch.manual_seed(0)
         with create_weights_on(device, dtype):
-            parts: dict[str, Any] = {
+            parts = {
                 "transformer": configs.kind.from_config(configs.transformer).eval(),
                 "vae": configs.coder.from_config(configs.vae).eval(),
             }

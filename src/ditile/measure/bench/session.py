@@ -144,7 +144,7 @@ class _WorldBenchmark:
     def _measure_memory(self, cell: BenchCell) -> list[dict[str, int]]:
         """Bytes of each rank that computes, by use, without the VAE if that is not divided. It makes a run."""
         # Ranks that only wait have none.
-        sizes: dict[str, int] | None = None
+        sizes = None
         without_vae = cell.plan == ONE_RANK or cell.plan_object.vae == "whole"
         with self._prepare_call(cell, latent=without_vae) as call:
             if call is not None:

@@ -133,7 +133,7 @@ def choose_pipefusion_plan(ranks: int, fits: Fits) -> Plan:
 
 def make_fit_check(check: Callable[[Plan], object]) -> Fits:
     """Makes a `Fits` of a function that raises a `DitileError` for a plan that does not fit."""
-    known: dict[Plan, bool] = {}
+    known = {}
 
     def check_fits(plan: Plan) -> bool:
         if plan not in known:

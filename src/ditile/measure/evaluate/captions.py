@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ditile.distributed import files
 from ditile.model.known import ASSETS
@@ -60,7 +60,7 @@ def read_coco_captions(path: Path) -> list[Caption]:
     try:
         names = {image["id"]: str(image["file_name"]) for image in content.get("images", [])}
         # Later entries replace earlier ones, so the lowest id of an image must come last.
-        texts: dict[int, Any] = {}
+        texts = {}
         for entry in sorted(content["annotations"], key=lambda entry: entry["id"], reverse=True):
             text = " ".join(entry["caption"].split())
             if text:

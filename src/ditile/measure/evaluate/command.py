@@ -85,7 +85,7 @@ def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: Sessi
     job = _build_job_record(options, session, threads)
     evaluation = Evaluation(options, session, job, captions, EvaluationFolder(Path(session.out)))
     is_writing = is_writing_process()
-    rows: dict[ImageKey, Row] = {}
+    rows = {}
     panel = None
     if is_writing:
         # Everything that may be refused is checked before the first image.

@@ -122,7 +122,7 @@ def _name_cache(cache: str) -> str:
 
 def _wrap_text_lines(texts: Sequence[str], width: int) -> list[str]:
     """Wraps texts to lines that fit a column of `width` pixels."""
-    lines: list[str] = []
+    lines = []
     for text in texts:
         lines += textwrap.wrap(text, width // LETTER)
     return lines
@@ -178,7 +178,7 @@ def _draw_settings(axes: Any, rows: Sequence[Row], top: float) -> None:
     x = [100 * row["latency_ratio"] for row in front]
     y = [_locate_psnr(row, top) for row in front]
     axes.plot(x, y, color="#999999", lw=1.2, zorder=1, label="the best (Pareto front)")
-    style: Any = {"ms": 8, "lw": 0.8, "mec": "white", "mew": 0.6, "zorder": 2, "alpha": 0.9}
+    style = {"ms": 8, "lw": 0.8, "mec": "white", "mew": 0.6, "zorder": 2, "alpha": 0.9}
     for row in rows:
         median = 100 * row["latency_ratio"]
         below = median - 100 * row["latency_lowest"]

@@ -98,8 +98,7 @@ def compute_ssim(a: ImageArrays, b: ImageArrays) -> NDArray[np.float64]:
         return_full_image=True,
     )
     # Windows at the edge include reflected pixels, so only windows inside the image count.
-    similarities: NDArray[np.float64] = index[..., 3:-3, 3:-3].mean(dim=(1, 2, 3)).numpy()
-    return similarities
+    return index[..., 3:-3, 3:-3].mean(dim=(1, 2, 3)).numpy()
 
 
 def load_available_metrics(
@@ -169,7 +168,7 @@ def _load_lpips_metric() -> Metric | str:
         return reason
     require_extra("evaluate", "LPIPS", ["torchmetrics"])
     try:
-        package: Any = importlib.import_module("torchmetrics.image.lpip")
+        package = importlib.import_module("torchmetrics.image.lpip")
         with warnings.catch_warnings():
             # torchvision warns about names of its own arguments.
             warnings.simplefilter("ignore")
@@ -251,7 +250,7 @@ def _load_image_reward_metric() -> Metric | str:
         return "its tokenizer, bert-base-uncased, is not in the hub's cache"
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            package: Any = importlib.import_module("ImageReward")
+            package = importlib.import_module("ImageReward")
             model = package.load(str(weights), device="cpu", med_config=str(config))
     except (*IMPORT_ERRORS, OSError) as error:
         return f"ImageReward cannot be loaded: {_shorten_error(error)}"

@@ -198,7 +198,7 @@ class _EvaluationSession:
             if path.is_file() and ORIGINAL not in turn.settings:
                 earlier = np.asarray(read_picture(path, "out"))[None]
                 psnr_again = float(compute_psnr(original.image, earlier)[0])
-        rows: list[Row] = []
+        rows = []
         for setting in turn.settings:
             timed = images[setting]
             path = store.image_path(setting, turn.place)

@@ -79,7 +79,7 @@ class EvaluationFolder:
             ModelError: if there are images of other captions or seeds.
             LoadError: if the file cannot be read.
         """
-        rows_on_disk: dict[ImageKey, Row] = {}
+        rows_on_disk = {}
         for row in self.rows.read():
             if not all(isinstance(row.get(name), cls) for name, cls in FIELD_TYPES.items()):
                 raise LoadError(f"{self.rows.path} has a line that is no image's; give another --out")
@@ -138,7 +138,7 @@ def list_complete_settings(rows: Iterable[ImageKey], count: int) -> list[Evaluat
 
 def summarize_settings(rows: Mapping[ImageKey, Row], settings: Iterable[EvaluationSetting], count: int) -> list[Row]:
     """A row for each setting: means over captions of scores and shares, medians of seconds and of their ratios."""
-    summaries: list[Row] = []
+    summaries = []
     for setting in settings:
         setting_rows = [rows[setting, place] for place in range(count)]
         ratios = []
@@ -148,7 +148,7 @@ def summarize_settings(rows: Mapping[ImageKey, Row], settings: Iterable[Evaluati
             ratios.append(row["seconds"] / original_seconds)
         median_ratio = statistics.median(ratios)
         scores = list_values(setting_rows, "scores")
-        summary: Row = {
+        summary = {
             "setting": str(setting),
             "plan": setting.plan,
             "cache": setting.cache,

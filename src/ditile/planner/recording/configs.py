@@ -210,7 +210,7 @@ def _read_modular_index(source: Path | str, index: JsonObject) -> tuple[JsonObje
 
 def _count_encoder_parameters(source: Path | str, name: str, kind: str) -> int | None:
     """Parameters of a text encoder; None if transformers has no such class, or the config cannot be read."""
-    kinds: Any = getattr(transformers, kind, None)
+    kinds = getattr(transformers, kind, None)
     if kinds is None:
         return None
     try:

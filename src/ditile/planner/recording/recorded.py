@@ -188,7 +188,7 @@ class PipelineRecorder:
             call: others; the words of a prompt among them are not read.
             make_unknown: makes a tensor of a shape, whose numbers decide nothing.
         """
-        arguments: CallArguments = {}
+        arguments = {}
         for name, value in call.items():
             if name == "num_frames":
                 # Each class has its own name for the number of frames.
@@ -329,7 +329,7 @@ def build_recorded_pipeline(
         parts: its models that are made already.
     """
     parameters = inspect.signature(pipeline.__init__).parameters
-    made: dict[str, Any] = {name: parts.get(name) for name in list(parameters)[1:]}
+    made = {name: parts.get(name) for name in list(parameters)[1:]}
     if "processor" in made and made["processor"] is None:
         made["processor"] = _Unread()
     for name, entry in index.items():
@@ -374,7 +374,7 @@ def load_component_config(cls: Any, source: Path | str, name: str) -> JsonObject
 def _build_part(source: Path | str, name: str, library: str, kind: str) -> Any:
     """A part of a pipeline by its config, or by the defaults of its class if there is none."""
     place = diffusers if library == "diffusers" else getattr(diffusers.pipelines, library)
-    cls: Any = getattr(place, kind, None) or getattr(diffusers, kind)
+    cls = getattr(place, kind, None) or getattr(diffusers, kind)
     is_model = issubclass(cls, nn.Module)
     try:
         config = load_component_config(cls, source, name)

@@ -176,7 +176,7 @@ class CacheOptions(Fields):
     def describe_settings(self) -> JsonObject:
         """The settings that change an image, as JSON types; empty if there are none."""
         arguments = self.build_cache_arguments()
-        settings: JsonObject = {}
+        settings = {}
         for name in ("cache_config", "calibrator_config"):
             config = arguments.get(name)
             if config is not None:
@@ -192,7 +192,7 @@ class CacheOptions(Fields):
         """The attention kernel: by its own flag, otherwise by --config."""
         arguments = self._load_config_file()
         parallelism = arguments.get("parallelism_config")
-        name: str | None = flag_value or arguments.get("attention_backend")
+        name = flag_value or arguments.get("attention_backend")
         if name is None and parallelism is not None:
             name = parallelism.attention_backend
         return name
@@ -210,7 +210,7 @@ class CacheOptions(Fields):
             PlanError: if --parallel-type is given without torchrun, or its ranks cannot be divided so.
         """
         parallelism = self._load_config_file().get("parallelism_config")
-        values: dict[str, Any] = {}
+        values = {}
         if parallelism is not None:
             defaults = Plan().to_dict()
             values = {name: value for name, value in parallelism.to_plan().to_dict().items() if value != defaults[name]}
@@ -240,7 +240,7 @@ class CacheOptions(Fields):
         return place.world // other_ranks
 
     def _load_config_file(self) -> CallArguments:
-        arguments: CallArguments = {"cache_config": None}
+        arguments = {"cache_config": None}
         if self.config is not None:
             for name, config in load_configs(self.config).items():
                 if config is not None:
@@ -262,7 +262,7 @@ class CacheOptions(Fields):
 
     def _build_cache_config(self) -> DBCacheConfig:
         """The config of the cache that the flags describe."""
-        values: dict[str, Any] = {}
+        values = {}
         for name, row in CACHE_FLAGS.items():
             if row.config is DBCacheConfig and name in self.given:
                 values[str(row.field)] = getattr(self, name)

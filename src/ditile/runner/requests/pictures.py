@@ -51,7 +51,7 @@ def read_picture(path: str | Path, option: str, *, is_mask: bool = False) -> Ima
     try:
         with Image.open(io.BytesIO(files.read_file(path, MAX_PICTURE_BYTES))) as image:
             # Cameras keep the orientation in the EXIF.
-            upright: Image.Image = ImageOps.exif_transpose(image)
+            upright = ImageOps.exif_transpose(image)
             if is_mask:
                 return convert_mask(upright)
             return upright.convert("RGB")
@@ -139,7 +139,7 @@ def encode_exif(texts: Mapping[str, str]) -> bytes:
     if PARAMETERS in texts:
         comment = texts[PARAMETERS].encode("utf-16-be", "replace")
         exif[EXIF_IFD] = {USER_COMMENT: b"UNICODE\0" + comment}
-    encoded: bytes = exif.tobytes()
+    encoded = exif.tobytes()
     if len(encoded) > MAX_EXIF_BYTES:
         return b""
     return encoded

@@ -85,7 +85,7 @@ def check_model_packages(model: str) -> None:
 def check_prompt_cleaner(pipeline: Any) -> None:
     """Raises `ModelError` if a class cleans prompts by ftfy, which is not installed: its call would fail."""
     clean = getattr(sys.modules.get(getattr(pipeline, "__module__", "")), "basic_clean", None)
-    names: tuple[str, ...] = getattr(getattr(clean, "__code__", None), "co_names", ())
+    names = getattr(getattr(clean, "__code__", None), "co_names", ())
     if pipeline is None or "ftfy" not in names or "is_ftfy_available" in names:
         return
     require_extra("video", f"{name_pipeline(pipeline)} cleans prompts, and", ["ftfy"])

@@ -161,7 +161,7 @@ def load_controlnet(source: str, dtype: Any) -> Any:
     with convert_build_errors(source):
         # Any class of diffusers reads the config, which names the class of the model.
         name = str(diffusers.FluxControlNetModel.load_config(source).get("_class_name"))
-        cls: Any = getattr(diffusers, name, None)
+        cls = getattr(diffusers, name, None)
         if cls is None or "ControlNet" not in name or not issubclass(cls, diffusers.ModelMixin):
             raise ModelError(f"controlnet={source!r} is a {name}, and no ControlNet of diffusers")
         model, info = cls.from_pretrained(

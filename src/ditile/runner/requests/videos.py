@@ -10,7 +10,7 @@ import io
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, cast
@@ -204,9 +204,9 @@ def _encode_mp4(video: Video, fps: float, texts: Mapping[str, str]) -> bytes:
 
 def _encode_animation(video: Video, format: str, fps: float) -> bytes:
     # Pillow leaves out a frame that equals the one before, and shows that one for longer.
-    images: Sequence[Image.Image] = [Image.fromarray(frame) for frame in video]
+    images = [Image.fromarray(frame) for frame in video]
     if format == "webp":
-        options: dict[str, Any] = {"lossless": True, "duration": _divide_time(len(video), fps, unit_ms=1)}
+        options = {"lossless": True, "duration": _divide_time(len(video), fps, unit_ms=1)}
     else:
         # A GIF counts hundredths of a second.
         options = {"disposal": 1, "duration": _divide_time(len(video), fps, unit_ms=10)}

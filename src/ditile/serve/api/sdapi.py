@@ -259,7 +259,7 @@ def convert_fields(
 ) -> tuple[ImageFields, list[str]]:
     """The fields as OpenAI's route has them, as far as the model takes them; and warnings of what was left out."""
     warnings = []
-    values: JsonObject = {
+    values = {
         "prompt": fields.prompt,
         "seed": fields.seed,
         "n": min(fields.batch_size * fields.n_iter, 2**31),
@@ -300,7 +300,7 @@ def list_ignored_fields(values: JsonObject, served: str, *, has_image: bool) -> 
     used = set(StableDiffusionFields.model_fields)
     if not has_image:
         used.difference_update(_IMAGE_FIELDS)
-    warnings: list[str] = []
+    warnings = []
     for name in sorted(values):
         value = values[name]
         if name in used or not _asks_for_something(values, name):

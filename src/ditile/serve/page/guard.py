@@ -78,7 +78,7 @@ class PageGuard:
 
 def _repeat_body(body: bytes, receive: Receive) -> Receive:
     """Returns a body that was read once more, and then what follows."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def receive_again() -> Message:
         if messages:

@@ -244,7 +244,7 @@ def _render_skipped(result: JobResult) -> str:
     rows = {}
     notes = []
     for context in contexts:
-        cached: set[int] = set().union(*context["cached_steps"])
+        cached = set().union(*context["cached_steps"])
         name = f"stage {context['stage']}, {context['context']}"
         rows[name] = [step in cached for step in range(result.num_steps)]
         num_blocks = context["steps"] * context["blocks"]

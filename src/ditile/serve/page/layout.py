@@ -527,7 +527,7 @@ def _render_failure(error: DitileError) -> str:
 def _describe_settings(job: Job, result: JobResult, number: int) -> str:
     options = job.request.options
     loras = [f"{name} {scale:g}" for name, scale in job.request.loras.items()]
-    settings: JsonObject = {
+    settings = {
         "seed": result.seeds[number],
         "size": "{}x{}".format(*result.size),
         "steps": result.num_steps,

@@ -69,7 +69,7 @@ class RankActor:
         """Where this actor is."""
         from ray import get_runtime_context, util
 
-        address: str = util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        address = util.get_node_ip_address()  # type: ignore[no-untyped-call]
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
         return ActorPlace(get_runtime_context().get_node_id(), address, port)
@@ -87,7 +87,7 @@ class RankActor:
 
     def poll(self) -> RankNews:
         """Returns what is new; waits a while for something."""
-        answers: list[Answer] = []
+        answers = []
         timeout = POLL_SECONDS
         with contextlib.suppress(queue.Empty):
             while True:

@@ -57,7 +57,7 @@ def measure_plans_alone(compared: Comparison, work: Workload, profile: Profile |
     )
     with Status(f"one process starts and loads {work.model}"):
         results = launch(measure_alone, 1, (task,), threads=threads, stall_timeout=work.stall_timeout)
-    rows: list[Row] = results[0]
+    rows = results[0]
     return rows, _list_notes(rows, profile, f"{compared.out}/{ROWS}")
 
 

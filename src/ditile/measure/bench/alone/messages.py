@@ -92,7 +92,7 @@ class LoneMessages:
 
     def list_replacements(self) -> dict[str, Any]:
         """Name in torch.distributed -> what takes its place."""
-        replacements: dict[str, Any] = {
+        replacements = {
             "group": SimpleNamespace(WORLD=self._everyone),
             "P2POp": LonePeerMessage,
         }
@@ -208,8 +208,7 @@ class LoneMessages:
         return FinishedWork() if async_op else None
 
     def _select_group(self, group: Any) -> LoneGroup:
-        selected: LoneGroup = group or self._everyone
-        return selected
+        return group or self._everyone
 
     def _carries_activations(self, tensor: Tensor) -> bool:
         """Whether a message is one of the computation, not one in which ranks agree."""

@@ -180,7 +180,7 @@ def _make_load(step: RankStep) -> DeviceLoad:
 
 
 def _make_row(task: AloneTask, cell: BenchCell, step: RankStep) -> Row:
-    row: Row = dict(task.facts) | {
+    row = dict(task.facts) | {
         "plan": cell.plan,
         "height": cell.height,
         "width": cell.width,
