@@ -1,7 +1,7 @@
-"""Where the pipeline is, read off its scheduler: a generation begins at `set_timesteps` and ends with the last `step`.
+"""Finds out from its scheduler where a pipeline is: a generation begins at `set_timesteps` and ends at the last `step`.
 
 A generation also ends when the pipeline's call returns or raises. Methods of schedulers are overridden on the
-instances. The pipeline gets a class of its own, because Python looks up `__call__` on the class. A cache needs to know
+instances. The pipeline instance gets its own subclass, because Python looks up `__call__` on the class. A cache needs
 only the scheduler's steps and the model's calls between them: a step with two calls has two branches of guidance.
 """
 
@@ -20,11 +20,11 @@ from ditile.model.source import list_pipeline_parts
 from ditile.plan.errors import StateError
 
 MAX_CALLS_PER_STEP = 32
-"""More calls of a model in one step than any guidance makes."""
+"""No guidance makes this many calls of a model in one step."""
 
 
 def find_schedulers(pipe: Any) -> dict[str, Any]:
-    """The schedulers of a pipeline by name, `scheduler` first: some have several, such as `prior_scheduler`."""
+    """The schedulers of a pipeline by name, `scheduler` first; some have others too, such as `prior_scheduler`."""
     schedulers = {}
     for name, part in list_pipeline_parts(pipe).items():
         if all(hasattr(part, method) for method in _WATCHED):
@@ -33,21 +33,21 @@ def find_schedulers(pipe: Any) -> dict[str, Any]:
 
 
 _WATCHED = ("set_timesteps", "step")
-"""The methods of a scheduler that say where a pipeline is."""
+"""The methods of a scheduler whose calls show where a pipeline is."""
 
 
 def _watch_pipeline_call(stack: ExitStack, pipe: Any, enter: Callable[..., AbstractContextManager[None]]) -> None:
-    """Gives a pipeline a class of its own, whose call runs within `enter(..)`, until the stack is closed."""
+    """Gives a pipeline its own subclass, whose call runs within `enter(..)`, until the stack is closed."""
     pipeline_class = type(pipe)
     if not callable(pipe):
         return
 
-    # In the closure, as in any decorated function, so that a runner finds the pipeline's own code through it.
+    # A wrapped function, so that a runner can unwrap it and find the pipeline's own code.
     pipeline_call = pipeline_class.__call__
 
     @functools.wraps(pipeline_call)
     def run_pipeline_call(this: Any, *args: Any, **kwargs: Any) -> Any:
-        # A copy of the pipeline has the class too.
+        # A copy of the pipeline has this class too, and must not be watched.
         if this is not pipe:
             return pipeline_call(this, *args, **kwargs)
         with enter(*args, **kwargs):
@@ -65,10 +65,10 @@ class SchedulerClock:
     A model may belong to several pipelines. A call in which none of this pipeline's schedulers is used is not counted.
 
     Args:
-        pipe: the pipeline; its schedulers are those that it has at the time.
-        on_begin: called when a generation begins, with its steps.
-        on_end: called when it is over, or was left by an error.
-        on_call: called when the pipeline is.
+        pipe: the pipeline, whose schedulers may be replaced at any time.
+        on_begin: called with the number of steps when a generation begins.
+        on_end: called when a generation ends, also by an error.
+        on_call: called when the pipeline is called.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SchedulerClock:
         self._labels: set[tuple[LabelledModel, str]] = set()
         self._timed = False
         self._apart = False
-        # Timesteps may have been set before the call, unseen; `_unseen` counts the steps since.
+        # Timesteps may have been set before the clock watched; `_unseen` counts the steps since then.
         self._presets = False
         self._unseen = 0
         self._thread: int | None = None
@@ -127,7 +127,7 @@ class SchedulerClock:
         _watch_pipeline_call(self._stack, self._pipe, self._enter_pipeline_call)
 
     def stop_watching(self) -> None:
-        """Leaves schedulers and pipeline as they were."""
+        """Restores the schedulers and the pipeline."""
         self.end_generation()
         self._stack.close()
         self._schedulers = {}
@@ -140,12 +140,14 @@ class SchedulerClock:
             self._ended()
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
-        """Ends the generation; the scheduler says the steps of the next one, and its calls are counted as branches."""
+        """Ends the generation. The arguments are not needed: this clock reads steps and branches from the scheduler."""
         self.end_generation()
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
-        """The place of a model's call. None before the pipeline has set its timesteps, as when it encodes an image, and
-        where another pipeline calls the model.
+        """The step and branch of a call of the model.
+
+        None before the pipeline has set its timesteps, as when it encodes an image, or if another pipeline makes the
+        call.
 
         Raises:
             StateError: if another thread runs the pipeline, or the scheduler is not stepped.
@@ -169,7 +171,7 @@ class SchedulerClock:
             self._is_counted = True
         branch = self._calls.get(model, 0)
         if branch >= MAX_CALLS_PER_STEP and not self._depth:
-            # Another pipeline, although the timesteps of this one were set.
+            # Another pipeline makes these calls, although the timesteps of this one were set.
             self._presets = False
             self.end_generation()
             return None
@@ -195,7 +197,7 @@ class SchedulerClock:
         return len(self._scheduler.timesteps) - skipped
 
     def _record_label(self, model: LabelledModel, label: str) -> None:
-        """Ends a step when a label comes again, where the pipeline steps copies and not the scheduler itself."""
+        """Ends a step when a label is repeated, if the pipeline steps copies of the scheduler and not the scheduler."""
         if self._apart and (model, label) in self._labels:
             self._advance_step()
             if not self._live:
@@ -204,13 +206,13 @@ class SchedulerClock:
         self._labels.add((model, label))
 
     def _record_scheduler_copy(self, stock: Callable[..., Any]) -> Callable[..., Any]:
-        """Notes that the pipeline copied its scheduler: it may step copies, one for each frame, and never the first."""
+        """Notes that the pipeline copied its scheduler: it may step only the copies, such as one for each frame."""
         self._apart = self._live and not self._step
         return stock
 
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """One call, which makes one image; a second call at the same time is refused."""
+        """Surrounds one call of the pipeline, which makes one image; refuses a second call at the same time."""
         if not self._busy.acquire(blocking=False):
             raise self._make_thread_error()
         self._depth += 1
@@ -265,7 +267,7 @@ class SchedulerClock:
         if scheduler is not self._scheduler and self._step:
             return result
         if scheduler is not self._scheduler:
-            # Several had their timesteps set; the first one that is stepped counts.
+            # If the timesteps of several schedulers were set, the first one that is stepped counts.
             self._scheduler = scheduler
             self._steps = self._count_steps()
         sample = kwargs.get("sample")
@@ -277,7 +279,7 @@ class SchedulerClock:
         return result
 
     def _advance_step(self) -> None:
-        """Ends a step, and after the last step the generation."""
+        """Ends a step; the last step ends the generation."""
         self._step += 1
         self._calls.clear()
         self._labels.clear()
@@ -296,13 +298,13 @@ class SchedulerClock:
 
 
 class CallClock:
-    """The clock of a transformer without a scheduler: each step has so many calls.
+    """The clock of a transformer without a scheduler: it counts the calls of each step.
 
-    A pipeline that names its calls of the model ends a step where a name comes again, whatever their number.
+    If a pipeline names its calls of the model, a step ends when a name is repeated, whatever the number of calls.
 
     Args:
         on_begin, on_end, on_call: as in `SchedulerClock`.
-        steps: of every image; None waits for `restart_clock`, or the pipeline's call.
+        steps: the steps of every image; None until `restart_clock` or the pipeline's call gives them.
         separate_cfg: whether each step has two calls, one for each branch of guidance.
         pipe: a pipeline that has no scheduler; its `num_inference_steps` are the steps of an image.
     """
@@ -331,7 +333,7 @@ class CallClock:
         self._stack = ExitStack()
 
     def restart_clock(self, steps: int | None, *, separate_cfg: bool | None = None) -> None:
-        """Prepares for a new image; steps and calls that are not given stay as they were."""
+        """Prepares for a new image; values that are not given stay as they were."""
         self.end_generation()
         self._steps = steps or self._steps
         if separate_cfg is not None:
@@ -360,7 +362,7 @@ class CallClock:
             self._ended()
 
     def begin_model_call(self, model: LabelledModel) -> CallPosition:
-        """The place of a call of the transformer. Raises `StateError` if the number of steps is not known."""
+        """The step and branch of a call of the transformer. Raises `StateError` if the number of steps is unknown."""
         if self._steps is None:
             missing = "a scheduler" if self._pipe else "a pipeline"
             raise StateError(
@@ -400,7 +402,7 @@ class CallClock:
 
     @contextmanager
     def _enter_pipeline_call(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """One call, which makes one image."""
+        """Surrounds one call of the pipeline, which makes one image."""
         call = inspect.signature(self._pipe.__call__).bind_partial(*args, **kwargs)
         call.apply_defaults()
         steps = call.arguments.get("num_inference_steps")

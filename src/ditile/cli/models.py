@@ -1,4 +1,4 @@
-"""`ditile models`: what can run. It shows a table that `matrix.py` has built, so that it need not import torch."""
+"""`ditile models`: shows which models work with which methods, from a stored table, so it need not import torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ditile.plan.options import JsonObject
 from ditile.runner.requests.options import ModelsOptions
 
 _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")
-"""Of a support level; every family of it has them."""
+"""What a family of each support level has."""
 
 
 def show_models(shown: ModelsOptions, console: Console) -> None:
     """Prints what can run.
 
     Raises:
-        ModelError: if nothing has the name, or the Markdown is asked for one name.
+        ModelError: if nothing has the name, or Markdown and a name are both given.
     """
     matrix = read_matrix()
     if shown.markdown:
@@ -36,7 +36,7 @@ def show_models(shown: ModelsOptions, console: Console) -> None:
 
 
 def read_matrix() -> JsonObject:
-    """What `build_matrix` has built."""
+    """The table of models and methods, which `build_matrix` of the tests has built."""
     matrix: JsonObject = json.loads((ASSETS / "matrix.json").read_text("utf-8"))
     return matrix
 
@@ -201,7 +201,7 @@ def _format_families(proven: JsonObject) -> list[str]:
 
 
 def _format_references(proven: JsonObject) -> list[str]:
-    """Which calls with pictures to refer to hold `references`, and the reason of those that do not."""
+    """Which calls with reference images hold `references`, and why the others do not."""
     pipelines = {family["name"]: f"{family['pipeline']} ({family['name']})" for family in proven["families"]}
     answers: dict[str, list[str]] = {}
     for name, reason in proven["references"].items():
@@ -230,30 +230,30 @@ _FAMILIES = """
 Made from `model/assets/families.json`; `make test-families` proves each cell on tiny models. Of {pipelines} calls of
 pipelines {whole} hold every column. A transformer class holds a column where one of its calls does: of {classes}
 classes {proven_classes} hold every column, and {but_data} more every one but `data`, because its pipelines make one
-picture at a time. A class of which there are distilled models too, which are called without guidance, holds `cfg` by
-the call with guidance.
+picture at a time. If a class also has distilled models, which are called without guidance, its call with guidance
+counts for `cfg`.
 
-- proof: a call computed patch by patch with keys that did not change is the whole call
+- proof: a call computed patch by patch, with keys that do not change, gives the same result as the whole call
 - pipefusion: two stages with nothing stale are bit-identical to the pipeline
 - stale: two stages with stale keys are bit-identical to one, and differ from the pipeline
-- ulysses, ring, distrifusion (nothing stale), tensor, cfg, data: two ranks are the pipeline up to rounding
-- cache: with a threshold of 0 bit-identical on two stages, and on two ranks the steps are skipped that one skips
+- ulysses, ring, distrifusion (nothing stale), tensor, cfg, data: two ranks equal the pipeline up to rounding
+- cache: bit-identical on two stages with a threshold of 0, and two ranks skip the same steps as one
 """
 _REFERENCES = """
-Pictures that a call refers to may be patches of their own (`--references K`,
-[pipefusion.md](pipefusion.md#references)). +: two stages that compute them in synchronous steps alone, with nothing
-stale, are bit-identical to the pipeline. Others refuse it.
+The reference images of a call may be separate patches (`--references K`, [pipefusion.md](pipefusion.md#references)).
++: two stages that compute them only in synchronous steps, with nothing stale, are bit-identical to the pipeline. The
+other pipelines refuse it.
 """
 _CONDITIONS = """
 ## What calls start from
 
-Read off the signatures of the calls. A star marks what a class cannot draw without; a class of several pictures
-composes them. `ditile generate` takes the class of the model's family that takes what is given, and says so.
+Read from the signatures of the calls. A star marks an input that a class requires; a class that takes several images
+composes them. `ditile generate` chooses the class of the model's family that takes the given inputs, and names it.
 """
 _HEAD = """# Which models work with which methods
 
-Made by `ditile models --markdown` from `model/assets/matrix.json`, which says what the families' tables (`model/`)
-say. A test fails when it is not up to date.
+Made by `ditile models --markdown` from `model/assets/matrix.json`, which is made from the families' tables (`model/`).
+A test fails if this page is not up to date.
 """
 _MIDDLE = """
 What a family has:
@@ -265,10 +265,10 @@ error says so before anything runs, with the degrees that fit. `ditile verify` c
 goes with every plan of a family whose support level is PipeFusion or names caches, and of a transformer of your own
 whose blocks are read from its source or named by a `BlockAdapter` ([caching.md](caching.md)).
 
-Where steps are stale, guidance that takes a statistic of the whole prediction (`guidance_rescale`, and guiders of
-that kind) takes that of one which is partly a step old, an approximation that a line of the log names, whether the
-value is given or the default of the pipeline; guiders that remember earlier predictions are refused there. With
-`warmup` equal to the steps both are exact, as they are with all other axes. Schedulers with `thresholding=True` or
+In steps with stale keys, guidance that computes a statistic of the whole prediction (`guidance_rescale`, and similar
+guiders) uses a prediction of which a part is one step old. A line of the log names this approximation, whether the
+value is given or the pipeline's default. Guiders that remember earlier predictions are refused there. With `warmup`
+equal to the steps both are exact, as they are with all other axes. Schedulers with `thresholding=True` or
 a `noise_sampler_seed` are refused with patches. SD3's skip-layer guidance goes with data and cfg alone. IP-adapters
 of FLUX.1 and SD3 that are loaded before `parallelize` go with every plan, but SD3's with `warmup_mode=separate`.
 Perturbed-attention guidance goes with data and tensor only. A ControlNet in the loop goes with every plan; in a step

@@ -1,8 +1,8 @@
-"""A replica of the model: ranks that stay, started by `launch` in a thread of the server, and again when one fails.
+"""A replica of the model: ranks that `launch` starts in a thread of the server, and starts again when one fails.
 
-A replica reports what happens by events, in the server's event loop and in order. Whatever ends the ranks (a signal, a
-rank that hangs, an error that leaves messages in flight) ends the batch that they were generating, and no other job. A
-replica whose starts fail again and again in the same way has failed: requests are answered with the reason.
+A replica reports by events, which arrive in order in the server's event loop. Whatever ends the ranks (a signal, a rank
+that hangs, an error that leaves messages in flight) ends only the batch that they were generating, and no other job. If
+the starts of a replica keep failing in the same way, the replica has failed, and requests are answered with the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ditile.serve.link import Batch, Message, SocketLink, WorkerSetup
 LOG = logging.getLogger("ditile")
 # As /health reports them.
 ReplicaState = Literal["starting", "ready", "drawing", "down", "failed"]
-# After how many starts that ended in the same way a replica has failed.
+# A replica has failed after this many starts in a row that failed in the same way.
 FAILED_STARTS = 3
 # Seconds after which a rank that the system has stopped counts as failed.
 STOPPED_SECONDS = 2.0
@@ -42,18 +42,18 @@ STOPPED_SECONDS = 2.0
 LONGEST_DELAY = 30.0
 # How often a batch is asked again to stop, until it has: its call may not have begun yet.
 STOP_AGAIN_SECONDS = 0.2
-# How long idle ranks get to leave before they are killed, and ranks that are busy or loading.
+# How long ranks may take to exit before they are killed: idle ranks, and ranks that are busy or loading.
 LEAVE_SECONDS = 10.0
 LEAVE_BUSY_SECONDS = 0.1
 # Seconds in which a stopped batch has to end, within two steps; after that its ranks are started again.
 STOP_LIMIT = 120.0
-# The folders of a path, which health and clients are not told: they name users and projects.
+# The folders of a path are hidden from health reports and clients, since they name users and projects.
 _FOLDERS = re.compile(r"(?<![\w:/])/(?:[^\s/'\"]+/)+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaEvent:
-    """What a replica reports.
+    """One report of a replica.
 
     Attributes:
         kind: "ready" (the ranks have loaded the model), "begun" (they generate a batch now; a replica may get one
@@ -87,11 +87,11 @@ EventHandler = Callable[[ReplicaEvent], None]
 
 
 class Replica(ABC):
-    """The ranks of one replica, wherever they are. It is made and called in the event loop of the server.
+    """The ranks of one replica, on any machine. The server's event loop creates it and calls it.
 
     Attributes:
-        state: what the ranks do.
-        facts: of the model; None before the ranks were ready for the first time.
+        state: what the ranks are doing.
+        facts: the facts of the model; None before the ranks are ready for the first time.
     """
 
     def __init__(self, name: str, on_event: EventHandler) -> None:
@@ -134,7 +134,7 @@ class Replica(ABC):
         self._tell("ready")
 
     def _note_ended(self, batch_id: str) -> None:
-        # Ranks that have gone do not become ready because their batch was stopped.
+        # Ranks that are down do not become ready when their batch is stopped.
         if self.state == "drawing":
             self.state = "ready"
         self._batch_id = None
@@ -144,7 +144,7 @@ class Replica(ABC):
         """Reports that the ranks have ended, or with `has_failed` that starting them again has not helped."""
         if has_failed:
             failure = describe_failed_replica(error, self.facts is not None)
-            # One line, once; each start has logged its own error.
+            # Logged once, in one line; each start has already logged its own error.
             if self.state != "failed":
                 LOG.error("replica %s has failed: %s", self.name, failure.message)
         else:
@@ -168,7 +168,7 @@ class Replica(ABC):
         self._last_line = line
 
     def _handle_message(self, message: Message, files: Files) -> None:
-        """Reports what rank 0 has sent: the fields of an event as JSON types."""
+        """Reports a message of rank 0, which has the fields of an event as JSON types."""
         values = dict(message)
         kind = values.pop("kind")
         if kind == "ready":
@@ -189,14 +189,14 @@ class LocalReplica(Replica):
 
     Args:
         name, on_event: as of `Replica`.
-        setup: what they load.
+        setup: what the ranks load.
     """
 
     def __init__(self, name: str, setup: WorkerSetup, on_event: EventHandler) -> None:
         super().__init__(name, on_event)
         self._setup = setup
         self._links: list[SocketLink] = []
-        # One thread, so that messages keep their order; links block while a rank computes and files are large.
+        # A single thread keeps messages in order. Links can block, if a rank computes or files are large.
         self._sender = ThreadPoolExecutor(1, f"links-{name}")
         self._is_ending = threading.Event()
         self._is_killed = threading.Event()
