@@ -1,6 +1,6 @@
-"""Predicts the bytes that a rank needs at its peak: weights, kept keys, tensors of a call, and the process itself.
+"""Predicts a rank's peak memory in bytes: weights, kept keys, tensors of a call, and the process itself.
 
-`HostMemory` is what the ranks of a host need of its own memory, besides those of their devices.
+`HostMemory` is what all ranks of a host need of the host's own memory, in addition to the memory of their devices.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ditile.planner.profile import FUSED, Profile
 from ditile.planner.subject import PlanSubject
 
 NUM_LATENT_COPIES = 6
-"""Tensors of latent size that a pipeline and its scheduler have at once: latents, some predictions, next latents."""
+"""Tensors of the latents' size that a pipeline and its scheduler hold at once: latents, predictions, next latents."""
 
 
 class RankMemory(NamedTuple):
-    """What a rank needs, by kind.
+    """The bytes that a rank needs, by kind.
 
     Attributes:
-        weights, text, vae: its parameters of the transformer, of the text encoders, and of the VAE.
+        weights, text, vae: its parameters of the transformer, the text encoders, and the VAE.
         keys: keys and values that are kept for the next step.
-        activations: all other tensors of a call while it denoises.
-        decode: tensors of a call while it decodes, when keys are freed.
+        activations: all other tensors of a call during denoising.
+        decode: the tensors of a call during decoding, when keys have been freed.
         idle: memory of the process before it loads a model.
     """
 
@@ -46,7 +46,7 @@ class RankMemory(NamedTuple):
 
     @property
     def denoising_peak(self) -> int:
-        """Bytes at the peak of a denoising step, without VAE and process."""
+        """Bytes at the peak of a denoising step, without the VAE and the process itself."""
         return self.weights + self.text + self.keys + self.activations
 
     @property
@@ -60,8 +60,8 @@ class HostMemory(NamedTuple):
 
     Attributes:
         kept: weights that stay there while the ranks generate; with `offload=blocks` they are pinned.
-        loading: the most while the ranks load: all that they read, which goes through the host's memory on its way to
-            the devices. Files that are mapped count in full.
+        loading: the peak while the ranks load. All that they read passes through the host's memory on its way to the
+            devices, and mapped files count in full.
     """
 
     kept: int
@@ -71,7 +71,7 @@ class HostMemory(NamedTuple):
 def count_host_memory(
     subject: PlanSubject, job: PlannedCall, host: int | None = None, *, offloads_text: bool = False
 ) -> HostMemory:
-    """The memory of the host whose ranks need most.
+    """The memory of the host whose ranks need the most.
 
     Args:
         subject, job: the call under its plan.
@@ -93,7 +93,7 @@ def count_host_memory(
 def _count_host_bytes_of_rank(
     subject: PlanSubject, job: PlannedCall, rank: int, offloads_text: bool
 ) -> tuple[int, int]:
-    """Bytes that a rank keeps in the host's memory, and those that it reads."""
+    """The bytes that a rank keeps in the host's memory, and the bytes that it reads."""
     plan = job.plan
     size = job.shape.element_size
     owned = select_local_blocks(job.stages, job.locate_rank(rank).stage, plan.num_whole_stages)
@@ -106,7 +106,7 @@ def _count_host_bytes_of_rank(
 
 
 def _count_pinned_bytes(subject: PlanSubject, job: PlannedCall, block: int) -> int:
-    """Bytes of a block in pinned memory, of which torch gives powers of two."""
+    """Bytes of a block in pinned memory, which torch allocates in powers of two."""
     size = job.shape.element_size
     if job.plan.tensor == 1:
         flat = cost.count_flat_bytes(numbers * size for numbers in job.weights.tensors[block])
@@ -137,16 +137,16 @@ def count_rank_memory(
     else:
         weights += subject.count_parameters(owned, plan.tensor)
     if job.step_schedule.mode == "sequence":
-        # Any block may be the next whose weights another stage sends.
+        # The largest block counts, since the next weights from another stage may be of any block.
         all_blocks = range(len(job.weights.blocks))
         buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, all_blocks, plan.tensor)
-    # Transformers that are called in turns are both there, and stages are cut alike in both; buffers serve either.
+    # Some models have two transformers that take turns. Both are in memory, cut alike, and share the buffers.
     weights = weights * subject.models + buffers
     return RankMemory(
         weights=weights * size,
         text=_count_text_parameters(subject, plan, rank) * size,
         vae=subject.vae * size,
-        # Keys of a transformer that is not called any more stay until the end.
+        # Keys of a transformer that is no longer called stay in memory until the end.
         keys=cost.count_key_store_bytes(job, rank) * subject.models,
         activations=_count_activation_bytes(subject, job, profile, rank, text_tokens),
         decode=_count_decode_bytes(subject, job, place, rank),
@@ -155,12 +155,12 @@ def count_rank_memory(
 
 
 def _count_largest_block(subject: PlanSubject, blocks: range, ranks: int) -> int:
-    """Parameters of the largest of some blocks on each of so many ranks of tensor parallelism."""
+    """Parameters of the largest of some blocks, on each of `ranks` ranks of tensor parallelism."""
     return max(subject.count_parameters(range(block, block + 1), ranks) for block in blocks)
 
 
 def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0) -> int:
-    """Bytes of the rank that needs most. Only first ranks of stages are counted: they have the largest shares."""
+    """Bytes of the rank that needs the most. Only the first rank of a stage is counted: it has the largest shares."""
     plan = job.plan
     last = plan.pipefusion - 1
     ranks_of_stage = plan.world // (plan.data * plan.cfg * plan.pipefusion)
@@ -172,13 +172,13 @@ def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, t
 def _count_activation_bytes(
     subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int, text_tokens: int
 ) -> int:
-    """What is computed, sent and received ahead at the largest micro-step, and what is kept between steps."""
+    """Bytes of tensors that the largest micro-step computes, sends and receives ahead, and that steps keep."""
     plan = job.plan
     place = job.locate_rank(rank)
     schedule = job.step_schedule
     footprint = subject.get_footprint(plan.tensor)
     if plan.rounds_otherwise and FUSED in profile.pointwise:
-        # GELU is fused in every step of such a plan; other plans have steps in which it is not.
+        # Such a plan fuses GELU in every step; other plans have steps in which it is not fused.
         footprint = replace(footprint, moments=footprint.fused)
     row = job.compute_replica_shape(place.data).batch * job.shape.element_size
     computed = 0.0
@@ -193,7 +193,7 @@ def _count_activation_bytes(
         # Later stages keep the embedded latents too, although they do not read them.
         kept += job.image_layout.image_tokens * job.shape.token_channels
     if len(schedule.split_micro_batches(MicroStep(0, None))) > 1:
-        # Once for each micro-batch, and once for the whole batch.
+        # These tensors are kept for each micro-batch, and once more for the whole batch.
         kept *= 2
     latents = NUM_LATENT_COPIES * job.compute_replica_shape(place.data).latent_bytes
     # DistriFusion sends the keys of all layers at once; the keys of the text are not sent.
@@ -202,7 +202,7 @@ def _count_activation_bytes(
 
 
 def _list_largest_micro_steps(schedule: Schedule) -> list[MicroStep]:
-    """The micro-steps of unlike patches: those with the text, which are the largest, and those of references."""
+    """A micro-step for each kind of patch: the first patch, which is the largest, and the first one with latents."""
     steps = {0, max(schedule.warmup - 1, 0), min(schedule.warmup + 2, schedule.steps - 1)}
     if schedule.num_references:
         steps |= {step for step in range(schedule.warmup, schedule.steps) if schedule.computes_references(step)}
@@ -217,7 +217,7 @@ def _list_largest_micro_steps(schedule: Schedule) -> list[MicroStep]:
 def _count_micro_step_peak(
     footprint: Footprint, job: PlannedCall, place: RankCoordinates, micro: MicroStep, text_tokens: int
 ) -> float:
-    """Numbers of a row at the peak of a micro-step, with what was sent to the next stage before it."""
+    """Numbers per row of the batch at the peak of a micro-step, including earlier messages to the next stage."""
     plan = job.plan
     schedule = job.step_schedule
     micro_batches = schedule.split_micro_batches(micro)
@@ -234,7 +234,7 @@ def _count_micro_step_peak(
         image = -(-image // schedule.warmup_group_size)
         text = -(-text // schedule.warmup_group_size)
     exchanged = _count_exchange_numbers(job) / plan.tensor * (image + text)
-    # Without text in the sequence, cross attention reads it.
+    # If the sequence has no text, cross attention reads it.
     text = text or text_tokens
     most = max(moment.count_numbers(image, text) for moment in footprint.moments)
     attending = max(moment.count_numbers(image, text) for moment in footprint.attending) + exchanged
@@ -242,7 +242,7 @@ def _count_micro_step_peak(
 
 
 def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoordinates, rank: int) -> int:
-    """Bytes of decoding a replica's images, on its first rank; with `vae=rows` those of each rank's rows."""
+    """Bytes of decoding a replica's images on its first rank; with `vae=rows`, of the rows of each rank."""
     shape = job.compute_replica_shape(place.data)
     ranks = job.plan.world // job.plan.data
     if job.plan.vae == "whole":
@@ -254,19 +254,19 @@ def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoord
 
 
 def _count_exchange_numbers(job: PlannedCall) -> float:
-    """Numbers of a token that an exchange around attention adds to those that are alive then."""
+    """Numbers per token that an exchange around attention adds to the other live tensors."""
     tensors = 0
     if job.plan.ulysses > 1:
-        # Queries, keys and values exist as sent, as received, and in order. The 5 with stale keys is fitted.
+        # Queries, keys and values exist as sent, as received, and in order: 9. The 5 for stale keys is fitted.
         tensors = 9 if job.plan.num_patches == 1 else 5
     elif job.plan.ring > 1:
-        # The keys and values that a ring passes on, the next ones, and the sum so far.
+        # The keys and values that are passed on, the next keys and values, and the partial sum.
         tensors = 6
     return tensors * job.shape.token_channels
 
 
 def _count_prefetch_bytes(job: PlannedCall, place: RankCoordinates, micro: MicroStep) -> int:
-    """Bytes of the messages that are received ahead, and of the one that is being read; 0 in step 0."""
+    """Bytes of the messages that are received ahead and of the message that is being read; 0 in step 0."""
     if place.stage == 0 or micro.step == 0:
         return 0
     first = {0, job.step_schedule.num_references} & set(range(job.plan.num_patches))

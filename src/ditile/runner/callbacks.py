@@ -1,9 +1,9 @@
-"""The pipeline's callbacks and progress bar, which are called at the ends of steps, not of micro-steps.
+"""Calls the pipeline's callbacks and its progress bar at the end of each step, not of each micro-step.
 
 A callback that asks for no tensors sends nothing. One that asks for tensors makes the end of its steps a
 synchronisation point: every rank gets the whole latents and calls its callback, and all ranks use what rank 0's
-callback returns. After either, constants are computed again, because a callback may have changed the prompt or the
-scale of a LoRA.
+callback returns. After any callback, constants are computed again, because the callback may have changed the prompt or
+the scale of a LoRA.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ from ditile.runner.report import CallMeter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepWatch:
-    """Watches the steps of one call and changes nothing: progress, and latents for previews.
+    """Watches the steps of one call without changing it: reports progress, and latents for previews.
 
-    Steps are counted as progress bars show them, from 0. An error of a function ends the call as one of a callback.
+    Steps are counted from 0, as progress bars show them. An error in one of the functions ends the call.
 
     Attributes:
-        on_step: called with (step, number of steps) at the end of each step, on the rank that gave it. It costs nothing
-            else: no message, and no wait for the device.
-        on_latents: called on rank 0 with (step, latents) at the end of the steps `latents_at`. The latents are whole,
-            of all images, as the pipeline steps them; they are for reading, and to be copied if kept.
-        latents_at: these steps. The ranks send each other latents at their ends, so all ranks must name the same.
+        on_step: called with (step, number of steps) at the end of each step, on each rank that sets it. It needs no
+            message and no wait for the device.
+        on_latents: called on rank 0 with (step, latents) at the end of the steps `latents_at`. It gets the latents of
+            all images as the pipeline has them; it must not change them, and must copy what it keeps.
+        latents_at: the steps for `on_latents`. At their ends the ranks exchange latents, so all ranks must give the
+            same steps.
     """
 
     on_step: Callable[[int, int], None] | None = None
@@ -74,16 +75,16 @@ class _SilentBar:
 
 
 class StepEndCallbacks:
-    """What happens at the ends of the steps of one call.
+    """Does what is due at the end of each step of one call.
 
     Args:
         pipe: the pipeline.
-        mesh: its ranks.
+        mesh: the ranks.
         call: the call's arguments; `install_callbacks` replaces the callbacks in it.
-        device: where tensors that callbacks return go.
+        device: the device for tensors that callbacks return.
         meter: records each step.
-        is_stopped: whether `Runner.stop` was called.
-        watcher: who watches the steps.
+        is_stopped: returns whether `Runner.stop` has been called.
+        watcher: the functions that watch the steps.
     """
 
     loop: Loop
@@ -110,16 +111,16 @@ class StepEndCallbacks:
         self._callback = call.get("callback_on_step_end")
         names = getattr(self._callback, "tensor_inputs", None) or call.get("callback_on_step_end_tensor_inputs")
         self._names = ["latents"] if names is None else list(names)
-        # Older pipelines have this callback, which is called with the latents in every n-th step.
+        # Older pipelines take this callback instead, and call it with the latents in every n-th step.
         self._legacy = call.get("callback")
         self._legacy_period = call.get("callback_steps", 1)
         asks_for_tensors = bool(self._callback and self._names)
         period = self._legacy_period if self._legacy else 0
-        # A callback on one rank is enough: all ranks gather the latents for it.
+        # If any rank has a callback, all ranks gather the latents for it.
         everyone = gather_json([asks_for_tensors, period or 0], mesh.within_calls)
         self._gathers_tensors = any(asks for asks, _ in everyone)
         self._gather_period = max(period for _, period in everyone)
-        # Iterations in all and of a step: two with two-stage schedulers, whose last step has one.
+        # All iterations, and iterations per step: two-stage schedulers have two, except one in the last step.
         self._steps = 0
         self._order = 1
         self._bar: Any = None
@@ -128,7 +129,7 @@ class StepEndCallbacks:
         """Replaces the callbacks in `call` and the pipeline's progress bar until the stack is closed."""
         if self._callback is not None or self._gathers_tensors:
             call["callback_on_step_end"] = self._handle_micro_step_end
-            # A pipeline of one's own may always give its callback the same.
+            # A user's pipeline class may lack this argument, and always pass the same tensors.
             name = "callback_on_step_end_tensor_inputs"
             if name in list_call_parameters(self._pipe):
                 call[name] = self._names
@@ -185,7 +186,7 @@ class StepEndCallbacks:
         now = self.loop.generation
         text = None
         references = 0
-        # The branches of guidance have layouts of their own; the first one counts.
+        # Each branch of guidance has its own layout; the first one counts.
         if now.layouts:
             layout = next(iter(now.layouts.values())).layout
             text = layout.text
@@ -209,7 +210,7 @@ class StepEndCallbacks:
             self.loop.forget_constants()
 
     def _is_step_visible(self, step: int) -> bool:
-        """Whether the stock pipelines show this iteration: every one, or every second with two-stage schedulers."""
+        """Whether the stock pipelines show this iteration: all, or every second one with two-stage schedulers."""
         return step == self._steps - 1 or (step + 1) % self._order == 0
 
     def _handle_micro_step_end(self, pipe: Any, _: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
