@@ -364,7 +364,7 @@ def test_damaged_weights_are_seen_before_anything_starts(capsys: pytest.CaptureF
         (("--height", "100"), "height=100"),
         (("--negative-prompt", "red", "--guidance", "1"), "ignores a negative prompt"),
         (("--device", "toaster"), "toaster"),
-        (("--image", str(ROOT / "tests" / "surface" / "..")), "picture"),
+        (("--image", str(ROOT / "tests" / "surface" / "..")), "read as an image"),
         (("--negative-prompt", "red", "--guidance", "1", "--dry-run"), "at --guidance 1; try --guidance above 1"),
         (("--true-cfg", "3", "--dry-run"), "PixArtSigmaPipeline takes no --true-cfg; leave it out"),
         (("--cfg", "2", "--guidance", "1", "--dry-run"), "cfg=2 divides branches of guidance, and this call has 1"),

@@ -1,6 +1,6 @@
-"""BlockAdapter: what a user says of a transformer's blocks, in the words of cache-dit; and its six forward patterns.
+"""BlockAdapter: a user's description of a transformer's blocks, with cache-dit's names; and its six forward patterns.
 
-What the user leaves out comes from the table or the source; what the user gives is compared with them.
+What the user leaves out is taken from the table or the source; what the user gives is compared with them.
 """
 
 from __future__ import annotations
@@ -37,41 +37,41 @@ SUFFIXES = ("TransformerBlock", "Block", "Layer")
 
 
 class PatchFunctor(ABC):
-    """Edits a transformer before its blocks are looked at; none is needed for any family of diffusers.
+    """Edits a transformer before its blocks are examined; no family of diffusers needs one.
 
-    Attributes that it sets on instances are put back when the cache is taken off.
+    Attributes that it sets on instances are restored when the cache is removed.
     """
 
     @abstractmethod
     def apply(self, transformer: nn.Module) -> nn.Module:
-        """Returns the transformer it was given, edited."""
+        """Edits the given transformer and returns it."""
 
 
 @dataclass(slots=True)
 class BlockAdapter:
-    """The blocks of one transformer, or of several that a pipeline calls in turns (a list per transformer).
+    """The blocks of one transformer, or of several that a pipeline calls in turn (then with a list per transformer).
 
     Attributes:
-        pipe: the pipeline; None for a transformer alone. It is needed to cache several, because its steps are counted.
+        pipe: the pipeline; None for a transformer alone. Several transformers need it, because its steps are counted.
         transformer: the transformer or transformers; None means the pipeline's own.
         blocks: the list or lists of blocks, in order of execution; None finds them.
         blocks_name: the names of the lists, instead of the lists.
         unique_blocks_name: accepted and not used: a list is identified by transformer and name.
         dummy_blocks_names: lists that are left out of the chain.
-        forward_pattern: how the blocks pass tokens on, for all lists or one for each; None reads it off the source.
-        check_forward_pattern: what happens where the source says otherwise: None warns and takes what the source says,
+        forward_pattern: how the blocks pass tokens on: one for all lists, or one for each; None reads the source.
+        check_forward_pattern: what happens if the source contradicts the pattern: None warns and follows the source,
             True is an error, False trusts the pattern.
-        check_num_outputs: True is an error where blocks return another number of streams than the pattern.
-        params_modifiers: other settings of the cache for all lists or one for each.
-        patch_functor: edits each transformer first.
-        has_separate_cfg: whether guidance is a second call; None watches the calls.
-        auto: whether one list is looked for, by the fields that follow.
-        allow_prefixes: what the name of such a list begins with.
-        check_prefixes: whether it must.
-        allow_suffixes: what the class of its blocks ends with.
-        check_suffixes: whether it must.
+        check_num_outputs: True is an error if blocks return a number of streams other than the pattern's.
+        params_modifiers: changed settings of the cache: one entry for all lists, or one for each.
+        patch_functor: edits each transformer before anything else is done.
+        has_separate_cfg: whether guidance is a second call of the transformer; None finds out from the calls.
+        auto: whether to search for one list, by the fields that follow.
+        allow_prefixes: prefixes of the name of such a list.
+        check_prefixes: whether the name must have one of them.
+        allow_suffixes: suffixes of the class of its blocks.
+        check_suffixes: whether the class must have one of them.
         blocks_policy: "max" takes the longest such list, "min" the shortest.
-        skip_post_init: whether fields are looked at only when the adapter is used.
+        skip_post_init: whether the fields are checked only when the adapter is used.
     """
 
     pipe: Any = None
@@ -104,11 +104,11 @@ class TransformerBlockLists:
     """A transformer and the lists of its chain.
 
     Attributes:
-        transformer: without what torch.compile or peft wrapped around it.
+        transformer: the transformer itself, without the modules that torch.compile or peft wrapped around it.
         lists: its lists, in order of execution.
         params_modifiers: one for each list, or none.
-        has_separate_cfg: what the adapter says of guidance.
-        undo: takes back what a `PatchFunctor` edited.
+        has_separate_cfg: as of the adapter.
+        undo: reverts the edits of a `PatchFunctor`.
     """
 
     transformer: nn.Module
@@ -119,7 +119,7 @@ class TransformerBlockLists:
 
 
 NamedBlocks = tuple[str, Sequence[nn.Module]]
-"""A list, or a part of one: its name, and blocks."""
+"""The name of a list, and its blocks or some of them."""
 
 
 class _AdapterFields(NamedTuple):
@@ -153,17 +153,17 @@ def validate_adapter(adapter: BlockAdapter) -> None:
 
 
 def resolve_adapter(adapter: BlockAdapter) -> list[TransformerBlockLists]:
-    """The lists that an adapter means, for each of its transformers.
+    """The lists that an adapter describes, for each of its transformers.
 
     Raises:
-        ModelError: if blocks are not the transformer's, or patterns are not what the blocks do.
+        ModelError: if blocks do not belong to the transformer, or the blocks do not follow the patterns.
     """
     validate_adapter(adapter)
     return [_resolve_transformer(adapter, fields) for fields in _split_by_transformer(adapter)]
 
 
 def find_pipeline_block_lists(pipe: Any) -> list[TransformerBlockLists]:
-    """The lists of each transformer of a pipeline (or of the transformer that is given), by table or source.
+    """The lists of each transformer of a pipeline, or of the given transformer, from the table or the source.
 
     Raises:
         ModelError: if there is no transformer, or its blocks are not known.
@@ -226,11 +226,11 @@ def _split_adapter_field(what: str, value: Any, count: int) -> list[list[Any] | 
     if not value:
         raise ModelError(f"{what} is empty; leave it out, or name one")
     if count == 1:
-        # A list with one list in it is one for each transformer, of which there is one.
+        # A list that contains one list has an entry for each transformer, and there is one transformer.
         if len(value) == 1 and isinstance(value[0], (list, tuple)) and not _is_list_of_blocks(value[0]):
             value = value[0]
         return [_list_field_entries(value)]
-    # Of several transformers, one value in a list says nothing about the others.
+    # With several transformers, a list must have an entry for each of them.
     if len(value) != count:
         raise ModelError(f"{what} has {len(value)} entries for {count} transformers; give a list with one for each")
     return [_list_field_entries(entries) for entries in value]
@@ -258,9 +258,9 @@ def _flatten_nested(value: Any) -> list[Any]:
 
 def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> TransformerBlockLists:
     model = fields.transformer
-    # First of all: what it edits may be the blocks.
+    # This comes first, because it may edit the blocks.
     undo = _apply_functor(model, adapter.patch_functor)
-    # Also if the adapter names the blocks: this refuses a transformer whose blocks may not be left out.
+    # Called even if the adapter names the blocks: it refuses a transformer whose blocks must not be skipped.
     known_lists = look_up_block_lists(model)
     dummies = adapter.dummy_blocks_names or ()
     for name in dummies:
@@ -280,7 +280,7 @@ def _resolve_transformer(adapter: BlockAdapter, fields: _AdapterFields) -> Trans
     settings = []
     for index, part in enumerate(parts):
         for name, blocks in part:
-            # A list that joins several of the transformer keeps all of them.
+            # If the user joined several lists into one, all of them are kept.
             if name in dummies and len(part) == 1:
                 continue
             flow = _resolve_flow(adapter, model, name, blocks, patterns[index])
@@ -302,7 +302,7 @@ def _repeat_for_lists(what: str, values: list[Any], count: int) -> list[Any]:
 
 
 def _group_by_owner(model: nn.Module, blocks: Any) -> list[NamedBlocks]:
-    """Blocks by the lists of the transformer that own them; a list may join several of these."""
+    """Groups blocks by the lists of the transformer that own them; a user's list may join several of these."""
     if isinstance(blocks, str):
         return [(blocks, tuple(get_module_list(model, blocks)))]
     if isinstance(blocks, nn.Module) and not isinstance(blocks, nn.ModuleList):

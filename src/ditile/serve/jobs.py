@@ -20,14 +20,14 @@ from ditile.runner.requests.options import GenerateOptions
 State = Literal["queued", "running", "done", "failed", "cancelled"]
 Kind = Literal["image", "video"]
 OutputFormat = Literal["png", "jpeg", "webp", "mp4", "gif"]
-# Content by name of a file.
+# Name of a file -> its content.
 Files = dict[str, bytes]
 ENDED: tuple[State, ...] = ("done", "failed", "cancelled")
 
 # Input files. Further images to start from are image-1, image-2, ..
 INPUT_IMAGE = "image"
 INPUT_MASK = "mask"
-# Output files of a video besides the video itself. Images and videos are 0.png, 1.png, .. or 0.mp4, ..
+# Output files of a video in addition to the video itself. Images and videos are 0.png, 1.png, .. or 0.mp4, ..
 POSTER = "thumbnail.png"
 SPRITESHEET = "spritesheet.png"
 TRACE = "trace.json"
@@ -51,7 +51,7 @@ class JobNotFoundError(DitileError):
 
 
 class QueueFullError(DitileError):
-    """The queue holds as many jobs as it may; `retry_after` is the seconds after which a place is likely free."""
+    """The queue is full; `retry_after` is the number of seconds after which it probably has room."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -60,16 +60,16 @@ class QueueFullError(DitileError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What to generate, after it was checked.
+    """What to generate; it has been checked.
 
     Attributes:
-        options: as of `ditile generate`; `seed` is set, and `image` and `mask` are names of input files, no paths.
-        output_format: of the files.
-        output_compression: of jpeg and webp, 0 to 100; 100 is the best quality.
+        options: as for `ditile generate`; `seed` is set, and `image` and `mask` are names of input files, not paths.
+        output_format: the format of the files.
+        output_compression: the quality of jpeg and webp, 0 to 100; 100 is the best.
         num_previews: how many previews the client wants while the image is generated.
-        loras: name -> scale of LoRAs of the server's folder.
-        timeout: seconds from its arrival after which the job is ended; None for the server's own limit.
-        client: what the API has to repeat to the client, as JSON types; it does not change what is generated.
+        loras: names of LoRAs in the server's folder -> their scales.
+        timeout: seconds after its arrival at which the job is ended; None for the server's own limit.
+        client: values that the API must return to the client, as JSON types; they do not change what is generated.
     """
 
     options: GenerateOptions
@@ -114,16 +114,16 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult:
-    """What came of a job that is done.
+    """The result of a job that is done.
 
     Attributes:
         files: names of the output files, in the order of the seeds.
-        seeds: of each image or video.
+        seeds: the seed of each image or video.
         size: (width, height) in pixels.
-        seconds: of the call: total, text, denoise, decode.
+        seconds: the times of the call: total, text, denoise, decode.
         num_steps: how many steps ran.
-        frames, fps: of a video; 0 for an image.
-        facts: for the page and /v1/plan, as JSON types: reports of the ranks, steps a cache skipped, batch size.
+        frames, fps: the number of frames of a video and their rate; 0 for an image.
+        facts: facts for the page and /v1/plan, as JSON types: reports of the ranks, steps a cache skipped, batch size.
     """
 
     files: list[str]
@@ -143,14 +143,14 @@ class JobResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A job at one moment; it is replaced, not changed.
+    """The state of a job at one moment. A change makes a new `Job`.
 
     Attributes:
         id: "image_" or "video_" and 24 letters and digits.
         owner: the name of the client's key; "" where keys are not required.
         progress: percent of the steps, 0 to 100; 100 only when it is done.
-        created, started, ended, expires: seconds since 1970; None for what has not happened.
-        attempts: how often ranks have begun it.
+        created, started, ended, expires: seconds since 1970; None if it has not happened.
+        attempts: how often ranks have started on it.
     """
 
     id: str
@@ -169,7 +169,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it will not change any more."""
+        """Whether the job is over and will not change any more."""
         return self.state in ENDED
 
 
@@ -179,7 +179,7 @@ class JobEvent:
 
     Attributes:
         job: as it is now.
-        step, num_steps: how many steps of how many were made.
+        step, num_steps: how many steps are done, and how many there are.
         preview: a PNG of the running latents, if there is a new one.
         preview_index: its number from 0.
     """
