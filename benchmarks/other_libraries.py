@@ -1,9 +1,8 @@
 """Seconds of other libraries beside ditile's, on the pipeline of `ditile bench --suite gpu`, where they are installed.
 
-    python -m benchmarks.other_libraries --size 1024 --out others.jsonl                # cache-dit, on one rank
     python -m benchmarks.other_libraries --size 1024 --ranks 8 --out others.jsonl      # diffusers and xDiT, Ulysses
 
-What a library raises ends its line, and the others are measured.
+What a library raises ends its line, and the others are measured. The suite itself times cache-dit's cache.
 """
 
 from __future__ import annotations
@@ -29,17 +28,6 @@ from ditile.plan.extras import is_installed
 
 
 @contextmanager
-def use_cache_dit(pipe: Any, ranks: int) -> Iterator[Callable[..., Any]]:
-    """cache-dit's cache with its own defaults."""
-    cache_dit: Any = import_module("cache_dit")
-    cache_dit.enable_cache(pipe)
-    try:
-        yield pipe
-    finally:
-        cache_dit.disable_cache(pipe)
-
-
-@contextmanager
 def use_diffusers_parallelism(pipe: Any, ranks: int) -> Iterator[Callable[..., Any]]:
     """diffusers' context parallelism, with Ulysses."""
     from diffusers import ContextParallelConfig
@@ -61,13 +49,11 @@ class Library(NamedTuple):
 
     package: str
     use: Callable[[Any, int], AbstractContextManager[Callable[..., Any]]]
-    needs_several_ranks: bool
 
 
 LIBRARIES = {
-    "cache-dit": Library("cache_dit", use_cache_dit, needs_several_ranks=False),
-    "diffusers, ulysses": Library("diffusers", use_diffusers_parallelism, needs_several_ranks=True),
-    "xDiT, ulysses": Library("xfuser", use_xdit, needs_several_ranks=True),
+    "diffusers, ulysses": Library("diffusers", use_diffusers_parallelism),
+    "xDiT, ulysses": Library("xfuser", use_xdit),
 }
 
 
@@ -86,14 +72,12 @@ def measure_library(task: SuiteTask, name: str, size: int) -> None:
 
 def explain_skip(name: str, ranks: int, *, gpu: bool) -> str | None:
     """Why a library is not measured here; None if it is."""
-    library = LIBRARIES[name]
-    if not is_installed(library.package):
-        return f"{library.package} is not installed"
-    if library.needs_several_ranks and ranks == 1:
+    package = LIBRARIES[name].package
+    if not is_installed(package):
+        return f"{package} is not installed"
+    if ranks == 1:
         return "it needs several ranks"
-    if not library.needs_several_ranks and ranks > 1:
-        return "it is for one rank"
-    if ranks > 1 and not gpu:
+    if not gpu:
         return "it divides images over GPUs only"
     return None
 
@@ -125,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=Workload().model, help="as for ditile bench --suite gpu")
     parser.add_argument("--size", type=int, default=1024, help="pixels of a side")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", help="such as cuda:0 or cpu")
     parser.add_argument("--out", type=Path, default=Path("others.jsonl"))
     options = parser.parse_args()

@@ -8,7 +8,7 @@ of plans find nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided, unfused
 from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulationError, SimulationRecord
-from tests.simulated_gpu.messages import NCCL, SimulatedMessages, simulate_gpu
+from tests.simulated_gpu.messages import GlooMessages, SimulatedMessages, simulate_gpu
 from tests.simulated_gpu.tensors import PAGE, SimulatedTensor
 from tests.zoo import ZOO
 
@@ -111,54 +111,6 @@ ROWS: list[Row] = [
     Row("flux-controlnet", "pipefusion=3 patches=3"),
 ]
 """A replica of data=2 has nothing to do where there is one picture."""
-
-
-class GlooMessages(SimulatedMessages):
-    """Messages of real ranks. What arrives is NaN until it is waited for."""
-
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        super().__init__(gpu, dist.get_rank(), dist.get_world_size())
-
-    def list_replacements(self) -> dict[str, Any]:
-        kept = {
-            "is_initialized",
-            "get_world_size",
-            "get_rank",
-            "new_group",
-            "destroy_process_group",
-            "barrier",
-            "group",
-        }
-        return {name: each for name, each in super().list_replacements().items() if name not in kept | {"group"}}
-
-    def find_backend(self, group: Any) -> str:
-        return NCCL
-
-    def list_ranks(self, group: Any) -> tuple[int, ...]:
-        return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-
-    def carry_numbers(self, reads: Sequence[Any], writes: Sequence[Any], carry: Any) -> Callable[[], None]:
-        hidden: dict[int, tuple[Tensor, Tensor]] = {}
-        for tensor in writes:
-            if isinstance(tensor, SimulatedTensor):
-                hidden[id(tensor)] = tensor.content, tensor.content.clone()
-                if tensor.is_floating_point():
-                    tensor.content.fill_(float("nan"))
-
-        def find_content(tensor: Any) -> Tensor:
-            if id(tensor) in hidden:
-                return hidden[id(tensor)][1]
-            return tensor.content if isinstance(tensor, SimulatedTensor) else tensor
-
-        works = carry(find_content)
-
-        def finish() -> None:
-            for work in works if isinstance(works, list) else [works]:
-                work.wait()
-            for content, arrived in hidden.values():
-                content.copy_(arrived)
-
-        return finish
 
 
 def draw_on_simulated_gpu(row: Row) -> tuple[str, SimulationRecord]:

@@ -6,7 +6,9 @@ asked to. A number that is not there is on the meta device.
 
 from __future__ import annotations
 
+import functools
 import sys
+import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -110,6 +112,7 @@ class SimulationRecord:
         wide: kernels on large tensors in full precision: (operator, site) -> how often.
         messages: in order.
         live_bytes: alive now.
+        warns_of_syncs: whether a wait of the host is a warning too, as torch's debug mode makes it one.
     """
 
     place: str = SETUP
@@ -119,6 +122,7 @@ class SimulationRecord:
     wide: Counter[tuple[str, str]] = field(default_factory=Counter)
     messages: list[SimulatedMessage] = field(default_factory=list)
     live_bytes: int = 0
+    warns_of_syncs: bool = False
 
     @property
     def here(self) -> PlaceCounts:
@@ -137,7 +141,11 @@ class SimulationRecord:
 
     def note_sync(self, kind: str) -> None:
         """The host waits for the device."""
-        self.syncs[HostSync(self.place, kind, find_site())] += 1
+        site = find_site()
+        self.syncs[HostSync(self.place, kind, site)] += 1
+        if self.warns_of_syncs:
+            path, _, line = site.partition(" ")[0].rpartition(":")
+            warnings.warn_explicit("called a synchronizing CUDA operation", UserWarning, path, int(line or 0))
 
     def note_finding(self, kind: str, what: str) -> None:
         """Something happened that must not."""
@@ -199,6 +207,7 @@ class SimulatedGpu(TorchDispatchMode):
         self._memories: dict[int, weakref.ref[GpuMemory]] = {}  # by the storage of what is inside
         self._known: dict[Any, Any] = {}
         self.side_stream: Any = None  # of what is copied now, if not the stream that computes
+        self.graph: SimulatedGraph | None = None  # that is being captured
         self._freed: list[tuple[Any, int]] = []  # messages whose memory was freed, until somebody waits for them
 
     @property
@@ -266,6 +275,8 @@ class SimulatedGpu(TorchDispatchMode):
 
     def touch_memory(self, name: str, tensors: Sequence[Any], written: Sequence[Any]) -> None:
         """The stream reads tensors and writes some of them: a message that is under way must not mind."""
+        if self.graph is not None:
+            self.graph.save_memory(written)
         if self._freed:
             for work, size in self._freed:
                 if not work.is_over:
@@ -309,6 +320,12 @@ class SimulatedGpu(TorchDispatchMode):
 
     def run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs an operator. Raises `SimulationError` for what a GPU would refuse."""
+        result = self._run_operator(func, args, kwargs)
+        if self.graph is not None:
+            self.graph.note_call(self._run_operator, (func, args, kwargs), result)
+        return result
+
+    def _run_operator(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         tensors = [each for each in list_leaves((args, kwargs)) if isinstance(each, Tensor)]
         mine = [each for each in tensors if isinstance(each, SimulatedTensor)]
         device = self._resolve_device(kwargs.get("device"))
@@ -432,7 +449,7 @@ class SimulatedGpu(TorchDispatchMode):
         # The number of a kernel's argument is no copy.
         if not (source.device.type == "cpu" and source.ndim == 0):
             self._note_copy(source, target.device, non_blocking=non_blocking)
-        if self.side_stream is None:
+        if self.side_stream is None or self.graph is not None:
             self.touch_memory("aten::copy_", [target, source], [target])
         elif isinstance(target, SimulatedTensor) and target.memory is not None:
             target.memory.writers.add(self.side_stream.start_copy())
@@ -456,7 +473,14 @@ class SimulatedGpu(TorchDispatchMode):
 
     # Attention
 
-    def attend(
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`scaled_dot_product_attention` as one kernel."""
+        result = self._attend(*args, **kwargs)
+        if self.graph is not None:
+            self.graph.note_call(functools.partial(self._attend, **kwargs), args, result)
+        return result
+
+    def _attend(
         self,
         query: Any,
         key: Any,
@@ -466,7 +490,6 @@ class SimulatedGpu(TorchDispatchMode):
         is_causal: bool = False,
         **named: Any,
     ) -> Tensor:
-        """`scaled_dot_product_attention` as one kernel."""
         inner = self._enter_attention([query, key, value, attn_mask])
         if any(each is not None and each.is_meta for each in inner):
             batch, heads, length, _ = query.shape
@@ -500,6 +523,48 @@ class SimulatedGpu(TorchDispatchMode):
         self.record.here.host_calls += 1
         self._note_kernel("attention", tensors)
         return [each.content if isinstance(each, SimulatedTensor) else each for each in given]
+
+
+class SimulatedGraph:
+    """A CUDA graph: the operators that were called while it was captured, which are called again on the same memory.
+
+    Args:
+        gpu: of which GPU.
+    """
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+        self._calls: list[tuple[Callable[..., Any], Any, Any]] = []
+        self._saved: dict[int, tuple[Any, Any]] = {}
+
+    def capture_begin(self, **_: Any) -> None:
+        """Calls are noted from now on."""
+        self._gpu.graph = self
+
+    def capture_end(self) -> None:
+        """What was written is undone: while a graph is captured, nothing runs."""
+        self._gpu.graph = None
+        for storage, before in self._saved.values():
+            storage.copy_(before)
+        self._saved.clear()
+
+    def save_memory(self, tensors: Sequence[Any]) -> None:
+        """Keeps what is in tensors before they are written for the first time."""
+        for tensor in tensors:
+            if isinstance(tensor, SimulatedTensor) and not tensor.content.is_meta:
+                storage = tensor.content.untyped_storage()
+                self._saved.setdefault(storage._cdata, (storage, storage.clone()))
+
+    def note_call(self, run: Callable[..., Any], args: Any, result: Any) -> None:
+        """A call, with its arguments and its result."""
+        self._calls.append((run, args, result))
+
+    def replay(self) -> None:
+        """Makes the calls again; what was new is written where it was then."""
+        for run, args, recorded in self._calls:
+            for then, now in zip(list_leaves(recorded), list_leaves(run(*args)), strict=True):
+                if isinstance(then, SimulatedTensor) and then.content.data_ptr() != now.content.data_ptr():
+                    then.content.copy_(now.content)
 
 
 _FUSED_ATTENTION = {

@@ -16,12 +16,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from ditile.model.hooks.generation import Generation
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.tensor import collectives
 from ditile.plan.schedule import MicroStep
-from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedMessage
+from tests.simulated_gpu.gpu import AFTER, CALL, REHEARSAL, SETUP, SimulatedGpu, SimulatedGraph, SimulatedMessage
 from tests.simulated_gpu.tensors import SimulatedTensor, install_device_guard
 
 NCCL = "cpu:gloo,cuda:nccl"
@@ -247,6 +248,54 @@ _REAL = {
 _REAL |= {"P2POp": dist.P2POp}
 
 
+class GlooMessages(SimulatedMessages):
+    """Messages of real ranks. What arrives is NaN until it is waited for."""
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        super().__init__(gpu, dist.get_rank(), dist.get_world_size())
+
+    def list_replacements(self) -> dict[str, Any]:
+        kept = {
+            "is_initialized",
+            "get_world_size",
+            "get_rank",
+            "new_group",
+            "destroy_process_group",
+            "barrier",
+            "group",
+        }
+        return {name: each for name, each in super().list_replacements().items() if name not in kept | {"group"}}
+
+    def find_backend(self, group: Any) -> str:
+        return NCCL
+
+    def list_ranks(self, group: Any) -> tuple[int, ...]:
+        return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+    def carry_numbers(self, reads: Sequence[Any], writes: Sequence[Any], carry: Any) -> Callable[[], None]:
+        hidden: dict[int, tuple[Tensor, Tensor]] = {}
+        for tensor in writes:
+            if isinstance(tensor, SimulatedTensor):
+                hidden[id(tensor)] = tensor.content, tensor.content.clone()
+                if tensor.is_floating_point():
+                    tensor.content.fill_(float("nan"))
+
+        def find_content(tensor: Any) -> Tensor:
+            if id(tensor) in hidden:
+                return hidden[id(tensor)][1]
+            return tensor.content if isinstance(tensor, SimulatedTensor) else tensor
+
+        works = carry(find_content)
+
+        def finish() -> None:
+            for work in works if isinstance(works, list) else [works]:
+                work.wait()
+            for content, arrived in hidden.values():
+                content.copy_(arrived)
+
+        return finish
+
+
 class SideCopy:
     """A copy on a stream beside the one that computes; it is over when that one waits for an event behind it."""
 
@@ -273,6 +322,9 @@ class SideStream:
         self._copies.append(SideCopy())
         return self._copies[-1]
 
+    def wait_stream(self, stream: Any) -> None:
+        """What is launched from now on comes after the stream that computes, which runs at once."""
+
     def record_event(self) -> list[SideCopy]:
         """An event behind all copies so far."""
         copies, self._copies = self._copies, []
@@ -289,6 +341,34 @@ class SideStream:
             yield
         finally:
             self._gpu.side_stream = None
+
+
+class ComputeStream:
+    """The stream that computes: what is launched on it runs at once.
+
+    Args:
+        gpu: of which GPU.
+    """
+
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+        self.device = gpu.device
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self._gpu.record.note_sync("cuda.synchronize")
+
+    def wait_event(self, event: Any) -> None:
+        """Copies before an event of another stream are over."""
+        for copy in event if isinstance(event, list) else ():
+            copy.is_over = True
+
+    def wait_stream(self, stream: SideStream) -> None:
+        """All copies of another stream are over."""
+        self.wait_event(stream.record_event())
+
+    def record_event(self) -> None:
+        """Nothing to wait for."""
 
 
 class _SimulatedEvent:
@@ -312,13 +392,10 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
 
     about = SimpleNamespace(name="a simulated GPU", total_memory=memory_bytes, major=9, minor=0, uuid="simulated")
 
-    def wait_for_event(event: Any) -> None:
-        for copy in event if isinstance(event, list) else ():
-            copy.is_over = True
+    def set_sync_debug_mode(mode: str) -> None:
+        gpu.record.warns_of_syncs = mode == "warn"
 
-    stream = SimpleNamespace(
-        device=gpu.device, synchronize=wait_for_device, wait_event=wait_for_event, record_event=lambda: None
-    )
+    stream = ComputeStream(gpu)
     return {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -335,12 +412,16 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "is_bf16_supported": lambda *_, **__: True,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: gpu.graph is not None,
+        "graph_pool_handle": lambda: None,
+        "CUDAGraph": lambda: SimulatedGraph(gpu),
+        "set_sync_debug_mode": set_sync_debug_mode,
         "synchronize": wait_for_device,
         "current_stream": lambda device=None: stream,
         "Event": lambda **_: _SimulatedEvent(gpu),
         "Stream": lambda device=None: SideStream(gpu),
         "stream": SideStream.use_for_copies,
+        "set_stream": lambda stream: None,
         "default_generators": [torch.Generator("cpu") for _ in range(GPUS_PER_HOST)],
     }
 
@@ -369,6 +450,8 @@ def simulate_gpu(
         PlanError: where torch cannot be made to name a GPU.
     """
     install_device_guard()
+    # torch lists once what makes tensors: with what stands for torch.tensor here it would not find the real one.
+    _device_constructors()
     record, enter_micro_step, become = gpu.record, Generation.enter_micro_step, Generation.become
     begin_iteration = DryIterations.begin
 

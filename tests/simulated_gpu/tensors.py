@@ -126,6 +126,10 @@ class SimulatedTensor(Tensor):
     def data(self, other: Any) -> None:
         if other.shape != self.shape or other.stride() != self.stride():
             raise RuntimeError(f"a simulated tensor {list(self.shape)} cannot become {list(other.shape)} in place")
+        if not isinstance(other, SimulatedTensor):
+            other = SimulatedTensor(other, self.gpu, other.device, None)
+        if other.device != self.device:
+            Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.content, self.memory = other.content, other.memory
 
     def data_ptr(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,9 @@ from ditile.runner.requests.options import DeviceOptions, ModelOptions
 from ditile.runner.requests.outputs import check_output_files
 
 SWEEPS = ("methods", "scaling", "patches", "warmup", "resolution", "cache")
+SUITE_PARTS = (
+    "exact", "methods", "caches", "synchronisations", "compile", "memory", "few steps", "wire", "verify",
+)  # fmt: skip
 RANDOM = "random-"
 """The prefix of the names of models with random weights."""
 
@@ -33,6 +37,9 @@ class Comparison:
     )
     quick: bool = define_option(False, "the suite in 6 minutes")
     small: bool = define_option(False, "the suite in tiny sizes, to try it; with --device cpu on any machine")
+    only: str | None = define_option(
+        None, "parts of the suite and no others, such as exact,caches", metavar="PARTS", example="exact,caches"
+    )
     alone: bool = define_option(
         False, "measure ranks of the plans by themselves, one after the other on one device; links are computed"
     )
@@ -77,9 +84,12 @@ class Comparison:
 
     def _check_suite(self) -> None:
         if self.suite is None:
-            for name in ("quick", "small", "devices"):
+            for name in ("quick", "small", "only", "devices"):
                 if getattr(self, name):
                     raise PlanError(f"{name}={getattr(self, name)} is for --suite gpu")
+        for part in self.suite_parts:
+            if part not in SUITE_PARTS:
+                raise PlanError(f"only={part!r} is no part of the suite; there are {', '.join(SUITE_PARTS)}")
         # One GPU can hold two ranks, but one rank has nothing to exchange.
         if self.devices == 1:
             raise PlanError("devices=1 leaves nothing to divide; one GPU is shared by devices=2")
@@ -111,6 +121,13 @@ class Comparison:
                 raise ModelError(f"out={self.out!r} is a file; give a folder")
             names = ["runs.jsonl", "rows.jsonl", "gpu.jsonl", "alone.jsonl"]
         check_output_files([("out", folder / name) for name in names], self, *others)
+
+    @property
+    def suite_parts(self) -> Sequence[str]:
+        """The parts of the suite that are measured."""
+        if self.only is None:
+            return SUITE_PARTS
+        return [part.strip() for part in self.only.split(",")]
 
     @property
     def sweep_names(self) -> list[str]:

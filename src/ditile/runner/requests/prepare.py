@@ -177,7 +177,7 @@ def load_controlnet(source: str, dtype: Any) -> Any:
 
 
 def silence_libraries() -> None:
-    """Silences the progress bars of libraries, and the log of diffusers on all ranks but rank 0."""
+    """Silences progress bars and empty warnings of libraries, and the log of diffusers on all ranks but rank 0."""
     env.silence_library_imports()
     # diffusers gives this argument to huggingface_hub, which warns of it.
     warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument")
@@ -189,6 +189,9 @@ def silence_libraries() -> None:
     from diffusers.utils import logging as diffusers_logging
 
     diffusers_logging.disable_progress_bar()
+    # diffusers warns of each cast to a type, and then lists the modules that should not be cast: often none.
+    models_log = diffusers_logging.get_logger("diffusers.models.modeling_utils")
+    models_log.addFilter(env.PhraseFilter("should be kept in float32: []"))
     place = env.read_torchrun_place()
     if place is not None and place.rank:
         diffusers_logging.set_verbosity_error()

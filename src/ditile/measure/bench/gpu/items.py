@@ -17,6 +17,8 @@ COMPILED = "4 patches, compiled"
 RECORDED = "4 patches, cuda_graphs"
 IDLE_CACHE = "a cache that skips nothing"
 CACHES = ("F=1 W=1 R=0.12", "F=1 W=1 R=0.3")
+CACHE_DIT = f"cache-dit, {CACHES[0]}"
+ALL_METHODS = "each method"
 PATCH_PLANS = ("patches=1", "patches=4", "patches=8")
 
 
@@ -70,19 +72,23 @@ def list_one_rank_items(sizes: Iterable[int], *, gpu: bool) -> list[SuiteItem]:
         *_make_items("compile", compiled, first),
         *_make_items("memory", ["patches=1 offload=blocks"], first),
     ]
-    # Last, as other sizes are what may be missing when the time is over.
+    # Other sizes are what may be missing when the time is over.
     for size in others:
         items += _make_items("methods", PATCH_PLANS, size)
-    return items
+    # Last, as it leaves a forward of its own in the transformer.
+    return [*items, *_make_items("caches", [CACHE_DIT], first)]
 
 
 def _make_items(part: str, questions: Iterable[str], size: int = 0) -> list[SuiteItem]:
     return [SuiteItem(part, what, size) for what in questions]
 
 
-def list_all_rank_items(ranks: int, size: int, fits: Fits, *, quick: bool, small: bool) -> list[SuiteItem]:
-    """The questions for all ranks together: verify, then methods, memory, few steps and smaller messages."""
+def list_all_rank_items(
+    ranks: int, size: int, fits: Fits, *, quick: bool, small: bool, share_gpu: bool
+) -> list[SuiteItem]:
+    """The questions for all ranks together: few steps, smaller messages and verify, then methods and memory."""
     pipefusion = f"pipefusion={ranks} patches={2 * ranks}"
+    few_steps = f"pipefusion={ranks} patches={ranks}"
     verified = [pipefusion, f"ulysses={ranks}", f"ring={ranks}", f"tensor={ranks}"]
     plans = list_method_plans(ranks, fits)
     if quick:
@@ -92,13 +98,15 @@ def list_all_rank_items(ranks: int, size: int, fits: Fits, *, quick: bool, small
         verified = verified[:1]
     # Replicas generate other images than one rank, with which all others are compared.
     methods = [str(plan) for plan in plans if plan.data == 1 and fits(plan)]
-    few_steps = f"pipefusion={ranks} patches={ranks}"
-    items = [
+    # Their seconds would be those of gloo, which carries gigabytes through the CPU: one line says so.
+    if share_gpu:
+        methods = [ALL_METHODS]
+    items = _make_items("few steps", [f"{few_steps} warmup=1", f"{few_steps} warmup=2 warmup_mode=sequence"])
+    for what in (pipefusion, f"ulysses={ranks}"):
+        items += _make_items("wire", [f"{what} wire_dtype=fp8", f"{what} wire_dtype=int8"])
+    return [
+        *items,
         *_make_items("verify", verified),
         *_make_items("methods", methods, size),
         *_make_items("memory", [f"{pipefusion} offload=blocks"], size),
-        *_make_items("few steps", [f"{few_steps} warmup=1", f"{few_steps} warmup=2 warmup_mode=sequence"]),
     ]
-    for what in (pipefusion, f"ulysses={ranks}"):
-        items += _make_items("wire", [f"{what} wire_dtype=fp8", f"{what} wire_dtype=int8"])
-    return items

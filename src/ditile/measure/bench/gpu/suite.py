@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ditile.distributed.backend import pick_device
 from ditile.distributed.launch import launch
 from ditile.measure.bench import sweeps
 from ditile.measure.bench.cells import BenchCell
-from ditile.measure.bench.gpu.items import SuiteTask, list_all_rank_items, list_one_rank_items
+from ditile.measure.bench.gpu.items import SuiteItem, SuiteTask, list_all_rank_items, list_one_rank_items
 from ditile.measure.bench.gpu.rank_session import LATE, describe_item, open_suite_file, run_suite_items
 from ditile.measure.bench.options import Comparison, Workload
 from ditile.measure.bench.subjects import create_bench_subject
@@ -31,6 +31,7 @@ from ditile.measure.rows import Row
 from ditile.measure.sessions import collect_machine_facts
 from ditile.plan.errors import DitileError, PlanError, StateError
 from ditile.plan.numbers import format_number
+from ditile.runner.requests.console import LINE_WIDTH
 
 LINES = "gpu.jsonl"
 SECONDS = 15 * 60
@@ -81,20 +82,28 @@ def run_gpu_suite(compared: Comparison, work: Workload) -> tuple[list[Row], list
     file.append([{"part": "machine", **collect_gpu_facts(work, gpus, ranks)}])
     seconds = QUICK_SECONDS if compared.quick else SECONDS
     one_rank = SuiteTask(
-        items=tuple(list_one_rank_items(sizes, gpu=gpus > 0)),
+        items=_select_items(list_one_rank_items(sizes, gpu=gpus > 0), compared),
         work=work,
         out=str(path),
         ends_at=began + ONE_RANK_SHARE * seconds,
         small=compared.small,
     )
     run_items_on_ranks(one_rank, 1)
-    items = list_all_rank_items(ranks, side, fits, quick=compared.quick, small=compared.small)
-    run_items_on_ranks(replace(one_rank, items=tuple(items), ends_at=began + seconds), ranks)
+    items = list_all_rank_items(
+        ranks, side, fits, quick=compared.quick, small=compared.small, share_gpu=0 < gpus < ranks
+    )
+    all_ranks = replace(one_rank, items=_select_items(items, compared), ends_at=began + seconds)
+    run_items_on_ranks(all_ranks, ranks)
     rows = file.read()[lines_before:]
     remark = f"took {format_number(time.time() - began)} s; written: {path}"
     if lines_before:
         remark += f" (after {lines_before} lines of earlier runs)"
     return rows, make_suite_tables(rows), [remark]
+
+
+def _select_items(items: Iterable[SuiteItem], compared: Comparison) -> tuple[SuiteItem, ...]:
+    """The items of the parts that are measured."""
+    return tuple(item for item in items if item.part in compared.suite_parts)
 
 
 def _choose_sizes(compared: Comparison, work: Workload) -> tuple[int, ...]:
@@ -204,20 +213,46 @@ def make_suite_tables(rows: Sequence[Row]) -> list[Table | str]:
     card = ", ".join(dict.fromkeys(machine["gpus"])) or machine["processor"]
     names = ("ranks", "messages", "driver", "cuda", "torch", "diffusers", "ditile", "model", "steps", "dtype")
     facts = ", ".join(f"{name} {machine[name]}" for name in names if machine.get(name) is not None)
-    timed = Table("part", "what", "px", "ranks")
+    timed = Table("", width=LINE_WIDTH)
     for name in ("seconds", "of plain", "peak GB", "relative"):
-        timed.add_column(name, justify="right")
-    others = Table("part", "what", "ranks", "found")
-    for row in answers:
-        if "seconds" not in row:
-            others.add_row(row["part"], row["what"], str(row["ranks"]), _describe_answer(row))
-            continue
-        numbers = []
-        for name in ("seconds", "of_plain", "peak_gb", "relative"):
-            text = "" if row[name] is None else f"{row[name]:.3g}"
-            numbers.append(text)
-        timed.add_row(row["part"], row["what"], str(row["size"]), str(row["ranks"]), *numbers)
+        timed.add_column(name, justify="right", no_wrap=True)
+    others = Table("", "found", width=LINE_WIDTH)
+    for heading, group in _group_by_part(answers).items():
+        timed_calls = [row for row in group if "seconds" in row]
+        _add_section(timed, heading, [[row["what"], *_format_timed_call(row)] for row in timed_calls])
+        answered = [row for row in group if "seconds" not in row]
+        _add_section(others, heading, [[row["what"], _describe_answer(row)] for row in answered])
     return [f"{card}: {facts}", timed, others]
+
+
+def _group_by_part(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of each part, size and number of ranks, by a heading that says them."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        words = [row["part"]]
+        if row["size"]:
+            words.append(f"{row['size']} px")
+        ranks = "1 rank" if row["ranks"] == 1 else f"{row['ranks']} ranks"
+        groups.setdefault(", ".join([*words, ranks]), []).append(row)
+    return groups
+
+
+def _add_section(table: Table, heading: str, rows: Sequence[Sequence[str]]) -> None:
+    """Adds rows below a heading; nothing if there are none."""
+    if not rows:
+        return
+    table.add_section()
+    table.add_row(heading, style="bold")
+    for row in rows:
+        table.add_row(*row)
+
+
+def _format_timed_call(row: Row) -> list[str]:
+    texts = []
+    for name in ("seconds", "of_plain", "peak_gb", "relative"):
+        text = "" if row[name] is None else f"{row[name]:.3g}"
+        texts.append(text)
+    return texts
 
 
 def _describe_answer(row: Row) -> str:
