@@ -420,4 +420,4 @@ def test_a_host_s_numbers_go_by_nccl_where_there_is_no_gloo(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     for config, wanted in (("cuda:nccl", (gpu, gpu)), ("cpu:gloo,cuda:nccl", (host, gpu)), ("cpu:gloo", (host, host))):
         monkeypatch.setattr(dist, "get_backend_config", lambda group, config=config: config)
-        assert tuple(transport._choose_transfer_device(each, None) for each in (host, gpu)) == wanted  # type: ignore[arg-type]
+        assert tuple(transport.choose_transfer_device(each, None) for each in (host, gpu)) == wanted  # type: ignore[arg-type]

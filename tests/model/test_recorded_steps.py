@@ -183,7 +183,7 @@ def use_random_numbers(pipe: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (add_hook, "hooks are on transformer_blocks.0.ff"),
+        (add_hook, "hooks are on a FeedForward"),
         (read_number, "_local_scalar_dense"),
         (use_random_numbers, "aten::rand"),
     ],

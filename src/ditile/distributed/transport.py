@@ -31,8 +31,10 @@ OutgoingTensors = Sequence[tuple[int, Tensor]]
 """(peer, tensor) of each message to send."""
 IncomingShapes = Sequence[tuple[int, Sequence[int]]]
 """(peer, shape) of each message to receive."""
-Launch = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[dist.Work]]
-"""(what is sent, memory for what arrives) -> the works that it has started."""
+StartWorks = Callable[[], Sequence[dist.Work]]
+"""Starts messages in memory that it knows."""
+Prepare = Callable[[Sequence[Tensor], Sequence[Tensor]], StartWorks]
+"""(what is sent, memory for what arrives) -> what starts the messages."""
 KeepMessage = Callable[[int, Sequence[int], Tensor], Tensor]
 """(number of a message, its shape, like) -> memory that stays from step to step."""
 
@@ -124,7 +126,7 @@ class PeerChannel:
 
     def open_connection(self, device: torch.device, *, sends: bool) -> None:
         """Sends or receives one uncounted byte: NCCL makes the communicator of a pair when it is first used."""
-        byte = torch.zeros(1, dtype=torch.uint8, device=_choose_transfer_device(device, self._group))
+        byte = torch.zeros(1, dtype=torch.uint8, device=choose_transfer_device(device, self._group))
         self._start_transfer(byte, sends=sends).wait()
 
     def send_tensor(self, message: Tensor) -> None:
@@ -140,7 +142,7 @@ class PeerChannel:
             CURRENT.recording.send_tensor(self._start_send, message, self._wait_for_send)
 
     def _start_send(self, message: Tensor) -> None:
-        staged = message.to(_choose_transfer_device(message.device, self._group))
+        staged = message.to(choose_transfer_device(message.device, self._group))
         self._sending.append((self._start_transfer(staged, sends=True), staged, message))
         self._sent += 1
         self._traffic.count_message(self._kind, staged.nbytes)
@@ -168,7 +170,7 @@ class PeerChannel:
             unpack = _make_unpack(self._packing, shape[-1], dtype)
             shape = self._packing.pack_shape(shape)
             dtype = torch.uint8
-        buffer = torch.empty(shape, dtype=dtype, device=_choose_transfer_device(like.device, self._group))
+        buffer = torch.empty(shape, dtype=dtype, device=choose_transfer_device(like.device, self._group))
         self._posted.append(PostedReceive(key, self._start_transfer(buffer, sends=False), buffer, like.device, unpack))
 
     def receive_message(self, key: Any) -> Tensor:
@@ -249,19 +251,22 @@ class PendingMessages:
     """Messages under way.
 
     Attributes:
-        launch: (what is sent, memory for what arrives) -> torch's works, which it has started.
+        prepare: (what is sent, memory for what arrives) -> what starts torch's works; each start uses the same memory.
+        sizes: bytes of each message, as they are counted.
         sent: the tensors to send, on `device`; kept until the messages are done.
         received: memory for what arrives, there too.
         device: this rank's.
         group: whose messages they are; None where this rank is alone, and nothing is under way.
-        traffic, kind: where the wait is recorded, and as what.
+        traffic, kind: where messages are counted and waits recorded, and as what.
         unpack: makes the tensors of what arrives, where they were packed.
         works: to wait for.
-        landing: where what arrives is at first; None where that is `received`.
+        start_works: what `prepare` returned.
+        staged, landing: what is sent and what arrives, on the device that the transport needs.
         recorded: the same messages as a tape starts them, which owns none of the tensors.
     """
 
-    launch: Launch
+    prepare: Prepare
+    sizes: Sequence[int]
     sent: Sequence[Tensor]
     received: list[Tensor]
     device: torch.device
@@ -270,7 +275,9 @@ class PendingMessages:
     kind: str
     unpack: Unpack | None = None
     works: Sequence[dist.Work] = ()
-    landing: Sequence[Tensor] | None = None
+    start_works: StartWorks | None = None
+    staged: Sequence[Tensor] = ()
+    landing: Sequence[Tensor] = ()
     recorded: PendingMessages | None = None
 
     def start(self) -> PendingMessages:
@@ -282,14 +289,21 @@ class PendingMessages:
             self.recorded = replace(self, sent=borrowed, received=received)
             recording.exchange(self.recorded.start)
             return self
-        assert self.group is not None
-        sent = self.sent
-        landing = self.received
-        transfer_device = _choose_transfer_device(self.device, self.group)
-        if transfer_device != self.device:
-            sent = [x.to(transfer_device) for x in sent]
-            landing = self.landing = [torch.empty_like(x, device=transfer_device) for x in landing]
-        self.works = self.launch(sent, landing)
+        for size in self.sizes:
+            self.traffic.count_message(self.kind, size)
+        if self.start_works is None:
+            assert self.group is not None
+            self.staged = self.sent
+            self.landing = self.received
+            transfer_device = choose_transfer_device(self.device, self.group)
+            if transfer_device != self.device:
+                self.staged = [x.to(transfer_device) for x in self.sent]
+                self.landing = [torch.empty_like(x, device=transfer_device) for x in self.received]
+            self.start_works = self.prepare(self.staged, self.landing)
+        elif self.staged is not self.sent:
+            for copy, x in zip(self.staged, self.sent, strict=True):
+                copy.copy_(x)
+        self.works = self.start_works()
         return self
 
     def wait_for_tensors(self) -> list[Tensor]:
@@ -312,8 +326,8 @@ class PendingMessages:
         with self.traffic.trace.record_wait(self.kind):
             for work in messages.works:
                 work.wait()
-            if messages.landing is not None:
-                for target, landed in zip(messages.received, messages.landing, strict=True):
+            if messages.landing is not messages.received:
+                for target, landed in zip(messages.received, messages.landing, strict=False):
                     target.copy_(landed)
 
 
@@ -344,13 +358,11 @@ def start_all_to_all(
     # What a rank sends to itself does not travel.
     size = (sum(sends) - sends[dist.get_rank(group)]) * x.shape[1] * x.element_size()
 
-    def launch(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> list[dist.Work]:
-        traffic.count_message(kind, size)
-        work = dist.all_to_all_single(landing[0], sent[0], list(receives), list(sends), group=group, async_op=True)
-        assert work is not None
-        return [work]
+    def prepare(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:
+        lengths = (list(receives), list(sends))
+        return partial(_start_collective, dist.all_to_all_single, landing[0], sent[0], *lengths, group=group)
 
-    return PendingMessages(launch, [x], [received], x.device, group, traffic, kind, unpack).start()
+    return PendingMessages(prepare, [size], [x], [received], x.device, group, traffic, kind, unpack).start()
 
 
 def start_exchange(
@@ -372,7 +384,7 @@ def start_exchange(
         keep: gives memory for messages that outlive a recorded call; by default they are the call's own.
     """
     if group is None:
-        return PendingMessages(_launch_nothing, [], [], like.device, None, traffic, kind)
+        return PendingMessages(_prepare_nothing, [], [], [], like.device, None, traffic, kind)
     packing = traffic.packings.get(kind)
     unpack: Unpack | None = None
     if packing is not None:
@@ -405,7 +417,7 @@ def start_gather(
     Counted as one message, of the bytes of `x` times the number of other ranks.
     """
     if group is None:
-        return PendingMessages(_launch_nothing, [], [x], x.device, None, traffic, kind)
+        return PendingMessages(_prepare_nothing, [], [], [x], x.device, None, traffic, kind)
     packing = traffic.packings.get(kind)
     unpack: Unpack | None = None
     if packing is not None:
@@ -418,11 +430,10 @@ def start_gather(
         x = x.contiguous()
         everyone = [torch.empty_like(x) for _ in shapes]
 
-        def launch(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> list[dist.Work]:
-            traffic.count_message(kind, size)
-            return [_require_work(dist.all_gather(list(landing), sent[0], group=group, async_op=True))]
+        def prepare(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:
+            return partial(_start_collective, dist.all_gather, list(landing), sent[0], group=group)
 
-        return PendingMessages(launch, [x], everyone, x.device, group, traffic, kind, unpack).start()
+        return PendingMessages(prepare, [size], [x], everyone, x.device, group, traffic, kind, unpack).start()
     own_rank = dist.get_rank(group)
     receives = list(enumerate(shapes))
     del receives[own_rank]
@@ -496,18 +507,18 @@ def _start_messages(
             # The first ones are sent.
             received.append(keep(len(messages) + index, shape, like))
 
-    def launch(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> Sequence[dist.Work]:
-        for size in sizes:
-            traffic.count_message(kind, size)
+    def prepare(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:
         operations = []
         for peer, x in zip(peers, sent, strict=True):
             operations.append(dist.P2POp(dist.isend, x, group=group, group_peer=peer))
         for (peer, _), buffer in zip(receives, landing, strict=True):
             if buffer.numel():
                 operations.append(dist.P2POp(dist.irecv, buffer, group=group, group_peer=peer))
-        return dist.batch_isend_irecv(operations) if operations else []
+        if not operations:
+            return tuple
+        return partial(dist.batch_isend_irecv, operations)
 
-    return PendingMessages(launch, messages, received, like.device, group, traffic, kind, unpack).start()
+    return PendingMessages(prepare, sizes, messages, received, like.device, group, traffic, kind, unpack).start()
 
 
 def _keep_messages(messages: list[Tensor], keep: KeepMessage) -> list[Tensor]:
@@ -519,25 +530,29 @@ def _keep_messages(messages: list[Tensor], keep: KeepMessage) -> list[Tensor]:
     return [kept[id(message)] for message in messages]
 
 
-def _launch_nothing(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> list[dist.Work]:
-    return []
+def _prepare_nothing(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:
+    return tuple
+
+
+def _start_collective(collective: Callable[..., dist.Work | None], *tensors: Any, group: Any) -> list[dist.Work]:
+    work = collective(*tensors, group=group, async_op=True)
+    assert work is not None
+    return [work]
 
 
 def start_broadcast(x: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> PendingMessages:
     """Starts to send `x` of group rank `source` to all others, where it has the same shape. One tensor arrives."""
-    size = 0
+    sizes = []
     if dist.get_rank(group) == source:
-        size = (group.size() - 1) * x.nbytes
+        sizes.append((group.size() - 1) * x.nbytes)
 
-    def launch(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> list[dist.Work]:
+    def prepare(sent: Sequence[Tensor], landing: Sequence[Tensor]) -> StartWorks:
         # Where gloo cannot see the device, what is sent and what arrives are two copies of one tensor.
         if landing[0] is not sent[0]:
             landing[0].copy_(sent[0])
-        if size:
-            traffic.count_message(kind, size)
-        return [_require_work(dist.broadcast(landing[0], group=group, group_src=source, async_op=True))]
+        return partial(_start_collective, partial(dist.broadcast, group_src=source), landing[0], group=group)
 
-    return PendingMessages(launch, [x], [x], x.device, group, traffic, kind).start()
+    return PendingMessages(prepare, sizes, [x], [x], x.device, group, traffic, kind).start()
 
 
 def broadcast_tensor(tensor: Tensor, source: int, group: dist.ProcessGroup, traffic: Traffic, kind: str) -> Tensor:
@@ -617,10 +632,10 @@ def _require_work(work: dist.Work | None) -> dist.Work:
 
 def is_on_gpu(device: torch.device, group: dist.ProcessGroup) -> bool:
     """Whether the GPU itself sends and receives messages of a device, as NCCL's."""
-    return _choose_transfer_device(device, group).type != "cpu"
+    return choose_transfer_device(device, group).type != "cpu"
 
 
-def _choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+def choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> torch.device:
     """The device on which a message must be: gloo cannot see a GPU, and NCCL alone sees nothing else."""
     backends = dist.get_backend_config(group)
     if device.type == "cuda" and "nccl" not in backends:
@@ -632,7 +647,7 @@ def _choose_transfer_device(device: torch.device, group: dist.ProcessGroup) -> t
 
 def move_to_transfer_device(message: Tensor, group: dist.ProcessGroup) -> Tensor:
     """A message on the device from which a group can send it."""
-    return message.to(_choose_transfer_device(message.device, group))
+    return message.to(choose_transfer_device(message.device, group))
 
 
 class HostCopy:

@@ -427,9 +427,10 @@ class GenerationMemory:
                     marks.append((key, segment, step - now))
         return marks
 
-    def mark_segment(self, key: tuple[int, str], segment: int, step: int) -> None:
-        """Notes the step that wrote a segment of a layer, by branch and name."""
-        self._stores[key].written[segment] = step
+    def mark_segments(self, marks: Iterable[tuple[tuple[int, str], int, int]], step: int) -> None:
+        """Marks the segments of `list_marks` as written in a step, or before it by their age."""
+        for key, segment, age in marks:
+            self._stores[key].written[segment] = step - age
 
     def get_cached_slice(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
         """The part of `source` that a patch needs, cut again only when `source` is another object."""

@@ -173,7 +173,7 @@ class RecordedSteps:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             self._record_call(call, now, model, forward, args, kwargs)
         else:
-            _mark_keys(call, now)
+            now.memory.mark_segments(call.marks, now.micro_step.step)
             call.tape.play()
             self.has_played = True
             self.num_played += 1
@@ -316,11 +316,7 @@ class RecordedSteps:
         """Where a model's weights are, and why it cannot be recorded; once in an epoch for all its calls."""
         epoch, addresses, problem = self._models.get(id(model), (None, None, ""))
         if epoch is not now.memory.epoch:
-            problem = _find_model_problem(model)
-            addresses = ()
-            if not problem:
-                tensors = (*model.parameters(), *model.buffers())
-                addresses = (tuple(map(_READ_ADDRESS, tensors)), _describe_attention(model))
+            addresses, problem = _survey_model(model)
             self._models[id(model)] = (now.memory.epoch, addresses, problem)
         return addresses, problem
 
@@ -360,35 +356,38 @@ def _describe_leaf(leaf: Any) -> Hashable:
     return type(leaf), leaf
 
 
-def _mark_keys(call: CallTape, now: Generation) -> None:
-    """Notes which keys the tape writes."""
-    step = now.micro_step.step
-    for key, segment, age in call.marks:
-        now.memory.mark_segment(key, segment, step - age)
+def _survey_model(model: nn.Module) -> tuple[Any, str]:
+    """Where a model's weights are and which kernels attend, and why it cannot be recorded, or nothing.
 
-
-def _find_model_problem(model: nn.Module) -> str:
-    """Why a model may compute something else when it is given the same, or nothing."""
-    for weight in (*model.parameters(), *model.buffers()):
-        # Subclasses, such as quantized weights, do not tell the addresses of their numbers.
-        if type(weight) not in (nn.Parameter, Tensor):
-            return f"weights are of class {type(weight).__name__}"
-    for name, module in model.named_modules():
+    A loop over the tables of the modules: torch's own iterators make twenty times as many Python calls.
+    """
+    problem = ""
+    weights: list[Tensor | None] = []
+    attention: list[tuple[type, Any]] = []
+    modules: list[nn.Module | None] = [model]
+    while modules:
+        module = modules.pop()
+        if module is None:
+            continue
+        contents = vars(module)
+        # Each table may have names without a value.
+        weights.extend(contents["_parameters"].values())
+        weights.extend(contents["_buffers"].values())
+        modules.extend(contents["_modules"].values())
+        processor = contents.get("processor")
+        if processor is not None:
+            # Ours are new in each call, so only the class counts.
+            attention.append((type(processor), getattr(processor, "_attention_backend", None)))
         if type(module).__module__.startswith(ADAPTERS):
-            return "adapters are on the model"
-        if name and (module._forward_hooks or module._forward_pre_hooks):
-            return f"hooks are on {name}"
+            problem = "adapters are on the model"
+        if module is not model and (contents["_forward_hooks"] or contents["_forward_pre_hooks"]):
+            problem = f"hooks are on a {type(module).__name__}"
         # diffusers' `cache_context` leaves a registry without hooks on each model.
-        has_hooks = getattr(vars(module).get("_diffusers_hook"), "hooks", None)
-        if "_hf_hook" in vars(module) or has_hooks:
-            return f"hooks are on {name or 'the model'}"
-    return ""
-
-
-def _describe_attention(model: nn.Module) -> Sequence[tuple[str, Any]]:
-    """The processors of attention and their kernels; only classes count, as ours are new in each call."""
-    processors: list[Any] = [module.processor for module in model.modules() if hasattr(module, "processor")]
-    described: list[tuple[str, Any]] = []
-    for processor in processors:
-        described.append((type(processor).__qualname__, getattr(processor, "_attention_backend", None)))
-    return described
+        if "_hf_hook" in contents or getattr(contents.get("_diffusers_hook"), "hooks", None):
+            problem = f"hooks are on a {type(module).__name__}"
+    for weight_class in set(map(type, weights)) - {nn.Parameter, Tensor, type(None)}:
+        # Subclasses, such as quantized weights, do not tell the addresses of their numbers.
+        problem = f"weights are of class {weight_class.__name__}"
+    if problem:
+        return (), problem
+    return (tuple(map(_READ_ADDRESS, filter(torch.is_tensor, weights))), attention), ""

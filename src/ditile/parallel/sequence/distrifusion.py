@@ -59,20 +59,21 @@ class DistriFusionKeys:
         runs = collect_rank_runs(tokens, ranks)
         store = now.memory.get_key_store(now.branch, self.layer, tokens.length, ranks * tokens.patches)
         # The messages of the last step write older keys, so they must be in the store before this step's are.
+        sends_keys = not now.is_stale or now.keeps_keys
         if store.incoming is not None:
-            self._receive_patch_keys(store, tokens, 1)
+            self._receive_patch_keys(store, tokens, 1, expects_more=sends_keys)
         # A synchronous step writes all keys, and may have fewer rows: guidance may have ended.
         if not now.is_stale and store.buffers is not None and store.buffers[0].shape[0] != k.shape[0]:
             store.drop_keys()
         keys, values = store.write_keys(k, v, runs[own])
         self._mark_written(store, step, own)
-        if not now.is_stale or now.keeps_keys:
+        if sends_keys:
             image_runs = [tuple(run for run in rank_runs if run.start in tokens.image) for rank_runs in runs]
             pending = self._send_patch_keys(k, v, runs[own], image_runs)
             note_action(partial(self._expect_messages, tokens, pending, image_runs))
         # A synchronous step attends to the fresh keys of all ranks; a stale one leaves them to the next step.
         if not now.is_stale:
-            self._receive_patch_keys(store, tokens, 0)
+            self._receive_patch_keys(store, tokens, 0, expects_more=False)
         if self.check is not None:
             note_action(partial(self._check_ages, self.check, tokens))
         mask = None
@@ -153,8 +154,11 @@ class DistriFusionKeys:
     def _keep_message(self, branch: int, index: int, shape: Sequence[int], like: Tensor) -> Tensor:
         return self.now.memory.keep_message((self.layer, branch, "message", index), shape, like)
 
-    def _receive_patch_keys(self, store: KeyStore, tokens: LayerTokens, age: int) -> None:
-        """Waits for the other ranks' keys of a step `age` steps ago, and writes them into the store."""
+    def _receive_patch_keys(self, store: KeyStore, tokens: LayerTokens, age: int, *, expects_more: bool) -> None:
+        """Waits for the other ranks' keys of a step `age` steps ago, and writes them into the store.
+
+        If the layer sends its keys now, messages are under way again at once.
+        """
         incoming = store.incoming
         assert incoming is not None
         exchange_tensors(partial(self._wait_for_messages, tokens))
@@ -164,4 +168,5 @@ class DistriFusionKeys:
                 k, v = next(received)
                 store.write_keys(k, v, runs)
                 self._mark_written(store, self.now.micro_step.step - age, rank)
-        note_action(partial(self._forget_messages, tokens))
+        if not expects_more:
+            note_action(partial(self._forget_messages, tokens))

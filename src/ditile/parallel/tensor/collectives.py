@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ditile.distributed.mesh import Axis
 from ditile.distributed.recording.tape import exchange_tensors
-from ditile.distributed.transport import Traffic, move_to_transfer_device
+from ditile.distributed.transport import Traffic, choose_transfer_device
 from ditile.plan.layout import pick_even_chunk
 
 KIND = "tensor"
@@ -39,6 +39,8 @@ class TensorCollectives:
         self._index = axis.index
         self._size = axis.num_ranks
         self._traffic = traffic
+        # Asked for each sum; groups that are made again have the same transport.
+        self._transfer_devices: dict[torch.device, torch.device] = {}
 
     def count_own_tokens(self, streams: Sequence[int]) -> int:
         """Tokens of this rank, of streams of these whole lengths."""
@@ -50,11 +52,16 @@ class TensorCollectives:
         exchange_tensors(self._sum_in_place, summed)
         return summed
 
+    def _find_transfer_device(self, device: torch.device) -> torch.device:
+        if device not in self._transfer_devices:
+            assert self._axis.group is not None
+            self._transfer_devices[device] = choose_transfer_device(device, self._axis.group)
+        return self._transfer_devices[device]
+
     def _sum_in_place(self, x: Tensor) -> None:
         group = self._axis.group
-        assert group is not None
-        staged = move_to_transfer_device(x, group)
-        with self._traffic.record_wait(KIND):
+        staged = x.to(self._find_transfer_device(x.device))
+        with self._traffic.trace.record_wait(KIND):
             dist.all_reduce(staged, group=group)
         self._count_traffic(2 * x.nbytes)
         if staged is not x:
@@ -72,15 +79,14 @@ class TensorCollectives:
 
     def _reduce_scatter(self, size: int, summed: Tensor, packed: Tensor) -> None:
         group = self._axis.group
-        assert group is not None
-        staged = move_to_transfer_device(packed, group)
+        staged = packed.to(self._find_transfer_device(packed.device))
         if staged.is_cuda:
-            with self._traffic.record_wait(KIND):
+            with self._traffic.trace.record_wait(KIND):
                 _reduce_scatter(summed, packed.flatten(0, 1), group=group)
         else:
             # gloo's reduce-scatter would send everything to every rank.
             received = torch.empty_like(staged)
-            with self._traffic.record_wait(KIND):
+            with self._traffic.trace.record_wait(KIND):
                 dist.all_to_all_single(received, staged, group=group)
             summed.copy_(received.sum(0))
         self._count_traffic(size)
@@ -99,12 +105,11 @@ class TensorCollectives:
 
     def _gather(self, size: int, received: Tensor, mine: Tensor) -> None:
         group = self._axis.group
-        assert group is not None
-        staged = move_to_transfer_device(mine, group)
+        staged = mine.to(self._find_transfer_device(mine.device))
         landing = received
         if staged is not mine:
             landing = torch.empty_like(received, device=staged.device)
-        with self._traffic.record_wait(KIND):
+        with self._traffic.trace.record_wait(KIND):
             _all_gather(landing.flatten(0, 1), staged, group=group)
         if landing is not received:
             received.copy_(landing)
