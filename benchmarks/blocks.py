@@ -27,7 +27,7 @@ from ditile.parallel.pipefusion.block_costs import BlockCosts
 from ditile.plan.flag_parser import add_arguments, collect_arguments
 from ditile.plan.options import define_option
 from ditile.plan.plan import Plan
-from ditile.plan.stages import compute_stage_loads, cut_stages
+from ditile.plan.stages import cut_stages
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
@@ -107,6 +107,19 @@ def _time_module_calls(modules: Sequence[nn.Module], device: torch.device) -> It
     for into, points in zip(found, marks, strict=True):
         pairs = zip(points[::2], points[1::2], strict=True)
         into += [start.elapsed_time(stop) / 1e3 if cuda else stop - start for start, stop in pairs]
+
+
+def compute_stage_loads(
+    costs: Sequence[float],
+    stages: Sequence[range],
+    speeds: Sequence[float] | None = None,
+    ends: tuple[float, float] = (0.0, 0.0),
+) -> list[float]:
+    """The time of each stage, in the unit of cost over speed."""
+    stage_loads = [sum(costs[block] for block in stage) for stage in stages]
+    stage_loads[0] += ends[0]
+    stage_loads[-1] += ends[1]
+    return [load / speed for load, speed in zip(stage_loads, speeds or [1.0] * len(stages), strict=True)]
 
 
 def main() -> None:

@@ -34,7 +34,7 @@ from ditile.measure.bench.figures import (
 )
 from ditile.measure.bench.runs import ROWS
 from ditile.measure.bench.tables import find_peak_rank, make_rows_title
-from ditile.measure.palette import MARKERS, assign_plan_colours, choose_plan_colour, name_plan_methods
+from ditile.measure.palette import MARKERS, NAMES, assign_plan_colours, choose_plan_colour
 from ditile.measure.rows import Row
 from ditile.plan.plan import WARMUP_MODES, Plan
 
@@ -217,6 +217,13 @@ FIGURES: dict[str, dict[str, Callable[[Sequence[Row]], Any]]] = {
     "links": {"links": draw_link_lines},
 }
 """Sweep -> the name of a figure's files, and the function that draws it."""
+
+
+def name_plan_methods(plan: str) -> str:
+    """The names of a plan's methods, such as `cfg x PipeFusion`."""
+    parsed = Plan.parse(plan)
+    names = [name for axis, name in NAMES.items() if getattr(parsed, axis) > 1]
+    return " x ".join(names) or "one rank"
 
 
 def set_logarithmic_scale(axes: Any) -> None:

@@ -10,14 +10,14 @@ from diffusers import FluxTransformer2DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.blocks import measure
+from benchmarks.blocks import compute_stage_loads, measure
 from ditile import Plan
 from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks
 from ditile.model.hooks.block_hooks import TransformerHooks
 from ditile.model.known import CONFIGS
 from ditile.parallel.pipefusion.block_costs import BlockCosts, CostModel, divide_blocks
-from ditile.plan.stages import compute_stage_loads, cut_stages
+from ditile.plan.stages import cut_stages
 from ditile.planner.subject import PlanSubject
 from tests import tiny
 

@@ -32,13 +32,6 @@ SHADES = (0.0, 0.45, 0.7, 0.25)
 """How far towards white the colours of the first and further plans of one method are."""
 
 
-def name_plan_methods(plan: str) -> str:
-    """The names of a plan's methods, such as `cfg x PipeFusion`."""
-    parsed = Plan.parse(plan)
-    names = [name for axis, name in NAMES.items() if getattr(parsed, axis) > 1]
-    return " x ".join(names) or "one rank"
-
-
 def choose_plan_colour(plan: str) -> str:
     """The colour of a plan's method, as `#rrggbb`."""
     parsed = Plan.parse(plan)

@@ -44,19 +44,6 @@ def select_local_blocks(stages: Sequence[range], stage: int, warmup_group_size: 
     return stages[stage]
 
 
-def compute_stage_loads(
-    costs: Sequence[float],
-    stages: Sequence[range],
-    speeds: Sequence[float] | None = None,
-    ends: tuple[float, float] = (0.0, 0.0),
-) -> list[float]:
-    """The time of each stage, in the unit of cost over speed."""
-    stage_loads = [sum(costs[block] for block in stage) for stage in stages]
-    stage_loads[0] += ends[0]
-    stage_loads[-1] += ends[1]
-    return [load / speed for load, speed in zip(stage_loads, speeds or [1.0] * len(stages), strict=True)]
-
-
 def _balance_stages(costs: Sequence[float], speeds: Sequence[float], ends: tuple[float, float]) -> list[range]:
     """The linear partition problem, by dynamic programming over (stages, blocks)."""
     costs_before = [0.0, *accumulate(costs)]

@@ -100,7 +100,7 @@ def _describe_class(options: GenerateOptions) -> str:
     """A line that names the class for the conditions of a request; empty if it has none."""
     if not options.conditions:
         return ""
-    kind, own = choose_requested_class(options)
+    kind, own, _ = choose_requested_class(options)
     return "" if own is None else f"pipeline: {describe_choice(kind, own, [*options.conditions])}\n"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.sweep_figures import name_plan_methods
 from ditile.measure.bench import runs, sweeps
 from ditile.measure.bench.cells import ONE_RANK, BenchCell, group_cells_by_world, parse_cells
 from ditile.measure.bench.command import load_prediction_profile, predict_cell, predict_cells
@@ -17,7 +18,6 @@ from ditile.measure.bench.options import SWEEPS, Comparison, Workload
 from ditile.measure.bench.random_models import RandomModel
 from ditile.measure.bench.session import compute_exposed_shares, count_session_runs, list_due_cells
 from ditile.measure.bench.subjects import create_bench_subject
-from ditile.measure.palette import name_plan_methods
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.planner import hardware

@@ -84,11 +84,11 @@ def choose_pipeline_class(
     return best
 
 
-def choose_requested_class(request: GenerateOptions) -> tuple[Any, Any]:
-    """The class that runs a request, by the files of its model alone, and the model's own.
+def choose_requested_class(request: GenerateOptions) -> tuple[Any, Any, JsonObject]:
+    """The class that runs a request, by the files of its model alone, the model's own, and its config.
 
     Returns:
-        None twice if the model's files name no pipeline of diffusers.
+        None for both classes if the model's files name no pipeline of diffusers.
 
     Raises:
         LoadError, ModelError: if the files cannot be read, or no class takes the conditions.
@@ -99,10 +99,11 @@ def choose_requested_class(request: GenerateOptions) -> tuple[Any, Any]:
     source = find_model_source(request.model, weights=False)
     own = find_pipeline_kind(source)
     if own is None:
-        return None, None
+        return None, None, {}
     config = read_model_index(source)
     has_controlnet = request.controlnet is not None
-    return choose_pipeline_class(own, [*request.conditions], config, has_controlnet=has_controlnet), own
+    chosen = choose_pipeline_class(own, [*request.conditions], config, has_controlnet=has_controlnet)
+    return chosen, own, config
 
 
 def find_pipeline_class_for(

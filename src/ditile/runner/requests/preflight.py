@@ -108,12 +108,9 @@ def check_request_by_files(request: GenerateOptions, plan: Plan, cache: CacheOpt
         ModelError: if the class does not take an argument, starts from what is missing, or a cache has too few steps.
         PlanError: if the plan divides branches of guidance that the call does not have.
     """
-    from ditile.runner.load import read_model_index
-
-    pipeline, _ = choose_requested_class(request)
+    pipeline, _, config = choose_requested_class(request)
     if pipeline is None:
         return
-    config = read_model_index(find_model_source(request.model, weights=False))
     facts = collect_call_facts(pipeline, config)
     call = facts.merge_arguments(request, defaults(request.model))
     facts.check_cfg(plan, call)
