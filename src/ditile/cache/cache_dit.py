@@ -169,9 +169,14 @@ def plan_division(**arguments: Any) -> RankDivision:
     degrees = {}
     automatic = []
     for name, degree in AXES.items():
-        degrees[degree] = _check_size(name, values.get(name))
-        if degrees[degree] == "auto":
+        size = values.get(name)
+        if size is None:
+            size = 1
+        degrees[degree] = size
+        if size == "auto":
             automatic.append(name)
+        else:
+            check_value(Count, size, name, example=f"2 or {name}='auto'")
     if len(automatic) > 1:
         raise ModelError(f"{' and '.join(automatic)} are auto; say one of them as a number")
     kernel = values.get("attention_backend")
@@ -204,13 +209,6 @@ def _read_parallel_kwargs(arguments: CallArguments) -> dict[str, Any]:
         name = _OLDER_NAMES.get(entry, entry)
         values[name] = value or arguments.get(name) or value
     return values
-
-
-def _check_size(name: str, size: Any) -> Any:
-    if size is None or size == "auto":
-        return size or 1
-    check_value(Count, size, name, example=f"2 or {name}='auto'")
-    return size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

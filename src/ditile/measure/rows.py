@@ -54,7 +54,7 @@ class RowFile:
                 row = files.parse_json(line)
             except ValueError as error:
                 # Such a line is measured again, as if it were not there.
-                if self._is_cut_off(line):
+                if line.startswith(self._beginning) or self._beginning.startswith(line):
                     continue
                 raise LoadError(
                     f"{self.path} has a line that is no JSON ({error}); correct it, or give another --out"
@@ -78,6 +78,3 @@ class RowFile:
     def replace(self, rows: Iterable[Row]) -> None:
         """Writes these rows instead of what the file has, all at once."""
         files.write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-
-    def _is_cut_off(self, line: str) -> bool:
-        return line.startswith(self._beginning) or self._beginning.startswith(line)

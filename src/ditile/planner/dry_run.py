@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from ditile.cache.build import explain_idle_steps
 from ditile.cache.cached import build_transformer_cache
@@ -111,16 +110,13 @@ def build_subject_job(subject: PlanSubject, plan: Plan, call: CallArguments, con
         ModelError, PlanError: if the model has no spec, or does not fit the plan or the cache.
     """
     job = subject.make_plan_job(plan, subject.make_call_shape(call))
-    _check_cache_config(subject.transformer, configs, job.shape.steps)
-    return job
-
-
-def _check_cache_config(transformer: nn.Module, configs: CallArguments, steps: int) -> None:
-    """Raises `ModelError` for a cache that could never skip anything."""
     config = configs["cache_config"]
     if config is None:
-        return
-    for context in build_transformer_cache(transformer, find_block_lists(transformer), config).contexts:
-        reason = context.idle or explain_idle_steps(context.config, steps)
+        return job
+    # A cache that could never skip anything is refused.
+    lists = find_block_lists(subject.transformer)
+    for context in build_transformer_cache(subject.transformer, lists, config).contexts:
+        reason = context.idle or explain_idle_steps(context.config, job.shape.steps)
         if reason:
             raise ModelError(reason)
+    return job
