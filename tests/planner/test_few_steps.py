@@ -19,7 +19,6 @@ from ditile.planner.search import (
     SearchRequest,
     SearchResult,
     make_pricer,
-    price_given_plan,
     search_plans,
 )
 from ditile.planner.seconds import compute_decode_seconds, compute_text_seconds
@@ -82,7 +81,8 @@ def test_text_and_decode_are_in_the_call() -> None:
     for price in search(EVEN).prices:
         assert price.call_s == price.text_s + price.latency_s + price.decode_s > price.latency_s > 0
         assert price.plan.vae == ("rows" if price.plan.world > 1 else "whole")
-    result = price_given_plan(subject(TURBO), call(TURBO), EVEN, SearchRequest(devices=4), Plan(pipefusion=4))
+    plan_search = PlanSearch(subject(TURBO), call(TURBO), EVEN, SearchRequest(devices=4))
+    result = plan_search.price_plan(Plan(pipefusion=4))
     priced = result.prices[0]
     assert priced.plan == Plan(pipefusion=4) and priced.decode_s > 0
     late = dataclasses.replace(EVEN, link=Link(latency_s=10.0, bandwidth=1e18))

@@ -61,7 +61,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     """
     from ditile.planner.answer import PlanAnswer
     from ditile.planner.memory import count_host_memory, count_rank_memory
-    from ditile.planner.search import predict_skipped_steps, price_given_plan, search_plans
+    from ditile.planner.search import PlanSearch, predict_skipped_steps, search_plans
     from ditile.planner.subject import PlanSubject
 
     profile = load_machine_profile(question)
@@ -84,7 +84,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         result = search_plans(subject, call, profile, request, skips)
         used_devices = devices
     else:
-        result = price_given_plan(subject, call, profile, request, plan, skips)
+        result = PlanSearch(subject, call, profile, request, skips).price_plan(plan)
         used_devices = plan.world
     tokens = subject.count_text_tokens(call)
     memories = []

@@ -152,22 +152,6 @@ def search_plans(
     return PlanSearch(subject, call, profile, request, skips).find_fastest_plans()
 
 
-def price_given_plan(
-    subject: PlanSubject,
-    call: CallArguments,
-    profile: Profile,
-    request: SearchRequest,
-    plan: Plan,
-    skips: CacheSkips | None = None,
-) -> SearchResult:
-    """The price of one plan, without variants that need less memory.
-
-    Raises:
-        PlanError: if it does not fit the model, the devices, the memory or the latency.
-    """
-    return PlanSearch(subject, call, profile, request, skips).price_plan(plan)
-
-
 @dataclass(frozen=True)
 class PlanSearch:
     """One model, one call, one machine, and the bounds of a search."""

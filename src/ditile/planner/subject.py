@@ -407,7 +407,13 @@ class PlanSubject:
 
     def can_run_plan(self, plan: Plan) -> bool:
         """Whether its family can run under a plan, as the table of families says (`ditile models`)."""
-        return not self.is_derived or (not self._find_holes(plan) and self._divides_keys(plan))
+        if not self.is_derived:
+            return True
+        if self._find_holes(plan):
+            return False
+        # Grouped queries have fewer heads of keys, which tensor parallelism must divide too.
+        heads, _ = self.attention_heads
+        return round(heads * self.transformer_work.key_heads) % plan.tensor == 0
 
     def _find_holes(self, plan: Plan) -> dict[str, str]:
         """Each axis of a plan that its family does not hold -> the reason."""
@@ -419,11 +425,6 @@ class PlanSubject:
                 if column in holes:
                     reasons[axis] = holes[column]
         return reasons
-
-    def _divides_keys(self, plan: Plan) -> bool:
-        # Grouped queries have fewer heads of keys, which tensor parallelism must divide too.
-        heads, _ = self.attention_heads
-        return round(heads * self.transformer_work.key_heads) % plan.tensor == 0
 
     def fill_arguments(self, call: CallArguments) -> CallArguments:
         """The arguments of a call, completed by the defaults of the pipeline."""

@@ -66,7 +66,9 @@ def choose_pipeline_class(
     candidates = []
     for cls in (pipeline, *_list_relatives(pipeline)):
         takes_all = set(conditions) <= read_call_conditions(cls).arguments.keys()
-        if takes_all and _has_parts(cls, pipeline, has_controlnet) and _shares_weights(cls, pipeline, config):
+        # A class that joins channels calls a transformer with more of them.
+        shares_weights = cls is pipeline or not _joins_channels(cls, config) or _joins_channels(pipeline, config)
+        if takes_all and shares_weights and _has_parts(cls, pipeline, has_controlnet):
             candidates.append(cls)
     if not candidates:
         raise ModelError(_explain_refusal(pipeline, conditions, config, has_controlnet))
@@ -162,11 +164,6 @@ def _has_parts(cls: Any, pipeline: Any, has_controlnet: bool) -> bool:
         parts.add("controlnet")
     required = [name for name, each in parameters.items() if each.default is inspect.Parameter.empty]
     return parts.issuperset(required)
-
-
-def _shares_weights(cls: Any, pipeline: Any, config: JsonObject) -> bool:
-    """Whether a class calls the transformer of another one with as many channels."""
-    return cls is pipeline or not _joins_channels(cls, config) or _joins_channels(pipeline, config)
 
 
 def _joins_channels(pipeline: type, config: JsonObject) -> bool:
