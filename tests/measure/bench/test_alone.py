@@ -82,7 +82,15 @@ def test_set_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["pipefusion=2 patches=4", "ulysses=2", "ring=2", "tensor=2", "distrifusion=2", "pipefusion=2 patches=2 ulysses=2"],
+    [
+        "pipefusion=2 patches=4",
+        "ulysses=2",
+        "ring=2",
+        "tensor=2",
+        "distrifusion=2",
+        "pipefusion=2 patches=2 ulysses=2",
+        "pipefusion=2 patches=2 warmup_mode=sequence",
+    ],
 )
 @pytest.mark.usefixtures("no_clock")
 def test_a_rank_alone_sends_what_its_plan_says(text: str) -> None:
@@ -212,7 +220,6 @@ def test_a_table_has_80_columns() -> None:
         GPU_ROW | {"plan": "ulysses=8", "rank": 0, "world": 8, "step_s": 0.1, "plan_step_s": 0.2, "times_plain": 6.17},
         GPU_ROW | {"plan": "ulysses=8", "rank": 7, "world": 8, "step_s": 0.15, "plan_step_s": 0.2, "times_plain": 6.17},
     ]
-    console = Console(width=LINE_WIDTH, record=True, file=None, quiet=True)
     tables = make_alone_tables(rows)
     console = Console(width=LINE_WIDTH)
     with console.capture() as captured:

@@ -121,8 +121,8 @@ def _select_slowest_ranks(rows: Sequence[Row]) -> list[Row]:
 def _list_notes(rows: Sequence[Row], profile: Profile | None, path: str) -> list[str]:
     """What the columns mean, and where the rows are."""
     notes = [
-        "alone: measured, the slowest rank by itself on this device; nothing was sent, and what others would send is "
-        "a copy on the device"
+        "alone: measured, the slowest rank (from 0) by itself on this device; nothing was sent, and what others would "
+        "send is a copy on the device"
     ]
     if rows[0].get("device_s") is None:
         notes.append("a CPU is host and device at once, so they are not apart here")

@@ -80,6 +80,9 @@ class CallSeconds(NamedTuple):
 def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls) -> RankStep:
     """A step of a rank of a plan, of a whole pipeline that is as before when this returns or raises."""
     messages = LoneMessages(rank, plan.world, calls.device)
+    # Synchronous steps do not count, and stages that share them ask each other for what only a block's owner knows.
+    if plan.warmup_mode in ("sequence", "auto"):
+        plan = replace(plan, warmup_mode="serial")
     with ExitStack() as stack:
         # A plan of one rank runs as it does in any process.
         if plan.world > 1:
