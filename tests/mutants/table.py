@@ -212,7 +212,7 @@ MUTANTS = (
         "parallel/pipefusion/executor.py",
         "if batch_size != now.batch and self.stages > 1:",
         "if batch_size != now.batch and self.stages > 9:",
-        ("parallel/pipefusion/test_guidance.py", "parallel/pipefusion/test_timed_guidance.py"),
+        ("parallel/pipefusion/test_warmup.py",),
     ),
     Mutant(
         "the latents of step 0 are those of a rehearsal",

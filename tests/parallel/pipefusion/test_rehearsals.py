@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler
+from diffusers import ClassifierFreeGuidance, FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
 from ditile.model.hooks.block_calls import BlockCalls
 from ditile.parallel.pipefusion.known_calls import describe_lengths
@@ -237,3 +237,25 @@ def test_lengths_of_a_mask_are_its_numbers() -> None:
     assert describe_lengths({"text_mask": wide}) == describe_lengths({"text_mask": wide.clone()})
     assert describe_lengths({"text_mask": torch.ones(16)[::2]}) == describe_lengths({"text_mask": torch.ones(8)})
     assert describe_lengths({"text_mask": wide}) != describe_lengths({"text_mask": wide * 0})
+
+
+class Drawing(StableDiffusion3Pipeline):  # type: ignore[misc]
+    """Takes a random number in each iteration of its loop, as pipelines do that add noise themselves."""
+
+    @property
+    def interrupt(self) -> bool:
+        torch.rand(1)
+        return False
+
+
+def test_a_rehearsal_leaves_random_states_alone() -> None:
+    """A failure means that the first picture of a seed, which is rehearsed, is another one than the next."""
+    parts = {name: part for name, part in tiny.sd3().components.items() if part is not None}
+    pipe = tiny.quiet(Drawing(**parts))
+    pipe.scheduler = FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
+    drawn = []
+    with divided(pipe, patches=PATCHES, warmup=1) as runner:
+        for _ in range(2):
+            torch.manual_seed(3)
+            drawn.append(runner(**call_of("sd3") | {"generator": None}).images)
+    same(*drawn)
