@@ -22,6 +22,7 @@ from ditile.measure.bench.gpu.items import ALL_METHODS, CACHE_DIT, SuiteItem, Su
 from ditile.measure.bench.gpu.rank_session import ANSWERS, SuiteSession, open_suite_file, run_suite_items
 from ditile.measure.bench.gpu.suite import fill_workload, run_gpu_suite, run_items_on_ranks
 from ditile.measure.bench.options import SUITE_PARTS, Comparison, Workload
+from ditile.model.recording import recorded_steps
 from ditile.parallel.tensor import cuts
 from ditile.plan.errors import PlanError
 from ditile.runner.requests.console import LINE_WIDTH
@@ -106,6 +107,7 @@ def answer_on_simulated_gpu(task: SuiteTask) -> list[Any]:
         stack.enter_context(mock.patch.object(GraphSegments, "borrow", lambda segments, tensor: tensor))
         # A weight on a simulated GPU is of a class of its own, as a quantized one is.
         stack.enter_context(mock.patch.object(cuts, "_check_linear_shardable"))
+        stack.enter_context(mock.patch.object(recorded_steps, "_find_model_problem", lambda model: ""))
         stack.enter_context(torch.no_grad())
         stack.enter_context(simulate_gpu(gpu, messages))
         run_suite_items(task)
