@@ -259,6 +259,7 @@ class PendingMessages:
         group: whose messages they are; None where this rank is alone, and nothing is under way.
         traffic, kind: where messages are counted and waits recorded, and as what.
         unpack: makes the tensors of what arrives, where they were packed.
+        own_part: this rank, and what it has among what arrives; None where that is a message too, or missing.
         works: to wait for.
         start_works: what `prepare` returned.
         staged, landing: what is sent and what arrives, on the device that the transport needs.
@@ -274,6 +275,7 @@ class PendingMessages:
     traffic: Traffic
     kind: str
     unpack: Unpack | None = None
+    own_part: tuple[int, Tensor] | None = None
     works: Sequence[dist.Work] = ()
     start_works: StartWorks | None = None
     staged: Sequence[Tensor] = ()
@@ -312,13 +314,19 @@ class PendingMessages:
             self.wait_for_works()
         elif self.recorded is not None:
             CURRENT.recording.exchange(self.recorded.wait_for_works)
-        return self.received if self.unpack is None else self.list_received()
+        if self.unpack is None and self.own_part is None:
+            return self.received
+        return self.list_received()
 
     def list_received(self) -> list[Tensor]:
         """The received tensors, in order, once their messages were waited for."""
+        tensors = self.received
+        if self.own_part is not None:
+            rank, own = self.own_part
+            tensors = [*tensors[:rank], own, *tensors[rank:]]
         if self.unpack is None:
-            return self.received
-        return [self.unpack(x) for x in self.received]
+            return tensors
+        return [self.unpack(x) for x in tensors]
 
     def wait_for_works(self) -> None:
         """Waits; what arrives is in its memory then."""
@@ -439,8 +447,7 @@ def start_gather(
     del receives[own_rank]
     sends = [(peer, x) for peer, _ in receives]
     pending = _start_messages(sends, receives, x, group, traffic, kind, [size], unpack=unpack)
-    # This rank's own part is no message.
-    pending.received = [*pending.received[:own_rank], x, *pending.received[own_rank:]]
+    pending.own_part = (own_rank, x)
     return pending
 
 
