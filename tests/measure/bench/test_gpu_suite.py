@@ -107,7 +107,7 @@ def answer_on_simulated_gpu(task: SuiteTask) -> list[Any]:
         stack.enter_context(mock.patch.object(GraphSegments, "borrow", lambda segments, tensor: tensor))
         # A weight on a simulated GPU is of a class of its own, as a quantized one is.
         stack.enter_context(mock.patch.object(cuts, "_check_linear_shardable"))
-        stack.enter_context(mock.patch.object(recorded_steps, "_find_model_problem", lambda model: ""))
+        stack.enter_context(mock.patch.object(recorded_steps, "_survey_model", lambda model: ((), "")))
         stack.enter_context(torch.no_grad())
         stack.enter_context(simulate_gpu(gpu, messages))
         run_suite_items(task)
