@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -24,7 +24,10 @@ class OperatorSegments(TorchDispatchMode):
     """Segments of the operators that a call makes.
 
     A pool of CUDA graphs gives memory to others as soon as the call has dropped it. Here nobody else gets it, so it
-    is filled with NaN there whenever the tape is played: what reads it afterwards is seen in the picture.
+    is filled with NaN there whenever the tape is played: what reads it afterwards is seen in the image.
+
+    Attributes:
+        peak_bytes: most that a pool would hold at the end of a segment.
     """
 
     def __init__(self) -> None:
@@ -33,6 +36,7 @@ class OperatorSegments(TorchDispatchMode):
         # Each tensor that is kept for the replays, by its memory.
         self._kept: dict[int, dict[int, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
+        self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -79,6 +83,7 @@ class OperatorSegments(TorchDispatchMode):
                 calls.append((func, args, kwargs, []))
             elif any(_find_address(tensor) not in inputs for tensor in outputs):
                 calls.append((func, args, kwargs, outputs))
+        self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in self._made.values()))
         dropped = self._list_dropped()
         if not calls:
             return None
@@ -106,12 +111,12 @@ def _find_address(tensor: Tensor) -> int:
 
 
 @contextmanager
-def record_on_cpu() -> Iterator[list[RecordedSteps]]:
+def record_on_cpu(segments: Callable[[], OperatorSegments] = OperatorSegments) -> Iterator[list[RecordedSteps]]:
     """Within it `cuda_graphs=True` records on a CPU; gives the recorders that are made."""
     made: list[RecordedSteps] = []
 
     def build(plan: Plan, device: torch.device) -> RecordedSteps:
-        made.append(RecordedSteps(OperatorSegments))
+        made.append(RecordedSteps(segments))
         return made[-1]
 
     with mock.patch.object(runners, "build_recorder", build):

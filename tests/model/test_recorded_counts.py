@@ -1,4 +1,4 @@
-"""Calls of Python, and of C from it, that the host makes in a recorded step of a model with FLUX.1's 57 blocks."""
+"""What a recorded step costs: calls of the host for FLUX.1's 57 blocks, and memory of a tape."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ditile.parallel.pipefusion.loop import Loop
 from ditile.plan.plan import Plan
 from tests import tiny
 from tests.pool import Pool
-from tests.recorded_calls import record_on_cpu
+from tests.recorded_calls import OperatorSegments, record_on_cpu
 
 LIMITS = {
     "patches=1": 620,
@@ -27,7 +27,7 @@ LIMITS = {
     "distrifusion=2 warmup=1": 5060,
     "pipefusion=2 patches=4 warmup=1": 3980,
 }
-"""Of the slowest rank, pipeline and scheduler included. Without tapes `ulysses=2` makes 32,000."""
+"""Of the slowest rank, pipeline and scheduler included."""
 
 
 class CallCounter:
@@ -70,3 +70,29 @@ def test_a_recorded_step_is_a_few_thousand_calls(pool: Pool, axis: str) -> None:
     plan = Plan.parse(axis)
     counts = [count_step_calls(plan)] if plan.world == 1 else pool.run(count_step_calls, plan.world, plan)
     assert max(counts) <= LIMITS[axis]
+
+
+def measure_tape_memory(plan: Plan, blocks: int) -> int:
+    """Bytes of the largest pool of a tape of a model of so many double and single blocks each."""
+    made: list[OperatorSegments] = []
+
+    def make_segments() -> OperatorSegments:
+        made.append(OperatorSegments())
+        return made[-1]
+
+    with record_on_cpu(make_segments):
+        runner = ditile.parallelize(tiny.flux(blocks, blocks), plan, cuda_graphs=True)
+    for _ in range(2):
+        runner(**tiny.arguments("flux", num_inference_steps=5, output_type="latent"))
+    return max(segments.peak_bytes for segments in made)
+
+
+@pytest.mark.parametrize(
+    "axis", ["ulysses=2", "ring=2", "tensor=2", "distrifusion=2 warmup=1", "pipefusion=2 patches=2 warmup=1"]
+)
+def test_the_memory_of_a_tape_does_not_grow_with_the_layers(pool: Pool, axis: str) -> None:
+    """As a step without tapes, it holds the messages of one layer and not of all. A failure means gigabytes."""
+    plan = Plan.parse(axis)
+    few = pool.run(measure_tape_memory, plan.world, plan, 2)
+    many = pool.run(measure_tape_memory, plan.world, plan, 4)
+    assert few == many

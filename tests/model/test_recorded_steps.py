@@ -12,12 +12,14 @@ from torch import Tensor
 
 import ditile
 from ditile.cache.config import DBCacheConfig
+from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import AgeChecks, GenerationMemory
-from ditile.model.recording.recorded_steps import FORMS_KEPT, RecordedSteps
+from ditile.model.recording.recorded_steps import FORMS_KEPT, UNPLAYED_FORMS, RecordedSteps
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
+from ditile.plan.schedule import MicroStep
 from tests.pool import Pool
-from tests.recorded_calls import record_on_cpu
+from tests.recorded_calls import OperatorSegments, record_on_cpu
 from tests.zoo import ZOO
 from tests.zoo.rows import list_tensors
 
@@ -205,6 +207,19 @@ def check_same_images(change: Callable[[Any], None], **more: Any) -> RecordedSte
             images.append(generate(runner, "flux", 0, **more) + generate(runner, "flux", 1, **more))
     assert all(map(torch.equal, *images))
     return recorders[0]
+
+
+@torch.no_grad()
+def test_numbers_that_differ_in_each_step_are_given_up() -> None:
+    """A failure means that each call is looked at for ever, which takes longer than to run it."""
+    recorder = RecordedSteps(OperatorSegments)
+    generation = Generation(calls=1, micro_step=MicroStep(1, None))
+    model = torch.nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    for number in range(FORMS_KEPT + UNPLAYED_FORMS + 2):
+        result = recorder.run_call(generation, model, lambda x, number: model(x) * number, (x,), {"number": number})
+        assert torch.equal(result, model(x) * number)
+    assert recorder.problems == {"its arguments are others in each step": 2}
 
 
 def test_a_model_with_a_cache_runs_its_code() -> None:

@@ -27,6 +27,8 @@ from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers
 
 FORMS_KEPT = 4
 """Forms of the calls of one place that are kept: prompts of a few lengths, with a LoRA and without."""
+UNPLAYED_FORMS = 16
+"""Forms in a row that were dropped before they were played, after which a place is not recorded any more."""
 ADAPTERS = "peft."
 """Modules of this package compute what their settings say, which may change between calls."""
 
@@ -101,6 +103,7 @@ class CallTape:
         result: what a call returns, in the tape's memory.
         addresses: of weights, keys and whatever stays from step to step.
         epoch: when the addresses were last compared, see `GenerationMemory`.
+        is_played: whether it was of use.
     """
 
     problem: str = ""
@@ -112,6 +115,7 @@ class CallTape:
     result: Any = None
     addresses: Any = None
     epoch: object = None
+    is_played: bool = False
 
 
 class RecordedSteps:
@@ -137,6 +141,8 @@ class RecordedSteps:
         self.num_played = 0
         self.problems: dict[str, int] = {}
         self._calls: dict[Hashable, OrderedDict[Hashable, CallTape]] = {}
+        # Numbers among the arguments may differ in each step, as a timestep that is no tensor.
+        self._unplayed: dict[Hashable, int] = {}
         # Recorded calls reference the memory they read, so memory that none reads is freed.
         self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()
         self._models: dict[int, tuple[object, Any, str]] = {}
@@ -144,6 +150,7 @@ class RecordedSteps:
     def release(self) -> None:
         """Forgets all recorded calls, and frees their memory."""
         self._calls.clear()
+        self._unplayed.clear()
         self._models.clear()
         self.kept_buffers.clear()
 
@@ -158,6 +165,8 @@ class RecordedSteps:
         place = _describe_place(now, model)
         form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
         call = self._find_call(place, form)
+        if call is None and self._unplayed.get(place, 0) >= UNPLAYED_FORMS:
+            return self._run_code("its arguments are others in each step", forward, args, kwargs)
         if call is None:
             return self._look_at_call(now, model, place, form, forward, args, kwargs)
         if call.epoch is not now.memory.epoch:
@@ -175,6 +184,7 @@ class RecordedSteps:
         else:
             now.memory.mark_segments(call.marks, now.micro_step.step)
             call.tape.play()
+            call.is_played = True
             self.has_played = True
             self.num_played += 1
         return pytree.tree_map_only(Tensor, torch.clone, call.result)
@@ -212,7 +222,8 @@ class RecordedSteps:
         forms = self._calls[place]
         forms[form] = call
         if len(forms) > FORMS_KEPT:
-            forms.popitem(last=False)
+            _, dropped = forms.popitem(last=False)
+            self._unplayed[place] = 0 if dropped.is_played else self._unplayed.get(place, 0) + 1
         return result
 
     def _record_call(
@@ -239,6 +250,7 @@ class RecordedSteps:
         with self._hide_remembered(now), memory.read_constants_with(read_constant), watch, recording as tape:
             call.result = forward(*args, **kwargs)
         if watch.problem:
+            # Only what the look did not see: the call was made, and its tape is dropped.
             call.problem = watch.problem
             return
         weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
