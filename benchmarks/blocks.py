@@ -25,7 +25,7 @@ from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks
 from ditile.parallel.pipefusion.block_costs import BlockCosts
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
 from ditile.plan.stages import cut_stages
 from ditile.runner.load import load

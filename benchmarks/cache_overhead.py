@@ -29,7 +29,7 @@ from benchmarks import peer
 from ditile.cache.config import DBCacheConfig
 from ditile.distributed import files
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.runner.caching import enable_cache, refresh_context
 
 PLAIN = "none"

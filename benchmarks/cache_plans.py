@@ -34,7 +34,7 @@ from ditile.measure.sessions import allow_all_cores
 from ditile.model.known import ASSETS
 from ditile.plan.errors import DitileError
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.caching import enable_cache
 from ditile.runner.load import load

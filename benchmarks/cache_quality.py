@@ -38,7 +38,7 @@ from ditile.measure.sessions import rotate
 from ditile.model.known import ASSETS
 from ditile.plan.errors import DitileError, StateError
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.runner.caching import enable_cache, summary
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults

@@ -29,7 +29,7 @@ from ditile.distributed.transport import Traffic
 from ditile.measure.sessions import allow_all_cores
 from ditile.parallel.vae.parallel_vae import ParallelVAE
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.planner.footprint import LiveBytes
 
 STATUS = Path("/proc/self/status")

@@ -31,7 +31,7 @@ from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions
 from ditile.parallel.attention.core import StaleKeys
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults

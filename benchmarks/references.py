@@ -25,7 +25,7 @@ from rich.table import Table
 from ditile.distributed import files
 from ditile.measure.evaluate.metrics import compute_psnr
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults

@@ -25,7 +25,7 @@ from ditile.distributed import files
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.pipefusion.known_calls import KnownCalls
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.load import load

@@ -30,7 +30,7 @@ import httpx
 import psutil
 
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from tests.serve.running import RunningServer
 
 DRAW = "/v1/images/generations"

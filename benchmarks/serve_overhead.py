@@ -28,7 +28,7 @@ from PIL import Image
 from benchmarks.serve_load import find_ranks
 from ditile.distributed import files
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import defaults
 from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ditile.distributed.launch import launch
 from ditile.measure.bench.random_models import RandomModel
 from ditile.plan.flag_parser import add_arguments, collect_arguments
-from ditile.plan.options import define_option
+from ditile.plan.option_classes import define_option
 from ditile.plan.plan import Plan
 from ditile.runner.runner import parallelize
 

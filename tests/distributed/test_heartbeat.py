@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from ditile.distributed import failure_rules, heartbeat
-from ditile.distributed.failure_rules import LaunchLimits, RankState, find_first_failure
+from ditile.distributed import failure_detection, heartbeat
+from ditile.distributed.failure_detection import LaunchLimits, RankState, find_first_failure
 from ditile.distributed.heartbeat import COMPUTING, HEARTBEAT, PROGRESS, READING, RankSigns, describe_error
 
 LIMITS = LaunchLimits(stall=60)
@@ -29,7 +29,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (heartbeat, failure_rules):
+    for module in (heartbeat, failure_detection):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -130,16 +130,16 @@ def test_memory_that_is_used_up_is_told_as_such(monkeypatch: pytest.MonkeyPatch)
         torch.empty(1 << 60)
     except RuntimeError as error:
         assert describe_error(error).message.startswith("out of memory: RuntimeError")
-    kills = failure_rules.count_memory_kills()
-    assert failure_rules.explain_kill(-signal.SIGKILL, kills) == ""
-    monkeypatch.setattr(failure_rules, "count_memory_kills", lambda: kills + 1)
-    assert "out of memory" in failure_rules.explain_kill(-signal.SIGKILL, kills)
-    assert failure_rules.explain_kill(-signal.SIGTERM, kills) == ""
+    kills = failure_detection.count_memory_kills()
+    assert failure_detection.explain_kill(-signal.SIGKILL, kills) == ""
+    monkeypatch.setattr(failure_detection, "count_memory_kills", lambda: kills + 1)
+    assert "out of memory" in failure_detection.explain_kill(-signal.SIGKILL, kills)
+    assert failure_detection.explain_kill(-signal.SIGTERM, kills) == ""
 
 
 BROKEN, ENDED, CAUSE = (
     ("RuntimeError", "RuntimeError: Connection reset by peer"),
-    (failure_rules.TERMINATED, failure_rules.TERMINATED),
+    (failure_detection.TERMINATED, failure_detection.TERMINATED),
     ("ValueError", "ValueError: the cause"),
 )
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
-from ditile.distributed.failure_rules import LaunchLimits
+from ditile.distributed.failure_detection import LaunchLimits
 from ditile.distributed.heartbeat import note_shared_call
 from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Communicators

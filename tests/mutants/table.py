@@ -237,7 +237,7 @@ MUTANTS = (
     ),
     Mutant(
         "a bad value of an option is taken",
-        "plan/options.py",
+        "plan/option_classes.py",
         'config = ConfigDict(strict=True, extra="forbid")',
         'config = ConfigDict(strict=False, extra="ignore")',
         ("plan/test_flag_parser.py", "plan/test_plan.py", "cli/test_cli.py"),

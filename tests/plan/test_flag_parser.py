@@ -15,7 +15,7 @@ from ditile.plan.flag_parser import (
     format_flag,
     normalize_flags,
 )
-from ditile.plan.options import Counts, define_option, options
+from ditile.plan.option_classes import Counts, define_option, options
 
 
 @options()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ditile.cache.config import Fields, check_known
 from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.options import CallArguments, Count, check_value
+from ditile.plan.option_classes import CallArguments, Count, check_value
 from ditile.plan.plan import Plan
 
 AXES = {"ulysses_size": "ulysses", "ring_size": "ring", "tp_size": "tensor"}

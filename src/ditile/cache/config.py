@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter
 from ditile.cache.step_mask import check_step_mask
 from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.numbers import is_whole_number
-from ditile.plan.options import check_value
+from ditile.plan.option_classes import check_value
 
 StoreType = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=0)]

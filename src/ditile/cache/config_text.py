@@ -53,7 +53,7 @@ from ditile.cache.config import (
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import files
 from ditile.plan.errors import LoadError, ModelError
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 
 CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "taylorseer": TaylorSeerCalibratorConfig,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from ditile.plan.layout import merge_ranges
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -15,7 +15,7 @@ from typing import Any
 
 from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.numbers import is_whole_number
-from ditile.plan.options import Steps, check_value
+from ditile.plan.option_classes import Steps, check_value
 
 REFERENCE_STEPS = 28
 """The number of steps that the presets were published for."""

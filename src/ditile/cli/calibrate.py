@@ -25,7 +25,7 @@ from ditile.distributed.launch import launch
 from ditile.distributed.mesh import Communicators
 from ditile.distributed.torchrun import join_torchrun, list_ranks_by_host
 from ditile.plan.errors import PlanError
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
 from ditile.planner import calibrate as curves

@@ -15,7 +15,7 @@ from ditile.cli.outcome import NUM_PERF_CALLS, Outcome, compute_median_reports, 
 from ditile.distributed.transport import gather_json
 from ditile.model.pipeline_calls import find_call_owner, list_call_parameters
 from ditile.plan.errors import ModelError
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.load import find_pipeline_kind

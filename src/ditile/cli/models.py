@@ -9,7 +9,7 @@ from rich.table import Table
 
 from ditile.model.known import ASSETS, list_bundled_models, list_known_models, list_published_models
 from ditile.plan.errors import ModelError, suggest_nearest
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.runner.requests.options import ModelsOptions
 
 _REASONS = ("has a ModelSpec", "its anatomy is derived", "its blocks are listed", "nothing need be known")

@@ -14,7 +14,7 @@ from typing import Any
 
 from ditile.cache.report import format_steps
 from ditile.plan.numbers import format_bytes
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 
 NUM_PERF_CALLS = 3
 """Calls of --perf that are measured, after one that is not."""

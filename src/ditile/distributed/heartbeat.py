@@ -1,5 +1,7 @@
 """What a rank reports about itself over a pipe, and what its watcher reads: heartbeats, progress and notes.
 
+`failure_detection.py` judges from them which rank hangs.
+
 A heartbeat is one byte every second. It says that the rank lives, and whether it has read from a disk or computed since
 the last one: a rank that does either is not stuck. A report of progress is one byte too (`env.report_progress`). A note
 is a line of JSON:

@@ -32,12 +32,12 @@ from typing import Any, NoReturn
 
 from ditile.distributed import cpus, env
 from ditile.distributed.env import RankPlace
-from ditile.distributed.failure_rules import LaunchLimits, RankResult
+from ditile.distributed.failure_detection import LaunchLimits, RankResult
 from ditile.distributed.heartbeat import describe_error, die_with_parent, send_heartbeats
 from ditile.distributed.private_network import create_private_network, join_user_space, make_groups
 from ditile.distributed.supervise import HEADER, STACK_SIGNAL, RankProcess, terminate_ranks, watch_ranks
 from ditile.plan.errors import PlanError, StateError
-from ditile.plan.options import Count, Seconds, check_value
+from ditile.plan.option_classes import Count, Seconds, check_value
 
 
 def launch(

@@ -3,7 +3,7 @@
 torchrun ends the ranks of its own host when one of them exits. It does not notice a rank that hangs, and other hosts
 learn nothing. So each rank starts a small process, its watcher (`torchrun_watcher`), which does not import torch. A
 watcher reads what its rank reports about itself (`heartbeat`) and passes it on to the watcher of rank 0, the hub. The
-hub applies the rules of `launch` (`failure_rules`) and tells all others its verdict:
+hub applies the rules of `launch` (`failure_detection`) and tells all others its verdict:
 
     rank 0 -> its watcher, the hub <=> watcher <- rank 1
 
@@ -30,7 +30,7 @@ from types import TracebackType
 from typing import Any
 
 from ditile.distributed import env
-from ditile.distributed.failure_rules import is_consequence
+from ditile.distributed.failure_detection import is_consequence
 from ditile.distributed.heartbeat import (
     PROGRESS,
     RankFailure,

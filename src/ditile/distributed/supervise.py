@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ditile.distributed.failure_rules import (
+from ditile.distributed.failure_detection import (
     SILENT,
     STALLED,
     LaunchLimits,

@@ -1,7 +1,7 @@
 """The watcher: a small process for each of torchrun's ranks, which reads its rank's heartbeats and can end it.
 
-The watcher of rank 0 is the hub. It receives the reports of all ranks, decides by `failure_rules` whether the run has
-failed, and tells the other watchers. A watcher does not import torch; `start_watcher` is the rank's side.
+The watcher of rank 0 is the hub. It receives the reports of all ranks, decides by `failure_detection` whether the run
+has failed, and tells the other watchers. A watcher does not import torch; `start_watcher` is the rank's side.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ditile.distributed import env
-from ditile.distributed.failure_rules import (
+from ditile.distributed.failure_detection import (
     TERMINATED,
     LaunchLimits,
     RankResult,

@@ -45,7 +45,7 @@ from ditile.model.registry import find_loop_model
 from ditile.plan import cost
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.numbers import format_bytes
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, Plan
 from ditile.plan.schedule import Schedule
 from ditile.plan.version import __version__

@@ -1,4 +1,4 @@
-"""The `ModelSpec` of each family of transformers; the only place that knows their classes.
+"""The `ModelSpec` of families that have one, by class. It is optional: `derive.py` derives what a family needs.
 
 The spec of a class holds for the classes derived from it too. A subclass that changes the forward needs one of its own.
 """

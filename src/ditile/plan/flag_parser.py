@@ -1,4 +1,4 @@
-"""Flags of the command line, made from classes of options (`ditile.plan.options`).
+"""Flags of the command line, made from classes of options (`ditile.plan.option_classes`).
 
 `-` and `_` are the same in a flag, abbreviations are refused, and nothing here imports torch.
 """
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from ditile.plan.errors import PlanError
-from ditile.plan.options import get_option_types, iterate_literals, parse_option
+from ditile.plan.option_classes import get_option_types, iterate_literals, parse_option
 
 
 class FlagParser(argparse.ArgumentParser):

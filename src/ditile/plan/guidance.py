@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ditile.plan.numbers import is_number
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 
 FLAGS = {"true_cfg_scale": "--true-cfg", "guidance_scale": "--guidance"}
 """Arguments of a call -> the flags that set them."""

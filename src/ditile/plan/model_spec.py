@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ditile.plan.anatomy import Anatomy
 from ditile.plan.layout import Grid, Joint
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 
 if TYPE_CHECKING:
     from torch import nn

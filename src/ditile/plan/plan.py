@@ -17,7 +17,7 @@ from pydantic import Field
 
 from ditile.plan.errors import PlanError
 from ditile.plan.layout import balance_patch_rows
-from ditile.plan.options import Count, Counts, JsonObject, Seconds, Speeds, define_option, options, parse_option
+from ditile.plan.option_classes import Count, Counts, JsonObject, Seconds, Speeds, define_option, options, parse_option
 
 NumSteps = Annotated[int, Field(ge=0)]
 AXES = ("data", "cfg", "pipefusion", "ring", "distrifusion", "ulysses", "tensor")

@@ -16,7 +16,7 @@ from typing import Any
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid, Layout, pick_even_chunk
 from ditile.plan.model_spec import ModelSpec
-from ditile.plan.options import CallArguments, JsonObject, Pixels, check_value
+from ditile.plan.option_classes import CallArguments, JsonObject, Pixels, check_value
 from ditile.plan.plan import Facts, Plan
 
 FRAME_COUNTS = ("num_frames", "frames", "video_length")

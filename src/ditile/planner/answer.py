@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ditile.plan.numbers import format_bytes, format_number
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import FEW_STEPS
 from ditile.planner.memory import HostMemory, RankMemory
 from ditile.planner.price import Price

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from ditile.distributed import files
 from ditile.plan.errors import LoadError, ModelError, PlanError
-from ditile.plan.options import JsonObject, Ranks, Seconds, define_option, options
+from ditile.plan.option_classes import JsonObject, Ranks, Seconds, define_option, options
 
 FILE = "evaluation.json"
 STORED = Path(__file__).parents[1] / "model" / "assets" / "evaluations"

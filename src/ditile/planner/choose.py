@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import env
 from ditile.plan.errors import PlanError
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner import hardware
 from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation

@@ -11,7 +11,7 @@ from ditile.model.block_lists import find_block_lists
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError
 from ditile.plan.numbers import format_bytes
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.plan.simulate import render_gantt_chart
 from ditile.planner.memory import count_host_memory

@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.plan.errors import ModelError
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 
 WHOLE = 5
 """Tensors of a token's width that tensor parallelism does not divide: the residual stream, norms, and around a sum."""

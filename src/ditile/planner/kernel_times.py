@@ -30,7 +30,7 @@ from ditile.plan.anatomy import ListAnatomy
 from ditile.plan.errors import ModelError
 from ditile.plan.layout import Grid
 from ditile.plan.model_spec import ModelSpec
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.planner.footprint import Footprint, FootprintTracker, LiveNumbers
 
 Kind = Literal["matmul", "attention", "pointwise", "norm", "gelu", "interleave"]

@@ -18,7 +18,7 @@ from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import cpus, env
 from ditile.model.known import find_known_model
 from ditile.plan.errors import PlanError
-from ditile.plan.options import (
+from ditile.plan.option_classes import (
     CallArguments,
     Frames,
     Images,

@@ -22,7 +22,7 @@ from ditile.cache.config import DBCacheConfig
 from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, AXES, FEW_STEPS, SEQUENCE, Facts, Plan
 from ditile.plan.shape import Shape
 from ditile.planner.memory import count_host_memory, count_peak_bytes

@@ -34,7 +34,7 @@ from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.layout import Grid
 from ditile.plan.model_spec import ModelSpec
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import AXES, Plan
 from ditile.plan.shape import Shape, Weights, check_image_size, count_images, fill_call_defaults
 from ditile.planner.footprint import (

@@ -50,7 +50,7 @@ SCALED_TYPES = {
     "int8_per_row": ("int8", "row"),
     "int8_per_tensor": ("int8", "tensor"),
 }
-"""Names that say the type and what has a scale of its own, instead of `per_row`."""
+"""Names that fix both the type and the granularity of scales, and override `per_row`."""
 
 WHY_FLOAT32 = "they are of the model's _keep_in_fp32_modules"
 """The reason for layers that are not quantized because diffusers loads them in float32, whatever the dtype."""
@@ -73,7 +73,7 @@ QUANT_TYPES = (
 QuantizeLinear = Callable[[nn.Linear], nn.Module]
 """Quantizes a Linear: in place, or as another module."""
 ConfigFactory = Callable[[], Any]
-"""Makes a config of torchao, or raises what `_CANNOT` has."""
+"""Makes a config of torchao, or raises one of the exceptions in `_CANNOT`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +108,7 @@ def list_quantization_records(model: nn.Module) -> list[QuantizationRecord]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _QuantizationWork:
-    """The layers of a model that will get a type.
+    """The layers of a model that will be quantized to one type.
 
     Attributes:
         model: the model.
@@ -167,9 +167,9 @@ def _plan_model(model: nn.Module, config: QuantizeConfig) -> list[_QuantizationW
 def _plan_layers(
     model: nn.Module, quant_type: str, layers: Mapping[str, nn.Linear], config: QuantizeConfig
 ) -> _QuantizationWork:
-    """The work on the layers of one type, of which one of each shape is tried."""
+    """Plans the layers of one type; a dummy layer of each shape is tried first."""
     name = ALIASES.get(quant_type, quant_type)
-    # What has a scale of its own: each row of weights and token, each layer and call, or 128 x 128 weights.
+    # The granularity of scales: a row of weights and a token, a layer and a call, or a block of 128 x 128 weights.
     scheme = "row" if config.per_row else "tensor"
     if quant_type in SCALED_TYPES:
         name, scheme = SCALED_TYPES[quant_type]
@@ -273,7 +273,7 @@ def _choose_quantizer(
                 for parameter in layer.parameters():
                     parameter.fill_(1.0)
                 quantized: Any = quantizer(layer)
-                # One row, and as many as kernels for matrices need.
+                # One row, and enough rows to choose the kernels for matrices.
                 for rows in (1, 32):
                     quantized(torch.ones(rows, width, device=device, dtype=dtype))
         except _CANNOT as error:
@@ -305,7 +305,7 @@ def _quantize_by_torchao(make_config: ConfigFactory, layer: nn.Linear) -> nn.Mod
 
 
 def _quantize_to_nf4(layer: nn.Linear) -> nn.Module:
-    """A Linear of bitsandbytes in the type NF4. Its weight is quantized by `to`, even to the device where it is."""
+    """A Linear of bitsandbytes in the type NF4. `to` quantizes its weight, even if it is on that device already."""
     require_quantizer("bitsandbytes_4bit")
     import bitsandbytes  # type: ignore[import-not-found]
 
@@ -342,7 +342,7 @@ def _list_torchao_configs(name: str, device: torch.device, scheme: str, group: i
         # On GPUs torchao packs no int4 weights for int8 activations, so these are float8.
         return [torchao.Float8DynamicActivationInt4WeightConfig]
     if not on_cpu:
-        # torch's own kernel, which wants bfloat16, or mslk's.
+        # Torch's kernel, for bfloat16 alone, then mslk's.
         config = functools.partial(torchao.Int4WeightOnlyConfig, group_size=group, set_inductor_config=False)
         return [functools.partial(config, int4_packing_format=form) for form in ("tile_packed_to_4d", "plain")]
     # Only torchao's prototypes have the kernels of CPUs; torch's own one takes outputs that 16 divides.

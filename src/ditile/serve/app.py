@@ -24,7 +24,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ditile.plan.errors import DitileError
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.plan.version import __version__
 from ditile.serve.api import images, sdapi, videos
 from ditile.serve.api.answers import (

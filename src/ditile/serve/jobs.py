@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ditile.plan.errors import DitileError
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.runner.requests.options import GenerateOptions
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]

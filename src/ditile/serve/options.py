@@ -13,7 +13,7 @@ from pydantic import Field
 from ditile.distributed import env
 from ditile.plan.errors import ModelError
 from ditile.plan.extras import require_extra
-from ditile.plan.options import Count, Seconds, define_option, options
+from ditile.plan.option_classes import Count, Seconds, define_option, options
 from ditile.runner.requests.options import EngineOptions
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 
 from ditile.serve.jobs import Job, QueueFullError
 
-# Seconds of a job before any was measured.
+# The assumed seconds of a job until one was measured.
 FIRST_GUESS = 5.0
 # Options that may differ within a batch.
 _DIFFERING = ("prompt", "negative_prompt", "seed", "num_images")
 
 
 class JobQueue:
-    """Jobs that wait, at most `max_jobs`; jobs of an earlier server are not counted against the limit."""
+    """Jobs that wait, at most `max_jobs`; jobs of an earlier server are taken even above the limit."""
 
     def __init__(self, max_jobs: int) -> None:
         self._max_jobs = max_jobs
@@ -53,7 +53,7 @@ class JobQueue:
         self._owners.setdefault(job.owner, OrderedDict())[job.id] = job
 
     def put_back_job(self, job: Job) -> None:
-        """Makes a job that was taken out the next one again."""
+        """Puts a job that was taken out back at the front of the queue."""
         self.add_job(job)
         self._owners[job.owner].move_to_end(job.id, last=False)
         self._owners.move_to_end(job.owner, last=False)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ditile.distributed import env
-from ditile.distributed.failure_rules import LaunchLimits
+from ditile.distributed.failure_detection import LaunchLimits
 from ditile.distributed.heartbeat import MEMORY_MESSAGE
 from ditile.distributed.launch import launch
 from ditile.plan.errors import DitileError, RankError, StateError

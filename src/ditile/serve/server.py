@@ -18,7 +18,7 @@ from fastapi.responses import PlainTextResponse
 from ditile.distributed import env
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import is_installed, require_extra
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.serve.app import create_app, write_access_log

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ditile.plan.errors import DitileError, RankError, StateError
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.job_state import JobOutcome, JobState, RunningBatch

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from ditile.distributed.files import write_atomically
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.serve.jobs import Failure, Files, Job, JobNotFoundError, JobResult, Request
 
 # After how many attempts the server concludes that the video itself kills the server.

@@ -26,7 +26,7 @@ from ditile.distributed import env
 from ditile.distributed.transport import gather_json
 from ditile.model.pipeline_calls import find_call_owner
 from ditile.plan.errors import DitileError, ModelError, StoppedError
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.runner.caching import summary
 from ditile.runner.callbacks import StepWatch
 from ditile.runner.lora import forget_loras, list_loaded_loras, select_loras

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra
-from ditile.plan.options import Counts, Ranks, Rounds, Seconds, define_option, options
+from ditile.plan.option_classes import Counts, Ranks, Rounds, Seconds, define_option, options
 from ditile.runner.requests.options import DeviceOptions, ModelOptions
 from ditile.runner.requests.outputs import check_output_files
 

@@ -24,7 +24,7 @@ from diffusers import (
 
 from ditile.measure.bench.options import RANDOM
 from ditile.plan.errors import ModelError
-from ditile.plan.options import CallArguments, define_option, options, parse_option
+from ditile.plan.option_classes import CallArguments, define_option, options, parse_option
 
 FAMILIES = ("pixart", "flux")
 VAE_SCALE = 8

@@ -17,7 +17,7 @@ from ditile.model.anatomies import build_block_hooks
 from ditile.model.known import CONFIGS, find_known_model
 from ditile.model.registry import UNKNOWN_MODEL
 from ditile.plan.errors import ModelError
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.planner.recording.configs import PipelineConfigs
 from ditile.planner.recording.recorded import PipelineRecorder, build_recorded_pipeline, read_prompt_table
 

@@ -15,7 +15,7 @@ from ditile.measure.bench.random_weights import PublishedConfigs, make_random_ar
 from ditile.model.hooks.placeholders import init_on_meta_device
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import ModelError
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.planner.dry_run import build_subject_job
 from ditile.planner.subject import PlanSubject

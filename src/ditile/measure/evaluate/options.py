@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ditile.cache.config_text import NO_CACHE
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.options import CallArguments, Count, Ranks, Scale, define_option, options
+from ditile.plan.option_classes import CallArguments, Count, Ranks, Scale, define_option, options
 from ditile.plan.plan import Plan
 from ditile.runner.requests.cache_options import CacheOptions
 from ditile.runner.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions

@@ -29,7 +29,7 @@ from ditile.measure.evaluate.store import EvaluationFolder
 from ditile.measure.rows import Row
 from ditile.measure.sessions import PLAIN, TurnPipelines, rotate, time_call
 from ditile.plan.errors import ModelError
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
 from ditile.runner.caching import summary

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ditile.model.hooks.overrides import override_attribute
 from ditile.plan.errors import ModelError, suggest_nearest
-from ditile.plan.options import Count, check_value
+from ditile.plan.option_classes import Count, check_value
 from ditile.plan.plan import Plan
 
 LOG = logging.getLogger("ditile")

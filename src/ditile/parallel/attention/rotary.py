@@ -1,9 +1,9 @@
 """Rotary embeddings of diffusers' attention processors in fewer kernels, with the same bits.
 
 For q and for k of each layer `apply_rotary_emb` makes 15 calls of torch: it splits pairs of channels, negates, stacks,
-brings both to fp32, multiplies, adds and rounds. Here one kernel swaps the pairs, the sign is in the table of sines,
-and products of half precision and an fp32 table are in fp32 by themselves: 6 calls, with the same numbers in the same
-order. A processor keeps its own code: a subclass runs it with another `apply_rotary_emb` among its globals.
+brings both to fp32, multiplies, adds and rounds. Here one kernel swaps the pairs, the negation is folded into the table
+of sines, and half precision times an fp32 table is fp32 without a cast: 6 calls, with the same numbers in the same
+order. A subclass runs the unchanged code of a processor, with `apply_rotary_emb` replaced among its globals.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class _RotaryTable:
-    """A table as it is multiplied with.
+    """Cosines and sines, shaped and signed for the multiplication.
 
     Attributes:
-        source: the sines and cosines that it was made of, the dimension of tokens, and what had been written into the
+        source: the ids of the sines and cosines that it was made of, the dimension of tokens, and the version of the
             sines.
         cos, sin: for `[B, S, N, H]` or `[B, N, S, H]`; the first sine of each pair is negated.
     """
@@ -45,18 +45,18 @@ class _RotaryTable:
 
 
 class RotaryEmbedding:
-    """Applies rotary embeddings; a table is prepared once, and forgotten with the one that it is made of."""
+    """Applies rotary embeddings. Each table is prepared once, and dropped when the tensor of its sines is freed."""
 
     def __init__(self) -> None:
-        # By the tensor of sines, and gone with it.
+        # Keyed weakly by the tensor of sines.
         self._tables: Any = WeakIdKeyDictionary()
-        # Layer after layer has the same table, and to look it up by its sines is many Python calls.
+        # All layers share one table, so the last one is tried before the lookup, which is many Python calls.
         self._latest: Callable[[], _RotaryTable | None] = lambda: None
         self._classes: dict[type, type] = {}
 
     @contextmanager
     def hide_tables(self) -> Iterator[None]:
-        """Within it, tables are prepared again: a recorded call would find them in the memory of another."""
+        """Within it, tables are prepared again, so that a recording never reads one that another recording owns."""
         tables = self._tables
         latest = self._latest
         self._tables = WeakIdKeyDictionary()
@@ -75,7 +75,7 @@ class RotaryEmbedding:
         use_real_unbind_dim: int = -1,
         sequence_dim: int = 2,
     ) -> Any:
-        """What `apply_rotary_emb` returns; other kinds of tables and numbers are left to it."""
+        """What `apply_rotary_emb` returns, which is called for other formats of tables and other dtypes."""
         if (
             not use_real
             or use_real_unbind_dim != -1
@@ -89,7 +89,7 @@ class RotaryEmbedding:
             return apply_rotary_emb(x, freqs_cis, use_real, use_real_unbind_dim, sequence_dim)
         cos, sin = freqs_cis
         table = self._latest()
-        # The version counts what was written into the tensor, as a pipeline may reuse its memory.
+        # `_version` rises with each write in place: a pipeline may fill the same tensor again.
         source = (id(sin), id(cos), sequence_dim, sin._version)
         if table is None or table.source != source:
             table = self._find_table(source, cos, sin, x.device)
@@ -107,7 +107,7 @@ class RotaryEmbedding:
         if table is None or table.source != source:
             evens, odds = sin.unflatten(-1, (-1, 2)).unbind(-1)
             signed = torch.stack((-evens, odds), -1).flatten(-2)
-            # Dimensions of batch and heads, of which the latter is before or after the tokens.
+            # Adds the dimensions of batch and heads; heads stand before or after the tokens.
             heads_dim = 2 if source[2] == 1 else 1
             cos = cos[None].unsqueeze(heads_dim)
             signed = signed[None].unsqueeze(heads_dim)
@@ -140,7 +140,7 @@ class RotaryEmbedding:
 
 
 def _make_processor_class(stock: type, rotate: Any) -> type:
-    """A subclass whose call is the same code with another function of that name."""
+    """A subclass that runs the same `__call__`, with `rotate` in place of `apply_rotary_emb`."""
     call: Any = stock.__call__
     names = {**call.__globals__, _NAME: rotate}
     twin_call = FunctionType(call.__code__, names, call.__name__, call.__defaults__, call.__closure__)

@@ -38,7 +38,7 @@ from ditile.parallel.text.parts import (
     store_placement,
 )
 from ditile.plan.errors import ModelError, StateError
-from ditile.plan.options import check_value
+from ditile.plan.option_classes import check_value
 from ditile.plan.plan import TEXT_AFTER
 
 After = Literal["keep", "offload", "free"]

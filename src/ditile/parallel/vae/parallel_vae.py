@@ -35,7 +35,7 @@ from ditile.parallel.vae.layers import (
 from ditile.parallel.vae.prove import prove_rows
 from ditile.parallel.vae.tiles import install_tile_forwards
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.options import Count, check_value
+from ditile.plan.option_classes import Count, check_value
 
 PROVEN = frozenset({
     "AutoencoderKL", "AutoencoderKLCogVideoX", "AutoencoderKLCosmos", "AutoencoderKLFlux2", "AutoencoderKLHunyuanImage",

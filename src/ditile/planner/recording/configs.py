@@ -19,7 +19,7 @@ from ditile.model.known import name_component_source
 from ditile.model.registry import UNKNOWN_MODEL
 from ditile.plan.errors import LoadError, ModelError
 from ditile.plan.model_spec import ModelSpec
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.planner.recording.recorded import (
     PipelineRecorder,
     build_recorded_pipeline,

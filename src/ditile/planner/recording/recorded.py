@@ -32,7 +32,7 @@ from ditile.model.known import ASSETS, name_component_source
 from ditile.model.pipeline_calls import read_guidance_rule
 from ditile.model.record import bind_arguments
 from ditile.plan.errors import ModelError
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.planner.kernel_times import make_passthrough
 from ditile.planner.recording.sizes import SizesOnly

@@ -10,7 +10,7 @@ from ditile.model.pipeline_calls import find_call_owner
 from ditile.model.probe import COUNTS
 from ditile.plan.errors import ModelError
 from ditile.plan.numbers import is_whole_number
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests.conditions import bind_conditions, read_call_conditions

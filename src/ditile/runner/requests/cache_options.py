@@ -24,7 +24,7 @@ from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.extras import require_extra, require_quantizer
 from ditile.plan.flag_parser import format_flag
-from ditile.plan.options import CallArguments, JsonObject, check_value, define_option
+from ditile.plan.option_classes import CallArguments, JsonObject, check_value, define_option
 from ditile.plan.plan import AXES, Plan
 
 QuantizeType = Literal[

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, cast, get_args
 
 from ditile.plan.errors import ModelError
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.runner.requests.pipelines import returns_videos
 
 ARGUMENTS = {

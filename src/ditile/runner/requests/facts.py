@@ -17,7 +17,7 @@ from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.flag_parser import format_flag
 from ditile.plan.guidance import GuidanceRule
 from ditile.plan.numbers import is_number, is_whole_number
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS, check_image_size
 from ditile.runner.requests.conditions import check_picture_count, read_call_conditions

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ditile.plan.errors import ModelError
-from ditile.plan.options import (
+from ditile.plan.option_classes import (
     CallArguments,
     Frames,
     Images,

@@ -13,7 +13,7 @@ from typing import Any
 
 from ditile.distributed import files
 from ditile.plan.errors import ModelError
-from ditile.plan.options import define_option, options
+from ditile.plan.option_classes import define_option, options
 from ditile.runner.requests.options import EngineOptions, GenerateOptions
 
 MAX_OUTPUTS_TRIED = 64

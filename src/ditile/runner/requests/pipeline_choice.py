@@ -17,7 +17,7 @@ from typing import Any
 from ditile.model.known import ASSETS
 from ditile.plan.errors import ModelError
 from ditile.plan.flag_parser import format_flag
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.runner.requests.conditions import ARGUMENTS, read_call_conditions
 from ditile.runner.requests.options import GenerateOptions
 from ditile.runner.requests.pipelines import name_pipeline

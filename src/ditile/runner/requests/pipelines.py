@@ -15,7 +15,7 @@ from typing import Any
 from ditile.model.known import find_known_model
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.extras import require_extra
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.model_files import find_model_source
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ditile.model.known import find_known_model
 from ditile.plan.errors import ModelError, PlanError
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import check_weight_source, defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions

@@ -13,7 +13,7 @@ from ditile.distributed.heartbeat import is_out_of_memory
 from ditile.distributed.torchrun import join_torchrun
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
 from ditile.plan.numbers import format_bytes
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.cache_options import CacheOptions

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ditile.distributed import files
 from ditile.plan.errors import ModelError
-from ditile.plan.options import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import choose_dtype_name, find_model_source
 from ditile.runner.requests import pictures

@@ -14,7 +14,7 @@ import numpy as np
 
 from ditile.model.pipeline_calls import list_call_parameters
 from ditile.plan.errors import ModelError
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests import pictures, videos

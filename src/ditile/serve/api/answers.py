@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ditile.plan.errors import DitileError, LoadError, ModelError, PlanError
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.pictures import hide_local_path
 from ditile.serve.jobs import (

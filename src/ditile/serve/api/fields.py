@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.numbers import is_whole_number
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import GIF_MOST_FPS, LEAST_FPS, MOST_FPS, GenerateOptions

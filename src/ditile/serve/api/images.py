@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from ditile.plan.errors import DitileError
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,

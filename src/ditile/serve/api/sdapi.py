@@ -17,7 +17,7 @@ from fastapi import APIRouter, Response
 from fastapi import Request as HttpRequest
 from pydantic import BaseModel, ConfigDict, Field
 
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.runner.requests.facts import ModelFacts
 from ditile.serve.api.answers import (
     AsciiJSONResponse,

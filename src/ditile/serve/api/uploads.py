@@ -17,7 +17,7 @@ from fastapi import Request as HttpRequest
 from PIL import Image, ImageOps
 from starlette.datastructures import UploadFile
 
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.runner.requests.pictures import DECODE_ERRORS, convert_mask
 from ditile.serve.api.answers import RequestError
 from ditile.serve.jobs import shorten_line

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Response
 from fastapi import Request as HttpRequest
 
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.serve.api.answers import (
     AsciiJSONResponse,
     RequestError,
@@ -33,7 +33,7 @@ from ditile.serve.api.uploads import read_body
 from ditile.serve.jobs import POSTER, SPRITESHEET, Job, JobNotFoundError, State
 
 router = APIRouter()
-# After which a client may ask again for a video that is not done.
+# Milliseconds that a client should wait before it polls an unfinished video again.
 POLL_MS = 500
 STATUSES: dict[State, str] = {
     "queued": "queued",
@@ -61,9 +61,9 @@ async def list_videos(
 ) -> Response:
     """The videos of a key, the newest first."""
     service = find_service(http)
-    # One more tells whether there are more.
     owner = find_owner(http)
     is_descending = order == "desc"
+    # One more than shown tells whether there are more.
     jobs = service.list_jobs(owner, "video", after=after, limit=limit + 1, newest_first=is_descending)
     shown = jobs[:limit]
     answer = {
@@ -111,7 +111,7 @@ async def read_video_content(
 
 @router.post("/v1/videos/{job_id}/remix")
 async def remix_video(http: HttpRequest, job_id: str) -> Response:
-    """The same video, with its seed and settings, of another prompt."""
+    """Generates a video again with another prompt, the same seed and the same settings."""
     job = _find_video(http, job_id)
     body = await read_body(http)
     service = find_service(http)

@@ -6,7 +6,7 @@ import dataclasses
 import html
 from collections.abc import Mapping, Sequence
 
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import Schedule
 from ditile.serve.jobs import Job, JobResult

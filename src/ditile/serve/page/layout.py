@@ -24,7 +24,7 @@ from starlette.routing import Match, Mount
 from starlette.types import Scope
 
 from ditile.plan.errors import DitileError
-from ditile.plan.options import JsonObject
+from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.shape import FRAME_COUNTS
 from ditile.serve.api.answers import (

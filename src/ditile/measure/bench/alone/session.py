@@ -22,7 +22,7 @@ from ditile.measure.bench.subjects import BenchSubject, create_bench_subject
 from ditile.measure.rows import Row, RowFile
 from ditile.model.registry import find_loop_model
 from ditile.plan.cost import PlannedCall
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.planner import hardware
 from ditile.planner.price import Pricer
 from ditile.planner.profile import Profile

@@ -34,7 +34,7 @@ from ditile.measure.sessions import release_memory, time_call, use_cache_within
 from ditile.measure.verify import verify_plan
 from ditile.plan.errors import DitileError
 from ditile.plan.extras import is_installed
-from ditile.plan.options import CallArguments
+from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
