@@ -20,10 +20,10 @@ LONELY_LINES = 60
 """A module with fewer lines that one other alone imports belongs into that one, unless it is data."""
 # What the package held when the rule was written. A figure here may only be replaced by a better one.
 MOST_DENSE = {
-    "nodes of the syntax tree a line": 9.94,
-    "conditional expressions in 1,000 lines": 12.6,
+    "nodes of the syntax tree a line": 9.87,
+    "conditional expressions in 1,000 lines": 12.4,
     "tuple assignments in 1,000 lines": 0.2,
-    "comprehensions in 1,000 lines": 29.8,
+    "comprehensions in 1,000 lines": 29.6,
 }
 LEAST_COMMENTS = 3.98
 """Comments on a line of their own, in 100 lines of code."""

@@ -1,8 +1,8 @@
 """A replica of Ray Serve: the ranks of a plan, each in a bundle of the replica's placement group.
 
 The deployment watches its ranks by the rules of `launch` (`failure_detection.find_first_failure`). If one fails, the
-whole replica ends, and Ray Serve starts another one in its place. It generates one batch at a time and streams what rank 0
-answers, in messages of text of JSON and bytes; its own are
+whole replica ends, and Ray Serve starts another one in its place. It generates one batch at a time and streams what
+rank 0 answers, in messages of text of JSON and bytes; its own are
 
     {"kind": "begun"}                      the first message of a batch that this replica generates
     {"kind": "away"}                       the replica ends and generates nothing: another one must
