@@ -27,7 +27,7 @@ class OperatorSegments(TorchDispatchMode):
     is filled with NaN there whenever the tape is played: what reads it afterwards is seen in the image.
 
     Attributes:
-        peak_bytes: most that a pool would hold at the end of a segment.
+        peak_bytes: most that a pool would hold between two segments.
     """
 
     def __init__(self) -> None:
@@ -37,6 +37,10 @@ class OperatorSegments(TorchDispatchMode):
         self._kept: dict[int, dict[int, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
         self.peak_bytes = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -83,8 +87,8 @@ class OperatorSegments(TorchDispatchMode):
                 calls.append((func, args, kwargs, []))
             elif any(_find_address(tensor) not in inputs for tensor in outputs):
                 calls.append((func, args, kwargs, outputs))
-        self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in self._made.values()))
         dropped = self._list_dropped()
+        self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in self._made.values()))
         if not calls:
             return None
 

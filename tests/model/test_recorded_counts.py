@@ -95,4 +95,6 @@ def test_the_memory_of_a_tape_does_not_grow_with_the_layers(pool: Pool, axis: st
     plan = Plan.parse(axis)
     few = pool.run(measure_tape_memory, plan.world, plan, 2)
     many = pool.run(measure_tape_memory, plan.world, plan, 4)
-    assert few == many
+    for bytes_of_few, bytes_of_many in zip(few, many, strict=True):
+        # The modulation of each of the four more blocks stays for a step, which is less than a message here.
+        assert bytes_of_many - bytes_of_few <= 4 * 1024

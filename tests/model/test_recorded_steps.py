@@ -170,30 +170,88 @@ def add_hook(pipe: Any) -> None:
     pipe.transformer.transformer_blocks[0].ff.register_forward_hook(lambda module, args, output: output * 1.5)
 
 
-def read_number(pipe: Any) -> None:
+def replace_forward(pipe: Any) -> None:
     layer = pipe.transformer.transformer_blocks[0].ff
     forward = layer.forward
-    layer.forward = lambda x: forward(x) * float(torch.tensor(1.5))
+    layer.forward = lambda x: forward(x) * 1.5
 
 
-def use_random_numbers(pipe: Any) -> None:
-    layer = pipe.transformer.transformer_blocks[0].ff
-    forward = layer.forward
-    layer.forward = lambda x: forward(x) * torch.rand(1, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("change", [add_hook, replace_forward])
+def test_a_model_with_code_of_a_user_runs_its_code(change: Callable[[Any], None]) -> None:
+    """It may keep something in Python, as a processor does that counts its calls."""
+    recorder = check_same_images(change)
+    assert not recorder.num_recorded
 
 
+def read_number(x: Tensor) -> Tensor:
+    return x * float(x.sum())
+
+
+def use_random_numbers(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+def select_by_mask(x: Tensor) -> Tensor:
+    return x[x > 0].sum() * x
+
+
+def sum_up(x: Tensor) -> Tensor:
+    return x.sum() * x[torch.tensor([0])]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("function", "reason"),
     [
-        (add_hook, "hooks are on a FeedForward"),
-        (read_number, "_local_scalar_dense"),
-        (use_random_numbers, "aten::rand"),
+        (read_number, "aten::_local_scalar_dense"),
+        (use_random_numbers, "aten::rand_like"),
+        (select_by_mask, "aten::index"),
+        (sum_up, ""),
     ],
 )
-def test_what_cannot_be_recorded_runs_its_code(change: Callable[[Any], None], reason: str) -> None:
-    recorder = check_same_images(change)
-    assert not recorder.num_played
-    assert any(reason in problem for problem in recorder.problems)
+def test_operators_that_cannot_be_recorded_are_seen(function: Callable[[Tensor], Tensor], reason: str) -> None:
+    recorder = RecordedSteps(OperatorSegments)
+    generation = Generation(calls=1, micro_step=MicroStep(1, None))
+    model = torch.nn.Linear(2, 2)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        x = torch.rand(2, 2)
+        result = recorder.run_call(generation, model, lambda x: function(model(x)), (x,), {})
+        torch.manual_seed(seed)
+        x = torch.rand(2, 2)
+        assert torch.equal(result, function(model(x)))
+    assert bool(recorder.num_played) == (not reason)
+    assert all(reason in problem for problem in recorder.problems)
+
+
+@torch.no_grad()
+def test_constants_of_another_generation_are_read() -> None:
+    """Two prompts of one shape: a failure means that the mask of the first one stays."""
+    recorder = RecordedSteps(OperatorSegments)
+    model = torch.nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    for number in range(4):
+        generation = Generation(calls=1, micro_step=MicroStep(1, None))
+        constant = torch.full((2,), float(number))
+
+        def forward(x: Tensor, now: Generation = generation, constant: Tensor = constant) -> Tensor:
+            return model(x) * now.memory.get_constant("key", lambda: constant)
+
+        for _ in range(3):
+            generation.memory.get_constant("key", lambda constant=constant: constant)
+            assert torch.equal(recorder.run_call(generation, model, forward, (x,), {}), model(x) * constant)
+    assert recorder.num_played == 10
+
+
+def test_the_scale_of_an_ip_adapter_is_seen() -> None:
+    images = []
+    for recorded in (False, True):
+        with record_on_cpu():
+            runner = ditile.parallelize(ZOO["flux-ip-adapter"].make(), Plan(data=1), cuda_graphs=recorded)
+        generate(runner, "flux-ip-adapter")
+        runner.pipe.set_ip_adapter_scale(0.3)
+        images.append(generate(runner, "flux-ip-adapter"))
+    assert all(map(torch.equal, *images))
 
 
 def check_same_images(change: Callable[[Any], None], **more: Any) -> RecordedSteps:
@@ -277,3 +335,27 @@ def test_an_error_in_a_call_forgets_all_tapes() -> None:
 def test_graphs_need_a_gpu() -> None:
     with pytest.raises(PlanError, match="needs a GPU"):
         ditile.parallelize(ZOO["flux"].make(), Plan(patches=2), cuda_graphs=True)
+
+
+@torch.no_grad()
+def test_compiled_code_stays_compiled() -> None:
+    """A failure means that tapes hold uncompiled kernels, and that steps after them run uncompiled too."""
+    calls: list[int] = []
+
+    def compile_and_count(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            calls.append(1)
+            return graph(*args)
+
+        return run
+
+    double = torch.compile(lambda x: x * 2, backend=compile_and_count)
+    recorder = RecordedSteps(OperatorSegments)
+    generation = Generation(calls=1, micro_step=MicroStep(1, None))
+    model = torch.nn.Linear(2, 2)
+    for _ in range(3):
+        recorder.run_call(generation, model, double, (torch.ones(2),), {})
+    # It runs when it is watched and when it is recorded, and not when it is played.
+    assert len(calls) == 2
+    double(torch.ones(2))
+    assert len(calls) == 3

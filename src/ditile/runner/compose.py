@@ -189,6 +189,8 @@ class Composition:
 
     def renew_groups(self) -> None:
         """Gives every strategy groups that no failed call has left messages in. All ranks must call it."""
+        # Tapes know the old groups.
+        self.release_recordings()
         self.mesh.renew_groups(self.plan)
         self.mesh.connect_groups(self.plan, self.device)
         self.encoders.use_control_group(self.mesh.control)
@@ -221,6 +223,7 @@ class Composition:
         # Before the hooks of blocks, which lie around the hooks of caches.
         for cache in self.model_caches:
             cache.renew_hooks()
+        recorder = self._choose_recorder(models)
         with ExitStack() as stack:
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
@@ -240,15 +243,23 @@ class Composition:
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
             self.loop.has_timed_guidance = is_guidance_timed(self.pipe, values)
-            # A cache decides on the CPU within a call.
-            self.loop.recorder = None if self.model_caches else self.recorder
+            self.loop.recorder = recorder
             self.loop.install_scheduler_hooks(stack, self.pipe, models, batch, callbacks)
             try:
                 yield self.loop
+            except StoppedError:  # between two calls of the model
+                raise
             except BaseException:
                 # A tape that was begun is of no use, and one may have failed.
                 self.release_recordings()
                 raise
+
+    def _choose_recorder(self, models: list[nn.Module]) -> RecordedSteps | None:
+        """What records the calls of the models as they are now, before the hooks of a call are on them."""
+        # A cache decides on the CPU within a call, and what users put on a model may keep something in Python.
+        if self.recorder is None or self.model_caches or any(map(list_user_code, models)):
+            return None
+        return self.recorder
 
     def release_recordings(self) -> None:
         """Forgets what was recorded, and frees its memory."""
@@ -333,6 +344,7 @@ class LayerAttentionBuilder:
         kernel: the attention kernel; None leaves it to each processor.
         warmup_group: the stages that compute the synchronous steps together, if they do.
         checks: asserts the ages of keys, if given.
+        records: whether calls may be recorded.
 
     Attributes:
         stale_keys: the class that keeps the keys of PipeFusion's patches.
@@ -349,7 +361,10 @@ class LayerAttentionBuilder:
         kernel: DiffusersKernel | None,
         warmup_group: WarmupGroup | None,
         checks: AgeChecks | None,
+        *,
+        records: bool = False,
     ) -> None:
+        self._records = records
         self._plan = plan
         self._mesh = mesh
         self._now = loop.generation
@@ -383,7 +398,9 @@ class LayerAttentionBuilder:
         sequence = self._mesh.sequence
         masks: LocalKeyMaskSource | GatheredKeyMaskSource = LocalKeyMaskSource()
         if sequence.num_ranks > 1:
-            masks = GatheredKeyMaskSource(sequence, self._mesh["ulysses"], self._mesh.traffic)
+            masks = GatheredKeyMaskSource(
+                sequence, self._mesh["ulysses"], self._mesh.traffic, remembers=not self._records
+            )
         return AttentionCore(self._now, self._exchange, keys, masks, kind=kind, turn=self._turn)
 
     def _build_exchange(self) -> HeadExchange:
@@ -585,7 +602,8 @@ def _build_attention(
     options: CompositionOptions,
 ) -> LayerAttentionBuilder:
     """What builds the attention of each layer."""
-    attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks)
+    records = options.recorder is not None
+    attention = LayerAttentionBuilder(plan, mesh, loop, kernel, warmup_group, options.checks, records=records)
     if options.recorder is not None:
         options.recorder.scopes = (attention.rotary.hide_tables,)
     return attention

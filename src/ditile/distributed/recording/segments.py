@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditile.distributed.recording.tape import CURRENT, Action
 
-HOST_READS = frozenset({
-    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::item", "aten::unique"
-})  # fmt: skip
-"""Operators whose result the host reads, or has the size of: they would be what they were."""
-RANDOM = frozenset({
-    "aten::randn", "aten::rand", "aten::randint", "aten::bernoulli", "aten::normal_", "aten::uniform_", "aten::randperm"
-})  # fmt: skip
-"""Operators that draw other numbers each time."""
+UNFIT_TAGS = {
+    torch.Tag.data_dependent_output: "whose result the host reads",
+    torch.Tag.dynamic_output_shape: "whose numbers decide on a size",
+    torch.Tag.nondeterministic_seeded: "which is random",
+}
+"""Operators of these kinds would give what they gave when they were recorded."""
+INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
+"""Operators whose sizes depend on numbers only where they index by a mask."""
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -36,18 +36,19 @@ class OperatorWatch(TorchDispatchMode):
         self.read: dict[int, Tensor] = {}
         self._made: set[int] = set()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled code stays compiled under the watch."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # What messages do to tensors is not part of a segment.
         if CURRENT.is_exchanging:
             return func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if not self.problem and (name in HOST_READS or name in RANDOM):
-            self.problem = f"it calls {name}"
         result = func(*args, **(kwargs or {}))
         inputs = list_tensors((args, kwargs))
         outputs = list_tensors(result)
-        if not self.problem and len({tensor.device.type for tensor in (*inputs, *outputs)}) > 1:
-            self.problem = f"{name} has tensors on the CPU and on the device"
+        self.problem = self.problem or _find_operator_problem(func, inputs, outputs)
         addresses = set()
         for tensor in inputs:
             address = tensor.untyped_storage().data_ptr()
@@ -59,6 +60,23 @@ class OperatorWatch(TorchDispatchMode):
             if address not in addresses:
                 self._made.add(address)
         return result
+
+
+def _find_operator_problem(operator: Any, inputs: list[Tensor], outputs: list[Tensor]) -> str:
+    """Why a call of an operator cannot be recorded, or nothing."""
+    name = operator._schema.name
+    is_by_mask = any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
+    # Attention counts as random because of its dropout, which models of diffusers do not use.
+    is_fit = "attention" in name or (name in INDEXING and not is_by_mask)
+    for tag, description in UNFIT_TAGS.items():
+        if tag in operator.tags and not is_fit:
+            return f"it calls {name}, {description}"
+    if len({tensor.device.type for tensor in (*inputs, *outputs)}) > 1:
+        return f"{name} has tensors on the CPU and on the device"
+    # `torch.tensor(..., device="cuda")` copies from the CPU before any operator sees it.
+    if name == "aten::lift_fresh" and outputs[0].device.type != "cpu":
+        return "it makes a tensor of numbers of the host"
+    return ""
 
 
 def list_tensors(values: Any) -> list[Tensor]:
@@ -80,29 +98,48 @@ class GraphSegments:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        # A pool without any graph is gone, and a capture into it fails.
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outer_stream = torch.cuda.current_stream(device)
 
     def open(self) -> None:
         """Begins to capture."""
-        self._graph = torch.cuda.CUDAGraph()
+        if self._anchor is None:
+            self._begin()
+            torch.zeros(1, device=self._device)
+            self._anchor = self._end()
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
         self._outer_stream = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(self._outer_stream)
         torch.cuda.set_stream(self._stream)
         # Threads of the process group query events meanwhile, which any stricter mode would forbid.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except BaseException:
+            torch.cuda.set_stream(self._outer_stream)
+            raise
+        self._graph = graph
+
+    def _end(self) -> torch.cuda.CUDAGraph:
+        graph = self._graph
+        if graph is None:
+            raise RuntimeError("no segment is open")
+        self._graph = None
+        try:
+            graph.capture_end()
+        finally:
+            torch.cuda.set_stream(self._outer_stream)
+        return graph
 
     def close(self) -> Action | None:
         """Ends the graph, and runs it: what is captured is not computed."""
-        graph = self._graph
-        assert graph is not None
-        self._graph = None
-        try:
-            with warnings.catch_warnings(record=True) as messages:
-                warnings.simplefilter("always")
-                graph.capture_end()
-        finally:
-            torch.cuda.set_stream(self._outer_stream)
+        with warnings.catch_warnings(record=True) as messages:
+            warnings.simplefilter("always")
+            graph = self._end()
         # Between two messages may be views alone.
         if any("empty" in str(message.message) for message in messages):
             return None

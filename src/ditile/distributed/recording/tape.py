@@ -11,6 +11,7 @@ the host alone. Without a recording in this thread the action just happens.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,17 +28,17 @@ class Segments(Protocol):
     """Captures what is computed on a device."""
 
     def open(self) -> None:
-        """Begins a segment."""
+        """Begins a segment; after an error none is open."""
 
     def close(self) -> Action | None:
         """Ends the segment, whose work is done then; returns what does it again, or None if there was none."""
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The same memory, which may be used for something else once nobody but the tape knows the tensor."""
+        """The same memory, which may be used for something else once the call has dropped the tensor."""
 
 
 class NoSegments:
-    """Captures nothing: for a look at a call before it is recorded."""
+    """Captures nothing: the first call of a form runs with it, and is only watched."""
 
     def open(self) -> None:
         """Nothing begins."""
@@ -56,22 +57,18 @@ class Tape:
 
     Attributes:
         actions: segments and messages, in order.
-        before: what must have happened before the first segment overwrites the memory of the last play.
-        held: memory that is read or written, and is nobody else's.
+        held: memory that is read or written, and belongs to the tape alone.
         num_segments, num_messages: how many of each.
     """
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.before: list[Action] = []
         self.held: list[Any] = []
         self.num_segments = 0
         self.num_messages = 0
 
     def play(self) -> None:
         """Does what the call did, on the same memory."""
-        for action in self.before:
-            action()
         for action in self.actions:
             action()
 
@@ -91,13 +88,18 @@ class Recording:
     def record_within(self) -> Iterator[Tape]:
         """Records what this thread does within."""
         assert CURRENT.recording is None
-        CURRENT.recording = self
         self._segments.open()
+        CURRENT.recording = self
         try:
             yield self.tape
-        finally:
+        except BaseException:
             CURRENT.recording = None
-            self._close_segment()
+            # What was captured is of no use, and the error is the one to see.
+            with contextlib.suppress(RuntimeError):
+                self._segments.close()
+            raise
+        CURRENT.recording = None
+        self._close_segment()
 
     def _close_segment(self) -> None:
         replay = self._segments.close()
@@ -107,17 +109,30 @@ class Recording:
 
     def borrow(self, tensor: Tensor) -> Tensor:
         """The memory of a tensor for an action on messages; the call must keep the tensor until they are over."""
-        return self._segments.borrow(tensor)
+        with hide_from_recording():
+            return self._segments.borrow(tensor)
 
     def exchange(self, action: Callable[[], object]) -> None:
         """Does an action on messages between two segments, now and in each play."""
         self._add_message(action)
 
-    def send_tensor(self, action: Callable[[Tensor], None], tensor: Tensor, wait: Callable[[Tensor], None]) -> None:
-        """Sends a tensor that nothing in the call waits for, so that the next play must: `wait` does."""
-        self.tape.held.append(tensor)
-        self.tape.before.append(partial(wait, tensor))
-        self._add_message(partial(action, tensor))
+    def send_tensor(self, send: Callable[[Tensor], None], tensor: Tensor, wait: Callable[[Tensor], None]) -> None:
+        """Sends a tensor that nothing in the call waits for.
+
+        It leaves from memory outside of all segments, as the segments of other tapes write theirs meanwhile; `wait`
+        waits until the last message has left it.
+        """
+        message = self.borrow(tensor)
+        sent: list[Tensor] = []
+
+        def copy_and_send() -> None:
+            if not sent:
+                sent.append(torch.empty_like(message))
+            wait(sent[0])
+            send(sent[0].copy_(message))
+
+        self.tape.held.append(sent)
+        self._add_message(copy_and_send)
 
     def receive_tensors(self, receive: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
         """What an action returns, copied to memory that stays: in each play it comes in other memory."""
@@ -142,12 +157,9 @@ class Recording:
         self._close_segment()
         self.tape.actions.append(action)
         self.tape.num_messages += 1
-        CURRENT.is_exchanging = True
-        try:
+        with hide_from_recording():
             action()
-        finally:
-            CURRENT.is_exchanging = False
-            self._segments.open()
+        self._segments.open()
 
 
 class _Current(threading.local):
@@ -163,6 +175,17 @@ class _Current(threading.local):
 
 
 CURRENT = _Current()
+
+
+@contextmanager
+def hide_from_recording() -> Iterator[None]:
+    """Within it, nothing is part of a recorded call: messages, and what is computed once for several calls."""
+    was_exchanging = CURRENT.is_exchanging
+    CURRENT.is_exchanging = True
+    try:
+        yield
+    finally:
+        CURRENT.is_exchanging = was_exchanging
 
 
 def exchange_tensors(action: Callable[..., None], *tensors: Tensor) -> None:

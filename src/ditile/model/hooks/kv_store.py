@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.mesh import Mesh
+from ditile.distributed.recording.tape import hide_from_recording
 from ditile.distributed.transport import HostCopy, HostNumbers, PendingMessages
 from ditile.model.hooks.token_arguments import group_runs, view_frames, write_runs
 from ditile.plan.errors import StateError
@@ -373,14 +374,15 @@ class GenerationMemory:
     def get_constant(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """A value that does not change during the generation, made once."""
         if key not in self._constants:
-            self._constants[key] = make()
+            with hide_from_recording():
+                self._constants[key] = make()
         if self._read_constant is not None:
             return self._read_constant(key, self._constants[key])
         return self._constants[key]
 
     @contextmanager
     def read_constants_with(self, read: Callable[[Hashable, Any], Any]) -> Iterator[None]:
-        """Within it, who asks for a constant gets `read(key, constant)`, as where a recorded call finds it."""
+        """Within it, `get_constant` returns `read(key, constant)`, such as a copy that a recorded call reads."""
         self._read_constant = read
         try:
             yield
@@ -410,6 +412,14 @@ class GenerationMemory:
         for name, memory in (*self._buffers.items(), *self._messages.items()):
             addresses["memory", name] = (memory.data_ptr(),)
         return addresses
+
+    def list_storage_addresses(self, branch: int) -> list[int]:
+        """Where the memory of `list_addresses` begins, which lives as long as its owners."""
+        tensors = [*self._buffers.values(), *self._messages.values()]
+        for key, store in self._stores.items():
+            if key[0] == branch:
+                tensors += store.list_tensors()
+        return [tensor.untyped_storage().data_ptr() for tensor in tensors]
 
     def list_written_steps(self, branch: int) -> dict[tuple[int, str], list[int]]:
         """The step that wrote each segment, of the layers of a branch."""
@@ -479,7 +489,9 @@ class KeptBuffers:
         shapes = self._memory.setdefault(key, OrderedDict())
         form = (tuple(shape), like.dtype, like.device)
         if form not in shapes:
-            shapes[form] = like.new_zeros(tuple(shape))
+            # Written in calls of inference mode and of others.
+            with torch.inference_mode(False):
+                shapes[form] = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
         shapes.move_to_end(form)
         if len(shapes) > self.SHAPES:
             shapes.popitem(last=False)

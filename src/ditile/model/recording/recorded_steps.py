@@ -17,6 +17,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -26,22 +27,27 @@ from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers
 
 FORMS_KEPT = 4
-"""Forms of the calls of one place that are kept: prompts of a few lengths, with a LoRA and without."""
+"""Forms of the calls of one place that are kept, such as prompts of a few lengths."""
 UNPLAYED_FORMS = 16
 """Forms in a row that were dropped before they were played, after which a place is not recorded any more."""
 ADAPTERS = "peft."
 """Modules of this package compute what their settings say, which may change between calls."""
 
+LOOKS = 2
+"""Calls of a form that are only watched, where the first one has a problem: it may be one of the first call alone."""
+
 _READ_ADDRESS = operator.methodcaller("data_ptr")
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
-"""Arguments whose value says everything that a model can make of them."""
+"""Arguments and results that are told apart by their values."""
 
 
 class StaticInput:
     """Memory that stays as long as a tape reads it, and the tensor that was last copied to it."""
 
     def __init__(self, like: Tensor) -> None:
-        self.tensor = torch.empty_like(like, requires_grad=False)
+        # Written in calls of inference mode and of others.
+        with torch.inference_mode(False):
+            self.tensor = torch.empty_like(like, requires_grad=False)
         self._source: Tensor | None = None
         self._state: tuple[Any, ...] = ()
 
@@ -74,7 +80,7 @@ class ConstantInput:
     statics: Any
 
     def fill(self, value: Any) -> bool:
-        """Copies the value of another generation; False where it is no value of this kind."""
+        """Copies the value of another generation; False where its numbers or shapes are others."""
         leaves = pytree.tree_leaves(value)
         if len(leaves) != len(self.leaves):
             return False
@@ -94,11 +100,13 @@ class CallTape:
     """The calls of one form.
 
     Attributes:
-        problem: why they can never be recorded; empty if they can.
+        problem: why they cannot be recorded; empty if they can.
+        num_looks: calls that were watched.
         model_problem: why they cannot be recorded now, as adapters and hooks come and go.
         tape: what they do; None until it is recorded.
         inputs: memory for each tensor that a call is given.
-        constants: what is constant in a generation, by its key.
+        constant_keys: of what is constant in a generation, as the watched call read it.
+        constants: the same as the tape reads it.
         marks: (branch and layer, segment, age) of the keys that are in the store after a call.
         result: what a call returns, in the tape's memory.
         addresses: of weights, keys and whatever stays from step to step.
@@ -107,9 +115,11 @@ class CallTape:
     """
 
     problem: str = ""
+    num_looks: int = 0
     model_problem: str = ""
     tape: Tape | None = None
     inputs: list[StaticInput] = field(default_factory=list)
+    constant_keys: set[Hashable] = field(default_factory=set)
     constants: dict[Hashable, ConstantInput] = field(default_factory=dict)
     marks: list[tuple[tuple[int, str], int, int]] = field(default_factory=list)
     result: Any = None
@@ -130,6 +140,7 @@ class RecordedSteps:
         has_played: whether the last call was played.
         num_recorded, num_played: calls so far.
         problems: why calls were not recorded, and how many.
+        failure: the error of a recording, after which nothing is recorded.
     """
 
     def __init__(self, make_segments: Callable[[], Segments]) -> None:
@@ -140,6 +151,7 @@ class RecordedSteps:
         self.num_recorded = 0
         self.num_played = 0
         self.problems: dict[str, int] = {}
+        self.failure = ""
         self._calls: dict[Hashable, OrderedDict[Hashable, CallTape]] = {}
         # Numbers among the arguments may differ in each step, as a timestep that is no tensor.
         self._unplayed: dict[Hashable, int] = {}
@@ -159,6 +171,8 @@ class RecordedSteps:
         self.has_played = False
         if _is_never_recorded(now):
             return forward(*args, **kwargs)
+        if self.failure:
+            return self._run_code(self.failure, forward, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return self._run_code("an argument is no tensor and no number", forward, args, kwargs)
@@ -168,15 +182,17 @@ class RecordedSteps:
         if call is None and self._unplayed.get(place, 0) >= UNPLAYED_FORMS:
             return self._run_code("its arguments are others in each step", forward, args, kwargs)
         if call is None:
-            return self._look_at_call(now, model, place, form, forward, args, kwargs)
+            call = self._add_call(place, form)
+        if call.num_looks == 0 or (call.problem and call.num_looks < LOOKS):
+            return self._look_at_call(call, now, forward, args, kwargs)
         if call.epoch is not now.memory.epoch:
             self._compare_addresses(call, now, model)
         problem = call.problem or call.model_problem
         if problem:
             return self._run_code(problem, forward, args, kwargs)
-        if call.tape is not None and not self._fill_constants(call, now.memory):
-            # It is recorded again, as what it computes may depend on a constant.
-            call.tape = None
+        if not all(map(now.memory.has_constant, call.constant_keys)):
+            return self._look_at_call(call, now, forward, args, kwargs)
+        self._fill_constants(call, now.memory, model)
         call.inputs = self._fill_inputs((id(model), now.branch), leaves)
         if call.tape is None:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -199,31 +215,35 @@ class RecordedSteps:
             forms.move_to_end(form)
         return forms.get(form)
 
-    def _look_at_call(
-        self,
-        now: Generation,
-        model: nn.Module,
-        place: Hashable,
-        form: Hashable,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """The first call of a form: it loads kernels, and shows what cannot be recorded while nothing depends on it."""
-        watch = OperatorWatch()
-        with self._hide_remembered(now), watch, Recording(NoSegments()).record_within():
-            result = forward(*args, **kwargs)
-        problem = watch.problem
-        devices = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        if len(devices) > 1:
-            # What is computed on the CPU would stay what it was.
-            problem = "its arguments are on several devices"
-        call = CallTape(problem)
+    def _add_call(self, place: Hashable, form: Hashable) -> CallTape:
         forms = self._calls[place]
-        forms[form] = call
+        forms[form] = CallTape()
         if len(forms) > FORMS_KEPT:
             _, dropped = forms.popitem(last=False)
             self._unplayed[place] = 0 if dropped.is_played else self._unplayed.get(place, 0) + 1
+        return forms[form]
+
+    def _look_at_call(
+        self, call: CallTape, now: Generation, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """The first call of a form: it loads kernels, and shows what cannot be recorded while nothing depends on it."""
+
+        def note_constant(key: Hashable, value: Any) -> Any:
+            call.constant_keys.add(key)
+            return value
+
+        call.num_looks += 1
+        watch = OperatorWatch()
+        constants = now.memory.read_constants_with(note_constant)
+        with self._hide_remembered(now), constants, watch, Recording(NoSegments()).record_within():
+            result = forward(*args, **kwargs)
+        call.problem = watch.problem
+        devices = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if len(devices) > 1:
+            # What is computed on the CPU would stay what it was.
+            call.problem = "its arguments are on several devices"
+        if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in pytree.tree_leaves(result)):
+            call.problem = "its result is no tensor and no number"
         return result
 
     def _record_call(
@@ -238,26 +258,40 @@ class RecordedSteps:
         """Makes a call, and a tape of it."""
         memory = now.memory
         written = memory.list_written_steps(now.branch)
-        call.constants = {}
+        unknown: list[Hashable] = []
 
         def read_constant(key: Hashable, value: Any) -> Any:
             if key not in call.constants:
-                call.constants[key] = self._make_constant((id(model), key), value)
+                unknown.append(key)
+                return value
             return call.constants[key].statics
 
         watch = OperatorWatch()
         recording = Recording(self._make_segments()).record_within()
         with self._hide_remembered(now), memory.read_constants_with(read_constant), watch, recording as tape:
-            call.result = forward(*args, **kwargs)
-        if watch.problem:
-            # Only what the look did not see: the call was made, and its tape is dropped.
-            call.problem = watch.problem
+            try:
+                call.result = forward(*args, **kwargs)
+            except Exception as error:
+                self.failure = f"a recording failed: {type(error).__name__}"
+                raise
+        problem = watch.problem
+        if unknown:
+            problem = "its constants are others than in its first call"
+        if memory.list_written_steps(now.branch).keys() != written.keys():
+            # A tape does not make the stores of keys.
+            problem = "it makes its first keys"
+        if problem:
+            # The call was made, and its tape is dropped.
+            call.problem = problem
+            call.num_looks = LOOKS
             return
-        weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        tape.held.append([tensor for address, tensor in watch.read.items() if address not in weights])
         call.tape = tape
         call.marks = memory.list_marks(now.branch, now.micro_step.step, written)
         call.addresses = self._list_addresses(now, model)
+        # Weights and keys may go: a tape whose addresses differ is not played.
+        known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        known.update(memory.list_storage_addresses(now.branch))
+        tape.held.append([tensor for address, tensor in watch.read.items() if address not in known])
         self.num_recorded += 1
 
     @contextmanager
@@ -304,12 +338,14 @@ class RecordedSteps:
             statics.append(static.tensor)
         return ConstantInput(own, pytree.tree_unflatten(statics, spec))
 
-    def _fill_constants(self, call: CallTape, memory: GenerationMemory) -> bool:
-        """Copies the constants of this generation; False where one is missing, or decides otherwise."""
-        for key, constant in call.constants.items():
-            if not memory.has_constant(key) or not constant.fill(memory.find_constant(key)):
-                return False
-        return True
+    def _fill_constants(self, call: CallTape, memory: GenerationMemory, model: nn.Module) -> None:
+        """Copies the constants of this generation, before any segment: a tape only reads them."""
+        for key in call.constant_keys:
+            value = memory.find_constant(key)
+            if key not in call.constants or not call.constants[key].fill(value):
+                # What the tape computes may depend on the numbers of a constant.
+                call.tape = None
+                call.constants[key] = self._make_constant((id(model), key), value)
 
     def _compare_addresses(self, call: CallTape, now: Generation, model: nn.Module) -> None:
         """Forgets a tape if something that it reads or writes has moved, and looks at the model again."""
@@ -338,7 +374,9 @@ def _is_never_recorded(now: Generation) -> bool:
         return True
     # Some rows of a batch, or stages that compute a step together, are in no place of their own.
     shares_step = now.micro_step.patch is None and now.shares.warmup_split is not None
-    return now.is_surveyed or now.is_dry or now.batch_range is not None or shares_step
+    # Autocast remembers the weights that it has cast, in memory of the call.
+    is_cast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+    return now.is_surveyed or now.is_dry or now.batch_range is not None or shares_step or is_cast
 
 
 def _describe_place(now: Generation, model: nn.Module) -> Hashable:
@@ -358,7 +396,21 @@ def _describe_place(now: Generation, model: nn.Module) -> Hashable:
 
 
 def _describe_modes() -> tuple[bool, ...]:
-    return (torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"))
+    return (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
+
+
+def _describe_settings() -> tuple[Any, ...]:
+    """Settings of the process that choose kernels."""
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        _AttentionBackendRegistry.get_active_backend(),
+    )
 
 
 def _describe_leaf(leaf: Any) -> Hashable:
@@ -368,14 +420,18 @@ def _describe_leaf(leaf: Any) -> Hashable:
     return type(leaf), leaf
 
 
+_NAMES_OF_MODULES = frozenset(vars(nn.Module()))
+_NUMBERS = (bool, int, float, str, list, tuple)
+
+
 def _survey_model(model: nn.Module) -> tuple[Any, str]:
-    """Where a model's weights are and which kernels attend, and why it cannot be recorded, or nothing.
+    """Where a model's weights are and how it is set, and why it cannot be recorded, or nothing.
 
     A loop over the tables of the modules: torch's own iterators make twenty times as many Python calls.
     """
     problem = ""
     weights: list[Tensor | None] = []
-    attention: list[tuple[type, Any]] = []
+    settings: list[Any] = [_describe_settings()]
     modules: list[nn.Module | None] = [model]
     while modules:
         module = modules.pop()
@@ -386,10 +442,19 @@ def _survey_model(model: nn.Module) -> tuple[Any, str]:
         weights.extend(contents["_parameters"].values())
         weights.extend(contents["_buffers"].values())
         modules.extend(contents["_modules"].values())
+        settings.append(type(module))
+        # Scales of adapters, FreeU and their kind are numbers on modules and processors.
+        for name in contents.keys() - _NAMES_OF_MODULES:
+            value = contents[name]
+            if isinstance(value, _NUMBERS):
+                settings.append((name, repr(value)))
         processor = contents.get("processor")
-        if processor is not None:
-            # Ours are new in each call, so only the class counts.
-            attention.append((type(processor), getattr(processor, "_attention_backend", None)))
+        if processor is not None and not isinstance(processor, nn.Module):
+            # Processors of ditile are new in each call, so only the class and numbers count.
+            settings.append(type(processor))
+            for name, value in vars(processor).items():
+                if isinstance(value, _NUMBERS):
+                    settings.append((name, repr(value)))
         if type(module).__module__.startswith(ADAPTERS):
             problem = "adapters are on the model"
         if module is not model and (contents["_forward_hooks"] or contents["_forward_pre_hooks"]):
@@ -402,4 +467,4 @@ def _survey_model(model: nn.Module) -> tuple[Any, str]:
         problem = f"weights are of class {weight_class.__name__}"
     if problem:
         return (), problem
-    return (tuple(map(_READ_ADDRESS, filter(torch.is_tensor, weights))), attention), ""
+    return (tuple(map(_READ_ADDRESS, filter(torch.is_tensor, weights))), settings), ""

@@ -545,8 +545,11 @@ class PipeFusion:
     def _receive_activations(self, state: TokenState) -> TokenState:
         recording = CURRENT.recording
         # The first stage receives nothing, and so ends no segment of a recorded call.
-        if recording is None or self._activations_in is None:
+        if recording is None:
             messages = self._receive_messages(state.image)
+        elif self._activations_in is None:
+            messages = []
+            recording.note(partial(self._receive_messages, state.image.new_empty(0)))
         else:
             # A tape outlives the tensors of the call.
             like = state.image.new_empty(0)

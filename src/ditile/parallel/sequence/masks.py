@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ditile.distributed.mesh import Axis
-from ditile.distributed.recording.tape import CURRENT
 from ditile.distributed.transport import Traffic, start_gather
 from ditile.model.hooks.generation import LayerTokens
 from ditile.model.hooks.key_padding import KeyPaddingMask, expand_mask, make_pairs_error
@@ -27,13 +26,16 @@ class GatheredKeyMaskSource:
         axis: all ranks that split the tokens; those along ulysses are neighbours.
         ulysses: those that split the heads too.
         traffic: counts bytes.
+        remembers: whether a mask that comes again is not gathered again. Recorded calls must not: they would find the
+            mask in the memory of another, and all ranks have to send alike.
     """
 
-    def __init__(self, axis: Axis, ulysses: Axis, traffic: Traffic) -> None:
+    def __init__(self, axis: Axis, ulysses: Axis, traffic: Traffic, *, remembers: bool = True) -> None:
         assert axis.group is not None
         self._axis = axis
         self._ulysses = ulysses
         self._traffic = traffic
+        self._remembers = remembers
         # With each gathered mask its source, so that no other tensor gets the same id.
         self._cached_masks: dict[Hashable, tuple[Tensor, KeyPaddingMask]] = {}
 
@@ -59,8 +61,8 @@ class GatheredKeyMaskSource:
                 f"an attention mask of {num_keys} keys came with {own} keys of {tokens.length} on this rank; "
                 "give one of all of them, or of those here, or run this model with ulysses=1 and ring=1"
             )
-        # A mask of pairs is a new tensor in every block, and is only cut. A recorded call finds others in its memory.
-        if num_queries > 1 or CURRENT.recording is not None:
+        # A mask of pairs is a new tensor in every block, and is only cut.
+        if num_queries > 1 or not self._remembers:
             return self._assemble_mask(flat, tokens, heads)
         key = (tokens.runs, flat.shape, heads, id(mask))
         if key not in self._cached_masks:

@@ -65,7 +65,16 @@ def measure_alone(task: AloneTask) -> list[Row]:
     """Measures all plans, and returns a row for the plain pipeline and for each rank that was measured."""
     silence_libraries()
     # These calls are short by intent, so that warnings of too few steps for a plan say nothing here.
-    logging.getLogger("ditile").setLevel(logging.ERROR)
+    log = logging.getLogger("ditile")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        return _measure_plans(task)
+    finally:
+        log.setLevel(level)
+
+
+def _measure_plans(task: AloneTask) -> list[Row]:
     # `launch` has made a group of this one process, in whose place come the ranks of the plans.
     if dist.is_initialized():
         dist.destroy_process_group()
