@@ -23,7 +23,7 @@ from ditile.runner import runner as runners
 class OperatorSegments(TorchDispatchMode):
     """Segments of the operators that a call makes.
 
-    A pool of CUDA graphs gives memory to others as soon as the call has dropped it. Here nobody else gets it, so it
+    A pool of CUDA graphs gives memory to others as soon as the call has dropped it. Here it is not used again, so it
     is filled with NaN there whenever the tape is played: what reads it afterwards is seen in the image.
 
     Attributes:

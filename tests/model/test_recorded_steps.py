@@ -269,7 +269,7 @@ def check_same_images(change: Callable[[Any], None], **more: Any) -> RecordedSte
 
 @torch.no_grad()
 def test_numbers_that_differ_in_each_step_are_given_up() -> None:
-    """A failure means that each call is looked at for ever, which takes longer than to run it."""
+    """A failure means that each call is watched for ever, which takes longer than to run it."""
     recorder = RecordedSteps(OperatorSegments)
     generation = Generation(calls=1, micro_step=MicroStep(1, None))
     model = torch.nn.Linear(2, 2)
@@ -289,7 +289,7 @@ def test_a_model_with_a_cache_runs_its_code() -> None:
 
 
 def test_prompts_of_few_lengths_are_recorded_once() -> None:
-    """A failure means that a server of prompts of two lengths records each image anew."""
+    """A failure means that a server of prompts of two lengths records each image again."""
     with record_on_cpu() as recorders:
         runner = ditile.parallelize(ZOO["flux"].make(), Plan(patches=2, warmup=1), cuda_graphs=True)
     prompts = [{}, ZOO["flux"].other_prompt()]
