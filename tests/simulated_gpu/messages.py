@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
+from ditile.measure.bench.alone.messages import LoneGroup
 from ditile.model.hooks.generation import Generation
 from ditile.parallel.pipefusion.dry_iterations import DryIterations
 from ditile.parallel.tensor import collectives
@@ -62,24 +62,6 @@ class SimulatedWork:
         return self.is_over
 
 
-@dataclass(frozen=True)
-class SimulatedGroup:
-    """A process group of a simulated rank."""
-
-    group_name: str
-    ranks: tuple[int, ...]
-    own_rank: int
-    backend: str
-
-    def size(self) -> int:
-        """How many ranks it has."""
-        return len(self.ranks)
-
-    def rank(self) -> int:
-        """This rank's place in it."""
-        return self.ranks.index(self.own_rank)
-
-
 class _PeerMessage(NamedTuple):
     """One of a batch, as `P2POp`."""
 
@@ -103,7 +85,7 @@ class SimulatedMessages:
 
     def __init__(self, gpu: SimulatedGpu, rank: int, world: int) -> None:
         self.gpu, self._rank = gpu, rank
-        self._everyone: Any = SimulatedGroup("everyone", tuple(range(world)), rank, NCCL)
+        self._everyone: Any = LoneGroup("everyone", tuple(range(world)), rank, NCCL)
         self.group = SimpleNamespace(WORLD=self._everyone)
         self.P2POp, self._num_groups = _PeerMessage, 0
 
@@ -166,7 +148,7 @@ class SimulatedMessages:
     def new_group(self, ranks: Sequence[int], timeout: Any = None, backend: str | None = None, **_: Any) -> Any:
         self._num_groups += 1
         kind = "cpu:gloo,cuda:gloo" if backend == "gloo" else NCCL
-        group = SimulatedGroup(f"group {self._num_groups}", tuple(ranks), self._rank, kind)
+        group = LoneGroup(f"group {self._num_groups}", tuple(ranks), self._rank, kind)
         return group if self._rank in ranks else -100
 
     def destroy_process_group(self, group: Any = None) -> None: ...

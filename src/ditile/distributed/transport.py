@@ -331,6 +331,7 @@ class PendingMessages:
     def wait_for_works(self) -> None:
         """Waits; what arrives is in its memory then."""
         messages = self.recorded or self
+        # Not by way of `Traffic.record_wait`: each layer of each micro-step comes here.
         with self.traffic.trace.record_wait(self.kind):
             for work in messages.works:
                 work.wait()
