@@ -195,6 +195,23 @@ def select_by_mask(x: Tensor) -> Tensor:
     return x[x > 0].sum() * x
 
 
+def write_argument(x: Tensor) -> Tensor:
+    return x.add_(1)
+
+
+@torch.no_grad()
+def test_a_model_that_writes_into_its_arguments_runs_its_code() -> None:
+    """A failure means that a tape adds to its own copy, once more in each step."""
+    recorder = RecordedSteps(OperatorSegments)
+    generation = Generation(calls=1, micro_step=MicroStep(1, None))
+    model = torch.nn.Linear(2, 2)
+    x = torch.zeros(2)
+    for step in range(5):
+        result = recorder.run_call(generation, model, write_argument, (x,), {})
+        assert result.tolist() == [step + 1.0, step + 1.0]
+    assert recorder.problems == {"it writes into its arguments": 3}
+
+
 def sum_up(x: Tensor) -> Tensor:
     return x.sum() * x[torch.tensor([0])]
 

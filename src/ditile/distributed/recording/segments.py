@@ -28,12 +28,14 @@ class OperatorWatch(TorchDispatchMode):
     Attributes:
         problem: why the call cannot be recorded; empty if it can.
         read: tensors from outside that were read, by the address of their memory.
+        written: addresses of memory that was written in place.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.problem = ""
         self.read: dict[int, Tensor] = {}
+        self.written: set[int] = set()
         self._made: set[int] = set()
 
     @classmethod
@@ -49,6 +51,8 @@ class OperatorWatch(TorchDispatchMode):
         inputs = list_tensors((args, kwargs))
         outputs = list_tensors(result)
         self.problem = self.problem or _find_operator_problem(func, inputs, outputs)
+        for tensor in _list_written_tensors(func, args, kwargs or {}):
+            self.written.add(tensor.untyped_storage().data_ptr())
         addresses = set()
         for tensor in inputs:
             address = tensor.untyped_storage().data_ptr()
@@ -60,6 +64,17 @@ class OperatorWatch(TorchDispatchMode):
             if address not in addresses:
                 self._made.add(address)
         return result
+
+
+def _list_written_tensors(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call of an operator writes in place."""
+    written: list[Tensor] = []
+    if operator._schema.is_mutable:
+        for index, argument in enumerate(operator._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[index] if index < len(args) else kwargs.get(argument.name)
+                written += list_tensors(value)
+    return written
 
 
 def _find_operator_problem(operator: Any, inputs: list[Tensor], outputs: list[Tensor]) -> str:

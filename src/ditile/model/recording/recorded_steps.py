@@ -21,7 +21,7 @@ from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ditile.distributed.recording.segments import OperatorWatch
+from ditile.distributed.recording.segments import OperatorWatch, list_tensors
 from ditile.distributed.recording.tape import NoSegments, Recording, Segments, Tape
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers
@@ -238,8 +238,11 @@ class RecordedSteps:
         with self._hide_remembered(now), constants, watch, Recording(NoSegments()).record_within():
             result = forward(*args, **kwargs)
         call.problem = watch.problem
-        devices = {leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        if len(devices) > 1:
+        inputs = list_tensors((args, kwargs))
+        if watch.written & {tensor.untyped_storage().data_ptr() for tensor in inputs}:
+            # A tape is given copies, which are filled again only where the pipeline's tensors have changed.
+            call.problem = "it writes into its arguments"
+        if len({tensor.device for tensor in inputs}) > 1:
             # What is computed on the CPU would stay what it was.
             call.problem = "its arguments are on several devices"
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in pytree.tree_leaves(result)):
