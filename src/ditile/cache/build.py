@@ -12,10 +12,10 @@ from functools import partial
 import torch
 
 from ditile.cache.config import Calibration, DBCacheConfig, DBPruneConfig, choose_stored_value, format_cache_config
-from ditile.cache.dbcache import DBCache
-from ditile.cache.dbprune import DBPrune, DynamicThreshold
 from ditile.cache.forecast import build_forecaster
 from ditile.cache.hooks import CacheHook
+from ditile.cache.methods.dbcache import DBCache
+from ditile.cache.methods.dbprune import DBPrune, DynamicThreshold
 from ditile.cache.segment import Residuals
 from ditile.cache.skip_decision import Difference, SkipDecider
 from ditile.cache.skip_rules import SkipRules
