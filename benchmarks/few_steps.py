@@ -29,7 +29,7 @@ from ditile.measure.evaluate.metrics import ImageArrays, compute_psnr
 from ditile.model.known import list_bundled_models
 from ditile.plan.errors import DitileError, PlanError
 from ditile.plan.plan import FEW_STEPS, Plan
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
@@ -148,7 +148,7 @@ def _compare_with_reference(
         row["psnr_lowest"] = float(decibels.min())
     row["all_right"] = score_images(list(images), captions)["all_right"]
     # Fewer steps are a speed-up of their own, on top of the plan's.
-    row["bound"] = steps / setting.steps * bound_speedup(Schedule.from_plan(setting.plan, setting.steps))
+    row["bound"] = steps / setting.steps * bound_speedup(PatchSchedule.from_plan(setting.plan, setting.steps))
     return row
 
 

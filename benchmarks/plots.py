@@ -28,7 +28,7 @@ from benchmarks.sweep_figures import set_logarithmic_scale
 from ditile.measure.evaluate.figures import draw_tradeoff
 from ditile.measure.palette import COLOURS, MARKERS, ONE_RANK_COLOUR
 from ditile.measure.rows import Row, list_values
-from ditile.plan.schedule import MicroStep, Schedule
+from ditile.plan.schedule import MicroStep, PatchSchedule
 
 FRESH, STALE = "#4477aa", "#dddddd"
 PATCH_COLOURS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#777777")
@@ -73,7 +73,7 @@ def draw_gantt_chart(trace: Path, out: Path, steps: range) -> None:
 
 def freshness(patches: int, out: Path) -> None:
     """Draws which patches' keys are fresh in each micro-step of a step (figure 4 of arXiv 2405.14430)."""
-    schedule = Schedule(stages=patches, patches=patches, steps=3, warmup=1)
+    schedule = PatchSchedule(stages=patches, patches=patches, steps=3, warmup=1)
     pipefusion = []
     distrifusion = []
     for patch in range(patches):

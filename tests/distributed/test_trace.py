@@ -13,11 +13,11 @@ import torch.distributed as dist
 import ditile
 from ditile.distributed.trace import GenerationTrace, TraceEvent, TraceWait, sum_waits_by_step, write_chrome_trace
 from ditile.plan.errors import StateError
-from ditile.plan.schedule import OpKind, Schedule
+from ditile.plan.schedule import OpKind, PatchSchedule
 from tests import tiny
 from tests.pool import Pool
 
-SCHEDULE = Schedule(stages=2, patches=8, steps=5, warmup=1)
+SCHEDULE = PatchSchedule(stages=2, patches=8, steps=5, warmup=1)
 
 
 def draw(path: str) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ditile import Plan, PlanError
 from ditile.plan.plan import AXES, SEQUENCE, SPLIT_SCHEMES, TEXT_PLACES, VAE_PLACES, WARMUP_MODES, WIRE_DTYPES, Facts
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 
 PER_STAGE = st.integers(1, 50)
@@ -227,6 +227,6 @@ def test_a_large_model_and_image_allow_every_plan(plan: Plan) -> None:
     ],
 )
 def test_advice_where_warmup_and_fill_eat_the_gain(plan: Plan, steps: int, says: str | None) -> None:
-    advice = plan.advice(bound_speedup(Schedule.from_plan(plan, steps)))
+    advice = plan.advice(bound_speedup(PatchSchedule.from_plan(plan, steps)))
     assert (advice is None) == (says is None)
     assert says is None or (says in advice and "\n" not in advice)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditile.plan.plan import WARMUP_MODES
-from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, Schedule
+from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, PatchSchedule
 from ditile.plan.simulate import Span, bound_speedup, compute_makespan, simulate_schedule
 
 UP_TO_8 = range(1, 9)
@@ -23,7 +23,7 @@ def end(spans: list[Span]) -> float:
 
 
 @st.composite
-def schedules(draw: st.DrawFn, most: int = 5) -> Schedule:
+def schedules(draw: st.DrawFn, most: int = 5) -> PatchSchedule:
     """Every warmup mode; where it is adaptive, any later step may be synchronous again."""
     numbers = st.integers(1, most)
     stages, patches, steps = draw(numbers), draw(numbers), draw(numbers)
@@ -32,7 +32,7 @@ def schedules(draw: st.DrawFn, most: int = 5) -> Schedule:
     adaptive = draw(st.booleans())
     again = draw(st.frozensets(st.integers(0, steps))) if adaptive else frozenset()
     options = {"mode": mode, "warmup_group_size": group_size, "batch": draw(numbers), "adaptive": adaptive}
-    return Schedule(stages, patches, steps, draw(st.integers(0, steps)), again=again, **options)
+    return PatchSchedule(stages, patches, steps, draw(st.integers(0, steps)), again=again, **options)
 
 
 @pytest.mark.parametrize("stages", UP_TO_8)
@@ -48,7 +48,7 @@ def test_makespan_is_the_bound(stages: int) -> None:
     """
     for patches, steps in itertools.product(UP_TO_8, UP_TO_8):
         for warmup in range(steps + 1):
-            schedule = Schedule(stages, patches, steps, warmup)
+            schedule = PatchSchedule(stages, patches, steps, warmup)
             busy, is_async = min(stages, patches), steps > warmup and patches > 1
             wanted = warmup + (steps - warmup) / busy + (busy - 1) / (stages * patches) * is_async
             assert compute_makespan(schedule) == pytest.approx(wanted if patches > 1 else steps), schedule
@@ -58,7 +58,7 @@ def test_makespan_is_the_bound(stages: int) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(schedules(), st.integers(1, 3))
-def test_makespan_in_every_mode(schedule: Schedule, calls: int) -> None:
+def test_makespan_in_every_mode(schedule: PatchSchedule, calls: int) -> None:
     """Micro-batches of unequal size, warmup groups, several calls, and steps that are synchronous again in mid-run."""
     assert end(simulate_schedule(schedule, calls=calls)) == pytest.approx(compute_makespan(schedule, calls))
 
@@ -69,18 +69,18 @@ def test_bounds_by_hand() -> None:
     Serial: 1 + 19 / 2 + 1 / 8 = 10.625. In two micro-batches the synchronous step takes 3 / 4, in a group of two 1 / 2.
     """
     base = {"stages": 2, "patches": 4, "steps": 20, "warmup": 1, "batch": 2}
-    assert bound_speedup(Schedule(**base)) == pytest.approx(20 / 10.625)
-    assert bound_speedup(Schedule(**base, mode="pipelined")) == pytest.approx(20 / 10.375)
-    assert round(bound_speedup(Schedule(**base, mode="pipelined")), 2) == 1.93
-    assert bound_speedup(Schedule(**base, mode="sequence", warmup_group_size=2)) == pytest.approx(20 / 10.125)
-    assert bound_speedup(Schedule(**base, mode="separate", warmup_group_size=1)) == pytest.approx(20 / 10.625)
+    assert bound_speedup(PatchSchedule(**base)) == pytest.approx(20 / 10.625)
+    assert bound_speedup(PatchSchedule(**base, mode="pipelined")) == pytest.approx(20 / 10.375)
+    assert round(bound_speedup(PatchSchedule(**base, mode="pipelined")), 2) == 1.93
+    assert bound_speedup(PatchSchedule(**base, mode="sequence", warmup_group_size=2)) == pytest.approx(20 / 10.125)
+    assert bound_speedup(PatchSchedule(**base, mode="separate", warmup_group_size=1)) == pytest.approx(20 / 10.625)
 
 
 @pytest.mark.parametrize("calls", [2, 3])
 def test_more_calls_take_no_longer(calls: int) -> None:
     """Branches of a step follow each other through the stages. A failure means that they wait for each other."""
     for stages, patches, warmup in itertools.product(range(1, 5), range(1, 5), range(4)):
-        schedule = Schedule(stages, patches, 3, warmup)
+        schedule = PatchSchedule(stages, patches, 3, warmup)
         assert end(simulate_schedule(schedule, calls=calls)) <= compute_makespan(schedule) + 1e-9, schedule
 
 
@@ -88,14 +88,14 @@ def test_useful_share_is_the_papers() -> None:
     """Without warmup and with M >= N, the stages compute M S / (M S + N - 1) of the time (arXiv 2405.14430)."""
     for stages, steps in itertools.product(UP_TO_8, UP_TO_8):
         for patches in range(max(stages, 2), 9):
-            spans = simulate_schedule(Schedule(stages, patches, steps, 0))
+            spans = simulate_schedule(PatchSchedule(stages, patches, steps, 0))
             useful = sum(span.end - span.start for span in spans) / (stages * end(spans))
             assert useful == pytest.approx(patches * steps / (patches * steps + stages - 1))
 
 
 @settings(deadline=None)
 @given(schedules(), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_no_deadlock_in_any_order(schedule: Schedule, calls: int, random: object) -> None:
+def test_no_deadlock_in_any_order(schedule: PatchSchedule, calls: int, random: object) -> None:
     """Whichever stage gets the next turn, all programs end, on channels that keep order and have no tags.
 
     Sends never wait for the receiver, as in the executor. A failure means that ranks would hang, or that one would take
@@ -123,7 +123,7 @@ def test_no_deadlock_in_any_order(schedule: Schedule, calls: int, random: object
 
 @settings(deadline=None)
 @given(schedules(), st.integers(1, 3))
-def test_simulation_ends(schedule: Schedule, calls: int) -> None:
+def test_simulation_ends(schedule: PatchSchedule, calls: int) -> None:
     """`simulate_schedule` raises if stages wait for each other; it runs every op of every stage once, in order."""
     spans = simulate_schedule(schedule, calls=calls)
     for stage in range(schedule.stages):
@@ -137,13 +137,13 @@ def name(op: Op) -> tuple[int, int, int, int | None]:
     return op.step, op.branch, op.micro_batch, op.patch
 
 
-def messages(schedule: Schedule, stage: int, kind: OpKind, calls: int) -> list[tuple[int, int, int, int | None]]:
+def messages(schedule: PatchSchedule, stage: int, kind: OpKind, calls: int) -> list[tuple[int, int, int, int | None]]:
     return [name(op) for op in schedule.iter_program(stage, calls) if op.kind is kind]
 
 
 @settings(deadline=None)
 @given(schedules(), st.integers(1, 3))
-def test_channels_carry_the_same_in_every_mode(schedule: Schedule, calls: int) -> None:
+def test_channels_carry_the_same_in_every_mode(schedule: PatchSchedule, calls: int) -> None:
     """M patches per step and branch in patch order, synchronous or not; what one end sends the other one receives.
 
     So it is for each micro-batch of a pipelined step; there are none where a warmup group computes the step. A failure
@@ -166,7 +166,7 @@ def test_channels_carry_the_same_in_every_mode(schedule: Schedule, calls: int) -
 
 @settings(deadline=None)
 @given(schedules(), st.integers(0, 5), st.integers(1, 3))
-def test_what_is_certain_is_certain(schedule: Schedule, step: int, calls: int) -> None:
+def test_what_is_certain_is_certain(schedule: PatchSchedule, step: int, calls: int) -> None:
     """Whatever is decided later, the messages that a stage may expect when a step begins are those that come.
 
     A failure means that a receive is posted for a message that is never sent, or that has another shape.
@@ -184,7 +184,7 @@ def test_a_warmup_group_hands_over() -> None:
 
     A failure means that a stage would read keys that it never got, or that the last one steps without a prediction.
     """
-    schedule = Schedule(3, 2, 2, 1, mode="separate", warmup_group_size=2)
+    schedule = PatchSchedule(3, 2, 2, 1, mode="separate", warmup_group_size=2)
     ops = [[op for op in schedule.iter_step_ops(stage, 0, 2) if op.kind is not OpKind.STEP] for stage in range(3)]
     words = [" ".join(f"{op.kind.value}{op.branch}" for op in of_stage) for of_stage in ops]
     assert words == [
@@ -194,7 +194,7 @@ def test_a_warmup_group_hands_over() -> None:
     ]
 
 
-class Impatient(Schedule):
+class Impatient(PatchSchedule):
     """Stage 0 wants the patches of the step that it has not begun."""
 
     def iter_ops_before_call(self, stage: int, micro: MicroStep, calls: int = 1) -> Iterator[Op]:
@@ -211,7 +211,7 @@ def test_a_deadlock_is_found() -> None:
 
 @settings(deadline=None)
 @given(schedules())
-def test_ages(schedule: Schedule) -> None:
+def test_ages(schedule: PatchSchedule) -> None:
     """Keys are fresh or one step old; the fresh area grows within a step (figure 4); a synchronous one is all fresh."""
     for step in range(schedule.steps):
         fresh_before = 0
@@ -231,7 +231,7 @@ def test_ages(schedule: Schedule) -> None:
 
 @settings(deadline=None)
 @given(schedules(), st.integers(1, 3))
-def test_ages_agree_with_time(schedule: Schedule, calls: int) -> None:
+def test_ages_agree_with_time(schedule: PatchSchedule, calls: int) -> None:
     """On each stage, keys that should be fresh are there before they are read, and stale ones are not yet replaced.
 
     Micro-batches of one call read their own rows alone. Where a warmup group computes a step, the owners of other
@@ -256,14 +256,14 @@ def test_ages_agree_with_time(schedule: Schedule, calls: int) -> None:
 
 def test_keys_are_kept_only_if_read() -> None:
     """By hand, for 2 of 4 steps synchronous: those of step 0 are not read, those of steps 1 and 2 are."""
-    assert [Schedule(2, 3, 4, 2).keeps_keys(step) for step in range(4)] == [False, True, True, False]
-    assert not any(Schedule(2, 3, 4, 4).keeps_keys(step) for step in range(4))
-    assert not any(Schedule(2, 1, 4, 0).keeps_keys(step) for step in range(4))
+    assert [PatchSchedule(2, 3, 4, 2).keeps_keys(step) for step in range(4)] == [False, True, True, False]
+    assert not any(PatchSchedule(2, 3, 4, 4).keeps_keys(step) for step in range(4))
+    assert not any(PatchSchedule(2, 1, 4, 0).keeps_keys(step) for step in range(4))
 
 
 def test_two_stages_by_hand() -> None:
     """2 stages, 2 patches, 1 synchronous step and 1 more, as one would draw it."""
-    schedule = Schedule(2, 2, 2, 1)
+    schedule = PatchSchedule(2, 2, 2, 1)
     first = "compute send0 send1 take0 compute0 send0 take1 compute1 send1"
     last = "receive0 receive1 compute step0 return0 step1 return1 receive0 compute0 step0 receive1 compute1 step1"
     for stage, wanted in enumerate((first, last)):
@@ -273,7 +273,7 @@ def test_two_stages_by_hand() -> None:
 
 @settings(deadline=None)
 @given(schedules(), st.integers(0, 3), st.integers(1, 3), st.integers(1, 2))
-def test_references_are_computed_in_some_steps(schedule: Schedule, every: int, number: int, calls: int) -> None:
+def test_references_are_computed_in_some_steps(schedule: PatchSchedule, every: int, number: int, calls: int) -> None:
     """Ages are what a store would have that notes each write, and every message that is sent is received.
 
     A failure means that a stage waits for a patch that nobody computes, or that ages of frozen keys are not counted.
@@ -295,5 +295,5 @@ def test_references_are_computed_in_some_steps(schedule: Schedule, every: int, n
 
 def test_frozen_references_make_one_rank_faster() -> None:
     """By hand: 28 steps, one synchronous, half of the work in a reference that is computed in that step alone."""
-    schedule = Schedule(1, 2, 28, 1, references=0, num_references=1, reference_share=0.5)
+    schedule = PatchSchedule(1, 2, 28, 1, references=0, num_references=1, reference_share=0.5)
     assert bound_speedup(schedule) == pytest.approx(28 / (1 + 27 / 2))

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.serve.api_keys import COOKIE, ApiKeys
 from ditile.serve.page.insight import list_key_ages, render_freshness, render_gantt
 from ditile.serve.page.login import is_page_path
@@ -59,11 +59,11 @@ def test_only_what_the_page_needs_of_gradio_is_served() -> None:
 
 def test_the_map_of_ages_is_that_of_the_schedule() -> None:
     """A failure would draw what ditile does not do."""
-    ages = list_key_ages(Schedule.from_plan(Plan(pipefusion=2, patches=2), 2))
+    ages = list_key_ages(PatchSchedule.from_plan(Plan(pipefusion=2, patches=2), 2))
     assert ages == [(0, [0, 0]), (0, [0, 0]), (1, [0, 1]), (1, [0, 0])]
-    ages = list_key_ages(Schedule.from_plan(Plan(distrifusion=2), 2))
+    ages = list_key_ages(PatchSchedule.from_plan(Plan(distrifusion=2), 2))
     assert ages[2:] == [(1, [0, 1]), (1, [1, 0])]
-    assert "Every key is fresh" in render_freshness(Schedule.from_plan(Plan(), 3))
+    assert "Every key is fresh" in render_freshness(PatchSchedule.from_plan(Plan(), 3))
 
 
 def test_the_chart_has_a_bar_for_each_micro_step_with_a_text() -> None:

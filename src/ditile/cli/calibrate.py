@@ -27,7 +27,7 @@ from ditile.distributed.torchrun import join_torchrun, list_ranks_by_host
 from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.planner import calibrate as curves
 from ditile.planner.calibrate import Bench
 from ditile.planner.profile import Link, Profile
@@ -122,7 +122,7 @@ def _launch_single_rank(options: CalibrateOptions, ranks: int) -> Profile:
     """The profile that a single rank measures in its own process; `ranks` is how many the machine has."""
     micro_steps = 0
     for patches in PATCHES:
-        schedule = Schedule.from_plan(Plan(patches=patches), STEPS)
+        schedule = PatchSchedule.from_plan(Plan(patches=patches), STEPS)
         micro_steps += sum(len(schedule.list_micro_steps(step)) for step in range(STEPS))
     parts = curves.PARTS + len(CALLS) * ROUNDS * micro_steps
     alone: Profile = _launch_with_progress(measure_single_rank, 1, options, parts)

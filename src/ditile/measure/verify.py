@@ -47,7 +47,7 @@ from ditile.plan.errors import ModelError, StateError
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import CallArguments
 from ditile.plan.plan import AUTO, Plan
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.plan.version import __version__
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
@@ -258,7 +258,7 @@ def _check_key_ages(runner: Runner, ages: AgeChecks, steps: int) -> Check:
     """Checks that the ages of some keys were compared; a wrong age raises `StateError` during the call."""
     name = "stale keys are as old as scheduled"
     counts = gather_json(ages.passed, runner.mesh.everyone)
-    schedule = Schedule.from_plan(runner.plan, steps)
+    schedule = PatchSchedule.from_plan(runner.plan, steps)
     if not any(map(schedule.reads_stale_keys, range(steps))):
         return Check(name, None, "not needed: this plan has no stale keys")
     return Check(name, min(counts) > 0, f"{sum(counts):,} reads checked, on {len(counts)} rank(s)")
@@ -310,7 +310,7 @@ class _HostSyncCounter:
 
     def __init__(self, runner: Runner, steps: int) -> None:
         self._runner = runner
-        schedule = Schedule.from_plan(runner.plan, steps)
+        schedule = PatchSchedule.from_plan(runner.plan, steps)
         self._micro_steps = [len(schedule.list_micro_steps(step)) for step in range(steps)]
         self._first_step = min(steps - 1, schedule.warmup + 1)
         self._places: list[str] = []

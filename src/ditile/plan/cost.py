@@ -32,7 +32,7 @@ from typing import NamedTuple
 from ditile.plan.layout import DUMMY_TEXT, Layout, Split, TokenShard, pick_even_chunk
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan, compute_coordinates
-from ditile.plan.schedule import MicroStep, Schedule
+from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.plan.shape import Shape, Weights
 
 ALIGNMENT = 16
@@ -93,10 +93,10 @@ class PlannedCall:
     )
 
     @cached_property
-    def step_schedule(self) -> Schedule:
+    def step_schedule(self) -> PatchSchedule:
         """The order of work."""
         batch = self.shape.divide_batch(self.plan).batch
-        schedule = Schedule.from_plan(self.plan, self.shape.steps, batch)
+        schedule = PatchSchedule.from_plan(self.plan, self.shape.steps, batch)
         if not self.shape.references:
             return schedule
         layout = self.image_layout

@@ -2,7 +2,7 @@
 
 A step is synchronous (the whole image at once, exact) or asynchronous (patch by patch; keys and values of the patches
 that are not computed yet are from the step before). One iteration of the pipeline's loop is a `MicroStep`: a whole
-synchronous step, or one patch of an asynchronous one. `Schedule.iter_ops_before_call`, `iter_call_ops` and
+synchronous step, or one patch of an asynchronous one. `PatchSchedule.iter_ops_before_call`, `iter_call_ops` and
 `iter_ops_after_call` say what a stage does in it. The executor runs these ops. `simulate.py` runs them without
 processes: it prices them, proves that no stage waits forever, and shows them as text.
 
@@ -77,7 +77,7 @@ class Op(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class PatchSchedule:
     """N stages, M patches, S steps, the first W of them synchronous.
 
     Attributes:
@@ -113,7 +113,7 @@ class Schedule:
     uneven_latents: bool = False
 
     @classmethod
-    def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> Schedule:
+    def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> PatchSchedule:
         """The schedule of a plan over `steps` steps, with `batch` rows in each transformer call."""
         plan = plan.resolve_warmup()
         warmup_group_size = plan.num_whole_stages

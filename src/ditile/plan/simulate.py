@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, Schedule
+from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, PatchSchedule
 
 
 class Span(NamedTuple):
@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 def simulate_schedule(
-    schedule: Schedule,
+    schedule: PatchSchedule,
     cost: Callable[[int, Op], float] | None = None,
     calls: int | Callable[[int], int] = 1,
     travel: Callable[[int, Op], float] | None = None,
@@ -83,7 +83,7 @@ def _find_arrival_time(arrivals: dict[tuple[object, ...], float], stage: int, op
     return arrivals.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch))
 
 
-def _compute_unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
+def _compute_unit_cost(schedule: PatchSchedule, op: Op, calls: int) -> float:
     """The time of an op if a whole step takes 1 on one rank."""
     if op.kind is not OpKind.COMPUTE:
         return 0.0
@@ -100,7 +100,7 @@ def _compute_unit_cost(schedule: Schedule, op: Op, calls: int) -> float:
     return share / (schedule.stages * calls)
 
 
-def bound_speedup(schedule: Schedule, calls: int = 1) -> float:
+def bound_speedup(schedule: PatchSchedule, calls: int = 1) -> float:
     """The speed-up over one rank that no implementation exceeds, with equal stages and free messages.
 
     In serial mode with one call it is `S / (W + (S - W) / min(N, M) + (min(N, M) - 1) / (N M))`. With W = 0 and
@@ -109,7 +109,7 @@ def bound_speedup(schedule: Schedule, calls: int = 1) -> float:
     return schedule.steps / compute_makespan(schedule, calls)
 
 
-def compute_makespan(schedule: Schedule, calls: int = 1) -> float:
+def compute_makespan(schedule: PatchSchedule, calls: int = 1) -> float:
     """The time of a generation in units of one step on one rank: what `simulate_schedule` finds with unit costs.
 
     In units of one stage's time for one patch and call, 1 / (N M c), an asynchronous step takes
@@ -139,7 +139,7 @@ def compute_makespan(schedule: Schedule, calls: int = 1) -> float:
     return (schedule.steps - num_stale) * _compute_synchronous_time(schedule, c) + asynchronous / (n * m * c)
 
 
-def _compute_synchronous_time(schedule: Schedule, calls: int) -> float:
+def _compute_synchronous_time(schedule: PatchSchedule, calls: int) -> float:
     if schedule.warmup_group_size:
         return 1 / schedule.warmup_group_size
     largest = len(schedule.split_micro_batches(MicroStep(0, None))[0]) / schedule.batch / calls
@@ -149,7 +149,7 @@ def _compute_synchronous_time(schedule: Schedule, calls: int) -> float:
 _LETTERS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def render_gantt_chart(schedule: Schedule, steps: int, calls: int = 1) -> str:
+def render_gantt_chart(schedule: PatchSchedule, steps: int, calls: int = 1) -> str:
     """The first `steps` steps as text, with unit costs: a line for each stage, a column for each unit of time."""
     num_chunks = len(schedule.split_micro_batches(MicroStep(0, None))) * max(schedule.warmup_group_size, 1)
     # The longest time of which each op takes a whole multiple.

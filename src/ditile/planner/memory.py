@@ -15,7 +15,7 @@ from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import MicroStep, Schedule
+from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.plan.stages import select_local_blocks
 from ditile.planner.footprint import Footprint
 from ditile.planner.profile import FUSED, Profile
@@ -201,7 +201,7 @@ def _count_activation_bytes(
     return int(computed + row * kept) + latents + in_flight
 
 
-def _list_largest_micro_steps(schedule: Schedule) -> list[MicroStep]:
+def _list_largest_micro_steps(schedule: PatchSchedule) -> list[MicroStep]:
     """A micro-step for each kind of patch: the first patch, which is the largest, and the first one with latents."""
     steps = {0, max(schedule.warmup - 1, 0), min(schedule.warmup + 2, schedule.steps - 1)}
     if schedule.num_references:

@@ -17,7 +17,7 @@ from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
 from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
-from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule
+from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 from ditile.planner.kernel_times import TransformerWork, Work, WorkMix
 from ditile.planner.profile import FUSED, Link, Profile
 from ditile.planner.seconds import (
@@ -436,7 +436,7 @@ class OpPricer:
 
 
 @lru_cache(maxsize=1024)
-def _list_step_kinds(schedule: Schedule, skipped_steps: frozenset[int]) -> Sequence[tuple[bool, ...]]:
+def _list_step_kinds(schedule: PatchSchedule, skipped_steps: frozenset[int]) -> Sequence[tuple[bool, ...]]:
     """See `OpPricer.step_kinds`. Many plans have the same schedule, so the list is kept."""
     kinds = []
     for step in range(schedule.steps):

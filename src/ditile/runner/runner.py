@@ -69,7 +69,7 @@ from ditile.plan import errors
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import DitileError, ModelError, PlanError, StateError, StoppedError
 from ditile.plan.plan import Facts, Plan, require_plan, suggest_whole_images
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.plan.shape import Shape, count_images, fill_call_defaults
 from ditile.plan.simulate import bound_speedup
 from ditile.runner import digest
@@ -634,7 +634,7 @@ class Runner:
         self.plan.check(facts)
         self._last = shape
         replica = shape.divide_batch(self.plan)
-        bound = bound_speedup(Schedule.from_plan(self.plan, shape.steps, replica.batch), replica.calls)
+        bound = bound_speedup(PatchSchedule.from_plan(self.plan, shape.steps, replica.batch), replica.calls)
         self._advise_once(self.plan.advice(bound))
 
     def _build_call_shape(self, call: Mapping[str, Any]) -> Shape:

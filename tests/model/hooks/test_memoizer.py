@@ -16,7 +16,7 @@ from ditile.model.hooks.block_hooks import OutputMemoizer
 from ditile.model.hooks.generation import Generation
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import MicroStep, Schedule
+from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
 from tests.zoo import ZOO
@@ -106,7 +106,7 @@ class Silent(Front):
 @pytest.mark.parametrize("fed", [False, True])
 def test_a_later_stage_whose_blocks_are_given_what_is_made_of_the_latents(fed: bool) -> None:
     """It computes that for each patch if they are. A failure means the same of the first step in all others."""
-    model, calls, now = Silent(), Counter[str](), Generation(Schedule(stages=2, patches=2, steps=4, warmup=1))
+    model, calls, now = Silent(), Counter[str](), Generation(PatchSchedule(stages=2, patches=2, steps=4, warmup=1))
     count_calls(calls, model.image, "image")
     memo = OutputMemoizer(model, ModelSpec(name="front"), now, first=False)
     with torch.no_grad(), ExitStack() as stack:
@@ -125,7 +125,7 @@ def test_a_later_stage_whose_blocks_are_given_what_is_made_of_the_latents(fed: b
 @pytest.fixture
 def run() -> Iterator[tuple[Callable[..., dict[str, Tensor]], Counter[str], Generation]]:
     """A model that was surveyed, and how often its modules were called since."""
-    model, calls, now = Front(), Counter[str](), Generation(Schedule(stages=1, patches=2, steps=4, warmup=1))
+    model, calls, now = Front(), Counter[str](), Generation(PatchSchedule(stages=1, patches=2, steps=4, warmup=1))
     for name, module in model.named_children():
         count_calls(calls, module, name)
     memo = OutputMemoizer(model, ModelSpec(name="front"), now)

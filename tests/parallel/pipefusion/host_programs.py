@@ -1,7 +1,7 @@
 """What the host of each stage asks of its device, in order, without a process: messages, waits for them, and launches.
 
-Made by the real `Schedule` and the real `ReceivePrefetcher`; the calls of these are those of `PipeFusion` and `Loop`,
-written down once more, and a test compares their messages with those of real ranks.
+Made by the real `PatchSchedule` and the real `ReceivePrefetcher`; the calls of these are those of `PipeFusion` and
+`Loop`, written down once more, and a test compares their messages with those of real ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from ditile.parallel.pipefusion.prefetch import MessageKey, ReceivePrefetcher
 from ditile.parallel.pipefusion.shared_warmup import KEYS, LATENTS, PREDICTION, SHAPES
-from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule
+from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 
 ACTIVATIONS, STEPPED = "activations", "stepped"
 KINDS = {ACTIVATIONS, STEPPED, KEYS, PREDICTION, LATENTS, SHAPES}
@@ -102,7 +102,7 @@ class HostProgram:
     """
 
     def __init__(
-        self, schedule: Schedule, stage: int, calls: int, *, eager: bool, streams: Mapping[int, int] = NONE
+        self, schedule: PatchSchedule, stage: int, calls: int, *, eager: bool, streams: Mapping[int, int] = NONE
     ) -> None:
         self._streams = streams
         self._schedule, self._stage, self._calls, self._eager = schedule, stage, calls, eager
@@ -273,7 +273,7 @@ class HostProgram:
 
 
 def write_programs(
-    schedule: Schedule, calls: int, *, eager: bool = False, streams: Mapping[int, int] = NONE
+    schedule: PatchSchedule, calls: int, *, eager: bool = False, streams: Mapping[int, int] = NONE
 ) -> list[list[Action]]:
     """The programs of all stages, see `HostProgram`."""
     programs = (HostProgram(schedule, stage, calls, eager=eager, streams=streams) for stage in range(schedule.stages))

@@ -12,7 +12,7 @@ from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import NOT_FINITE, ChangeCopy, ChangeKey, RelativeChange, find_largest_change
 from ditile.parallel.pipefusion.step_agreement import AdaptiveWarmup, should_resynchronise
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.runner.load import load
 from ditile.runner.model_files import defaults
 from ditile.runner.runner import parallelize
@@ -148,7 +148,7 @@ class LateDrift(RelativeChange):
 def test_a_late_number_is_waited_for_when_the_device_has_work() -> None:
     """Not as a step begins, but once its first micro-step is under way; and each vote is cast once."""
     warmup = AdaptiveWarmup(Mesh(0, 1), LateDrift(Mesh(0, 1)), 0.6)
-    generation = Generation(Schedule(1, 2, 9, 3))
+    generation = Generation(PatchSchedule(1, 2, 9, 3))
     for step in range(4):
         warmup.decide_synchronous_step(step)
         late = warmup._changes

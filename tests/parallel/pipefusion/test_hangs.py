@@ -17,7 +17,7 @@ from ditile.distributed.transport import PeerChannel
 from ditile.parallel.pipefusion.shared_warmup import LATENTS
 from ditile.plan import schedule as schedules
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from tests.parallel.pipefusion.host_programs import KINDS, RECEIVE, SEND, STEPPED, WAIT, find_hang, write_programs
 from tests.pool import Pool
 from tests.runner.cases import MAKE, call_of, divided
@@ -26,17 +26,17 @@ from tests.zoo import ZOO
 MODES = ("serial", "pipelined", "sequence", "separate")
 
 
-def list_schedules(mode: str) -> Iterator[Schedule]:
+def list_schedules(mode: str) -> Iterator[PatchSchedule]:
     """Up to four stages and patches, two to four steps, any warmup and group, and steps that are whole again."""
     for stages, patches, steps in itertools.product(range(2, 5), range(1, 5), range(2, 5)):
         groups = {"sequence": [stages], "separate": range(1, stages)}.get(mode, [0])
         for warmup, group in itertools.product(range(min(steps, 3) + 1), groups):
             if warmup or mode == "serial":
                 rows = 2 if mode == "pipelined" else 1
-                yield Schedule(stages, patches, steps, warmup, mode=mode, warmup_group_size=group, batch=rows)
+                yield PatchSchedule(stages, patches, steps, warmup, mode=mode, warmup_group_size=group, batch=rows)
             if warmup and mode == "serial" and steps > 3:
                 for again in (frozenset({3}), frozenset({2, 3})):
-                    yield Schedule(stages, patches, steps, warmup, adaptive=True, again=again)
+                    yield PatchSchedule(stages, patches, steps, warmup, adaptive=True, again=again)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -50,7 +50,7 @@ def test_no_schedule_hangs(mode: str) -> None:
 @pytest.mark.parametrize(("stages", "calls"), [(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (5, 2), (8, 1), (8, 2)])
 def test_any_number_of_patches(stages: int, calls: int) -> None:
     for patches, warmup in itertools.product((2, 3, 4, 6, 8, 12, 16), (0, 1)):
-        schedule = Schedule(stages, patches, 4, warmup)
+        schedule = PatchSchedule(stages, patches, 4, warmup)
         assert find_hang(write_programs(schedule, calls), KINDS, launches_wait=True) is None, schedule
 
 
@@ -59,7 +59,7 @@ def test_patches_without_latents(calls: int) -> None:
     """Those of reference pictures: somewhere among the others, or first and left out of some steps."""
     for stages, patches, warmup in itertools.product((2, 3, 4), range(2, 8), (0, 1)):
         for first, references in itertools.product((1, patches // 2), (0, 1, 2)):
-            schedule = Schedule(stages, patches, 5, warmup, uneven_latents=True)
+            schedule = PatchSchedule(stages, patches, 5, warmup, uneven_latents=True)
             programs = write_programs(schedule, calls, streams=dict.fromkeys(range(first), 0))
             assert find_hang(programs, KINDS, launches_wait=True) is None, (schedule, first)
             if first == 1:
@@ -71,7 +71,7 @@ def test_patches_without_latents(calls: int) -> None:
 def test_latents_that_all_stages_read(calls: int) -> None:
     """As where a ControlNet is shown them: the last stage sends each stepped patch to every other one."""
     for stages, patches, warmup, eager in itertools.product((2, 3, 4), (1, 2, 3, 4, 6, 8), (0, 1, 2), (False, True)):
-        schedule = Schedule(stages, patches, 5, warmup, shares_latents=True)
+        schedule = PatchSchedule(stages, patches, 5, warmup, shares_latents=True)
         assert find_hang(write_programs(schedule, calls, eager=eager), KINDS, launches_wait=True) is None, schedule
 
 
@@ -79,7 +79,7 @@ def test_latents_that_all_stages_read(calls: int) -> None:
 def test_two_schedulers_in_a_step(calls: int) -> None:
     """A video and its sound: some patches send two messages, or a sound comes with patches that have no picture."""
     for stages, patches, warmup, eager in itertools.product((2, 3, 4), (2, 3, 4, 6, 8), (0, 1, 2), (False, True)):
-        schedule = Schedule(stages, patches, 5, warmup, uneven_latents=True)
+        schedule = PatchSchedule(stages, patches, 5, warmup, uneven_latents=True)
         for streams in ({0: 2}, dict.fromkeys(range(patches), 2), {patches - 1: 2}):
             programs = write_programs(schedule, calls, eager=eager, streams=streams)
             assert find_hang(programs, KINDS, launches_wait=True) is None, (schedule, streams)
@@ -92,7 +92,7 @@ def test_the_model_finds_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(schedules, "_count_calls_ahead", lambda stages, patches, calls, *_: patches * calls)
     for stages, patches in itertools.product((2, 3, 4), (3, 4, 5, 6, 7, 8)):
-        programs = write_programs(Schedule(stages, patches, 3, 1), 1)
+        programs = write_programs(PatchSchedule(stages, patches, 3, 1), 1)
         assert (find_hang(programs, KINDS, launches_wait=True) is not None) == (patches > 2 * stages - 1)
         assert find_hang(programs, KINDS - {STEPPED}, launches_wait=True) is None
         assert find_hang(programs, KINDS, launches_wait=False) is None
@@ -146,7 +146,7 @@ def record_messages(name: str, plan: str, call: dict[str, Any], steps: int) -> M
 def test_programs_are_those_of_ranks(pool: Pool, name: str, plan: str, call: dict[str, Any]) -> None:
     """A failure means that what is proven above is not what ranks do."""
     parsed = Plan.parse(plan)
-    schedule = Schedule.from_plan(parsed, 4, batch=2 if parsed.warmup_mode == "pipelined" else 1)
+    schedule = PatchSchedule.from_plan(parsed, 4, batch=2 if parsed.warmup_mode == "pipelined" else 1)
     fields, streams = OTHERWISE.get(name, ({}, {}))
     wanted = write_programs(replace(schedule, **fields), 2 if name == "flux true cfg" else 1, streams=streams)
     for stage, seen in enumerate(pool.run(record_messages, parsed.world, name, plan, call, 4)):

@@ -20,7 +20,7 @@ from ditile.model.hooks.kv_store import AgeChecks
 from ditile.parallel.sequence import distrifusion, ring
 from ditile.parallel.sequence.distrifusion import DistriFusionKeys
 from ditile.parallel.sequence.ring import RingKeys
-from ditile.plan.schedule import MicroStep, Schedule
+from ditile.plan.schedule import MicroStep, PatchSchedule
 
 OWN = 1
 GROUP: Any = object()
@@ -137,7 +137,7 @@ def test_distrifusion_waits_for_a_layer_one_step_later(monkeypatch: pytest.Monke
     """
     log: list[str] = []
     lengths, steps = (3, 2, 2), 4
-    generation = Generation(Schedule(stages=1, patches=1, steps=steps, warmup=1, distrifusion=3))
+    generation = Generation(PatchSchedule(stages=1, patches=1, steps=steps, warmup=1, distrifusion=3))
 
     def start_exchange(sends: Any, receives: Any, like: Tensor, *_: Any) -> Sent:
         step = float(generation.micro_step.step)

@@ -23,7 +23,7 @@ from ditile.cli.outcome import Outcome, list_outcome_lines
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.plan.errors import PlanError
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.runner.runner import build_single_runner, parallelize
 from tests import tiny
 from tests.pool import Pool
@@ -140,7 +140,7 @@ def test_distrifusion_leaves_out_each_ranks_share(pool: Pool) -> None:
 @pytest.mark.parametrize("references", [0, 2])
 def test_distrifusion_exchanges_no_keys_of_references_that_are_left_out(pool: Pool, references: int) -> None:
     """Each rank sends the keys of its share of the image, and of the references where these are computed."""
-    schedule = Schedule(1, 1, LONG, 1, distrifusion=2, references=references, num_references=1)
+    schedule = PatchSchedule(1, 1, LONG, 1, distrifusion=2, references=references, num_references=1)
     # the last step's keys are read by nobody
     fresh = sum(map(schedule.computes_references, range(LONG - 1)))
     tokens = (LONG - 1) * IMAGE // 2 + fresh * REFERENCE // 2
@@ -187,7 +187,7 @@ def send_bytes(plan: dict[str, Any], kind: str) -> int:
 @pytest.mark.parametrize("references", [0, 2])
 def test_no_message_brings_references_that_are_left_out(pool: Pool, references: int) -> None:
     """A stage sends each step the tokens of the image and the text, and those of references in some."""
-    schedule = Schedule(2, 3, LONG, 1, references=references, num_references=1)
+    schedule = PatchSchedule(2, 3, LONG, 1, references=references, num_references=1)
     fresh = sum(map(schedule.computes_references, range(LONG)))
     tokens = LONG * (TEXT + IMAGE) + fresh * REFERENCE
     sent = pool.run(send_bytes, 2, {"pipefusion": 2, "references": references}, "activations")

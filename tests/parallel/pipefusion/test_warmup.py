@@ -15,7 +15,7 @@ from diffusers import EulerDiscreteScheduler
 import ditile
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.plan.simulate import bound_speedup
 from ditile.runner.runner import parallelize
 from tests import tiny
@@ -356,8 +356,10 @@ def test_what_auto_stands_for() -> None:
         (Plan(warmup_mode="auto"), "serial", 1),
         (Plan(pipefusion=4, warmup_mode="pipelined"), "pipelined", 1),
     ):
-        resolved, schedule = plan.resolve_warmup(), Schedule.from_plan(plan, 4)
+        resolved, schedule = plan.resolve_warmup(), PatchSchedule.from_plan(plan, 4)
         assert (resolved.warmup_mode, resolved.warmup) == (mode, warmup) == (schedule.mode, schedule.warmup), plan
     assert Plan(pipefusion=4, warmup_mode="auto").resolve_warmup(streams=False) == Plan(pipefusion=4)
-    bounds = [Schedule.from_plan(Plan(pipefusion=4, patches=4, warmup_mode=mode), 4) for mode in ("serial", "auto")]
+    bounds = [
+        PatchSchedule.from_plan(Plan(pipefusion=4, patches=4, warmup_mode=mode), 4) for mode in ("serial", "auto")
+    ]
     assert [round(bound_speedup(bound), 2) for bound in bounds] == [2.06, 3.37]

@@ -20,7 +20,7 @@ from ditile.plan.anatomy import FURTHER
 from ditile.plan.errors import StateError
 from ditile.plan.layout import DUMMY_TEXT, Grid, Layout, Split, TokenShard
 from ditile.plan.plan import suggest_whole_images
-from ditile.plan.schedule import MicroStep, Schedule
+from ditile.plan.schedule import MicroStep, PatchSchedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +326,7 @@ class Generation:
     The rehearsal writes `dry` and `findings`.
     """
 
-    schedule: Schedule = Schedule(stages=1, patches=1, steps=1, warmup=1)
+    schedule: PatchSchedule = PatchSchedule(stages=1, patches=1, steps=1, warmup=1)
     rounds_otherwise: bool = False
     is_under_way: bool = False
     shares: TokenShares = field(default_factory=TokenShares)

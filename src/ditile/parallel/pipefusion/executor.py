@@ -32,7 +32,7 @@ from ditile.parallel.pipefusion.shared_warmup import WarmupGroup
 from ditile.plan.errors import ModelError, PlanError, StateError
 from ditile.plan.layout import DUMMY_TEXT, Joint, Layout, TokenShard, merge_ranges
 from ditile.plan.plan import Facts, Plan, suggest_whole_images
-from ditile.plan.schedule import MicroStep, Op, OpKind, Schedule
+from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 
 
 class PipeFusion:
@@ -166,7 +166,7 @@ class PipeFusion:
         is_member = self.warmup_group is not None and self.warmup_group.is_member
         return self.stage == 0 or is_member or self.generation.findings.reads_latents_everywhere
 
-    def begin_generation(self, schedule: Schedule, generation: Generation) -> None:
+    def begin_generation(self, schedule: PatchSchedule, generation: Generation) -> None:
         """A generation begins."""
         self.schedule = schedule
         self.generation = generation
@@ -211,7 +211,7 @@ class PipeFusion:
 
     # The loop
 
-    def prepare_step(self, step: int, schedule: Schedule) -> None:
+    def prepare_step(self, step: int, schedule: PatchSchedule) -> None:
         """A step begins, and `schedule` now says for certain whether one more follows it."""
         # What was sent two steps ago has arrived, because the last step began with what came of it.
         for channel in self._list_send_channels():

@@ -47,7 +47,7 @@ from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
 from ditile.plan.errors import StateError
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan, suggest_whole_images
-from ditile.plan.schedule import MicroStep, OpKind, Schedule
+from ditile.plan.schedule import MicroStep, OpKind, PatchSchedule
 
 
 class Loop:
@@ -308,7 +308,7 @@ class Loop:
             plan = self._serial_plan
         # A replica without images makes no micro-steps.
         own_plan = Plan() if self._batch.is_idle else plan
-        schedule = Schedule.from_plan(own_plan, len(timesteps))
+        schedule = PatchSchedule.from_plan(own_plan, len(timesteps))
         self._schedule = schedule
         self._timesteps = timesteps
         # Whether latents are cut into patches or denoised on another stage; otherwise the scheduler itself steps them.
@@ -369,7 +369,7 @@ class Loop:
         now = self.generation
         findings = now.findings
         if self._serial_plan is not None and self._schedule.warmup_group_size and now.shares.warmup_split is None:
-            self._schedule = Schedule.from_plan(self._serial_plan, self._schedule.steps)
+            self._schedule = PatchSchedule.from_plan(self._serial_plan, self._schedule.steps)
         again = self._schedule.again | findings.changed_steps
         self._schedule = replace(self._schedule, again=again, num_references=findings.num_references)
         for stream in self._streams:

@@ -4,7 +4,7 @@ A receive of gloo waits only for its message. A receive of NCCL is a kernel that
 kernel for the first time, or freeing memory, may wait for everything that runs there. So a receive is posted only if
 its message does not depend, directly or through other ranks, on work that this rank has not launched yet. With M
 patches travelling round N stages, each stage but the first may post one more activation if M >= N, and the first stage
-one more patch of latents if M > N (`Schedule.takes_ahead`).
+one more patch of latents if M > N (`PatchSchedule.takes_ahead`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
-from ditile.plan.schedule import Schedule
+from ditile.plan.schedule import PatchSchedule
 from ditile.serve.jobs import Job, JobResult
 
 # With more bars a browser becomes slow.
@@ -95,16 +95,16 @@ def render_insight(job: Job, plan_facts: JsonObject, trace: JsonObject) -> str:
     return "".join(f"<section><h3>{title}</h3>{content}</section>" for title, content in sections.items())
 
 
-def build_schedule(plan: Plan, result: JobResult) -> Schedule:
+def build_schedule(plan: Plan, result: JobResult) -> PatchSchedule:
     """The schedule of a call; if the plan is adaptive, with the synchronous steps that the call chose."""
-    schedule = Schedule.from_plan(plan, result.num_steps)
+    schedule = PatchSchedule.from_plan(plan, result.num_steps)
     if not schedule.adaptive:
         return schedule
     synchronous = frozenset(result.facts["reports"][0]["synchronous"])
     return dataclasses.replace(schedule, warmup=0, again=synchronous)
 
 
-def list_key_ages(schedule: Schedule) -> list[tuple[int, list[int]]]:
+def list_key_ages(schedule: PatchSchedule) -> list[tuple[int, list[int]]]:
     """(step, age in steps of each patch's keys) for each micro-step; with DistriFusion for each rank and step."""
     columns = []
     for step in range(schedule.steps):
@@ -120,7 +120,7 @@ def list_key_ages(schedule: Schedule) -> list[tuple[int, list[int]]]:
     return columns
 
 
-def render_freshness(schedule: Schedule) -> str:
+def render_freshness(schedule: PatchSchedule) -> str:
     """A chart of the ages of keys: a row for each patch, a column for each micro-step."""
     columns = list_key_ages(schedule)
     num_stale = sum(sum(ages) for _, ages in columns)
