@@ -106,6 +106,34 @@ def check_ranks(pool: Pool, name: str, axis: str) -> None:
         assert played
 
 
+def count_played_calls(name: str, plan: Plan) -> list[int]:
+    """The calls of each of three images that are played, with two branches of guidance and five steps."""
+    counts = []
+    with record_on_cpu() as recorders:
+        runner = ditile.parallelize(ZOO[name].make(), plan, cuda_graphs=True)
+        for seed in range(3):
+            before = recorders[0].num_played
+            generate(runner, name, seed)
+            counts.append(recorders[0].num_played - before)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("axis", "counts"),
+    [
+        ("pipefusion=1", [4, 10, 10]),
+        ("ulysses=2", [4, 10, 10]),
+        ("tensor=2", [4, 10, 10]),
+        # Its first step makes keys.
+        ("distrifusion=2 warmup=1", [0, 4, 8]),
+    ],
+)
+def test_all_steps_of_later_images_are_played(pool: Pool, axis: str, counts: list[int]) -> None:
+    """With four steps the first one is a quarter of the image."""
+    plan = Plan.parse(axis)
+    assert pool.run(count_played_calls, plan.world, "flux", plan) == [counts] * plan.world
+
+
 @pytest.mark.rotating
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_one_rank_of_every_pipeline(name: str) -> None:

@@ -38,6 +38,9 @@ READ_VERSION = operator.attrgetter("_version")
 """Of a tensor: PyTorch counts what is written into its memory."""
 
 
+BUFFER_OWNER = "memory"
+"""Stands where keys and values have their branch."""
+
 MakeZeros = Callable[[str, tuple[int, ...], Tensor], Tensor]
 
 
@@ -360,6 +363,23 @@ class GenerationMemory:
             self._buffers[key] = persistent
         return persistent
 
+    def adopt_buffers(self, addresses: Mapping[Any, tuple[int, ...]]) -> bool:
+        """Takes over the buffers of an earlier generation at addresses of `list_addresses`; False if any is gone."""
+        if self._kept_buffers is None:
+            return False
+        for (owner, key), buffer_addresses in addresses.items():
+            if owner != BUFFER_OWNER:
+                # Keys and values are written before they are read.
+                return False
+            if key not in self._buffers:
+                buffer = self._kept_buffers.find_memory((key, "buffer"), buffer_addresses[0])
+                if buffer is None:
+                    return False
+                self._buffers[key] = buffer.zero_()
+            if self._buffers[key].data_ptr() != buffer_addresses[0]:
+                return False
+        return True
+
     @property
     def keeps_buffers(self) -> bool:
         """Whether memory stays from one generation to the next, as recorded calls read it."""
@@ -401,7 +421,11 @@ class GenerationMemory:
 
     def has_incoming_keys(self, branch: int) -> bool:
         """Whether keys of other ranks are under way, as in the stale steps of DistriFusion after the first."""
-        return any(key[0] == branch and store.incoming is not None for key, store in self._stores.items())
+        # A plain loop: a generator would be resumed for each layer in every call.
+        for (own_branch, _), store in self._stores.items():
+            if store.incoming is not None and own_branch == branch:
+                return True
+        return False
 
     def list_addresses(self, branch: int) -> dict[Any, tuple[int, ...]]:
         """Where the keys, values and masks of a branch are, and other memory that stays."""
@@ -410,7 +434,7 @@ class GenerationMemory:
             if key[0] == branch:
                 addresses[key] = tuple(tensor.data_ptr() for tensor in store.list_tensors())
         for name, memory in (*self._buffers.items(), *self._messages.items()):
-            addresses["memory", name] = (memory.data_ptr(),)
+            addresses[BUFFER_OWNER, name] = (memory.data_ptr(),)
         return addresses
 
     def list_storage_addresses(self, branch: int) -> list[int]:
@@ -496,6 +520,13 @@ class KeptBuffers:
         if len(shapes) > self.SHAPES:
             shapes.popitem(last=False)
         return shapes[form]
+
+    def find_memory(self, key: Hashable, address: int) -> Tensor | None:
+        """The memory of a purpose at an address; None if there is none any more."""
+        for memory in self._memory.get(key, {}).values():
+            if memory.data_ptr() == address:
+                return memory
+        return None
 
     def clear(self) -> None:
         """Gives the memory back."""

@@ -179,6 +179,8 @@ class RecordedSteps:
         place = _describe_place(now, model)
         form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
         call = self._find_call(place, form)
+        if _is_first_step(now) and not (call and self._can_play_at_once(call, now, model)):
+            return forward(*args, **kwargs)
         if call is None and self._unplayed.get(place, 0) >= UNPLAYED_FORMS:
             return self._run_code("its arguments are others in each step", forward, args, kwargs)
         if call is None:
@@ -204,6 +206,15 @@ class RecordedSteps:
             self.has_played = True
             self.num_played += 1
         return pytree.tree_map_only(Tensor, torch.clone, call.result)
+
+    def _can_play_at_once(self, call: CallTape, now: Generation, model: nn.Module) -> bool:
+        """Whether a call in the first step of a generation is the same as in an earlier one, but for its arguments."""
+        if call.tape is None or call.constant_keys or call.marks:
+            return False
+        addresses, problem = self._look_at_model(now, model)
+        if problem or call.addresses[0] != addresses:
+            return False
+        return now.memory.adopt_buffers(call.addresses[1])
 
     def _run_code(self, problem: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.problems[problem] = self.problems.get(problem, 0) + 1
@@ -373,13 +384,15 @@ class RecordedSteps:
 
 
 def _is_never_recorded(now: Generation) -> bool:
-    if now.calls is None or now.micro_step.step == 0:
-        return True
     # Some rows of a batch, or stages that compute a step together, are in no place of their own.
     shares_step = now.micro_step.patch is None and now.shares.warmup_split is not None
     # Autocast remembers the weights that it has cast, in memory of the call.
     is_cast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
     return now.is_surveyed or now.is_dry or now.batch_range is not None or shares_step or is_cast
+
+
+def _is_first_step(now: Generation) -> bool:
+    return now.calls is None or now.micro_step.step == 0
 
 
 def _describe_place(now: Generation, model: nn.Module) -> Hashable:
