@@ -222,9 +222,11 @@ class RecordedSteps:
 
     def _find_call(self, place: Hashable, form: Hashable) -> CallTape | None:
         forms = self._calls.setdefault(place, OrderedDict())
-        if form in forms:
+        call = forms.get(form)
+        # The hash of a form takes dozens of calls.
+        if call is not None and len(forms) > 1:
             forms.move_to_end(form)
-        return forms.get(form)
+        return call
 
     def _add_call(self, place: Hashable, form: Hashable) -> CallTape:
         forms = self._calls[place]
