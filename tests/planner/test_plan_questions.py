@@ -79,6 +79,8 @@ def test_the_prediction_is_gathered_over_the_link_that_tokens_cross(text: str) -
         ("--hardware l40-pcie --price pipefusion=99", "pipefusion=99 exceeds the 12 blocks of"),
         (f"{FLUX} --guidance nan", "'nan' should be a finite number, such as 3.5"),
         (f"{FLUX} --cache F=1 --hit-rate 2", "'2' should be less than or equal to 1, such as 0.5"),
+        (f"{FLUX} --cuda-graphs --price offload=blocks", "cuda_graphs=True: weights of offload=blocks come and go"),
+        ("--hardware epyc-2-cores --cuda-graphs", "cuda_graphs=True needs a GPU, and epyc-2-cores is a CPU; leave it"),
         (f"{FLUX} --hit-rate 0.5", "hit_rate=0.5 is for a cache; add --cache LINE"),
         (f"{FLUX} --cache R=0.1", "decides by what it measures; say which share"),
         ("--hardware l40", "hardware='l40' is not known; did you mean l40-pcie? known are a100-nvlink"),
@@ -328,3 +330,19 @@ def test_text_encoders_are_split_where_their_parts_are_known(capsys: pytest.Capt
     words = ["plan", "--model", "qwen-image", "--hardware", "h100-nvlink", "--price", "ulysses=2 text=split"]
     assert main(words) == 2
     assert "text=split cannot cut a Qwen2_5_VLForConditionalGeneration" in capsys.readouterr().err
+
+
+def test_an_answer_says_what_recorded_steps_bring(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the host would be the limit; at 4096 px it is not. A failure means that nobody knows whether to record."""
+    words = ["plan", "--model", "flux.1-dev", "--hardware", "h200-nvlink", "--price", "ulysses=8"]
+    assert main([*words, "--json", "-"]) == 0
+    (recorded,) = json.loads(capsys.readouterr().out)["plans"]
+    assert main([*words, "--cuda-graphs", "false", "--json", "-"]) == 0
+    (unrecorded,) = json.loads(capsys.readouterr().out)["plans"]
+    assert recorded["latency_s"] < 0.8 * recorded["unrecorded_s"]
+    assert recorded["unrecorded_s"] == unrecorded["latency_s"]
+    assert unrecorded["unrecorded_s"] is None
+    assert main(words) == 0
+    assert "priced with recorded steps (cuda_graphs=auto): without them" in capsys.readouterr().out
+    assert main([*words, "--height", "4096", "--width", "4096"]) == 0
+    assert "bring plan 1 nothing" in capsys.readouterr().out

@@ -493,7 +493,13 @@ def test_small_patches_wait_for_the_host() -> None:
     assert price_step("patches=16") > price_step("patches=4") > price_step("data=1")
 
 
-ALONE = Path(__file__).parents[2] / "benchmarks" / "data" / "gpu" / "h200-alone.jsonl"
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "data" / "gpu"
+
+
+def load_alone_profile() -> Profile:
+    """An H200 whose links take no time, as those of a rank alone. The host starts messages as it always does."""
+    profile = hardware.load_profile("h200-nvlink")
+    return dataclasses.replace(profile, link=dataclasses.replace(profile.link, latency_s=0.0, bandwidth=1e18))
 
 
 @pytest.mark.parametrize(
@@ -503,12 +509,73 @@ def test_an_h200_is_priced_as_its_ranks_were_measured(plan: str) -> None:
     """Steps of FLUX.1's sizes at 1024 px, which the host of an H200 limits under each of these plans.
 
     A failure means that `ditile plan` promises several GPUs a speed-up that their hosts cannot follow."""
-    rows = [json.loads(line) for line in ALONE.read_text().splitlines()]
+    rows = [json.loads(line) for line in (MEASURED / "h200-alone.jsonl").read_text().splitlines()]
     wanted = {"plan": plan, "px": 1024, "rank": 0}
     eager = [row for row in rows if wanted.items() <= row.items() and not row.keys() & {"cuda_graphs", "compile"}]
     (measured,) = [row["step_s"] for row in eager if row["part"] == "alone"]
     one = subject("flux.1-dev")
     size = {"height": 1024, "width": 1024, "num_inference_steps": 20, "guidance_scale": 3.5}
-    pricer = make_pricer(one, size, hardware.load_profile("h200-nvlink"))
+    pricer = make_pricer(one, size, load_alone_profile())
     job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(size, 2))
     assert pricer.price_call(job).latency_s / 20 == pytest.approx(measured, rel=0.25)
+
+
+RECORDED_RANKS = [
+    (1024, "data=1"), (1024, "pipefusion=4 patches=4"), (1024, "pipefusion=8 patches=8"), (1024, "ulysses=4"),
+    (1024, "ulysses=8"), (1024, "ring=4"), (1024, "distrifusion=4"),
+    (2048, "data=1"), (2048, "pipefusion=8 patches=8"), (2048, "ulysses=8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("side", "plan"), RECORDED_RANKS)
+def test_recorded_steps_are_priced_as_their_ranks_were_measured(side: int, plan: str) -> None:
+    """The first rank of each plan alone, whose calls were recorded, within an eighth.
+
+    A failure means that `ditile plan` has a wrong idea of what recorded steps bring on an H200."""
+    rows = [json.loads(line) for line in (MEASURED / "h200-recorded-steps-prototype.jsonl").read_text().splitlines()]
+    is_plain = plan == "data=1"
+    wanted = {"px": side, "part": "plain"} if is_plain else {"px": side, "part": "alone", "plan": plan}
+    (measured,) = [row["step_s"] for row in rows if wanted.items() <= row.items()]
+    one = subject("flux.1-dev")
+    size = {"height": side, "width": side, "num_inference_steps": 20, "guidance_scale": 3.5}
+    job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(size, 2))
+    ops = OpPricer(make_pricer(one, size, load_alone_profile(), records=True), job, CacheSkips())
+    last_step_ops = ops.schedule.iter_step_ops(0, 19, job.count_calls_in_step(19))
+    priced = sum(ops.get_op_seconds(0, op, free=False) for op in last_step_ops)
+    assert priced == pytest.approx(measured, rel=0.125)
+
+
+@pytest.mark.parametrize("plan", ["pipefusion=8 patches=8", "ulysses=8", "distrifusion=4", "data=1"])
+def test_the_host_is_gone_after_the_steps_that_run_as_code(plan: str) -> None:
+    """Four steps are synchronous, watched or recorded at most; a slow host counts in these alone."""
+    one = subject("flux.1-dev")
+    size = {"height": 1024, "width": 1024, "num_inference_steps": 20, "guidance_scale": 3.5}
+    job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(size, 2))
+    slow = dataclasses.replace(load_alone_profile(), block_s=1.0)
+    ops = OpPricer(make_pricer(one, size, slow, records=True), job, CacheSkips())
+    first = ops.first_played_step
+    assert 3 <= first <= 4
+
+    def price_step(step: int) -> float:
+        step_ops = ops.schedule.iter_step_ops(0, step, job.count_calls_in_step(step))
+        return sum(ops.get_op_seconds(0, op, free=False) for op in step_ops)
+
+    assert all(price_step(step) >= len(job.stages[0]) for step in range(first))
+    assert price_step(first) == pytest.approx(price_step(19), rel=1e-4)
+    assert price_step(19) < 1
+    pricer = make_pricer(one, size, slow, records=True)
+    assert pricer.price_call(job).latency_s < 0.3 * pricer.predict_unrecorded_latency(job)
+    assert pricer.bound_latency(job) <= pricer.price_call(job).latency_s * 1.0001
+
+
+@pytest.mark.parametrize(
+    ("profile", "plan"), [("epyc-2-cores", "pipefusion=2 patches=2"), ("h200-nvlink", "pipefusion=2 offload=blocks")]
+)
+def test_what_cannot_be_recorded_is_priced_without(profile: str, plan: str) -> None:
+    """A CPU has no graphs, and weights that come and go are not where a graph reads them."""
+    one, machine = subject("flux.1-dev"), hardware.load_profile(profile)
+    size = {"height": 512, "width": 512, "num_inference_steps": 20, "guidance_scale": 3.5}
+    job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(size, 2))
+    with_steps, without = (make_pricer(one, size, machine, records=records) for records in (True, False))
+    assert with_steps.price_call(job) == without.price_call(job)
+    assert with_steps.predict_unrecorded_latency(job) == 0

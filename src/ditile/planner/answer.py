@@ -99,6 +99,7 @@ class PlanAnswer:
         return {
             "plan": str(price.plan),
             "latency_s": price.latency_s,
+            "unrecorded_s": price.unrecorded_s or None,
             "memory_bytes": price.memory_bytes,
             "bytes_per_step": price.bytes_per_step,
             "exposed_comm_s": price.exposed_s,
@@ -169,6 +170,7 @@ class PlanAnswer:
         if self.models > 1:
             yield f"weights are those of {self.models} transformers, which are on the device all the time"
         yield from self._describe_host_memory()
+        yield from self._describe_recorded_steps()
         if self.call["steps"] <= FEW_STEPS:
             yield (
                 f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "
@@ -204,6 +206,20 @@ class PlanAnswer:
             yield f"warning: {needs}, and there are {format_bytes(self.host_memory_bytes)}"
         elif stays:
             yield needs
+
+    def _describe_recorded_steps(self) -> Iterator[str]:
+        """What recorded steps bring the first plan."""
+        best = self.result.prices[0]
+        if not best.unrecorded_s:
+            return
+        saved = 1 - best.latency_s / best.unrecorded_s
+        if saved < ALIKE:
+            yield "recorded steps (cuda_graphs=auto) bring plan 1 nothing: its GPUs are the limit (docs/gpu.md)"
+            return
+        yield (
+            f"priced with recorded steps (cuda_graphs=auto): without them the host limits plan 1 to "
+            f"{format_number(best.unrecorded_s)} s (docs/gpu.md)"
+        )
 
     def _describe_other(self, kind: OtherKind, other: OtherPlan) -> str:
         """What a plan that is not ranked would save, and what speaks against it."""

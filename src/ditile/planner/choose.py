@@ -76,6 +76,8 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     # Every host has as many ranks as the others.
     if devices % question.hosts:
         raise PlanError(f"devices={devices} cannot be split evenly over hosts={question.hosts}; give --devices")
+    if question.cuda_graphs is True and not profile.runs_ahead:
+        raise PlanError(f"cuda_graphs=True needs a GPU, and {profile.name} is a CPU; leave it out")
     request = _make_search_request(question, devices, all_devices=all_devices)
     shape = subject.make_call_shape(call, profile.element_size)
     cache = None if question.cache is None else parse_cache_line(question.cache)["cache_config"]
@@ -119,6 +121,7 @@ def _make_search_request(question: PlanQuestion, devices: int, *, all_devices: b
         max_latency_s=question.max_latency,
         warmup=question.warmup,
         all_devices=all_devices,
+        records=question.cuda_graphs is not False,
     )
 
 

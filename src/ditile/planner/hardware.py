@@ -36,6 +36,7 @@ class Datasheet:
         p2p: bytes a second from one device to another.
         source: where the numbers are from.
         block_s: see `Profile`; 0 where it was not measured.
+        kernel_gap_s: see `Profile`; 0 where it was not measured.
         call_s: see `Link`; that of `EFFICIENCY` where it was not measured.
         host_bandwidth: see `Profile`: nine tenths of PCIe's in one direction, rounded, as its protocol leaves them.
     """
@@ -47,6 +48,7 @@ class Datasheet:
     p2p: float
     source: str
     block_s: float = 0.0
+    kernel_gap_s: float = 0.0
     call_s: float | None = None
     host_bandwidth: float = 25e9
 
@@ -113,6 +115,9 @@ _H200_CALL = 6e-5
 """Measured on one H200 with torch 2.11, without compiling or recorded steps: what the host needs for a call of a block
 of FLUX.1-dev, and more for a message of it. Least squares over ranks alone at 1024 px, each of which is within a fourth
 (`benchmarks/data/gpu/h200-alone.jsonl`, `h200-alone-2.jsonl`)."""
+_H200_GAP = 2.5e-6
+"""Measured on one H200: ranks whose calls were recorded, so that their host limits nothing, take so much longer than
+the work of their kernels (`benchmarks/data/gpu/h200-recorded-steps-prototype.jsonl`)."""
 SHEETS = {
     "l40-pcie": Datasheet(flops=181e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
     "l20-pcie": Datasheet(flops=119.5e12, bandwidth=864e9, memory_gb=48, link="pcie", p2p=26e9, source=_NVIDIA),
@@ -136,6 +141,7 @@ SHEETS = {
         p2p=402e9,
         source=_NVIDIA,
         block_s=_H200_BLOCK,
+        kernel_gap_s=_H200_GAP,
         call_s=_H200_CALL,
         host_bandwidth=50e9,
     ),
@@ -208,6 +214,7 @@ def make_datasheet_profile(name: str, sheet: Datasheet, gets: Efficiency) -> Pro
         pointwise=dict.fromkeys(("pointwise", "norm", "gelu"), numbers),
         kernel_s=gets.kernel_s,
         block_s=sheet.block_s,
+        kernel_gap_s=sheet.kernel_gap_s,
         host_bandwidth=sheet.host_bandwidth,
         runs_ahead=True,
         micro_s=gets.micro_s,

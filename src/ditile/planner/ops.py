@@ -36,6 +36,10 @@ from ditile.planner.seconds import (
 
 TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 """Axes that split tokens, over all of which the prediction is gathered; the outermost first."""
+SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
+"""A segment of a recorded call ends where a message starts and where it is waited for; most are waited for at once."""
+UNPLAYED_CALLS = 2
+"""Calls of a form before it is played: the first one is watched, and the second one recorded."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION, OpKind.SEND_KEYS}
 PACKED_SENDS = {OpKind.SEND, OpKind.SEND_KEYS}
 """Messages that are sent in eight bits a number with `Plan.wire_dtype`."""
@@ -68,12 +72,14 @@ class MachineWork:
         profile: the machine.
         text_tokens: tokens of text that cross attention sees, which are not in the sequence.
         host: ranks on each host; None if all are on one host.
+        records: whether calls are recorded, and played in later steps, where a plan and a machine allow it.
     """
 
     transformer_work: TransformerWork
     profile: Profile
     text_tokens: int = 0
     host: int | None = None
+    records: bool = False
     _loads: dict[tuple[int, tuple[float, ...]], DeviceLoad] = field(default_factory=dict)
     _attends: dict[int, bool] = field(default_factory=dict)
     _attentions: dict[range, Work] = field(default_factory=dict)
@@ -143,6 +149,9 @@ class OpPricer:
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = compute_slowdown(basis.profile, self._host)
         self._fuses = FUSED in basis.profile.pointwise
+        # A CPU has no graphs, offloaded weights come and go, and models with caches run as before.
+        may_record = self._profile.runs_ahead and job.plan.offload == "none" and not skips.steps
+        self.records = basis.records and may_record
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
 
@@ -193,9 +202,22 @@ class OpPricer:
         return alike
 
     @cached_property
+    def first_played_step(self) -> int:
+        """The first step whose calls are played: earlier ones are the first, synchronous, watched or recorded."""
+        schedule = self.schedule
+        # Steps of an exact plan are all synchronous, and of one form.
+        first_of_form = max(1, schedule.warmup) if schedule.has_stale_steps else 1
+        return first_of_form + UNPLAYED_CALLS
+
+    def is_played(self, step: int) -> bool:
+        """Whether the calls of a step are played, which the host starts segment by segment."""
+        return self.records and step >= self.first_played_step
+
+    @cached_property
     def step_kinds(self) -> Sequence[tuple[bool, ...]]:
         """A key for each step; steps with equal keys have the same work and messages."""
-        return _list_step_kinds(self.schedule, self.skips.steps)
+        first_played_step = self.first_played_step if self.records else self.schedule.steps
+        return _list_step_kinds(self.schedule, self.skips.steps, first_played_step)
 
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         if op.kind is OpKind.COMPUTE:
@@ -312,6 +334,10 @@ class OpPricer:
             total = total.combine_loads(self._basis.compute_load(work.first, end_tokens))
         if place.stage == job.plan.pipefusion - 1 or is_group:
             total = total.combine_loads(self._basis.compute_load(work.last, end_tokens))
+        if self.is_played(op.step):
+            # A segment ends where activations arrive, and where they leave.
+            num_segments = 1 + (place.stage > 0) + (place.stage < job.plan.pipefusion - 1)
+            return total._replace(host=num_segments * self._profile.segment_s)
         # A patch may be so small that its kernels are done before the host has started the next ones.
         started = sum(times for _, times in mix.blocks) * self._profile.block_s
         return total._replace(host=max(total.host, started))
@@ -378,6 +404,8 @@ class OpPricer:
             starting = link.call_s
             if kind == "tensor" and link.sum_s is not None:
                 starting = link.sum_s
+            if self.is_played(micro.step):
+                starting += SEGMENTS_PER_EXCHANGE.get(kind, 1) * self._profile.segment_s
             total = total.combine_loads(DeviceLoad(sending, calls * starting))
         return total
 
@@ -436,11 +464,15 @@ class OpPricer:
 
 
 @lru_cache(maxsize=1024)
-def _list_step_kinds(schedule: PatchSchedule, skipped_steps: frozenset[int]) -> Sequence[tuple[bool, ...]]:
+def _list_step_kinds(
+    schedule: PatchSchedule, skipped_steps: frozenset[int], first_played_step: int
+) -> Sequence[tuple[bool, ...]]:
     """See `OpPricer.step_kinds`. Many plans have the same schedule, so the list is kept."""
     kinds = []
     for step in range(schedule.steps):
         is_stale = schedule.reads_stale_keys(step)
         kept = schedule.keeps_keys(step)
-        kinds.append((step == 0, is_stale, kept, schedule.computes_references(step), step in skipped_steps))
+        computes_references = schedule.computes_references(step)
+        is_played = step >= first_played_step
+        kinds.append((step == 0, is_stale, kept, computes_references, step in skipped_steps, is_played))
     return kinds

@@ -23,7 +23,8 @@ from ditile.planner.ops import CacheSkips, MachineWork, OpPricer
 ROUNDED = 1e-12
 """Share of a latency by which sums in another order differ."""
 STEADY = 3
-"""Steps after the warmup that are simulated; all later steps take as long as the last of them."""
+"""Steps after the warmup, or after those that are not played, that are simulated; all later steps take as long as the
+last of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +39,7 @@ class Price:
         bubble_s: seconds that the busiest stage waits for others even if messages take no time.
         bytes_per_step: bytes that all ranks send in a step, the mean over the steps.
         memory_bytes: peak memory of the rank that needs most.
+        unrecorded_s: the latency without recorded steps; 0 where none are recorded, or nobody asked.
         text_s, decode_s: seconds of the text encoders before the loop, and of the decode after it; 0 where there are
             more than `FEW_STEPS` steps, of which they are a small part.
     """
@@ -49,6 +51,7 @@ class Price:
     bubble_s: float
     bytes_per_step: float
     memory_bytes: int
+    unrecorded_s: float = 0.0
     text_s: float = 0.0
     decode_s: float = 0.0
 
@@ -84,6 +87,12 @@ class Pricer(MachineWork):
         """The latency of a price, without the rest of it."""
         latency, _ = _simulate_loop(OpPricer(self, job, skips or CacheSkips()), free=False)
         return latency
+
+    def predict_unrecorded_latency(self, job: PlannedCall, skips: CacheSkips | None = None) -> float:
+        """The latency without recorded steps; 0 where none are recorded."""
+        if not OpPricer(self, job, skips or CacheSkips()).records:
+            return 0.0
+        return replace(self, records=False).predict_latency(job, skips)
 
     def bound_latency(self, job: PlannedCall, skips: CacheSkips | None = None) -> float:
         """Seconds for which the busiest stage is occupied: the loop takes at least as long, however stages wait."""
@@ -126,7 +135,8 @@ def _simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
     # Which steps compute references depends on their number.
     is_steady = not ops.skips.steps and not (schedule.num_references and schedule.references)
     steps = ops.job.shape.steps
-    shown = min(steps, schedule.warmup + STEADY) if is_steady else steps
+    unlike = ops.first_played_step if ops.records else schedule.warmup
+    shown = min(steps, unlike + STEADY) if is_steady else steps
 
     def get_travel_seconds(stage: int, op: Op) -> float:
         return 0.0 if free else ops.get_travel_seconds(stage, op)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from PIL import Image
 from pydantic import Field
@@ -98,6 +98,12 @@ class PlanQuestion:
         metavar="X",
         example=0.5,
     )
+    cuda_graphs: bool | Literal["auto"] = define_option(
+        "auto",
+        "whether calls of the model are recorded as CUDA graphs; auto: where there is a GPU",
+        metavar="auto|true|false",
+        implied=True,
+    )
     price: str | None = define_option(None, "price one plan instead of searching", metavar="PLAN")
     json: str | None = define_option(None, "write the answer as JSON; - is the standard output", metavar="FILE")
 
@@ -114,6 +120,11 @@ class PlanQuestion:
             raise PlanError(f"warmup={self.warmup} is for a search; say it in price={self.price!r}")
         if self.hit_rate is not None and self.cache is None:
             raise PlanError(f"hit_rate={self.hit_rate} is for a cache; add --cache LINE")
+        plan = self.priced_plan
+        if self.cuda_graphs is True and plan is not None and plan.offload == "blocks":
+            raise PlanError(
+                "cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place"
+            )
         if self.memory is not None:
             hardware.parse_byte_amount(self.memory)
         if self.host_memory is not None:

@@ -64,6 +64,7 @@ class SearchRequest:
         warmup: synchronous steps of plans with stale keys; None is one, or as many as cost hardly more.
         all_devices: only plans that use every device.
         offload: of all plans; "blocks" where nothing else fits.
+        records: whether steps are recorded, where a plan and the machine allow it.
     """
 
     devices: int
@@ -74,6 +75,7 @@ class SearchRequest:
     warmup: int | None = None
     all_devices: bool = False
     offload: Literal["none", "blocks"] = "none"
+    records: bool = False
 
 
 class SizedJob(NamedTuple):
@@ -170,7 +172,8 @@ class PlanSearch:
     @cached_property
     def pricer(self) -> Pricer:
         """Prices the plans."""
-        return make_pricer(self.subject, self.call, self.profile, self.request.devices // self.request.hosts)
+        ranks_of_host = self.request.devices // self.request.hosts
+        return make_pricer(self.subject, self.call, self.profile, ranks_of_host, records=self.request.records)
 
     @cached_property
     def _facts(self) -> Facts:
@@ -359,8 +362,10 @@ class PlanSearch:
         )
 
     def _complete_price(self, price: Price, *, may_divide: bool = True) -> Price:
-        """The price of a call of few steps with text and decode, which may be divided where that pays."""
+        """The price with what it would be without recorded steps, and of a call of few steps with text and decode."""
         shape = self.shape
+        job = self.subject.make_plan_job(price.plan, shape)
+        price = replace(price, unrecorded_s=self.pricer.predict_unrecorded_latency(job, self.skips))
         if shape.steps > FEW_STEPS:
             return price
         subject = self.subject
@@ -459,9 +464,18 @@ def _format_gigabytes(size: int) -> str:
     return f"{size / 1e9:.2f} GB"
 
 
-def make_pricer(subject: PlanSubject, call: CallArguments, profile: Profile, host: int | None = None) -> Pricer:
-    """The pricer of a model's calls; `host` is the number of ranks on a host, None if there is one host."""
-    return Pricer(subject.transformer_work, profile, subject.count_text_tokens(call), host)
+def make_pricer(
+    subject: PlanSubject, call: CallArguments, profile: Profile, host: int | None = None, *, records: bool = False
+) -> Pricer:
+    """The pricer of a model's calls.
+
+    Args:
+        subject, call: the model and the call.
+        profile: the machine.
+        host: the number of ranks on a host; None if there is one host.
+        records: see `MachineWork`.
+    """
+    return Pricer(subject.transformer_work, profile, subject.count_text_tokens(call), host, records)
 
 
 def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) -> Iterator[Plan]:

@@ -89,7 +89,8 @@ class RooflineDevice:
     def compute_load(self, work: Work, tokens: RankTokens) -> DeviceLoad:
         """The load of some work on one rank."""
         device = sum(times * self._get_kernel_seconds(kernel, tokens) for kernel, times in work.items())
-        return DeviceLoad(device, sum(work.values()) * self._profile.kernel_s)
+        num_kernels = sum(work.values())
+        return DeviceLoad(device + num_kernels * self._profile.kernel_gap_s, num_kernels * self._profile.kernel_s)
 
     def _get_kernel_seconds(self, kernel: RooflineKernel, tokens: RankTokens) -> float:
         if kernel.kind == "attention":
