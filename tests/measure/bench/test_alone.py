@@ -15,7 +15,7 @@ from rich.console import Console
 
 from ditile.cli import main
 from ditile.measure.bench.alone import comparison, rank_steps
-from ditile.measure.bench.alone.comparison import choose_steps, make_alone_tables
+from ditile.measure.bench.alone.comparison import choose_recording, choose_steps, make_alone_tables
 from ditile.measure.bench.alone.messages import LoneMessages, replace_torch_distributed
 from ditile.measure.bench.alone.rank_steps import MeasuredCalls, compute_step_seconds, measure_rank, measure_step
 from ditile.measure.bench.alone.session import choose_measured_ranks
@@ -35,6 +35,7 @@ from ditile.planner.profile import Link
 from ditile.planner.search import make_pricer
 from ditile.planner.seconds import DeviceLoad
 from ditile.runner.requests.console import LINE_WIDTH
+from tests.recorded_calls import record_on_cpu
 
 CPU = torch.device("cpu")
 MODEL = "random-flux blocks=6 heads=2 head_dim=16"
@@ -93,7 +94,8 @@ def test_set_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("no_clock")
-def test_a_rank_alone_sends_what_its_plan_says(text: str) -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_rank_alone_sends_what_its_plan_says(text: str, recorded: bool) -> None:
     """Bytes of a step equal the formulas, and the pipeline is bit for bit what it was; a failure means that another
     computation was measured than that of the plan's ranks."""
     subject = create_bench_subject(Workload(model=MODEL, height=SIDE, width=SIDE, steps=STEPS[1]))
@@ -103,7 +105,9 @@ def test_a_rank_alone_sends_what_its_plan_says(text: str) -> None:
     pipe = subject.create_whole_pipeline(CPU)
     before = {name: tensor.clone() for name, tensor in pipe.transformer.state_dict().items()}
     for rank in (0, plan.world - 1):
-        step = measure_rank(pipe, plan, rank, plan_calls())
+        with record_on_cpu() as recorders:
+            step = measure_rank(pipe, plan, rank, plan_calls(), recorded=recorded)
+        assert step.recorded == recorded == any(recorder.num_played for recorder in recorders)
         formula = cost.count_traffic_in_step(job, rank, STEPS[1] - 2)
         assert step.sent_bytes == {kind: size for kind, size in formula.items() if size}
         assert step.messages > 0
@@ -208,7 +212,8 @@ def test_all_plans_have_calls_of_the_same_steps() -> None:
 
 GPU_ROW: Row = {
     "model": "random-flux blocks=57 heads=24 head_dim=128", "machine": {"gpus": ["NVIDIA H200"]}, "threads": 16,
-    "height": 1024, "width": 1024, "host_s": 1.2345, "device_s": 0.9999, "link_s": 0.0123, "waiting_s": 0.1004,
+    "height": 1024, "width": 1024, "recorded": False, "host_s": 1.2345, "device_s": 0.9999, "link_s": 0.0123,
+    "waiting_s": 0.1004,
 }  # fmt: skip
 
 
@@ -219,7 +224,11 @@ def test_a_table_has_80_columns() -> None:
         | {"plan": "", "rank": 0, "world": 1, "step_s": 1.2345, "plan_step_s": 1.2345, "times_plain": 1.0},
         GPU_ROW | {"plan": "ulysses=8", "rank": 0, "world": 8, "step_s": 0.1, "plan_step_s": 0.2, "times_plain": 6.17},
         GPU_ROW | {"plan": "ulysses=8", "rank": 7, "world": 8, "step_s": 0.15, "plan_step_s": 0.2, "times_plain": 6.17},
-    ]
+        GPU_ROW | {
+            "plan": "ulysses=8", "rank": 7, "world": 8, "recorded": True, "step_s": 0.03, "plan_step_s": 0.2,
+            "times_plain": 15.17,
+        },
+    ]  # fmt: skip
     tables = make_alone_tables(rows)
     console = Console(width=LINE_WIDTH)
     with console.capture() as captured:
@@ -231,6 +240,15 @@ def test_a_table_has_80_columns() -> None:
     assert "7 of 8" in captured.get() and "0 of 8" not in captured.get(), "the slowest rank is shown"
     for title in ("host", "GPU", "alone", "link", "waiting", "step", "of plain"):
         assert title in captured.get()
+    assert "ulysses=8, recorded steps" in captured.get(), "both ways of a plan are shown"
+
+
+def test_ranks_are_recorded_where_there_is_a_gpu() -> None:
+    assert choose_recording(None, torch.device("cuda"))
+    assert not choose_recording(False, torch.device("cuda"))
+    assert not choose_recording(None, CPU)
+    with pytest.raises(PlanError, match="recorded steps are CUDA graphs, and the device is cpu"):
+        choose_recording(True, CPU)
 
 
 @pytest.fixture
@@ -259,6 +277,7 @@ def test_the_command_writes_a_row_for_each_rank(
     assert all(row["step_s"] == 0.5 and row["steps"] == [4, 9] and row["world"] >= 1 for row in rows)
     out = capsys.readouterr().out
     assert "link: computed, not measured" in " ".join(out.split())
+    assert "recorded steps (cuda_graphs) need a GPU" in " ".join(out.split())
     assert "the plain pipeline, without ditile" in out
 
 
@@ -284,3 +303,27 @@ def test_a_published_model_runs_with_random_weights() -> None:
     assert {"prompt_embeds", "negative_prompt_embeds", "guidance_scale"} <= arguments.keys()
     frames = pipe(**arguments).frames
     assert frames.shape == (1, 16, 2, 4, 4) and frames.isfinite().all()
+
+
+@pytest.mark.usefixtures("in_this_process", "no_clock")
+def test_every_rank_is_measured_both_ways(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The plain pipeline too, which is one rank of ditile then. What stands for graphs runs on a CPU here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparison, "choose_recording", lambda *_: True)
+    words = ["--plans", "ulysses=2; pipefusion=2 patches=2", "--model", MODEL, "--height", str(SIDE)]
+    words += ["--width", str(SIDE), "--rounds", "1", "--alone", "--out", "a"]
+    with record_on_cpu() as recorders:
+        assert main.main(["bench", *words]) == 0
+    rows = [json.loads(line) for line in Path("a/alone.jsonl").read_text().splitlines()]
+    ways = [(row["plan"], row["rank"], row["recorded"]) for row in rows]
+    plans = ["", "ulysses=2", "pipefusion=2 patches=2"]
+    for plan in plans:
+        ranks = {rank for own, rank, _ in ways if own == plan}
+        assert all((plan, rank, recorded) in ways for rank in ranks for recorded in (False, True))
+    assert len(recorders) == sum(recorded for *_, recorded in ways)
+    assert all(recorder.num_played for recorder in recorders)
+    out = capsys.readouterr().out
+    for label in ("one rank of ditile, recorded steps", "ulysses=2, recorded steps"):
+        assert label in out

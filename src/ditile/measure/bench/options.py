@@ -44,6 +44,9 @@ class Comparison:
         False, "measure ranks of the plans by themselves, one after the other on one device; links are computed"
     )
     all_ranks: bool = define_option(False, "alone, measure every rank; by default the first, the last and the busiest")
+    recorded: bool | None = define_option(
+        None, "alone, measure each rank with recorded steps (cuda_graphs) too; by default where there is a GPU"
+    )
     devices: Ranks | None = define_option(
         None, "ranks of the suite; by default one for each GPU, or two that share one", metavar="N"
     )
@@ -99,6 +102,8 @@ class Comparison:
             raise PlanError("--alone measures ranks of --plans, such as --plans 'pipefusion=8 patches=8; ulysses=4'")
         if self.all_ranks and not self.alone:
             raise PlanError("all_ranks=True is for --alone; without it all ranks are measured")
+        if self.recorded is not None and not self.alone:
+            raise PlanError(f"recorded={self.recorded} is for --alone; other ranks record where that is faster")
 
     def _check_sweeps(self) -> None:
         for name in self.sweep_names:

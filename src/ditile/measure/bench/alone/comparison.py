@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import torch
 from rich.table import Table
 
 from ditile.distributed import cpus, env
+from ditile.distributed.backend import pick_device
 from ditile.distributed.launch import launch
 from ditile.measure import sessions
 from ditile.measure.bench.alone.session import ROWS, AloneTask, measure_alone
@@ -36,6 +38,7 @@ def measure_plans_alone(compared: Comparison, work: Workload, profile: Profile |
         raise PlanError(f"--alone is for one process, and torchrun started {place.world}; start it without torchrun")
     subject = create_bench_subject(work)
     cells = _list_alone_cells(compared, work, subject)
+    recorded = choose_recording(compared.recorded, pick_device(work.device, 0))
     steps = choose_steps(cells, work.steps)
     threads = work.threads or cpus.count_usable_cores()
     facts = {
@@ -51,6 +54,7 @@ def measure_plans_alone(compared: Comparison, work: Workload, profile: Profile |
         steps=steps,
         rounds=compared.rounds,
         all_ranks=compared.all_ranks,
+        recorded=recorded,
         profile=profile,
         facts=facts,
         out=compared.out,
@@ -74,6 +78,18 @@ def _list_alone_cells(compared: Comparison, work: Workload, subject: BenchSubjec
     for cell in cells:
         subject.make_cost_job(cell)
     return cells
+
+
+def choose_recording(asked: bool | None, device: torch.device) -> bool:
+    """Whether ranks are measured with recorded steps too: where there is a GPU, unless it was said otherwise.
+
+    Raises:
+        PlanError: if it was asked for where there is none.
+    """
+    has_gpu = device.type == "cuda"
+    if asked and not has_gpu:
+        raise PlanError(f"recorded=True: recorded steps are CUDA graphs, and the device is {device}; leave it out")
+    return has_gpu if asked is None else asked
 
 
 def choose_steps(cells: Sequence[BenchCell], steps: int | None) -> tuple[int, int]:
@@ -106,15 +122,22 @@ def make_alone_tables(rows: Sequence[Row]) -> list[Table | str]:
         texts = [format_row(row) for row in shown]
         if any(texts):
             columns[name] = texts
-    labels = [row["plan"] or "the plain pipeline, without ditile" for row in shown]
+    labels = [_label_row(row) for row in shown]
     return [title, *make_numbered_tables(labels, columns)]
 
 
+def _label_row(row: Row) -> str:
+    if row["plan"] != ONE_RANK:
+        return f"{row['plan']}, recorded steps" if row["recorded"] else str(row["plan"])
+    return "one rank of ditile, recorded steps" if row["recorded"] else "the plain pipeline, without ditile"
+
+
 def _select_slowest_ranks(rows: Sequence[Row]) -> list[Row]:
-    slowest: dict[str, Row] = {}
+    slowest: dict[tuple[str, bool], Row] = {}
     for row in rows:
-        if row["plan"] not in slowest or row["step_s"] > slowest[row["plan"]]["step_s"]:
-            slowest[row["plan"]] = row
+        key = (row["plan"], row["recorded"])
+        if key not in slowest or row["step_s"] > slowest[key]["step_s"]:
+            slowest[key] = row
     return list(slowest.values())
 
 
@@ -124,6 +147,12 @@ def _list_notes(rows: Sequence[Row], profile: Profile | None, path: str) -> list
         "alone: measured, the slowest rank (from 0) by itself on this device; nothing was sent, and what others would "
         "send is a copy on the device"
     ]
+    if any(row["recorded"] for row in rows):
+        notes.append("recorded steps: calls of the model are played as CUDA graphs, so the host does little")
+    elif rows[0].get("device_s") is None:
+        notes.append(
+            "all runs as code: recorded steps (cuda_graphs) need a GPU, where each rank is measured with them too"
+        )
     if rows[0].get("device_s") is None:
         notes.append("a CPU is host and device at once, so they are not apart here")
     else:

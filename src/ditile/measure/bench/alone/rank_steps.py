@@ -53,6 +53,7 @@ class RankStep:
 
     Attributes:
         rank: the rank.
+        recorded: whether its calls of the model were recorded, and played.
         step_s: its seconds.
         host_s: those until the host has started everything; None on a CPU, which is host and device at once.
         device_s: those in which kernels run; None on a CPU.
@@ -63,6 +64,7 @@ class RankStep:
 
     rank: int
     step_s: float
+    recorded: bool = False
     host_s: float | None = None
     device_s: float | None = None
     messages: float = 0.0
@@ -77,8 +79,19 @@ class CallSeconds(NamedTuple):
     total: float
 
 
-def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls) -> RankStep:
-    """A step of a rank of a plan, of a whole pipeline that is as before when this returns or raises."""
+def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls, *, recorded: bool = False) -> RankStep:
+    """A step of a rank of a plan, of a whole pipeline that is as before when this returns or raises.
+
+    Args:
+        pipe: the pipeline.
+        plan: the plan.
+        rank: the rank.
+        calls: how its calls are measured.
+        recorded: whether calls of the model are recorded, in those that are not timed, and played.
+
+    Raises:
+        ModelError: if no call could be recorded.
+    """
     messages = LoneMessages(rank, plan.world, calls.device)
     # Synchronous steps do not count, and stages that share them ask each other for what only a block's owner knows.
     if plan.warmup_mode in ("sequence", "auto"):
@@ -87,11 +100,11 @@ def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls) -> Rank
         # A plan of one rank runs as it does in any process.
         if plan.world > 1:
             stack.enter_context(replace_torch_distributed(messages))
-        runner = parallelize(pipe, plan, calls.device, keep_weights=True, groups=Communicators())
+        runner = parallelize(pipe, plan, calls.device, keep_weights=True, groups=Communicators(), cuda_graphs=recorded)
         stack.callback(pipe.to, calls.device)
         stack.callback(runner.restore)
         step = measure_step(lambda steps: runner(**calls.make_arguments(pipe, steps), output_on="first"), calls, rank)
-        return _count_traffic(runner, messages, calls, step)
+        return replace(_count_traffic(runner, messages, calls, step), recorded=recorded)
 
 
 def measure_plain(pipe: Any, calls: MeasuredCalls) -> RankStep:

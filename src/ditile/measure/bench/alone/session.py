@@ -23,6 +23,7 @@ from ditile.measure.rows import Row, RowFile
 from ditile.model.registry import find_loop_model
 from ditile.plan.cost import PlannedCall
 from ditile.plan.option_classes import CallArguments
+from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.price import Pricer
 from ditile.planner.profile import Profile
@@ -46,6 +47,7 @@ class AloneTask:
         steps: of a short and of a long call.
         rounds: how often each call is timed.
         all_ranks: whether all ranks of a plan are measured.
+        recorded: whether each is measured with recorded steps too.
         profile: the machine whose links are priced; None for no links.
         facts: what all rows have in common.
         out: the folder of the rows.
@@ -56,6 +58,7 @@ class AloneTask:
     steps: tuple[int, int]
     rounds: int
     all_ranks: bool
+    recorded: bool
     profile: Profile | None
     facts: Row
     out: str
@@ -86,9 +89,16 @@ def _measure_plans(task: AloneTask) -> list[Row]:
     # A runner reports its steps by itself; a plain pipeline would look like a rank that hangs.
     hook = find_loop_model(pipe).register_forward_pre_hook(lambda *_: env.report_progress())
     plain_cell = task.cells[0].one_rank_baseline
-    plain = measure_plain(pipe, _plan_calls(task, subject, plain_cell, device))
+    calls = _plan_calls(task, subject, plain_cell, device)
+    plain = measure_plain(pipe, calls)
     hook.remove()
-    rows = [_make_row(task, plain_cell, plain) | {"plan_step_s": plain.step_s, "times_plain": 1.0}]
+    plain_steps = [plain]
+    if task.recorded:
+        plain_steps.append(measure_rank(pipe, Plan(), 0, calls, recorded=True))
+    rows = []
+    for step in plain_steps:
+        times = plain.step_s / step.step_s
+        rows.append(_make_row(task, plain_cell, step) | {"plan_step_s": step.step_s, "times_plain": times})
     file.append(rows)
     with show_progress_bar("plans", len(task.cells)) as advance:
         for cell in task.cells:
@@ -122,15 +132,16 @@ def _measure_cell(
         pricer = _make_alone_pricer(task, subject, cell, device)
     calls = _plan_calls(task, subject, cell, device)
     ranks = choose_measured_ranks(job, pricer, plan.world, all_ranks=task.all_ranks)
-    steps = [measure_rank(pipe, plan, rank, calls) for rank in ranks]
-    parts = compute_plan_step(steps, job, pricer, has_links=task.profile is not None)
     rows = []
-    for step in steps:
-        row = _make_row(task, cell, step)
-        row |= {"plan_step_s": parts.step_s, "waiting_s": parts.waiting_s}
-        if task.profile is not None and job is not None:
-            row |= {"link_s": parts.link_s, "links_of": task.profile.name}
-        rows.append(row)
+    for recorded in (False, True) if task.recorded else (False,):
+        steps = [measure_rank(pipe, plan, rank, calls, recorded=recorded) for rank in ranks]
+        parts = compute_plan_step(steps, job, pricer, has_links=task.profile is not None)
+        for step in steps:
+            row = _make_row(task, cell, step)
+            row |= {"plan_step_s": parts.step_s, "waiting_s": parts.waiting_s}
+            if task.profile is not None and job is not None:
+                row |= {"link_s": parts.link_s, "links_of": task.profile.name}
+            rows.append(row)
     return rows
 
 
@@ -196,6 +207,7 @@ def _make_row(task: AloneTask, cell: BenchCell, step: RankStep) -> Row:
         "steps": list(task.steps),
         "world": 1 if cell.plan == ONE_RANK else cell.num_ranks,
         "rank": step.rank,
+        "recorded": step.recorded,
         "step_s": step.step_s,
         "host_s": step.host_s,
         "device_s": step.device_s,
