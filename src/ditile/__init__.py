@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         DBCacheConfig,
         DBPruneConfig,
         DMDCalibratorConfig,
+        FittedScheduleConfig,
         FoCaCalibratorConfig,
         ParamsModifier,
         TaylorSeerCalibratorConfig,
@@ -71,7 +72,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BasicCacheConfig", "BlockAdapter", "CalibratorConfig", "DBCacheConfig", "DBPruneConfig",
-    "DMDCalibratorConfig", "DitileError", "FoCaCalibratorConfig", "ForwardPattern", "IdleCacheWarning", "JoinError",
+    "DMDCalibratorConfig", "DitileError", "FittedScheduleConfig", "FoCaCalibratorConfig", "ForwardPattern",
+    "IdleCacheWarning", "JoinError",
     "LoadError", "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier",
     "PatchFunctor", "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan",
     "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "StateError", "StepWatch", "StoppedError",
@@ -88,8 +90,8 @@ _LAZY = {
         "ditile.cache.cache_dit": "ParallelismBackend ParallelismConfig QuantizeConfig",
         "ditile.cache.cached": "IdleCacheWarning",
         "ditile.cache.config": (
-            "BasicCacheConfig CalibratorConfig DBCacheConfig DBPruneConfig DMDCalibratorConfig FoCaCalibratorConfig "
-            "ParamsModifier TaylorSeerCalibratorConfig"
+            "BasicCacheConfig CalibratorConfig DBCacheConfig DBPruneConfig DMDCalibratorConfig FittedScheduleConfig "
+            "FoCaCalibratorConfig ParamsModifier TaylorSeerCalibratorConfig"
         ),
         "ditile.cache.config_text": (
             "load_attn_backend_config load_cache_config load_configs load_parallelism_config load_quantize_config"

@@ -20,7 +20,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 
 import ditile
 from ditile import BlockAdapter, DBCacheConfig, TaylorSeerCalibratorConfig
-from ditile.cache.cached import IdleCacheWarning, find_transformer_cache
+from ditile.cache.cached import IdleCacheWarning, find_model_cache
 from ditile.cache.step_mask import build_preset_mask
 from ditile.plan.errors import ModelError
 from ditile.runner import caching
@@ -67,7 +67,7 @@ def test_a_pipeline_that_steps_copies_of_its_scheduler() -> None:
     plain, _ = draw_plain_and_cached(pipe, SETTINGS, frames)
     assert skipped(pipe) == [REST] * 2, "two branches"
     frames(20)
-    assert skipped(pipe) == [list(range(SPARE, 20))] * 2 and find_transformer_cache(pipe.transformer).memory_bytes == 0
+    assert skipped(pipe) == [list(range(SPARE, 20))] * 2 and find_model_cache(pipe.transformer).memory_bytes == 0
     ditile.disable_cache(pipe)
     assert "cache_context" not in vars(pipe.transformer)
     same(frames(), plain)
@@ -174,7 +174,7 @@ def test_pipelines_without_a_component_called_scheduler() -> None:
     plain, _ = draw_plain_and_cached(pipe, SETTINGS, lambda: pipe(latents, text))
     with pytest.raises(KeyError):
         pipe(latents, text, leave=3)
-    assert find_transformer_cache(model).memory_bytes == 0
+    assert find_model_cache(model).memory_bytes == 0
     different(pipe(latents, text), plain)
     assert skipped(pipe) == [REST]
     pipe(latents, text, 9)

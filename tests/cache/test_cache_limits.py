@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 from torch import Tensor, nn
 
-from ditile.cache.cached import find_transformer_cache
+from ditile.cache.cached import find_model_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig
 from ditile.model.block_lists import find_block_lists
 from ditile.runner import caching
@@ -63,7 +63,7 @@ def test_nothing_left_out_is_the_model(made: Made) -> None:
         assert not any(skipped(model))
         found = [d for report in caching.summary(model, logging=False) for d in report.differences]
         assert (len(found) >= STEPS - 1) == (threshold > 0)
-        assert find_transformer_cache(model).memory_bytes == 0
+        assert find_model_cache(model).memory_bytes == 0
         caching.disable_cache(model)
         untouched(model)
     same(tensors(model(**next(calls(name)))), wanted[0], "the cache was taken off")

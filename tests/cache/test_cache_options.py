@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ditile.cache.cached import IdleCacheWarning, find_transformer_cache
+from ditile.cache.cached import IdleCacheWarning, find_model_cache
 from ditile.cache.config import (
     Calibration,
     DBCacheConfig,
@@ -54,7 +54,7 @@ def with_cache(name: str, model: nn.Module, config: Any, calibrator: Any = None,
     """What each step returns, and no buffer is left behind."""
     enable(model, config.reset(num_inference_steps=len(moves)), calibrator)
     found = outputs(name, model, moves)
-    assert find_transformer_cache(model).memory_bytes == 0
+    assert find_model_cache(model).memory_bytes == 0
     return found
 
 
@@ -120,7 +120,7 @@ def test_what_is_kept_may_be_smaller(kind: str) -> None:
     for dtype in (None, "bfloat16"):
         enable(model, config.reset(store_dtype=dtype, num_inference_steps=len(DRIFT)))
         outputs(name, model, DRIFT)
-        kept[dtype] = find_transformer_cache(model).kept_bytes
+        kept[dtype] = find_model_cache(model).kept_bytes
         caching.disable_cache(model)
     assert kept["bfloat16"] * 2 == kept[None] > 0
     if kind == "DBCache":
@@ -314,9 +314,9 @@ def test_nothing_is_remembered_after_the_last_step(config: Any) -> None:
     with torch.no_grad():
         for step, call in enumerate(inputs):
             model(**call)
-            assert (find_transformer_cache(model).memory_bytes > 0) == (step < STEPS - 1)
+            assert (find_model_cache(model).memory_bytes > 0) == (step < STEPS - 1)
             assert bool(live() - before) == (step < STEPS - 1)
-    assert any(skipped(model)) and find_transformer_cache(model).kept_bytes > 0
+    assert any(skipped(model)) and find_model_cache(model).kept_bytes > 0
 
 
 def test_a_call_that_raises_ends_the_picture() -> None:
@@ -331,7 +331,7 @@ def test_a_call_that_raises_ends_the_picture() -> None:
         model(**inputs[0])
         with pytest.raises(RuntimeError):
             model(**inputs[1] | {"encoder_hidden_states": torch.zeros(2, 5, 7)})
-    assert find_transformer_cache(model).memory_bytes == 0 and not live() - before
+    assert find_model_cache(model).memory_bytes == 0 and not live() - before
     same(outputs(name, model), wanted)
 
 

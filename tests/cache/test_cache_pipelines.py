@@ -13,7 +13,7 @@ import pytest
 
 import ditile
 from ditile import TaylorSeerCalibratorConfig
-from ditile.cache.cached import IdleCacheWarning, find_transformer_cache
+from ditile.cache.cached import IdleCacheWarning, find_model_cache
 from ditile.model.block_lists import find_block_lists
 from ditile.runner import caching
 from tests.cache.hand import by_hand
@@ -104,11 +104,7 @@ def test_steps_are_left_out(name: str) -> None:
         got = draw(pipe, name)
         assert skipped(pipe) == [REST] * branches * (1 if config is CACHE else len(block_chain(pipe)) - 1)
         different(got, plain, name)
-        assert (
-            find_transformer_cache(pipe.transformer).memory_bytes
-            == 0
-            < find_transformer_cache(pipe.transformer).kept_bytes
-        )
+        assert find_model_cache(pipe.transformer).memory_bytes == 0 < find_model_cache(pipe.transformer).kept_bytes
         same(draw(pipe, name), got, "the second call")
         [report] = caching.summary(pipe, logging=False)
         assert (report.steps, report.cached_steps) == (STEPS, REST)
@@ -173,7 +169,7 @@ def test_a_picture_that_was_stopped_is_forgotten(how: str) -> None:
     else:
         different(draw(pipe, "flux", **stopping(4, how)), wanted)
         assert skipped(pipe) == [[3, 4]]
-    assert find_transformer_cache(pipe.transformer).memory_bytes == 0
+    assert find_model_cache(pipe.transformer).memory_bytes == 0
     assert len(live() - before) <= 3, "the scheduler's own timesteps and sigmas, and the time in the pipeline"
     same(draw(pipe, "flux"), wanted, "the next picture")
     assert skipped(pipe) == [REST]
@@ -199,7 +195,7 @@ def test_errors_anywhere_end_the_picture() -> None:
         with pytest.raises(StopError):
             draw(pipe, "sd3")
         vars(owner).pop(name) if before is None else vars(owner).update({name: before})
-        assert find_transformer_cache(pipe.transformer).memory_bytes == 0, name
+        assert find_model_cache(pipe.transformer).memory_bytes == 0, name
         same(draw(pipe, "sd3"), wanted, f"after an error in {name}")
     assert pipe.scheduler.step is step
 

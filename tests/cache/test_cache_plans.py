@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ditile
-from ditile.cache.cached import find_transformer_cache
+from ditile.cache.cached import find_model_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
 from ditile.model.hooks.kv_store import KeyStore
 from ditile.plan.plan import Plan
@@ -132,7 +132,7 @@ def at_the_decode() -> None:
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         alive = [one for one in gc.get_objects() if isinstance(one, KeyStore)]
-        held.append((len(alive), find_transformer_cache(pipe.transformer).memory_bytes))
+        held.append((len(alive), find_model_cache(pipe.transformer).memory_bytes))
         return decode(*args, **kwargs)
 
     pipe.vae.decode = seen

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ditile.cache.cached import find_transformer_cache
+from ditile.cache.cached import find_model_cache
 from ditile.cache.config import DBCacheConfig, DBPruneConfig, TaylorSeerCalibratorConfig
 from ditile.cache.report import interpolate_percentile
 from ditile.runner import caching
@@ -106,7 +106,7 @@ def test_as_many_rows_as_tokens() -> None:
 
 def skipped_now(model: Any) -> list[list[int]]:
     """In the middle of a picture."""
-    [(_, chain)] = find_transformer_cache(model)._chains
+    [(_, chain)] = find_model_cache(model)._chains
     return [record.skipped for _, _, _, record in chain.iterate_records()]
 
 

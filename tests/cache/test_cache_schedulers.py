@@ -18,7 +18,7 @@ from diffusers import (
 )
 
 import ditile
-from ditile.cache.cached import find_transformer_cache
+from ditile.cache.cached import find_model_cache
 from ditile.cache.clock import find_schedulers
 from ditile.cache.step_mask import build_preset_mask
 from ditile.plan.errors import ModelError, StateError
@@ -59,7 +59,7 @@ def test_schedulers_that_are_set_later(name: str) -> None:
         assert type(pipe.scheduler).__name__ == kind
         got = draw(pipe, name)
         assert skipped(pipe) == [list(range(SPARE, steps))], kind
-        assert find_transformer_cache(pipe.transformer).memory_bytes == 0
+        assert find_model_cache(pipe.transformer).memory_bytes == 0
         assert not {"step", "set_timesteps"} & vars(before).keys(), f"{type(before).__name__} is not used any more"
         same(draw(pipe, name), got, f"{kind}, the second call")
         ditile.disable_cache(pipe)
@@ -135,7 +135,7 @@ def test_image_to_image(name: str) -> None:
     assert report.steps == 10 and len(report.differences) == 10 - SPARE
     ditile.enable_cache(pipe, CACHE)
     different(picture(), plain)
-    assert skipped(pipe) == [list(range(SPARE, 10))] and find_transformer_cache(pipe.transformer).memory_bytes == 0
+    assert skipped(pipe) == [list(range(SPARE, 10))] and find_model_cache(pipe.transformer).memory_bytes == 0
     mask = CACHE.reset(steps_computation_mask="ultra", steps_computation_policy="static")
     ditile.enable_cache(pipe, mask)
     picture()
@@ -161,7 +161,7 @@ def test_a_schedule_of_which_the_first_steps_are_not_taken() -> None:
     pipe = quiet(Late(model, DDIMScheduler(clip_sample=False)))
     latents, inputs = noise(2, 4, 2, 8, 8), {"encoder_hidden_states": noise(2, TEXT, 16, seed=1)}
     _, got = draw_plain_and_cached(pipe, SETTINGS, lambda: pipe(latents, inputs))
-    assert skipped(pipe) == [[2, 3]] * 2 and find_transformer_cache(model).memory_bytes == 0
+    assert skipped(pipe) == [[2, 3]] * 2 and find_model_cache(model).memory_bytes == 0
     pipe(latents * 2, inputs, skip=4)
     same(pipe(latents, inputs), got)
 
@@ -216,7 +216,7 @@ def test_pictures_of_few_steps(steps: int) -> None:
         ditile.enable_cache(pipe, config)
         draw(pipe, "flux", num_inference_steps=steps)
         assert all(step < steps for branch in skipped(pipe) for step in branch)
-        assert find_transformer_cache(pipe.transformer).memory_bytes == 0
+        assert find_model_cache(pipe.transformer).memory_bytes == 0
 
 
 def test_another_pipeline_with_the_same_model_draws_as_ever() -> None:
@@ -234,7 +234,7 @@ def test_another_pipeline_with_the_same_model_draws_as_ever() -> None:
     for _ in range(2):
         for _ in range(7):
             same(draw(other, "sd3"), wanted)
-            assert find_transformer_cache(pipe.transformer).memory_bytes == 0
+            assert find_model_cache(pipe.transformer).memory_bytes == 0
         got = draw(other, "sd3", num_inference_steps=40)
         same(got, got if long is None else long)
         same(draw(pipe, "sd3"), cached)
@@ -243,7 +243,7 @@ def test_another_pipeline_with_the_same_model_draws_as_ever() -> None:
     # The timesteps of the cached one are set, and the other one runs.
     pipe.scheduler.set_timesteps(STEPS)
     same(draw(other, "sd3", num_inference_steps=40), long)
-    assert find_transformer_cache(pipe.transformer).memory_bytes == 0
+    assert find_model_cache(pipe.transformer).memory_bytes == 0
     ditile.enable_cache(other, CACHE)
     different(draw(other, "sd3"), wanted)
     ditile.disable_cache(pipe)

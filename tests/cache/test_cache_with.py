@@ -22,7 +22,7 @@ from torch import nn
 
 import ditile
 from ditile import BlockAdapter, DBCacheConfig, ParallelismConfig, ParamsModifier, Plan
-from ditile.cache.cached import find_transformer_cache
+from ditile.cache.cached import find_model_cache
 from ditile.plan.errors import StateError
 from ditile.runner import caching
 from tests.cache.hand import by_hand
@@ -291,11 +291,7 @@ def test_transformers_in_turns_have_a_warmup_each() -> None:
     steps = [count // 6 for count in counts]
     assert sum(steps) == 10 and min(steps) > 3
     assert skipped(pipe) == [list(range(SPARE, steps[0]))] * 2 + [list(range(SPARE, steps[1]))] * 2
-    assert (
-        find_transformer_cache(pipe.transformer).memory_bytes
-        == find_transformer_cache(pipe.transformer_2).memory_bytes
-        == 0
-    )
+    assert find_model_cache(pipe.transformer).memory_bytes == find_model_cache(pipe.transformer_2).memory_bytes == 0
     same(frames(pipe, call), got)
     both = [pipe.transformer, pipe.transformer_2]
     modifiers = [[ParamsModifier(cache_config=DBCacheConfig(max_warmup_steps=warmup))] for warmup in (1, 3)]
@@ -393,10 +389,10 @@ def stopped(name: str, how: str) -> list[Any]:
     if how == "raises":
         with pytest.raises(KeyError):
             draw(runner, name, **call)
-        assert find_transformer_cache(pipe.transformer).memory_bytes == 0
+        assert find_model_cache(pipe.transformer).memory_bytes == 0
         return [seen]
     picture = draw(runner, name, **call)
-    assert find_transformer_cache(pipe.transformer).memory_bytes == 0 and 5 <= len(seen) < 9
+    assert find_model_cache(pipe.transformer).memory_bytes == 0 and 5 <= len(seen) < 9
     same(draw(runner, name, num_inference_steps=9), wanted, "the next picture")
     return [picture, seen]
 

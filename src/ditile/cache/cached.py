@@ -1,4 +1,4 @@
-"""A transformer whose blocks may be left out: hooks around its blocks, chains of them, and where the pipeline is.
+"""A model whose work may be left out: where its forward is overridden, hooks around its blocks, and chains of them.
 
 The cache stays in place between calls of the pipeline, and under a runner. The runner's hooks wrap the hooks of the
 cache. For the length of a call the runner gives the cache its clock and its agreement with other ranks.
@@ -6,6 +6,7 @@ cache. For the length of a call the runner gives the cache its clock and its agr
 
 from __future__ import annotations
 
+import abc
 import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ditile.cache.build import CacheContext, Chain, explain_idle_steps
-from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier, merge_configs
+from ditile.cache.config import CacheConfig, Calibration, DBCacheConfig, ParamsModifier, merge_configs
 from ditile.cache.hooks import CacheHook
 from ditile.cache.report import ContextReport, build_context_report
 from ditile.cache.skip_decision import CacheCall, split_into_units
@@ -35,6 +36,22 @@ _CACHE_ATTRIBUTE = "_cached_by_ditile"
 
 class IdleCacheWarning(UserWarning):
     """A cache was enabled that can never skip anything."""
+
+
+class CacheSettings(Protocol):
+    """What a cache says of the settings by which it decides."""
+
+    @property
+    def text(self) -> str:
+        """The settings in one word."""
+
+    @property
+    def settings(self) -> str:
+        """All settings; ranks whose texts are equal decide alike."""
+
+    @property
+    def idle(self) -> str | None:
+        """The reason why nothing can ever be left out, and what would work; None if something can."""
 
 
 class CacheClock(PipelineClock, Protocol):
@@ -79,45 +96,69 @@ class SingleRankAgreement:
         """Does nothing: one rank keeps no stale keys."""
 
 
-class TransformerCache:
-    """The cache of one transformer.
+class ModelCache(abc.ABC):
+    """The cache of one model that a pipeline calls: where its forward is overridden, and when a generation is.
 
     Args:
         transformer: the model.
-        hooks: around all its blocks of all contexts.
-        contexts: (settings, calibrator) -> the contexts, each of which decides by itself.
-        config, calibrator: the settings.
+        hooks: around blocks of the model, if the cache leaves out blocks.
 
     Attributes:
-        contexts: the contexts.
         reports: of the last generation, one for each context.
         kept_bytes: bytes that were remembered when it ended.
         label: what the pipeline calls its call of the transformer, if it names it.
     """
 
-    def __init__(
-        self,
-        transformer: nn.Module,
-        hooks: Sequence[CacheHook],
-        contexts: Callable[[DBCacheConfig, Calibration | None], list[CacheContext]],
-        config: DBCacheConfig,
-        calibrator: Calibration | None,
-    ) -> None:
+    def __init__(self, transformer: nn.Module, hooks: Sequence[CacheHook] = ()) -> None:
         self.transformer = transformer
         self._hooks = hooks
-        self._make_contexts = contexts
-        self._config = config
-        self._calibrator = calibrator
-        self.contexts = contexts(config, calibrator)
         self.reports: list[ContextReport] = []
         self.kept_bytes = 0
-        self._clock: PipelineClock | None = None
-        self._agreement: SkipAgreement = SingleRankAgreement()
-        self._chains: list[tuple[CacheContext, Chain]] = []
-        self._loop_step = -1
-        self._step = -1  # counted from the first step in which the transformer was called
         self.label: str | None = None
+        self._clock: PipelineClock | None = None
         self._labels = ExitStack()
+
+    @property
+    @abc.abstractmethod
+    def contexts(self) -> Sequence[CacheSettings]:
+        """What is decided on together."""
+
+    @property
+    @abc.abstractmethod
+    def memory_bytes(self) -> int:
+        """Bytes that are remembered now."""
+
+    @abc.abstractmethod
+    def begin_generation(self, steps: int) -> None:
+        """Begins a generation of `steps` steps, with an empty cache."""
+
+    @abc.abstractmethod
+    def end_generation(self) -> None:
+        """Ends the generation, and drops all that was remembered except the numbers that `summary` shows."""
+
+    @abc.abstractmethod
+    def update_reports(self) -> None:
+        """Reports the generation under way, if there is one."""
+
+    @abc.abstractmethod
+    def refresh_settings(
+        self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
+    ) -> None:
+        """Prepares for a new image; the number of steps and other settings change only if they are given.
+
+        Args:
+            steps: of the image.
+            config: the fields that were given to it change; one of another class replaces the settings.
+            calibrator: the same.
+            changes: fields of the settings that change too.
+
+        Raises:
+            ModelError: if a field is not known, or a value is out of its range.
+        """
+
+    @abc.abstractmethod
+    def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call of the model; `moment` is None if all of it must be computed, and nothing remembered."""
 
     def install_hooks(self, clock: CacheClock, compiler: Callable[[], CompileFunction | None] = lambda: None) -> None:
         """Installs the hooks around the blocks.
@@ -194,29 +235,6 @@ class TransformerCache:
         name = type(self.transformer).__name__
         raise StateError(f"a copy of a cached {name} would run the blocks of the first; call disable_cache before")
 
-    def refresh_settings(
-        self, steps: int | None, config: DBCacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
-    ) -> None:
-        """Prepares for a new image; the number of steps and other settings change only if they are given.
-
-        Args:
-            steps: of the image.
-            config: the fields that were given to it change; one of another class replaces the settings.
-            calibrator: the same.
-            changes: fields of the settings that change too.
-
-        Raises:
-            ModelError: if a field is not known, or a value is out of its range.
-        """
-        if config is not None and type(config) is type(self._config):
-            config = merge_configs(self._config, config)
-        config = (config or self._config).reset(**changes)
-        calibrator = merge_configs(self._calibrator, calibrator)
-        self.contexts = self._make_contexts(config, calibrator)
-        self._config = config
-        self._calibrator = calibrator
-        self._own_clock.restart_clock(steps, separate_cfg=config.enable_separate_cfg)
-
     def renew_hooks(self) -> None:
         """Renews hooks that were lost, or whose block was compiled since. This comes first in a generation."""
         compile_ = self._compiler()
@@ -224,23 +242,112 @@ class TransformerCache:
             hook.renew_hook(compile_)
 
     @contextmanager
-    def use_clock_and_agreement(self, clock: PipelineClock, agreement: SkipAgreement) -> Iterator[None]:
-        """Takes the clock and the agreement of a runner, for the length of a call."""
-        own_agreement = self._agreement
+    def use_clock(self, clock: PipelineClock) -> Iterator[None]:
+        """Takes the clock of a runner, for the length of a call."""
         # The runner steps the scheduler otherwise than the pipeline does.
         self._own_clock.stop_watching()
         # A replica without an image begins no generation, and must not report one of an earlier call.
         self._forget_reports()
         self._clock = clock
-        self._agreement = agreement
         try:
             yield
         finally:
-            # After an error the chains of this call are still there, and the own clock must not find them.
+            # After an error what was remembered is still there, and the own clock must not find it.
             self.end_generation()
             self._clock = self._own_clock
-            self._agreement = own_agreement
             self._own_clock.start_watching()
+
+    def _forget_reports(self) -> None:
+        # A new list: `summary` has returned the last one.
+        self.reports = []
+        self.kept_bytes = 0
+
+    @contextmanager
+    def _track_label(
+        self, stock: Callable[..., AbstractContextManager[None]], name: str, **where: Any
+    ) -> Iterator[None]:
+        """diffusers' `cache_context`, whose label is kept for the clock."""
+        before = self.label
+        self.label = name
+        try:
+            with stock(name, **where):
+                yield
+        finally:
+            self.label = before
+
+    def _call_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        clock = self._clock
+        if clock is None:
+            return forward(*args, **kwargs)
+        moment = clock.begin_model_call(self)
+        try:
+            result = self._run_call(moment, forward, args, kwargs)
+        except BaseException:
+            # The loop that the error leaves makes no further step, so memory must not wait for one.
+            self._own_clock.end_generation()
+            raise
+        clock.end_model_call(self)
+        return result
+
+
+class TransformerCache(ModelCache):
+    """The cache of the blocks of one transformer.
+
+    Args:
+        transformer: the model.
+        hooks: around all its blocks of all contexts.
+        contexts: (settings, calibrator) -> the contexts, each of which decides by itself.
+        config, calibrator: the settings.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        hooks: Sequence[CacheHook],
+        contexts: Callable[[DBCacheConfig, Calibration | None], list[CacheContext]],
+        config: DBCacheConfig,
+        calibrator: Calibration | None,
+    ) -> None:
+        super().__init__(transformer, hooks)
+        self._make_contexts = contexts
+        self._config = config
+        self._calibrator = calibrator
+        self._contexts = contexts(config, calibrator)
+        self._agreement: SkipAgreement = SingleRankAgreement()
+        self._chains: list[tuple[CacheContext, Chain]] = []
+        self._loop_step = -1
+        self._step = -1  # counted from the first step in which the transformer was called
+
+    @property
+    def contexts(self) -> list[CacheContext]:
+        """Blocks that are decided on together."""
+        return self._contexts
+
+    def refresh_settings(
+        self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
+    ) -> None:
+        """Prepares for a new image, see `ModelCache`."""
+        if config is not None and type(config) is type(self._config):
+            config = merge_configs(self._config, config)
+        config = (config or self._config).reset(**changes)
+        if not isinstance(config, DBCacheConfig):
+            raise ModelError(f"a {type(config).__name__} leaves out no blocks; call enable_cache with it")
+        calibrator = merge_configs(self._calibrator, calibrator)
+        self._contexts = self._make_contexts(config, calibrator)
+        self._config = config
+        self._calibrator = calibrator
+        self._own_clock.restart_clock(steps, separate_cfg=config.enable_separate_cfg)
+
+    @contextmanager
+    def use_clock_and_agreement(self, clock: PipelineClock, agreement: SkipAgreement) -> Iterator[None]:
+        """Takes the clock and the agreement of a runner, for the length of a call."""
+        own_agreement = self._agreement
+        self._agreement = agreement
+        try:
+            with self.use_clock(clock):
+                yield
+        finally:
+            self._agreement = own_agreement
 
     def begin_generation(self, steps: int) -> None:
         """Begins a generation of `steps` steps, with an empty cache."""
@@ -277,48 +384,19 @@ class TransformerCache:
         for context, chain in self._chains:
             self.reports.append(build_context_report(context, chain, self._step + 1, self.kept_bytes))
 
-    def _forget_reports(self) -> None:
-        # A new list: `summary` has returned the last one.
-        self.reports = []
-        self.kept_bytes = 0
-
     @property
     def memory_bytes(self) -> int:
         """Bytes that are remembered now."""
         return sum(chain.memory_bytes for _, chain in self._chains)
 
-    @contextmanager
-    def _track_label(
-        self, stock: Callable[..., AbstractContextManager[None]], name: str, **where: Any
-    ) -> Iterator[None]:
-        """diffusers' `cache_context`, whose label is kept for the clock."""
-        before = self.label
-        self.label = name
-        try:
-            with stock(name, **where):
-                yield
-        finally:
-            self.label = before
-
-    def _call_forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        clock = self._clock
-        if clock is None:
-            return forward(*args, **kwargs)
-        moment = clock.begin_model_call(self)
+    def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # A call that leaves out layers itself, or does not count, runs every block.
         if self._chains:
             if moment is None or any(kwargs.get(name) for name in LAYER_SKIP_ARGUMENTS):
                 self._bypass_chains()
             else:
                 self._begin_chains(moment, args, kwargs)
-        try:
-            result = forward(*args, **kwargs)
-        except BaseException:
-            # The loop that the error leaves makes no further step, so memory must not wait for one.
-            self._own_clock.end_generation()
-            raise
-        clock.end_model_call(self)
-        return result
+        return forward(*args, **kwargs)
 
     def _begin_chains(self, moment: CallPosition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A second transformer is not called in every step of the loop.
@@ -401,7 +479,7 @@ def build_transformer_cache(
     return TransformerCache(transformer, hooks, build_contexts, config, calibrator)
 
 
-def find_transformer_cache(transformer: nn.Module) -> TransformerCache | None:
+def find_model_cache(transformer: nn.Module) -> ModelCache | None:
     """The cache that `enable_cache` installed on a transformer; None if there is none."""
     return vars(transformer).get(_CACHE_ATTRIBUTE)
 

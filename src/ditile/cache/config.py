@@ -91,8 +91,46 @@ class Fields:
         return _rebuild_config(type(self), self.values() | changes, self._given | set(changes))
 
 
+class CacheConfig(Fields):
+    """The settings of a method that leaves out work."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        return format_cache_config(self)
+
+    strify = __str__
+
+
+class CallCacheConfig(CacheConfig):
+    """The settings of a method that leaves out whole calls of the model, and so needs to know no block."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DBCacheConfig(Fields):
+class FittedScheduleConfig(CallCacheConfig):
+    """A fitted schedule: which steps compute is fixed beforehand, and the others are forecast from the newest two.
+
+    Attributes:
+        steps: how many steps of a generation compute; None is half of them.
+        schedule: a file that `ditile fit` wrote; None takes the one that comes with the package for this model. Where
+            there is none, the steps are spread over the generation, and forecasts are lines that end after half a gap.
+        num_inference_steps: steps of a generation where there is no pipeline to say so.
+        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    steps: Positive | None = field(default=None, metadata={"example": 10})
+    schedule: str | None = None
+    num_inference_steps: Positive | None = None
+    enable_separate_cfg: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DBCacheConfig(CacheConfig):
     """DBCache: the first blocks of a list decide whether its middle blocks run, or what they added before is reused.
 
     Attributes:
@@ -166,11 +204,6 @@ class DBCacheConfig(Fields):
     def __post_init__(self) -> None:
         Fields.__post_init__(self)
         object.__setattr__(self, "steps_computation_mask", check_step_mask(self.steps_computation_mask))
-
-    def __str__(self) -> str:
-        return format_cache_config(self)
-
-    strify = __str__
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -363,16 +396,22 @@ CACHE_WORDS = {
     "dmd": CacheWord(DMDCalibratorConfig, "dmd_history", "DMDH"),
     "foca": CacheWord(FoCaCalibratorConfig, None, "FoCa"),
     "reach": CacheWord(_TAYLOR, "taylorseer_reach", "E"),
+    "steps": CacheWord(FittedScheduleConfig, "steps", "steps"),
+    "schedule": CacheWord(FittedScheduleConfig, "schedule"),
 }
 """The words of a cache in one line, in the order in which errors name them."""
 
 
-def format_cache_config(cache: DBCacheConfig, calibrator: Calibration | None = None) -> str:
-    """One word that describes the settings, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1`.
+def format_cache_config(cache: CacheConfig, calibrator: Calibration | None = None) -> str:
+    """One word that describes the settings, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1` or `FittedSchedule_steps10`.
 
     F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps and of those in a row,
     0 for none. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator.
     """
+    if not isinstance(cache, DBCacheConfig):
+        words = [word for word, row in CACHE_WORDS.items() if row.config is type(cache)]
+        parts = [type(cache).__name__.removesuffix("Config"), _show_words(cache, *words)]
+        return "_".join(filter(None, parts))
     name = "DBPrune" if isinstance(cache, DBPruneConfig) else "DBCache"
     parts = [name, _show_words(cache, "F", "B"), _show_words(cache, "W", "I", "M", "MC"), _show_words(cache, "R")]
     if cache.steps_computation_mask is not None:

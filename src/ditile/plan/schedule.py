@@ -92,6 +92,7 @@ class PatchSchedule:
         num_references: how many of the patches, the first ones, are of reference images; no latents belong to them.
         reference_share: of the work of a whole step that is theirs.
         shares_latents: whether every stage gets the denoised patches, and not the first alone.
+        late: steps whose denoised patches come back once all of them are denoised, and not one by one.
         uneven_latents: whether patches have none, as in reference images, or are stepped by two schedulers, as in a
             video and its sound.
     """
@@ -111,6 +112,7 @@ class PatchSchedule:
     reference_share: float = 0.0
     shares_latents: bool = False
     uneven_latents: bool = False
+    late: frozenset[int] = frozenset()
 
     @classmethod
     def from_plan(cls, plan: Plan, steps: int, batch: int = 1) -> PatchSchedule:
@@ -322,12 +324,15 @@ class PatchSchedule:
             taken += _count_early_patches(
                 micro.patch, turn, calls, ahead, self.patches, references, left_out, left_out_before
             )
+        if step in self.late:
+            taken = min(taken, step * with_latents)
         return min(max(taken, 0), (self.steps - 1) * with_latents)
 
     @property
     def takes_ahead(self) -> bool:
         """Whether the first stage may post the receive of one more denoised patch."""
-        return self.patches > self.stages and self.warmup > 0 and not (self.uneven_latents or self.shares_latents)
+        comes_at_once = self.uneven_latents or self.shares_latents or bool(self.late)
+        return self.patches > self.stages and self.warmup > 0 and not comes_at_once
 
     def iter_call_ops(self, stage: int, micro: MicroStep, branch: int, micro_batch: int = 0) -> Iterator[Op]:
         """What a stage does in one call of the transformer, or in a micro-batch of it."""

@@ -15,7 +15,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,14 @@ from ditile.cache.cache_dit import QuantizeConfig, RankDivision, parse_quantize_
 from ditile.cache.cached import (
     CacheClock,
     IdleCacheWarning,
+    ModelCache,
     TransformerCache,
     build_transformer_cache,
-    find_transformer_cache,
+    find_model_cache,
 )
+from ditile.cache.calls.call_cache import CallCache
 from ditile.cache.clock import CallClock, SchedulerClock, find_schedulers
-from ditile.cache.config import Calibration, DBCacheConfig, ParamsModifier
+from ditile.cache.config import CacheConfig, Calibration, CallCacheConfig, DBCacheConfig, ParamsModifier
 from ditile.cache.config import format_cache_config as config_text
 from ditile.cache.config_text import load_configs
 from ditile.cache.report import ContextReport, build_report_table, merge_rank_reports
@@ -52,6 +54,8 @@ from ditile.model.source import list_pipeline_parts, unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
+from ditile.runner.call_policies import prepare_policy
+from ditile.runner.compose import find_loop_models
 from ditile.runner.quantize import quantize
 from ditile.runner.runner import Runner, parallelize
 
@@ -67,7 +71,7 @@ _NOTHING = "there is no cache on it; call ditile.enable_cache first"
 
 def enable_cache(
     pipe_or_adapter: Any,
-    cache_config: DBCacheConfig | Mapping[str, Any] | None = None,
+    cache_config: CacheConfig | Mapping[str, Any] | None = None,
     calibrator_config: Calibration | Mapping[str, Any] | None = None,
     params_modifiers: Sequence[ParamsModifier] | ParamsModifier | None = None,
     parallelism_config: RankDivision | Mapping[str, Any] | None = None,
@@ -81,7 +85,8 @@ def enable_cache(
     Args:
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` that
             says where blocks are. A new cache replaces the one that is there.
-        cache_config: a `DBCacheConfig` or `DBPruneConfig`. The default is `build_default_config`, or no cache if one of
+        cache_config: a `FittedScheduleConfig`, which leaves out whole calls of the model, or a `DBCacheConfig` or
+            `DBPruneConfig`, which leave out blocks. The default is `build_default_config`, or no cache if one of
             the last three arguments is given.
         calibrator_config: forecasts what was left out; None takes what was computed last.
         params_modifiers: what is different in some lists of blocks; with one for each list, each decides by itself.
@@ -113,14 +118,21 @@ def enable_cache(
     if isinstance(pipe_or_adapter, Runner) and division is not None:
         raise ModelError("a runner has its plan already; leave parallelism_config out")
     has_cache = config is not None or (division is None and attention_backend is None and quantization is None)
-    adapted = _find_block_lists(pipe_or_adapter, pipe, has_cache=has_cache)
-    caches: list[TransformerCache] = []
-    if has_cache:
-        caches = [_build_model_cache(model, config, calibrator, params_modifiers) for model in adapted]
+    adapted: list[TransformerBlockLists] = []
+    caches: list[ModelCache] = []
+    if isinstance(config, CallCacheConfig):
+        _check_no_block_settings(config, calibrator, params_modifiers)
+        caches = _build_call_caches(pipe, config)
+    else:
+        adapted = _find_block_lists(pipe_or_adapter, pipe, has_cache=has_cache)
+        if has_cache:
+            caches = [_build_model_cache(model, config, calibrator, params_modifiers) for model in adapted]
     kernel = attention_backend or None
     if kernel is None and division is not None:
         kernel = division.attention_backend
-    transformers = [unwrap_module(transformer) for transformer in find_transformers(pipe)]
+    transformers = [cache.transformer for cache in caches]
+    if not transformers:
+        transformers = [unwrap_module(transformer) for transformer in find_transformers(pipe)]
     if all(_is_on_cpu(transformer) for transformer in transformers):
         cpus.warn_of_spinning_threads()
     if kernel is not None:
@@ -168,7 +180,7 @@ class _Enabled:
     stack: ExitStack
     arguments: tuple[Any, ...]
     runner: Runner | None
-    caches: Sequence[TransformerCache]
+    caches: Sequence[ModelCache]
 
     @property
     def is_in_call(self) -> bool:
@@ -190,12 +202,7 @@ def _keep_enabled(owners: Sequence[Any], enabled: _Enabled) -> None:
 
 def _find_enabled(pipe: Any) -> list[_Enabled]:
     """What is enabled on a pipeline, and on the transformers that it has now."""
-    owners = [pipe]
-    with ExitStack() as stack:
-        if hasattr(pipe, _ENABLED):
-            # A pipeline may have lost its transformer since.
-            stack.enter_context(suppress(ModelError))
-        owners += [unwrap_module(transformer) for transformer in find_transformers(pipe)]
+    owners = [pipe, *list_cached_models(pipe)]
     found: list[_Enabled] = []
     for owner in owners:
         enabled = getattr(owner, _ENABLED, None)
@@ -215,7 +222,8 @@ def _parse_mappings(**configs: Any) -> dict[str, Any]:
     if mappings:
         loaded = load_configs(mappings)
         parsed |= {name: config for name, config in loaded.items() if config is not None}
-    ParamsModifier(cache_config=parsed["cache_config"], calibrator_config=parsed["calibrator_config"])
+    block_config = None if isinstance(parsed["cache_config"], CallCacheConfig) else parsed["cache_config"]
+    ParamsModifier(cache_config=block_config, calibrator_config=parsed["calibrator_config"])
     if parsed.get("quantize_config") is not None:
         parsed["quantize_config"] = parse_quantize_config(parsed["quantize_config"])
     division = parsed.get("parallelism_config")
@@ -252,7 +260,7 @@ def refresh_context(
     transformer: Any,
     num_inference_steps: int | None = None,
     *,
-    cache_config: DBCacheConfig | Mapping[str, Any] | None = None,
+    cache_config: CacheConfig | Mapping[str, Any] | None = None,
     calibrator_config: Calibration | Mapping[str, Any] | None = None,
     verbose: bool = False,
     **changes: Any,
@@ -280,7 +288,7 @@ def refresh_context(
     calibrator = configs["calibrator_config"]
     steps = num_inference_steps
     if not steps and config is not None:
-        steps = config.num_inference_steps
+        steps = getattr(config, "num_inference_steps", None)
     if isinstance(cache_config, Mapping) and config is not None:
         # A dict changes fields, and does not say which class it is.
         changes = {name: getattr(config, name) for name in config.given} | changes
@@ -333,7 +341,7 @@ def strify(what: Any, calibrator_config: Calibration | None = None) -> str:
     Raises:
         StateError: if there is no cache.
     """
-    if isinstance(what, DBCacheConfig):
+    if isinstance(what, CacheConfig):
         return config_text(what, calibrator_config)
     if isinstance(what, list):
         return ", ".join(dict.fromkeys(report.settings for report in what))
@@ -358,10 +366,10 @@ def _unwrap_pipeline(target: Any) -> Any:
     return target.transformer
 
 
-def _require_caches(target: Any) -> list[TransformerCache]:
-    caches: list[TransformerCache] = []
-    for transformer in find_transformers(_unwrap_pipeline(target)):
-        cache = find_transformer_cache(unwrap_module(transformer))
+def _require_caches(target: Any) -> list[ModelCache]:
+    caches: list[ModelCache] = []
+    for transformer in list_cached_models(_unwrap_pipeline(target)):
+        cache = find_model_cache(transformer)
         if cache is not None:
             caches.append(cache)
     if not caches:
@@ -391,7 +399,31 @@ def _build_model_cache(
     )
 
 
-def _warn_of_idle_caches(caches: Sequence[TransformerCache]) -> None:
+def list_cached_models(pipe: Any) -> list[nn.Module]:
+    """The models of a pipeline that may have a cache, or a model that has no pipeline."""
+    if isinstance(pipe, nn.Module):
+        return [unwrap_module(pipe)]
+    parts = list_pipeline_parts(pipe).values()
+    return list(dict.fromkeys(unwrap_module(part) for part in parts if isinstance(part, nn.Module)))
+
+
+def _check_no_block_settings(config: CallCacheConfig, calibrator: Any, modifiers: Any) -> None:
+    """Raises `ModelError` if there are settings of blocks beside a cache that leaves out whole calls."""
+    for name, value in (("calibrator_config", calibrator), ("params_modifiers", modifiers)):
+        if value is not None:
+            raise ModelError(
+                f"{name} is for caches that leave out blocks, and {config} leaves out whole calls; leave it out"
+            )
+
+
+def _build_call_caches(pipe: Any, config: CallCacheConfig) -> list[ModelCache]:
+    """A cache for each model that a pipeline calls in its loop, whatever is known of its blocks."""
+    models = [unwrap_module(pipe)] if isinstance(pipe, nn.Module) else list(map(unwrap_module, find_loop_models(pipe)))
+    make_policy = prepare_policy(pipe, models, config)
+    return [CallCache(model, config, make_policy) for model in models]
+
+
+def _warn_of_idle_caches(caches: Sequence[ModelCache]) -> None:
     reasons: list[str | None] = []
     for cache in caches:
         reasons += [context.idle for context in cache.contexts]
@@ -404,9 +436,9 @@ def _warn_of_idle_caches(caches: Sequence[TransformerCache]) -> None:
 def _install_caches(
     stack: ExitStack,
     pipe: Any,
-    caches: Sequence[TransformerCache],
+    caches: Sequence[ModelCache],
     adapted: Sequence[TransformerBlockLists],
-    config: DBCacheConfig | None,
+    config: CacheConfig | None,
 ) -> None:
     """Installs the caches, with one clock for all of a pipeline."""
 
@@ -429,8 +461,8 @@ def _install_caches(
         separate_cfg = any(model.has_separate_cfg for model in adapted)
         steps = None
         if config is not None:
-            separate_cfg = separate_cfg or bool(config.enable_separate_cfg)
-            steps = config.num_inference_steps
+            separate_cfg = separate_cfg or bool(getattr(config, "enable_separate_cfg", None))
+            steps = getattr(config, "num_inference_steps", None)
         own_pipe = None if isinstance(pipe, nn.Module) else pipe
         clock = CallClock(begin_caches, end_caches, check_models, steps, separate_cfg=separate_cfg, pipe=own_pipe)
     else:

@@ -191,7 +191,7 @@ class StepEndCallbacks:
             layout = next(iter(now.layouts.values())).layout
             text = layout.text
             references = layout.count_reference_tokens()
-        computed = now.schedule.computes_references(step)
+        computed = not now.is_forecast and now.schedule.computes_references(now.micro_step.step)
         self._meter.record_step_end(now.memory.key_bytes, text, references, computed=computed)
         if self.decodes_alone and step == self._steps - 1:
             note_work_alone()

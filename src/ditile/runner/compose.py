@@ -5,6 +5,7 @@ No other module knows two strategies at once. A comment gives the reason of each
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import torch
 from torch import nn
 
 from ditile.cache.agreement import AgreementGroups, LoopClock, StageAgreement
-from ditile.cache.cached import TransformerCache, find_transformer_cache
+from ditile.cache.cached import ModelCache, TransformerCache, find_model_cache
+from ditile.cache.calls.call_cache import CallCache, LoopForecasts
 from ditile.distributed.mesh import Axis, Mesh
 from ditile.distributed.trace import GenerationTrace
 from ditile.distributed.transport import gather_json
@@ -22,7 +24,7 @@ from ditile.model import registry
 from ditile.model.anatomies import build_block_hooks, find_anatomy
 from ditile.model.hooks.block_hooks import CallCountHooks, TransformerHooks
 from ditile.model.hooks.block_policy import BlockHook, LayerAttention
-from ditile.model.hooks.compile import decide_compile, unwrap_compiled
+from ditile.model.hooks.compile import decide_compile, unwrap_compiled, wrap_model_call
 from ditile.model.hooks.fused import fuse_linear_gelu, fuse_projections
 from ditile.model.hooks.kv_store import AgeChecks
 from ditile.model.hooks.placeholders import list_quantized_parameters, refuse_saving
@@ -146,9 +148,14 @@ class Composition:
         return isinstance(self.block_hooks, CallCountHooks)
 
     @property
-    def model_caches(self) -> list[TransformerCache]:
+    def model_caches(self) -> list[ModelCache]:
         """The caches of the pipeline's models, which may come and go between calls."""
         return find_model_caches(self.pipe)
+
+    @property
+    def block_caches(self) -> list[TransformerCache]:
+        """Those that leave out blocks."""
+        return [cache for cache in self.model_caches if isinstance(cache, TransformerCache)]
 
     def find_refusal_reason(self) -> str | None:
         """Why the model cannot run as it is now on this rank, or None."""
@@ -240,6 +247,7 @@ class Composition:
             install_trial(stack)
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
+            self.loop.forecasts = self._surround_calls(stack)
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
             self.loop.has_timed_guidance = is_guidance_timed(self.pipe, values)
@@ -257,7 +265,7 @@ class Composition:
     def _choose_recorder(self, models: list[nn.Module]) -> RecordedSteps | None:
         """What records the calls of the models as they are now, before the hooks of a call are on them."""
         # A cache decides on the CPU within a call, and what users put on a model may keep something in Python.
-        if self.recorder is None or self.model_caches or any(map(list_user_code, models)):
+        if self.recorder is None or self.block_caches or any(map(list_user_code, models)):
             return None
         return self.recorder
 
@@ -307,7 +315,7 @@ class Composition:
             return None if loop.num_images is None else batch.num_images
 
         with ExitStack() as stack:
-            for cache in self.model_caches:
+            for cache in self.block_caches:
                 # A model that is not divided is called on all images in every replica.
                 count = count_own_images if cache.transformer in divided else count_all_images
                 begin = cache.begin_generation
@@ -322,6 +330,18 @@ class Composition:
                 agreement.close_channels()
                 raise
             agreement.close_channels()
+
+    def _surround_calls(self, stack: ExitStack) -> LoopForecasts | None:
+        """Puts caches of whole calls around the models, until the stack is closed; None if there are none."""
+        caches = [cache for cache in self.model_caches if isinstance(cache, CallCache)]
+        if not caches:
+            return None
+        forecasts = LoopForecasts(caches, self.loop.generation, lambda: self.loop.is_stepping_rank)
+        stack.enter_context(forecasts.use_caches())
+        # Around the batch: a call that is left out exchanges no rows.
+        for cache in caches:
+            wrap_model_call(stack, self.pipe, cache.transformer, functools.partial(forecasts.wrap_forward, cache))
+        return forecasts
 
     def _fuse_small_kernels(self, stack: ExitStack, block_hook: BlockHook) -> None:
         """Merges several kernels into one, because the kernels of a patch are small, and launching many takes long."""
@@ -634,13 +654,13 @@ def _may_change(block_hooks: TransformerHooks) -> bool:
     return block_hooks.other is not None or any(hooks.anatomy.modes for hooks in block_hooks.models)
 
 
-def find_model_caches(pipe: Any) -> list[TransformerCache]:
+def find_model_caches(pipe: Any) -> list[ModelCache]:
     """The caches of a pipeline's models, also of models that every rank calls whole, such as one without a prompt."""
-    caches: dict[nn.Module, TransformerCache] = {}
+    caches: dict[nn.Module, ModelCache] = {}
     for part in list_pipeline_parts(pipe).values():
         if isinstance(part, nn.Module):
             model = unwrap_compiled(part)
-            cache = find_transformer_cache(model)
+            cache = find_model_cache(model)
             if cache is not None:
                 caches[model] = cache
     return list(caches.values())

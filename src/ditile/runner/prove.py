@@ -18,7 +18,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ditile.cache.cached import find_transformer_cache
+from ditile.cache.cached import find_model_cache
 from ditile.model.anatomies import find_anatomy, forget_anatomy, make_unknown_error, refuse_wrapper, remember_anatomy
 from ditile.model.block_lists import find_block_lists
 from ditile.model.hooks.overrides import find_latents_parameter
@@ -261,7 +261,7 @@ def make_twin(transformer: nn.Module, blocks: int = 2) -> nn.Module:
 
     Of each list it has the first blocks, and one of each other type, such as blocks that have experts.
     """
-    cache = find_transformer_cache(transformer)
+    cache = find_model_cache(transformer)
     with ExitStack() as stack:
         if cache is not None:
             stack.enter_context(cache.lift_hooks())

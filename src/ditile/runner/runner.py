@@ -432,7 +432,7 @@ class Runner:
             ends.decodes_alone = self.plan.vae == "whole" and self.plan.data == 1 and not generators
             callbacks = ends.install_callbacks(stack, call)
             decisions = None
-            if parts.model_caches:
+            if parts.block_caches:
                 if self._decisions is None:
                     self._decisions = AgreementGroups.create_groups(self.plan, mesh, parts.device)
                 decisions = self._decisions

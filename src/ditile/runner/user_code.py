@@ -14,7 +14,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ditile.cache.cached import find_transformer_cache
+from ditile.cache.cached import find_model_cache
 from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.overrides import IN_CALL
 from ditile.model.hooks.placeholders import allow_copies
@@ -150,7 +150,7 @@ def copy_model(pipe: Any, model: nn.Module, codes: Sequence[UserCode]) -> nn.Mod
     functions = _FunctionCopies(model)
     # `deepcopy` takes what it finds in `memo` instead of a copy.
     memo = {id(value): value for value in shared} | functions.copies
-    cache = find_transformer_cache(model)
+    cache = find_model_cache(model)
     try:
         with ExitStack() as stack:
             if cache is not None:

@@ -27,7 +27,7 @@ DistriFusion. What arXiv 2402.19481 does in the attention of a U-Net, in that of
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -55,9 +55,13 @@ def cut(rows: int, patches: int, text_rows: Fraction) -> list[int]:
 @torch.no_grad()
 def simulate(
     method: Method, family: str, pipe: Any, call: dict[str, Any], patches: int, warmup: int, keys: Keys = "stale",
-    cache: HandCache | None = None,
+    cache: HandCache | None = None, left_out: Mapping[int, tuple[float, ...]] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The latents that `pipe(**call)` should end with; `call` has the first ones."""
+    """The latents that `pipe(**call)` should end with; `call` has the first ones.
+
+    In the steps `left_out` no prediction is made: its weights of the newest two predictions of a patch give one. The
+    `warmup` counts the others.
+    """
     model, apart = FAMILIES[family](pipe, call), method == "distrifusion"
     rows = cut(model.rows, patches, Fraction(0 if apart else model.text, model.columns))
     spans = [slice(sum(rows[:i]) * model.columns, sum(rows[: i + 1]) * model.columns) for i in range(patches)]
@@ -71,13 +75,22 @@ def simulate(
     if cache is not None:
         cache.place, cache.steps, model.chain = place, steps, cache.run
     x = list(call["latents"].split(sizes, model.dim))
+    left_out = left_out or {}
+    made: list[list[Tensor]] = [[] for _ in range(patches)]  # the predictions of each patch, the newest first
     with hand_attention(model, place) as layers:
         for step, t in enumerate(scheduler.timesteps):
             if cache is not None:
                 cache.step = step
-            if step < warmup:
+            if step in left_out:
+                for p in range(patches):
+                    sums = [w * prediction for w, prediction in zip(left_out[step], made[p], strict=False)]
+                    x[p] = solver.step(p, step, torch.stack(sums).sum(0), x[p])
+                continue
+            if len(made[0]) < warmup:
                 place.patch = None
                 whole = model.predict(x, t, place).split(sizes, model.dim)
+                for p in range(patches):
+                    made[p].insert(0, whole[p])
                 x = [solver.step(p, step, whole[p], x[p]) for p in range(patches)]
             else:
                 seen = list(x) if apart else x  # at the same time: nobody sees what another has made of this step
@@ -85,7 +98,8 @@ def simulate(
                     look(cache, model, seen, t, place)
                 for p in range(patches):
                     place.patch = p
-                    x[p] = solver.step(p, step, model.predict(seen, t, place), x[p])
+                    made[p].insert(0, model.predict(seen, t, place))
+                    x[p] = solver.step(p, step, made[p][0], x[p])
             for layer in layers:
                 layer.end_step()
     return torch.cat(x, model.dim)

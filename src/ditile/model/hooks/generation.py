@@ -304,7 +304,9 @@ class Generation:
         pieces: of the latents, by scheduler and patch; none where latents are not cut.
 
     The loop writes, in each micro-step:
-        micro_step: that is computed.
+        micro_step: that is computed; it counts the steps that compute.
+        loop_step: of the pipeline's loop, which also counts steps whose predictions are forecast.
+        computes: whether the model's calls are made; None if that is decided in the first of them.
         token_patch: whose tokens are computed in it, None for all: with DistriFusion also for all of the image without
             references.
         is_stale: whether it reads keys of the step before.
@@ -314,6 +316,7 @@ class Generation:
     Calls of the model write:
         branch: counts the transformer calls since the last `scheduler.step`.
         calls: their number in a step, known after the first one.
+        is_forecast: whether the last call was not made.
         batch: rows of a call.
         micro_batch: counts the runs of rows, where a call is computed in several.
         batch_range: the rows of the current micro-batch; None is all.
@@ -336,6 +339,8 @@ class Generation:
     pieces: list[list[Piece]] = field(default_factory=list)
 
     micro_step: MicroStep = MicroStep(0, None)
+    loop_step: int = 0
+    computes: bool | None = None
     token_patch: int | None = None
     is_stale: bool = False
     keeps_keys: bool = False
@@ -343,6 +348,7 @@ class Generation:
 
     branch: int = 0
     calls: int | None = None
+    is_forecast: bool = False
     batch: int = 1
     micro_batch: int = 0
     batch_range: range | None = None

@@ -24,7 +24,7 @@ def list_predictions(result: Any) -> list[Tensor]:
     A list has a prediction for each row of the batch, which are stacked. An object of a class of the user's has them in
     its attributes, or its items.
     """
-    _open_result_class(result)
+    open_result_class(result)
     predictions: list[Tensor] = []
     for leaf in pytree.tree_leaves(result, is_leaf=lambda value: isinstance(value, list)):
         if isinstance(leaf, list):
@@ -34,7 +34,7 @@ def list_predictions(result: Any) -> list[Tensor]:
     return predictions
 
 
-def _open_result_class(result: Any) -> None:
+def open_result_class(result: Any) -> None:
     """Registers the class of what a model returns with pytree, as diffusers registers its own outputs."""
     cls = type(result)
     if result is None or cls in pytree.SUPPORTED_NODES or isinstance(result, Tensor | tuple | list):
@@ -71,7 +71,7 @@ def _rebuild_result(cls: type, values: Iterable[Any], names: Iterable[str]) -> A
 
 def has_nan(values: Any) -> bool:
     """Whether some tensor in values has a NaN. Waits for the device."""
-    _open_result_class(values)
+    open_result_class(values)
     flags: list[Tensor] = []
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor):

@@ -173,6 +173,20 @@ class CallPosition(NamedTuple):
     must_compute: bool = False
 
 
+class StepForecasts(Protocol):
+    """Puts forecasts in the place of the model's predictions in some steps of a runner's loop."""
+
+    def begin_generation(self, steps: int) -> Collection[int] | None:
+        """A generation of so many steps begins; the steps that compute, or None if each is decided in its first call.
+
+        Raises:
+            ModelError: if nothing can be forecast in such a generation.
+        """
+
+    def end_generation(self) -> None:
+        """The loop is over."""
+
+
 class LabelledModel(Protocol):
     """A model whose pipeline names its calls.
 

@@ -163,7 +163,7 @@ class DataCfgBatch:
                 f"the latents have {sample.shape[0]} row(s) and the call asks for {self.num_images} image(s), so rows "
                 "cannot be split; use a plan with data=1 and cfg=1"
             )
-        if not self._by_calls:
+        if not self._by_calls or now.is_forecast:
             return
         if now.calls is None:
             if now.branch < self._cfg.size:

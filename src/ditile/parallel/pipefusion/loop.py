@@ -26,7 +26,7 @@ from ditile.model.hooks.generation import CallRecorder, Generation, TokenShares
 from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers, RelativeChange
 from ditile.model.hooks.overrides import WatchedMethod, override_attribute
 from ditile.model.hooks.pieces import Piece
-from ditile.model.hooks.protocols import BatchShare
+from ditile.model.hooks.protocols import BatchShare, StepForecasts
 from ditile.model.pipeline_calls import list_schedulers, replace_call_globals
 from ditile.parallel.pipefusion.dry_iterations import BlendIterations, DryIterations, SavedState
 from ditile.parallel.pipefusion.executor import PipeFusion
@@ -44,7 +44,7 @@ from ditile.parallel.pipefusion.patch_schedulers import (
 from ditile.parallel.pipefusion.rehearsal import Rehearsal
 from ditile.parallel.pipefusion.step_agreement import AdaptiveWarmup, StepAgreement, StepCallbacks
 from ditile.parallel.pipefusion.stepped_latents import OVERRIDES, SteppedLatents
-from ditile.plan.errors import StateError
+from ditile.plan.errors import ModelError, StateError
 from ditile.plan.layout import Split
 from ditile.plan.plan import Plan, suggest_whole_images
 from ditile.plan.schedule import MicroStep, OpKind, PatchSchedule
@@ -69,8 +69,13 @@ class Loop:
         call_shapes: of the next call, see `describe_call_shapes`.
         has_timed_guidance: whether the next call may call the model more often in some steps.
         recorder: records the model's calls of the next call, if they may be.
+        forecasts: makes the predictions of steps of the next call in which the model is not called, if there are any.
         generation: the current one; not under way outside of the pipeline's loop.
+        is_stepping_rank: whether this rank steps the scheduler with the model's predictions.
     """
+
+    _schedule: PatchSchedule
+    _has_partial_latents: bool
 
     def __init__(
         self,
@@ -98,8 +103,10 @@ class Loop:
         self.call_shapes: Hashable = object()
         self.has_timed_guidance = False
         self.recorder: CallRecorder | None = None
+        self.forecasts: StepForecasts | None = None
         self.when_over: list[Callable[[], None]] = []
         self.generation = Generation()
+        self.is_stepping_rank = True
         self._other_models = OtherModels(self.generation)
         self._known_calls = KnownCalls()
         self._rehearsal: Rehearsal | None = None
@@ -109,6 +116,12 @@ class Loop:
         self._timestep: Tensor | None = None
         self._adaptive_warmup: AdaptiveWarmup | None = None
         self._relative_change: RelativeChange | None = None
+        self._num_steps = 0
+        # The steps of the loop that compute, which micro-steps count.
+        self._computed_steps: list[int] = []
+        self._is_planned = True
+        # A step that computes, and those after it that do not.
+        self._run = range(0)
 
     def install_scheduler_hooks(
         self, stack: ExitStack, pipe: Any, divided: Collection[nn.Module], batch: BatchShare, callbacks: StepCallbacks
@@ -161,15 +174,15 @@ class Loop:
     @property
     def closing_step(self) -> int | None:
         """The step whose last micro-step was just done; None within a step, or where nothing was computed."""
-        micro = self.generation.micro_step
-        if self.generation.is_dry or not self._schedule.is_last_of_step(micro):
+        now = self.generation
+        if now.is_dry or not self._schedule.is_last_of_step(now.micro_step):
             return None
-        return micro.step
+        return now.loop_step
 
     @property
     def num_steps(self) -> int:
         """The steps of the current generation."""
-        return self._schedule.steps
+        return self._num_steps
 
     @property
     def num_images(self) -> int | None:
@@ -184,7 +197,8 @@ class Loop:
         schedule = getattr(self, "_schedule", None)
         if schedule is None:
             raise StateError("the loop of this pipeline was not found; call it as it is, without parallelize")
-        return list(filter(schedule.is_synchronous, range(schedule.steps))), schedule.mode
+        synchronous = filter(schedule.is_synchronous, range(schedule.steps))
+        return [self._computed_steps[step] for step in synchronous], schedule.mode
 
     def forget_constants(self) -> None:
         """Forgets what was constant: a callback may have changed it."""
@@ -251,7 +265,7 @@ class Loop:
         """The step that the pipeline takes this iteration for: latents are blended in the step before theirs."""
         blended_step = self.generation.dry.blended_step
         if blended_step is None:
-            return self.generation.micro_step.step
+            return self.generation.loop_step
         return blended_step - 1
 
     def iterate_micro_steps(self, timesteps: tuple[Tensor, ...]) -> Iterator[Tensor]:
@@ -281,14 +295,15 @@ class Loop:
         else:
             generation.dry.results.clear()
         saved.restore()
+        self._plan_computed_steps()
         step = 0
-        # An agreement may shorten the schedule while it runs.
-        while step < self._schedule.steps:
+        # An agreement may shorten the generation while it runs.
+        while self._run.stop < self._num_steps:
             self._begin_step(step)
-            for number, micro in enumerate(self._schedule.list_micro_steps(step)):
-                if number and blends.are_needed:
-                    yield from self._drive_dry_iterations(blends.iterate_timesteps(step))
-                yield from self._run_micro_step(micro, timesteps[step])
+            for micro, loop_step in self._list_iterations(step):
+                if blends.are_needed and micro != self._schedule.list_micro_steps(step)[0]:
+                    yield from self._drive_dry_iterations(blends.iterate_timesteps(loop_step))
+                yield from self._run_micro_step(micro, loop_step)
                 if not main.is_stepped:
                     self._finish_generation(stopped=False)
                     yield from timesteps[1:]
@@ -299,8 +314,12 @@ class Loop:
                     self._adaptive_warmup.start_change_sum()
             if self._adaptive_warmup is not None and main.latents is not None:
                 self._adaptive_warmup.record_step_changes(generation, main.latents.shape[0])
-            step += 1
-        self._finish_generation(stopped=step < len(timesteps))
+            if self._is_planned or not generation.is_forecast:
+                step += 1
+            else:
+                self._computed_steps.remove(self._run.start)
+                self._schedule = replace(self._schedule, steps=len(self._computed_steps))
+        self._finish_generation(stopped=self._run.stop < len(timesteps))
 
     def _begin_generation(self, timesteps: tuple[Tensor, ...]) -> None:
         plan = self._plan
@@ -311,9 +330,13 @@ class Loop:
         schedule = PatchSchedule.from_plan(own_plan, len(timesteps))
         self._schedule = schedule
         self._timesteps = timesteps
+        self._num_steps = len(timesteps)
+        self._computed_steps = list(range(len(timesteps)))
+        self._is_planned = True
+        self._run = range(0)
         # Whether latents are cut into patches or denoised on another stage; otherwise the scheduler itself steps them.
         self._has_partial_latents = schedule.patches > 1 or schedule.stages > 1
-        self._is_stepping_rank = self._pipefusion.is_last_stage and not self._batch.is_idle
+        self.is_stepping_rank = self._pipefusion.is_last_stage and not self._batch.is_idle
         self._batch.begin_generation()
         splits_images = self._mesh["data"].num_ranks > 1
         # A replica without images makes no micro-steps, so the others must not gather in them.
@@ -394,6 +417,62 @@ class Loop:
             # No message is under way here, and all stages have found the same, so they can open channels.
             self._pipefusion.share_latents(self._batch.view_own_images(self._streams[0].sample).device)
 
+    def _plan_computed_steps(self) -> None:
+        """Which steps of the loop compute: from here on micro-steps count these alone."""
+        if self.forecasts is None:
+            return
+        planned = self.forecasts.begin_generation(self._num_steps)
+        findings = self.generation.findings
+        if planned is not None:
+            # Where the model changes there is no output of it that could be continued.
+            self._computed_steps = sorted({0} | set(planned) | findings.changed_steps)
+            self._schedule = replace(self._schedule, steps=len(self._computed_steps))
+        elif self._has_partial_latents or self._schedule.has_stale_steps:
+            raise ModelError(
+                "this cache decides in each step whether the model is called, and stages and stale keys must know that "
+                f"before; use a schedule, as steps={self._num_steps // 2} in a cache line, or "
+                f"{suggest_whole_images(stale_keys=True)}"
+            )
+        self._is_planned = planned is not None
+        order = {step: number for number, step in enumerate(self._computed_steps)}
+        findings.whole_steps = frozenset(order[step] for step in findings.whole_steps)
+        findings.changed_steps = frozenset(order[step] for step in findings.changed_steps)
+        self._schedule = replace(self._schedule, again=findings.changed_steps)
+
+    def _find_run(self, step: int) -> range:
+        """The steps of the loop from one that computes to the last before the next one that does."""
+        following = self._num_steps
+        if step + 1 < len(self._computed_steps):
+            following = self._computed_steps[step + 1]
+        return range(self._computed_steps[step], following)
+
+    def _list_iterations(self, step: int) -> list[tuple[MicroStep, int]]:
+        """The micro-steps of a step that computes, and of the steps after it, with the step of the loop."""
+        micro_steps = self._schedule.list_micro_steps(step)
+        iterations: list[tuple[MicroStep, int]] = []
+        if step in self._schedule.late:
+            for loop_step in self._run:
+                iterations += [(micro, loop_step) for micro in micro_steps]
+            return iterations
+        # A patch goes through the steps without a call at once, so that no stage waits for the other patches.
+        for micro in micro_steps:
+            iterations += [(micro, loop_step) for loop_step in self._run]
+        return iterations
+
+    @property
+    def _precedes_call(self) -> bool:
+        """Whether the model is called in the iteration after this one."""
+        now = self.generation
+        if now.micro_step.step in self._schedule.late and not self._schedule.is_last_of_step(now.micro_step):
+            return now.loop_step == self._run.start
+        return now.loop_step == self._run[-1]
+
+    def _needs_whole_steps(self, run: range) -> bool:
+        """Whether all patches must end each of these steps before one begins the next."""
+        if any(stream.is_blended or stream.is_custom for stream in self._streams):
+            return True
+        return any(map(self._callbacks.wants_latents, run[:-1]))
+
     def _drive_dry_iterations(self, timesteps: Iterator[Tensor]) -> Iterator[Tensor]:
         """Yields a timestep again if the pipeline was interrupted before it had stepped its schedulers."""
         for timestep in timesteps:
@@ -412,20 +491,32 @@ class Loop:
 
         With warmup=auto the ranks of an image agree on changes too, which say whether this step is synchronous.
         """
+        self._run = self._find_run(step)
         if self._agreement.begin_step() and step + 1 < self._schedule.steps:
             self._schedule = replace(self._schedule, steps=step + 1)
+            self._num_steps = self._run.stop
         # Asked in every step, as its sums are collective.
         warmup = self._adaptive_warmup
         if warmup is not None and warmup.decide_synchronous_step(step) and step >= self._schedule.warmup:
             self._schedule = replace(self._schedule, again=self._schedule.again | {step})
+        if self._has_partial_latents and len(self._run) > 1 and self._needs_whole_steps(self._run):
+            self._schedule = replace(self._schedule, late=self._schedule.late | {step})
         self.generation.schedule = self._schedule
         self._pipefusion.prepare_step(step, self._schedule)
 
-    def _run_micro_step(self, micro: MicroStep, timestep: Tensor) -> Iterator[Tensor]:
+    def _run_micro_step(self, micro: MicroStep, loop_step: int) -> Iterator[Tensor]:
         """One micro-step: yields until the pipeline has stepped its schedulers."""
-        self.generation.enter_micro_step(micro)
+        now = self.generation
+        now.enter_micro_step(micro)
+        now.loop_step = loop_step
+        now.computes = loop_step == self._run.start if self._is_planned else None
+        now.is_forecast = False
+        timestep = self._timesteps[loop_step]
         self._begin_iteration(timestep)
-        if self._schedule.adaptive:
+        if now.computes is False:
+            for stream in self._streams:
+                stream.release_patches(self._schedule.list_patches(micro))
+        elif self._schedule.adaptive:
             self._exchange_latents(micro)
         for stream in self._streams:
             stream.is_stepped = False
@@ -450,7 +541,7 @@ class Loop:
             stream.release_patches(self._schedule.list_patches(micro))
         fusion = self._pipefusion
         # Where a callback wanted the whole latents, every rank has them already, and messages are only received.
-        writes = self._synced != micro.step - 1
+        writes = self._synced != self._computed_steps[micro.step] - 1
         if fusion.takes_latents:
             fusion.bring_latents(self._list_own_latents(), micro, is_news=writes)
             if fusion.stage == 0:
@@ -497,8 +588,10 @@ class Loop:
         self._other_models.forget_results()
         for callback in self.when_over:
             callback()
+        if self.forecasts is not None:
+            self.forecasts.end_generation()
         self._batch.end_generation()
-        self._agreement.check_outcome(self._schedule.steps)
+        self._agreement.check_outcome(self._num_steps)
 
     # The scheduler
 
@@ -543,7 +636,7 @@ class Loop:
         if stream is None or not (self._has_partial_latents or self.generation.is_dry):
             return stock(sample, *args, **kwargs)
         patches: Sequence[int] = range(1)
-        if self._is_stepping_rank:
+        if self.is_stepping_rank:
             patches = stream.select_stepped_patches(self._schedule.list_patches(self.generation.micro_step))
         return self._get_copies(stream).scale_sample(sample, timestep, patches, read=self._pipefusion.reads_latents)
 
@@ -573,20 +666,21 @@ class Loop:
         """Steps the patches of this micro-step on the last stage, and exchanges latents for the next one."""
         micro = self.generation.micro_step
         stream.copy_new_latents(call.sample, self.generation, synced=self._synced)
-        make_step = self._step_patches if self._is_stepping_rank else self._step_on_corner
+        make_step = self._step_patches if self.is_stepping_rank else self._step_on_corner
         result = make_step(stream, call)
         stream.is_stepped = True
         # Messages have one order whatever a micro-step brings: sends wait until all streams are stepped.
         is_stepped = self._is_stepped
-        if is_stepped and self._is_stepping_rank:
+        # What stands between a step that computes and the next one is of no use to other stages.
+        if is_stepped and self.generation.loop_step == self._run[-1] and self.is_stepping_rank:
             self._send_denoised_patches(micro)
         if self._schedule.is_last_of_step(micro):
             self._get_copies(stream).sync_step_index(stream.scheduler)
-            self._end_step(stream, micro.step, call.timestep, is_again=is_again)
+            self._end_step(stream, self.generation.loop_step, call.timestep, is_again=is_again)
         # Latents for the next micro-step are received now, so that what the pipeline computes from the latents it gets
         # has them. All streams are received at once: on the last stage with its sends, elsewhere with the first stream.
         following = self._schedule.find_following(micro)
-        if following is not None and not self._schedule.adaptive:
+        if following is not None and self._precedes_call and not self._schedule.adaptive:
             stream.release_patches(self._schedule.list_patches(following))
             is_due = stream is self._streams[0]
             if self._pipefusion.is_last_stage:
@@ -599,7 +693,7 @@ class Loop:
         self, stream: SteppedLatents, stock: Callable[..., Any], call: StepCall, *, is_again: bool
     ) -> Any:
         """Steps all of the latents with the scheduler itself, or with what the user has in place of its method."""
-        step = self.generation.micro_step.step
+        step = self.generation.loop_step
         drives_loop = stream is self._main
         driving_timesteps = self._scheduler.timesteps
         # A scheduler that iterates its timesteps would drive the loop.
@@ -613,12 +707,12 @@ class Loop:
                 self._scheduler.timesteps = driving_timesteps
         stream.latents = extract_sample(result)
         stream.is_stepped = True
-        if self._is_stepping_rank:
+        if self.is_stepping_rank:
             self._record_change(stream.latents, call.sample)
         self._end_step(stream, step, call.timestep, is_again=is_again)
         if self._mesh["data"].num_ranks == 1:
             return result
-        complete = functools.partial(self._complete_step_extras, is_last=step == self._schedule.steps - 1)
+        complete = functools.partial(self._complete_step_extras, is_last=step == self._num_steps - 1)
         return replace_latents(result, stream.latents, complete)
 
     def _note_dry_step(self, stream: SteppedLatents, call: StepCall) -> Any:
@@ -665,7 +759,7 @@ class Loop:
             piece = stream.pieces[patch]
             # A patch may have none of these latents, as of a sound, which belongs to the first one.
             if piece.is_empty:
-                copies.skip_patch(call, stream.latents.device)
+                copies.skip_patch(patch, call, stream.latents.device)
                 continue
             with self._trace.record_span("step", micro.step, patch):
                 denoised, result = copies.step_patch(patch, call, stream.sample, piece)
@@ -712,7 +806,7 @@ class Loop:
             self._record_change(patch, piece.take(stream.latents))
 
     def _record_change(self, after: Tensor, before: Tensor) -> None:
-        if self._relative_change is not None:
+        if self._relative_change is not None and not self.generation.is_forecast:
             own_after = self._batch.view_own_images(after)
             own_before = self._batch.view_own_images(before)
             self._relative_change.record_change(("latents", 0, 0), own_after, own_before)
@@ -720,8 +814,8 @@ class Loop:
     def _end_step(self, stream: SteppedLatents, step: int, timestep: Any, *, is_again: bool) -> None:
         """Ends a step: the whole latents go to every rank after the last step, and where a callback wants them."""
         assert stream.latents is not None
-        is_last = step == self._schedule.steps - 1
-        if self._is_stepping_rank:
+        is_last = step == self._num_steps - 1
+        if self.is_stepping_rank:
             fresh = (stream.latents, *stream.held_patches.values())
             self._agreement.note_latents(step, map(self._batch.view_own_images, fresh))
         syncs = self._callbacks.wants_latents(step)
@@ -748,7 +842,7 @@ class Loop:
             )
 
     def _get_copies(self, stream: SteppedLatents) -> PatchSchedulers:
-        patches = self._plan.num_patches if self._is_stepping_rank else 1
+        patches = self._plan.num_patches if self.is_stepping_rank else 1
         timesteps = self._plain_timesteps if stream is self._main else stream.scheduler.timesteps
         return stream.get_copies(patches, timesteps, len(self._timesteps))
 

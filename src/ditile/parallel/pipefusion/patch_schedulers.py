@@ -125,8 +125,10 @@ class PatchSchedulers:
             self._steps_whole = True
         # The patch that was stepped last; a patch may have nothing to step.
         self._latest_patch = patches
-        self._state_before: list[Tensor] = []
-        self._state_after: list[Tensor] = []
+        # Of the random generators, by the number of the step: patches may be some steps apart.
+        self._states_before: dict[int, list[Tensor]] = {}
+        self._states_after: dict[int, list[Tensor]] = {}
+        self._num_made = [0] * patches
         self._corner_result: Any = None
         self._extra_results: dict[int, Sequence[Any]] = {}
 
@@ -200,8 +202,8 @@ class PatchSchedulers:
             self._find_first_index(call.timestep)
         generators = rng_state.list_generators(call.generator, sample.device)
         state = rng_state.read_generator_states(generators)
-        is_first_of_step = patch <= self._latest_patch
         self._latest_patch = patch
+        step = self._count_step(patch)
         if not self._steps_whole:
             # Clones, as the scheduler may keep them in its history, and the next step overwrites the full tensors.
             prediction_part = piece.take(call.prediction).clone()
@@ -223,14 +225,12 @@ class PatchSchedulers:
                 )
             return stepped, result
         # All patches of a step draw the same numbers for the whole latents, and each keeps those of its slice.
-        if is_first_of_step:
-            self._state_before = state
-        rng_state.restore_generators(generators, self._state_before)
+        rng_state.restore_generators(generators, self._states_before.setdefault(step, state))
         prediction = call.prediction.clone()
         result = self._step_copy(self._copies[patch], call, prediction, sample.clone(), call.extra, patch)
         stepped = extract_sample(result)
         check_size(self._copies[patch], sample, stepped)
-        self._state_after = rng_state.read_generator_states(generators)
+        self._states_after[step] = rng_state.read_generator_states(generators)
         return piece.take(stepped), result
 
     def _draws_numbers(
@@ -252,10 +252,21 @@ class PatchSchedulers:
         rng_state.restore_generators(generators, state)
         return has_drawn
 
-    def skip_patch(self, call: StepCall, device: torch.device) -> None:
+    def skip_patch(self, patch: int, call: StepCall, device: torch.device) -> None:
         """For a patch that has none of these latents: leaves random generators as the step of a patch leaves them."""
-        if self._steps_whole and self._state_after:
-            rng_state.restore_generators(rng_state.list_generators(call.generator, device), self._state_after)
+        state = self._states_after.get(self._count_step(patch))
+        if self._steps_whole and state is not None:
+            rng_state.restore_generators(rng_state.list_generators(call.generator, device), state)
+
+    def _count_step(self, patch: int) -> int:
+        """The number of the step that a patch is about to make; states of steps that all have made are dropped."""
+        step = self._num_made[patch]
+        self._num_made[patch] += 1
+        oldest = min(self._num_made) - 1
+        for states in (self._states_before, self._states_after):
+            for known_step in [known_step for known_step in states if known_step < oldest]:
+                del states[known_step]
+        return step
 
     def _find_first_index(self, timestep: Any) -> None:
         """Looks the first timestep up once for all copies, because the host waits for the device to know it."""

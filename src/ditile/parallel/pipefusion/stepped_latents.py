@@ -223,8 +223,9 @@ class SteppedLatents:
         """
         micro = now.micro_step
         # A callback runs between steps, and is given whole latents, which it may replace.
-        after_callback = synced == micro.step - 1 and micro == now.schedule.list_micro_steps(micro.step)[0]
-        if self.is_blended and not (after_callback and micro.step):
+        is_first = micro == now.schedule.list_micro_steps(micro.step)[0]
+        after_callback = is_first and synced == now.loop_step - 1
+        if self.is_blended and not (after_callback and now.loop_step):
             self._blended = sample
             return
         self._blended = None

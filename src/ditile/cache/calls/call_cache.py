@@ -1,0 +1,202 @@
+"""A cache that leaves out whole calls of one model, under its pipeline or under a runner."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ditile.cache.cached import ModelCache
+from ditile.cache.calls.forecasts import CallForecasts, list_planned_steps
+from ditile.cache.calls.policy import CallPolicy, ModelCall
+from ditile.cache.config import CacheConfig, Calibration, CallCacheConfig, format_cache_config, merge_configs
+from ditile.cache.report import ContextReport, Decisions
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.overrides import find_latents_parameter, list_parameter_names
+from ditile.model.hooks.protocols import CallPosition, LabelledModel
+from ditile.plan.errors import ModelError
+
+MakePolicy = Callable[[CallCacheConfig, int], CallPolicy]
+"""(settings, steps of a generation) -> what decides in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSettings:
+    """The settings of all calls of a model.
+
+    Attributes:
+        config: the settings.
+    """
+
+    config: CallCacheConfig
+    idle: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The settings in one word."""
+        return format_cache_config(self.config)
+
+    @property
+    def settings(self) -> str:
+        """All settings; ranks whose texts are equal decide alike."""
+        return repr(self.config)
+
+
+class CallCache(ModelCache):
+    """The cache of the calls of one model.
+
+    Args:
+        transformer: the model; a U-Net, or a model whose blocks are not known, will do.
+        config: the settings.
+        make_policy: what decides with these settings.
+
+    Attributes:
+        forecasts: of the generation under way, if there is one.
+    """
+
+    def __init__(self, transformer: nn.Module, config: CallCacheConfig, make_policy: MakePolicy) -> None:
+        super().__init__(transformer)
+        self._config = config
+        self._make_policy = make_policy
+        self._names = list_parameter_names(transformer)
+        self._latents = find_latents_parameter(transformer)
+        self.forecasts: CallForecasts | None = None
+
+    @property
+    def contexts(self) -> Sequence[CallSettings]:
+        """The settings: all calls are decided on in one way."""
+        return [CallSettings(self._config)]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that are remembered now."""
+        return 0 if self.forecasts is None else self.forecasts.memory_bytes
+
+    def refresh_settings(
+        self, steps: int | None, config: CacheConfig | None, calibrator: Calibration | None, changes: dict[str, Any]
+    ) -> None:
+        """Prepares for a new image, see `ModelCache`."""
+        if calibrator is not None:
+            raise ModelError(f"a {type(self._config).__name__} forecasts by itself; leave calibrator_config out")
+        if config is not None and type(config) is type(self._config):
+            config = merge_configs(self._config, config)
+        config = (config or self._config).reset(**changes)
+        if not isinstance(config, CallCacheConfig):
+            raise ModelError(f"a {type(config).__name__} leaves out blocks; call enable_cache with it")
+        self._config = config
+        self._own_clock.restart_clock(steps, separate_cfg=getattr(config, "enable_separate_cfg", None))
+
+    def begin_generation(self, steps: int) -> None:
+        """Begins a generation of `steps` steps, with an empty cache."""
+        self.end_generation()
+        self._forget_reports()
+        self.forecasts = CallForecasts(self._make_policy(self._config, steps))
+
+    def end_generation(self) -> None:
+        """Ends the generation, and drops all outputs."""
+        self.update_reports()
+        self.forecasts = None
+
+    def update_reports(self) -> None:
+        """Reports the generation under way, if there is one."""
+        forecasts = self.forecasts
+        if forecasts is None or not forecasts.num_steps:
+            return
+        self._forget_reports()
+        self.kept_bytes = forecasts.memory_bytes
+        decisions: list[Decisions] = []
+        for branch, skipped in forecasts.list_skipped_steps().items():
+            decisions.append(Decisions(branch, 0, 0, skipped, []))
+        [context] = self.contexts
+        name = type(self.transformer).__name__
+        self.reports.append(ContextReport(name, context.text, 1, 1, forecasts.num_steps, self.kept_bytes, decisions))
+
+    def find_latents(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The noisy input among the arguments of a call."""
+        if self._latents in kwargs:
+            return kwargs[self._latents]
+        place = self._names.index(self._latents)
+        if place < len(args):
+            return args[place]
+        return next(iter((*args, *kwargs.values())), None)
+
+    def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        forecasts = self.forecasts
+        # Under a runner `LoopForecasts` surround the call.
+        if moment is None or forecasts is None:
+            return forward(*args, **kwargs)
+        call = ModelCall(moment.step, moment.branch, self.find_latents(args, kwargs))
+        if forecasts.decide_call(call):
+            return forecasts.compute_call(call, functools.partial(forward, *args, **kwargs))
+        return forecasts.forecast_call(call)
+
+
+class _RunnerClock:
+    """The clock of a cache whose calls a runner surrounds."""
+
+    def begin_model_call(self, model: LabelledModel) -> CallPosition | None:
+        """None: the call was decided on before it was made."""
+        return None
+
+    def end_model_call(self, model: LabelledModel) -> None:
+        """Does nothing."""
+
+
+class LoopForecasts:
+    """The caches of calls of a pipeline, for the length of a runner's call.
+
+    Args:
+        caches: one for each model.
+        now: the generation under way.
+        steps_scheduler: whether this rank steps the scheduler; the others forecast nothing.
+    """
+
+    def __init__(self, caches: Sequence[CallCache], now: Generation, steps_scheduler: Callable[[], bool]) -> None:
+        self._caches = caches
+        self._now = now
+        self._steps_scheduler = steps_scheduler
+
+    @contextmanager
+    def use_caches(self) -> Iterator[None]:
+        """Takes the caches from the clock of their pipeline."""
+        with ExitStack() as stack:
+            for cache in self._caches:
+                stack.enter_context(cache.use_clock(_RunnerClock()))
+            yield
+
+    def begin_generation(self, steps: int) -> Collection[int] | None:
+        """A generation begins; returns the steps that compute, if that is known."""
+        policies: list[CallPolicy] = []
+        for cache in self._caches:
+            cache.begin_generation(steps)
+            assert cache.forecasts is not None
+            policies.append(cache.forecasts.policy)
+        return list_planned_steps(policies)
+
+    def end_generation(self) -> None:
+        """The loop is over, and the decoder needs the memory."""
+        for cache in self._caches:
+            cache.end_generation()
+
+    def wrap_forward(self, cache: CallCache, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A model's forward, around all that a runner puts on it."""
+        now = self._now
+
+        def compute_or_forecast(*args: Any, **kwargs: Any) -> Any:
+            forecasts = cache.forecasts
+            if forecasts is None or not now.is_under_way or now.is_dry or now.is_surveyed:
+                return forward(*args, **kwargs)
+            call = ModelCall(now.loop_step, now.branch, cache.find_latents(args, kwargs))
+            if forecasts.decide_call(call, now.computes):
+                run = functools.partial(forward, *args, **kwargs)
+                return forecasts.compute_call(call, run, keeps=self._steps_scheduler())
+            now.is_forecast = True
+            result = forecasts.forecast_call(call)
+            now.advance_branch()
+            return result
+
+        return functools.update_wrapper(compute_or_forecast, forward)

@@ -1,0 +1,158 @@
+"""Computes a call of a model, or puts a forecast in the place of what it would return.
+
+`CallForecasts` surrounds the calls of one model: outside of recorded calls, of the split of the batch and of all hooks
+of blocks. A step that is left out makes no call, so it sends nothing and moves no keys. Outputs are kept as the
+pipeline gets them, for each branch of guidance, so that one forecast serves every plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ditile.cache.calls.policy import CallPolicy, ComputedOutput, ModelCall
+from ditile.model.hooks.pieces import open_result_class
+
+
+@dataclass(slots=True)
+class _Branch:
+    """What is kept of a branch of guidance.
+
+    Attributes:
+        outputs: the newest computed ones, the newest first.
+        leaves, spec: of the last result, whose tensors a forecast replaces.
+        is_fresh: whether the last result was not copied yet, as it may be incomplete until the step ends.
+        form: the shape of the latents.
+        skipped: the steps that were left out.
+    """
+
+    outputs: list[ComputedOutput] = field(default_factory=list)
+    leaves: list[Any] = field(default_factory=list)
+    spec: Any = None
+    is_fresh: bool = False
+    form: Any = None
+    skipped: set[int] = field(default_factory=set)
+
+
+class CallForecasts:
+    """The outputs of one model in one generation.
+
+    Args:
+        policy: decides, and forecasts.
+    """
+
+    def __init__(self, policy: CallPolicy) -> None:
+        self.policy = policy
+        self._branches: dict[int, _Branch] = {}
+        self._steps: set[int] = set()
+
+    @property
+    def num_steps(self) -> int:
+        """The steps in which the model was called, or left out."""
+        return len(self._steps)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that are kept."""
+        total = 0
+        for branch in self._branches.values():
+            for output in branch.outputs:
+                total += sum(tensor.nbytes for tensor in output.tensors)
+        return total
+
+    def list_skipped_steps(self) -> dict[int, list[int]]:
+        """The steps that were left out, by branch."""
+        return {number: sorted(branch.skipped) for number, branch in self._branches.items()}
+
+    def decide_call(self, call: ModelCall, planned: bool | None = None) -> bool:
+        """Whether a call is made; `planned` says so where that was known before the step."""
+        if call.branch == 0:
+            self._copy_fresh_results()
+        self._steps.add(call.step)
+        branch = self._branches.get(call.branch)
+        form = _describe_latents(call.latents)
+        # Another transformer, another batch: what is kept does not fit.
+        if branch is None or branch.spec is None or branch.form != form:
+            return True
+        if planned is not None:
+            return planned
+        return self.policy.computes_call(call, branch.outputs)
+
+    def compute_call(self, call: ModelCall, run: Callable[[], Any], *, keeps: bool = True) -> Any:
+        """Makes a call, and keeps a copy of its output where `keeps`; otherwise only its form."""
+        result = run()
+        open_result_class(result)
+        branch = self._branches.setdefault(call.branch, _Branch())
+        branch.leaves, branch.spec = pytree.tree_flatten(result)
+        form = _describe_latents(call.latents)
+        if branch.form != form:
+            branch.outputs.clear()
+        branch.form = form
+        if not keeps:
+            return result
+        latents = call.latents
+        if not self.policy.keeps_latents:
+            latents = None
+        elif isinstance(latents, Tensor):
+            latents = latents.clone()
+        branch.is_fresh = any(type(leaf) is not Tensor for leaf in branch.leaves if isinstance(leaf, Tensor))
+        tensors = [leaf for leaf in branch.leaves if _is_output(leaf)]
+        if not branch.is_fresh:
+            tensors = [tensor.detach().clone() for tensor in tensors]
+        output = ComputedOutput(call._replace(latents=latents), tensors)
+        # The patches of a step come one after the other, and each result has those before it.
+        if branch.outputs and branch.outputs[0].call.step == call.step:
+            branch.outputs.pop(0)
+        branch.outputs.insert(0, output)
+        del branch.outputs[self.policy.num_kept :]
+        self.policy.note_output(call, output)
+        return result
+
+    def forecast_call(self, call: ModelCall) -> Any:
+        """The result of a call that is left out."""
+        branch = self._branches[call.branch]
+        branch.skipped.add(call.step)
+        if not branch.outputs:
+            # This rank steps no scheduler, so nobody reads what it returns.
+            return pytree.tree_unflatten(branch.leaves, branch.spec)
+        tensors = iter(self.policy.forecast(call, branch.outputs))
+        leaves = [next(tensors) if _is_output(leaf) else leaf for leaf in branch.leaves]
+        return pytree.tree_unflatten(leaves, branch.spec)
+
+    def _copy_fresh_results(self) -> None:
+        """Copies results that were incomplete when they were returned, and that a step has completed since."""
+        for branch in self._branches.values():
+            if branch.is_fresh:
+                branch.is_fresh = False
+                newest = branch.outputs[0]
+                copies = [tensor.as_subclass(Tensor).detach().clone() for tensor in newest.tensors]
+                branch.outputs[0] = newest._replace(tensors=copies)
+                branch.leaves = [
+                    leaf.as_subclass(Tensor) if isinstance(leaf, Tensor) else leaf for leaf in branch.leaves
+                ]
+
+
+def _is_output(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _describe_latents(latents: Any) -> Any:
+    """Equal for calls whose outputs may be summed."""
+    if isinstance(latents, Tensor):
+        return latents.shape
+    return tuple([leaf.shape for leaf in pytree.tree_leaves(latents) if isinstance(leaf, Tensor)])
+
+
+def list_planned_steps(forecasts: Collection[CallPolicy]) -> frozenset[int] | None:
+    """The steps in which some model computes; None if that is not known beforehand."""
+    steps: set[int] = set()
+    for policy in forecasts:
+        own = policy.list_computed_steps()
+        if own is None:
+            return None
+        steps.update(own)
+    return frozenset(steps)

@@ -1,0 +1,90 @@
+"""What a method that leaves out whole calls of a model has to say, and how its forecasts are summed.
+
+A new method is one class with the four members of `CallPolicy`, its config (a `CallCacheConfig`), and one line in
+`runner/call_policies.py`, which makes the policy of a config for each generation. It gets a clock, branches, batches,
+two transformers in turns, every plan, reports and errors from `CallForecasts`. It must decide alike on every rank that
+has the same latents, and it computes the last step if it does not say its steps beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class ModelCall(NamedTuple):
+    """A call of the model that a pipeline makes.
+
+    Attributes:
+        step: of the pipeline's loop, from 0.
+        branch: calls of the model since the scheduler was last stepped.
+        latents: the noisy input: a tensor with the rows of the batch, or a list of them.
+    """
+
+    step: int
+    branch: int
+    latents: Any
+
+
+class ComputedOutput(NamedTuple):
+    """What a computed call returned.
+
+    Attributes:
+        call: the call.
+        tensors: the tensors that it returned, in order. They are copies: the pipeline may write into its own.
+    """
+
+    call: ModelCall
+    tensors: Sequence[Tensor]
+
+
+class CallPolicy(Protocol):
+    """A method, for one model and one generation.
+
+    Attributes:
+        num_kept: how many of the newest computed outputs of each branch `forecast` is given.
+        keeps_latents: whether the `latents` of their calls are kept with them; otherwise they are None.
+    """
+
+    num_kept: int
+    keeps_latents: bool
+
+    def list_computed_steps(self) -> Collection[int] | None:
+        """The steps that compute; None if each is decided when its first call comes.
+
+        Only with these may PipeFusion and DistriFusion know which messages follow.
+        """
+
+    def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
+        """Whether a call is made. It is asked for each call of which an output is kept, before the call; any other
+        call is made without asking.
+
+        Args:
+            call: the call.
+            kept: the newest computed outputs of its branch, the newest first.
+        """
+
+    def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
+        """Is told what a call returned that was made, with its latents, whether they are kept or not."""
+
+    def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
+        """What a call that is left out returns: new tensors in place of those of the newest output."""
+
+
+def combine_outputs(kept: Sequence[ComputedOutput], weights: Sequence[float]) -> list[Tensor]:
+    """The weighted sums of the newest outputs, tensor by tensor; the weight 1 of one output is a copy of it."""
+    sums: list[Tensor] = []
+    for tensors in zip(*[output.tensors for output in kept[: len(weights)]], strict=True):
+        newest = tensors[0]
+        if tuple(weights) == (1.0,):
+            sums.append(newest.clone())
+            continue
+        # Weights have both signs, so half precision would lose digits.
+        total = newest.to(torch.promote_types(newest.dtype, torch.float32)) * weights[0]
+        for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
+            total.add_(tensor, alpha=weight)
+        sums.append(total.to(newest.dtype))
+    return sums

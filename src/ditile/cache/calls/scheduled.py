@@ -1,0 +1,97 @@
+"""Steps that are chosen beforehand, and forecasts that are fixed sums of the newest computed outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from ditile.cache.calls.policy import ComputedOutput, ModelCall, combine_outputs
+from ditile.plan.errors import ModelError
+
+FORCED_STEPS = 3
+"""The first steps always compute: they decide what the image shows. Without the third one, some captions tip over."""
+
+FEWEST_FORECAST_STEPS = 8
+"""With fewer steps an output differs so much from the last one that a line is worse than the last output itself."""
+
+REACH = 0.5
+"""A line through the newest two outputs ends so many gaps after the newest: it is right for the first skipped step."""
+
+
+class ScheduledSteps:
+    """A policy whose steps and weights are known before the first step.
+
+    Args:
+        computed: the steps that compute.
+        weights: of the newest output, and of the second newest, in each other step.
+    """
+
+    num_kept = 2
+    keeps_latents = False
+
+    def __init__(self, computed: Collection[int], weights: Mapping[int, Sequence[float]]) -> None:
+        self._computed = frozenset(computed)
+        self._weights = weights
+
+    def list_computed_steps(self) -> Collection[int]:
+        """The steps that compute."""
+        return self._computed
+
+    def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
+        """Whether the step is one of these."""
+        return call.step in self._computed
+
+    def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
+        """Does nothing: no output changes what follows."""
+
+    def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
+        """The weighted sum of the newest outputs; the newest one where there is no second."""
+        weights = self._weights.get(call.step, (1.0,))
+        if len(kept) < len(weights):
+            weights = (1.0,)
+        return combine_outputs(kept, weights)
+
+
+def spread_steps(num_steps: int, num_computed: int) -> ScheduledSteps:
+    """Steps for a model of which nothing is known: the first three, and the others evenly, with lines that end soon.
+
+    With fewer than 8 steps the first ones compute, and the last output is used again.
+
+    Raises:
+        ModelError: if the steps are not at least 2, or more than those of the generation.
+    """
+    check_num_computed(num_steps, num_computed)
+    if num_steps < FEWEST_FORECAST_STEPS:
+        return ScheduledSteps(range(num_computed), {})
+    forced = min(FORCED_STEPS, num_computed)
+    others = num_computed - forced
+    computed = list(range(forced))
+    for number in range(1, others + 1):
+        # A gap comes first, as the forced steps are next to each other.
+        computed.append(forced + (number * (num_steps - forced)) // (others + 1))
+    return ScheduledSteps(computed, weigh_by_reach(computed, num_steps))
+
+
+def check_num_computed(num_steps: int, num_computed: int) -> None:
+    """Raises `ModelError` unless a generation of `num_steps` steps can compute so many of them."""
+    if num_computed > num_steps:
+        raise ModelError(
+            f"steps={num_computed} is more than the {num_steps} steps of the call; give {num_steps} or less"
+        )
+    if num_computed < min(2, num_steps):
+        raise ModelError(f"steps={num_computed} of {num_steps} leaves nothing to forecast from; give 2 or more")
+
+
+def weigh_by_reach(computed: Sequence[int], num_steps: int) -> dict[int, tuple[float, float]]:
+    """The weights of lines through the newest two computed steps, which end `REACH` gaps after the newest."""
+    weights: dict[int, tuple[float, float]] = {}
+    for step in range(num_steps):
+        earlier = [number for number in computed if number < step]
+        if step in computed or len(earlier) < 2:
+            continue
+        before, newest = earlier[-2:]
+        gap = newest - before
+        share = min(step - newest, REACH * gap) / gap
+        weights[step] = (1 + share, -share)
+    return weights
