@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         load_parallelism_config,
         load_quantize_config,
     )
+    from ditile.cache.fitted.schedule import Schedule
     from ditile.cache.step_mask import steps_mask
     from ditile.model.adapter import (
         BlockAdapter,
@@ -76,8 +77,8 @@ __all__ = [
     "IdleCacheWarning", "JoinError",
     "LoadError", "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier",
     "PatchFunctor", "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan",
-    "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "StateError", "StepWatch", "StoppedError",
-    "TaylorSeerCalibratorConfig",
+    "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "Schedule", "StateError", "StepWatch",
+    "StoppedError", "TaylorSeerCalibratorConfig",
     "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
     "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
     "parallelize", "plan_for", "quantize", "refresh_context", "register", "set_compile_configs", "steps_mask",
@@ -96,6 +97,7 @@ _LAZY = {
         "ditile.cache.config_text": (
             "load_attn_backend_config load_cache_config load_configs load_parallelism_config load_quantize_config"
         ),
+        "ditile.cache.fitted.schedule": "Schedule",
         "ditile.cache.step_mask": "steps_mask",
         "ditile.model.hooks.compile": "set_compile_configs",
         "ditile.model.adapter": (

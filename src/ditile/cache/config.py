@@ -114,8 +114,9 @@ class FittedScheduleConfig(CallCacheConfig):
 
     Attributes:
         steps: how many steps of a generation compute; None is half of them.
-        schedule: a file that `ditile fit` wrote; None takes the one that comes with the package for this model. Where
-            there is none, the steps are spread over the generation, and forecasts are lines that end after half a gap.
+        schedule: a `Schedule`, or a file that `ditile fit` wrote; None takes the one that comes with the package for
+            this model. Where there is none, the steps are spread over the generation, and forecasts are lines that end
+            after half a gap.
         num_inference_steps: steps of a generation where there is no pipeline to say so.
         enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline.
 
@@ -124,7 +125,7 @@ class FittedScheduleConfig(CallCacheConfig):
     """
 
     steps: Positive | None = field(default=None, metadata={"example": 10})
-    schedule: str | None = None
+    schedule: Any = None
     num_inference_steps: Positive | None = None
     enable_separate_cfg: bool | None = None
 

@@ -32,7 +32,7 @@ from ditile.cache.cached import (
     build_transformer_cache,
     find_model_cache,
 )
-from ditile.cache.calls.call_cache import CallCache
+from ditile.cache.calls.call_cache import CallCache, prepare_policy
 from ditile.cache.clock import CallClock, SchedulerClock, find_schedulers
 from ditile.cache.config import CacheConfig, Calibration, CallCacheConfig, DBCacheConfig, ParamsModifier
 from ditile.cache.config import format_cache_config as config_text
@@ -54,7 +54,6 @@ from ditile.model.source import list_pipeline_parts, unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
-from ditile.runner.call_policies import prepare_policy
 from ditile.runner.compose import find_loop_models
 from ditile.runner.quantize import quantize
 from ditile.runner.runner import Runner, parallelize
@@ -119,20 +118,13 @@ def enable_cache(
         raise ModelError("a runner has its plan already; leave parallelism_config out")
     has_cache = config is not None or (division is None and attention_backend is None and quantization is None)
     adapted: list[TransformerBlockLists] = []
-    caches: list[ModelCache] = []
-    if isinstance(config, CallCacheConfig):
-        _check_no_block_settings(config, calibrator, params_modifiers)
-        caches = _build_call_caches(pipe, config)
-    else:
+    if not isinstance(config, CallCacheConfig):
         adapted = _find_block_lists(pipe_or_adapter, pipe, has_cache=has_cache)
-        if has_cache:
-            caches = [_build_model_cache(model, config, calibrator, params_modifiers) for model in adapted]
+    caches = _build_caches(pipe, adapted, config, calibrator, params_modifiers) if has_cache else []
     kernel = attention_backend or None
     if kernel is None and division is not None:
         kernel = division.attention_backend
-    transformers = [cache.transformer for cache in caches]
-    if not transformers:
-        transformers = [unwrap_module(transformer) for transformer in find_transformers(pipe)]
+    transformers = _list_called_models(pipe, config)
     if all(_is_on_cpu(transformer) for transformer in transformers):
         cpus.warn_of_spinning_threads()
     if kernel is not None:
@@ -407,6 +399,35 @@ def list_cached_models(pipe: Any) -> list[nn.Module]:
     return list(dict.fromkeys(unwrap_module(part) for part in parts if isinstance(part, nn.Module)))
 
 
+def _list_called_models(pipe: Any, config: CacheConfig | None) -> list[nn.Module]:
+    """The models whose calls are cached; a cache of blocks needs transformers, and another any model of the loop."""
+    if not isinstance(config, CallCacheConfig):
+        return list(map(unwrap_module, find_transformers(pipe)))
+    if isinstance(pipe, nn.Module):
+        return [unwrap_module(pipe)]
+    return list(map(unwrap_module, find_loop_models(pipe)))
+
+
+def _build_caches(
+    pipe: Any,
+    adapted: Sequence[TransformerBlockLists],
+    config: CacheConfig | None,
+    calibrator: Calibration | None,
+    modifiers: Sequence[ParamsModifier] | ParamsModifier | None,
+) -> list[ModelCache]:
+    """A cache for each model, of its blocks or of its calls."""
+    caches: list[ModelCache] = []
+    if isinstance(config, CallCacheConfig):
+        _check_no_block_settings(config, calibrator, modifiers)
+        models = _list_called_models(pipe, config)
+        make_policy = prepare_policy(pipe, models, config)
+        caches += [CallCache(model, config, make_policy) for model in models]
+        return caches
+    assert config is None or isinstance(config, DBCacheConfig)
+    caches += [_build_model_cache(model, config, calibrator, modifiers) for model in adapted]
+    return caches
+
+
 def _check_no_block_settings(config: CallCacheConfig, calibrator: Any, modifiers: Any) -> None:
     """Raises `ModelError` if there are settings of blocks beside a cache that leaves out whole calls."""
     for name, value in (("calibrator_config", calibrator), ("params_modifiers", modifiers)):
@@ -414,13 +435,6 @@ def _check_no_block_settings(config: CallCacheConfig, calibrator: Any, modifiers
             raise ModelError(
                 f"{name} is for caches that leave out blocks, and {config} leaves out whole calls; leave it out"
             )
-
-
-def _build_call_caches(pipe: Any, config: CallCacheConfig) -> list[ModelCache]:
-    """A cache for each model that a pipeline calls in its loop, whatever is known of its blocks."""
-    models = [unwrap_module(pipe)] if isinstance(pipe, nn.Module) else list(map(unwrap_module, find_loop_models(pipe)))
-    make_policy = prepare_policy(pipe, models, config)
-    return [CallCache(model, config, make_policy) for model in models]
 
 
 def _warn_of_idle_caches(caches: Sequence[ModelCache]) -> None:

@@ -6,14 +6,22 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
 from ditile.cache.cached import ModelCache
 from ditile.cache.calls.forecasts import CallForecasts, list_planned_steps
 from ditile.cache.calls.policy import CallPolicy, ModelCall
-from ditile.cache.config import CacheConfig, Calibration, CallCacheConfig, format_cache_config, merge_configs
+from ditile.cache.config import (
+    CacheConfig,
+    Calibration,
+    CallCacheConfig,
+    FittedScheduleConfig,
+    format_cache_config,
+    merge_configs,
+)
+from ditile.cache.fitted.fitted_pipeline import FittedPolicies
 from ditile.cache.report import ContextReport, Decisions
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.overrides import find_latents_parameter, list_parameter_names
@@ -133,6 +141,23 @@ class CallCache(ModelCache):
         if forecasts.decide_call(call):
             return forecasts.compute_call(call, functools.partial(forward, *args, **kwargs))
         return forecasts.forecast_call(call)
+
+
+def prepare_policy(pipe: Any, models: Sequence[nn.Module], config: CallCacheConfig) -> MakePolicy:
+    """What makes the policy of each generation of a pipeline, with these settings.
+
+    Args:
+        pipe: the pipeline, or a model that has none.
+        models: that it calls in its loop.
+        config: the settings.
+
+    Raises:
+        LoadError: if a file that they name cannot be read.
+        ModelError: if a setting does not fit the pipeline.
+    """
+    if isinstance(config, FittedScheduleConfig):
+        return cast(MakePolicy, FittedPolicies(pipe, models, config).make_policy)
+    raise ModelError(f"{type(config).__name__} is no method that leaves out calls; try FittedScheduleConfig()")
 
 
 class _RunnerClock:

@@ -70,6 +70,8 @@ class CallForecasts:
 
     def decide_call(self, call: ModelCall, planned: bool | None = None) -> bool:
         """Whether a call is made; `planned` says so where that was known before the step."""
+        if not self._branches:
+            self.policy.check_first_call(call)
         if call.branch == 0:
             self._copy_fresh_results()
         self._steps.add(call.step)
@@ -100,9 +102,10 @@ class CallForecasts:
         elif isinstance(latents, Tensor):
             latents = latents.clone()
         branch.is_fresh = any(type(leaf) is not Tensor for leaf in branch.leaves if isinstance(leaf, Tensor))
-        tensors = [leaf for leaf in branch.leaves if _is_output(leaf)]
-        if not branch.is_fresh:
-            tensors = [tensor.detach().clone() for tensor in tensors]
+        tensors: list[Tensor] = []
+        for leaf in branch.leaves:
+            if _is_output(leaf):
+                tensors.append(leaf if branch.is_fresh else leaf.detach().clone())
         output = ComputedOutput(call._replace(latents=latents), tensors)
         # The patches of a step come one after the other, and each result has those before it.
         if branch.outputs and branch.outputs[0].call.step == call.step:
@@ -120,20 +123,22 @@ class CallForecasts:
             # This rank steps no scheduler, so nobody reads what it returns.
             return pytree.tree_unflatten(branch.leaves, branch.spec)
         tensors = iter(self.policy.forecast(call, branch.outputs))
-        leaves = [next(tensors) if _is_output(leaf) else leaf for leaf in branch.leaves]
+        leaves: list[Any] = []
+        for leaf in branch.leaves:
+            leaves.append(next(tensors) if _is_output(leaf) else leaf)
         return pytree.tree_unflatten(leaves, branch.spec)
 
     def _copy_fresh_results(self) -> None:
         """Copies results that were incomplete when they were returned, and that a step has completed since."""
         for branch in self._branches.values():
-            if branch.is_fresh:
-                branch.is_fresh = False
-                newest = branch.outputs[0]
-                copies = [tensor.as_subclass(Tensor).detach().clone() for tensor in newest.tensors]
-                branch.outputs[0] = newest._replace(tensors=copies)
-                branch.leaves = [
-                    leaf.as_subclass(Tensor) if isinstance(leaf, Tensor) else leaf for leaf in branch.leaves
-                ]
+            if not branch.is_fresh:
+                continue
+            branch.is_fresh = False
+            newest = branch.outputs[0]
+            copies: list[Tensor] = []
+            for tensor in newest.tensors:
+                copies.append(tensor.as_subclass(Tensor).detach().clone())
+            branch.outputs[0] = newest._replace(tensors=copies)
 
 
 def _is_output(leaf: Any) -> bool:

@@ -1,7 +1,7 @@
 """What a method that leaves out whole calls of a model has to say, and how its forecasts are summed.
 
-A new method is one class with the four members of `CallPolicy`, its config (a `CallCacheConfig`), and one line in
-`runner/call_policies.py`, which makes the policy of a config for each generation. It gets a clock, branches, batches,
+A new method is one class with the members of `CallPolicy`, its config (a `CallCacheConfig`), and one line in
+`prepare_policy`, which makes the policy of a config for each generation. It gets a clock, branches, batches,
 two transformers in turns, every plan, reports and errors from `CallForecasts`. It must decide alike on every rank that
 has the same latents, and it computes the last step if it does not say its steps beforehand.
 """
@@ -57,6 +57,9 @@ class CallPolicy(Protocol):
 
         Only with these may PipeFusion and DistriFusion know which messages follow.
         """
+
+    def check_first_call(self, call: ModelCall) -> None:
+        """Is told of the first call of a generation before it is made. Raises `ModelError` if it cannot be forecast."""
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         """Whether a call is made. It is asked for each call of which an output is kept, before the call; any other

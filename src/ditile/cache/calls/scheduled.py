@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 
@@ -25,18 +25,30 @@ class ScheduledSteps:
     Args:
         computed: the steps that compute.
         weights: of the newest output, and of the second newest, in each other step.
+        check: refuses a first call that they were not made for, if given.
     """
 
     num_kept = 2
     keeps_latents = False
 
-    def __init__(self, computed: Collection[int], weights: Mapping[int, Sequence[float]]) -> None:
+    def __init__(
+        self,
+        computed: Collection[int],
+        weights: Mapping[int, Sequence[float]],
+        check: Callable[[ModelCall], None] | None = None,
+    ) -> None:
         self._computed = frozenset(computed)
         self._weights = weights
+        self._check = check
 
     def list_computed_steps(self) -> Collection[int]:
         """The steps that compute."""
         return self._computed
+
+    def check_first_call(self, call: ModelCall) -> None:
+        """Raises `ModelError` if the steps and weights are of other latents."""
+        if self._check is not None:
+            self._check(call)
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         """Whether the step is one of these."""

@@ -507,7 +507,8 @@ class Loop:
     def _run_micro_step(self, micro: MicroStep, loop_step: int) -> Iterator[Tensor]:
         """One micro-step: yields until the pipeline has stepped its schedulers."""
         now = self.generation
-        now.enter_micro_step(micro)
+        if micro != now.micro_step or now.loop_step == 0:
+            now.enter_micro_step(micro)
         now.loop_step = loop_step
         now.computes = loop_step == self._run.start if self._is_planned else None
         now.is_forecast = False

@@ -1,0 +1,150 @@
+"""From the predictions of full runs to the steps that compute, and the weights of forecasts, for every budget.
+
+Let v_t be what the scheduler takes in step t. A skipped v_t is forecast as a sum of the newest two computed ones, with
+the weights of least squares. All errors are then sums of the v, so their mean squares follow from the Gram matrix
+G[s, t] = mean of v_s v_t: with c the coefficients of an error of the final latents, its mean square is c' G c.
+
+Errors within one gap between computed steps point the same way, and are added before they are squared; those of
+different gaps are added as squares. So the cost of a gap depends only on its ends and the computed step before it, and
+dynamic programming finds the best steps. Compare DPCache (arXiv 2602.22654), which adds errors of features instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+RIDGE = 1e-6
+"""Added to the diagonal of least squares, relative to its mean: two outputs may be nearly equal."""
+
+Matrix = NDArray[np.float64]
+Vector = NDArray[np.float64]
+
+
+class FittedSteps(NamedTuple):
+    """Steps that compute, the weights of the others, and the mean square error of the final latents to expect."""
+
+    computed: tuple[int, ...]
+    weights: Mapping[int, tuple[float, float]]
+    error: float
+
+
+def compute_gram_matrix(predictions: Sequence[Tensor]) -> Matrix:
+    """The mean products `[N, N]` of the predictions of N steps, in float64."""
+    count = len(predictions)
+    gram = np.zeros((count, count))
+    flat = [prediction.detach().reshape(-1).cpu().double().numpy() for prediction in predictions]
+    for row in range(count):
+        for column in range(row + 1):
+            gram[row, column] = gram[column, row] = flat[row] @ flat[column] / len(flat[row])
+    return gram
+
+
+class StepFit:
+    """Fits schedules to a Gram matrix.
+
+    Args:
+        gram: mean products of predictions `[N, N]`.
+        gains: how much an error of the prediction of each step, of mean square 1, moves the final latents.
+        forced: steps that must compute, the first among them.
+        reuses: whether the newest output is used again as it is, as suits a few steps.
+    """
+
+    def __init__(self, gram: Matrix, gains: Sequence[float], forced: Collection[int], *, reuses: bool = False) -> None:
+        self._gram = gram
+        self._gains = gains
+        self._num_steps = len(gram)
+        self._forced = frozenset(forced) | {0}
+        self._reuses = reuses
+        self._gap_errors: dict[tuple[int, int, int], float] = {}
+        self._forced_until = [len([step for step in self._forced if step < end]) for end in range(self._num_steps + 1)]
+
+    def fit_weights(self, before: int, newest: int, step: int) -> tuple[float, float]:
+        """The weights of the newest computed prediction and of the one before it in the forecast of a step.
+
+        `before` is -1 where the newest is the first one.
+        """
+        if self._reuses or before < 0:
+            return 1.0, 0.0
+        anchors = [newest, before]
+        products = self._gram[np.ix_(anchors, anchors)]
+        ridge = RIDGE * np.trace(products) / 2 * np.eye(2)
+        first, second = np.linalg.solve(products + ridge, self._gram[anchors, step])
+        return float(first), float(second)
+
+    def fit_all_budgets(self) -> list[FittedSteps]:
+        """The best steps for each number of computed steps, from the fewest that may be to all but one."""
+        best: list[FittedSteps] = []
+        # The newest two computed steps -> the least error so far, and the steps.
+        paths: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {(-1, 0): (0.0, (0,))}
+        for size in range(1, self._num_steps):
+            endings: list[tuple[float, tuple[int, ...]]] = []
+            for (before, newest), (error, steps) in paths.items():
+                if self._may_follow(newest, self._num_steps):
+                    endings.append((error + self._measure_gap(before, newest, self._num_steps), steps))
+            if endings and size > 1:
+                error, steps = min(endings)
+                best.append(FittedSteps(steps, self._fit_all_weights(steps), error))
+            paths = self._extend_paths(paths)
+        return best
+
+    def measure_error(self, steps: Sequence[int]) -> float:
+        """The mean square error of the final latents to expect with some computed steps."""
+        total = 0.0
+        before = -1
+        for newest, following in zip(steps, [*steps[1:], self._num_steps], strict=True):
+            total += self._measure_gap(before, newest, following)
+            before = newest
+        return total
+
+    def _extend_paths(
+        self, paths: Mapping[tuple[int, int], tuple[float, tuple[int, ...]]]
+    ) -> dict[tuple[int, int], tuple[float, tuple[int, ...]]]:
+        """Each path with one more computed step; of those with the same newest two steps the best one."""
+        longer: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        for (before, newest), (error, steps) in paths.items():
+            for step in range(newest + 1, self._num_steps):
+                if not self._may_follow(newest, step):
+                    break
+                path = (error + self._measure_gap(before, newest, step), (*steps, step))
+                if (newest, step) not in longer or path < longer[newest, step]:
+                    longer[newest, step] = path
+        return longer
+
+    def _may_follow(self, newest: int, step: int) -> bool:
+        """Whether no forced step lies between two computed ones."""
+        return self._forced_until[step] == self._forced_until[newest + 1]
+
+    def _measure_gap(self, before: int, newest: int, end: int) -> float:
+        """The mean square of the sum of the errors of the steps between two computed ones."""
+        key = (before, newest, end)
+        if key not in self._gap_errors:
+            coefficients: Vector = np.zeros(self._num_steps)
+            for step in range(newest + 1, end):
+                first, second = self.fit_weights(before, newest, step)
+                coefficients[newest] += self._gains[step] * first
+                if before >= 0:
+                    coefficients[before] += self._gains[step] * second
+                coefficients[step] -= self._gains[step]
+            self._gap_errors[key] = max(float(coefficients @ self._gram @ coefficients), 0.0)
+        return self._gap_errors[key]
+
+    def _fit_all_weights(self, computed: Sequence[int]) -> dict[int, tuple[float, float]]:
+        weights: dict[int, tuple[float, float]] = {}
+        for step in range(self._num_steps):
+            earlier = [-1, *[number for number in computed if number < step]]
+            if step not in computed:
+                weights[step] = self.fit_weights(earlier[-2], earlier[-1], step)
+        return weights
+
+
+def list_forced_steps(num_steps: int, switches: Collection[int], first: int) -> set[int]:
+    """The steps that must compute: the `first` ones, and two from each switch to another model on."""
+    forced = set(range(min(first, num_steps)))
+    for switch in switches:
+        forced |= {switch, min(switch + 1, num_steps - 1)}
+    return forced

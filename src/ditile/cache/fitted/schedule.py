@@ -1,0 +1,177 @@
+"""A fitted schedule: which steps compute for every budget, and the weights of each forecast, as one small JSON file.
+
+    {"kind": "ditile schedule", "model": "shapes-flux", "sigmas": [1.0, 0.95, ..],
+     "budgets": [{"computed": [0, 1, 2, 4, ..], "weights": {"3": [1.5, -0.5], ..}, "predicted_db": 41.3, ..}, ..]}
+
+It belongs to one model with its weights, one size, and one list of sigmas, and is refused for any other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ditile.distributed import files
+from ditile.model.known import ASSETS
+from ditile.plan.errors import LoadError, ModelError
+
+FOLDER = ASSETS / "schedules"
+"""The schedules that come with the package."""
+
+MAX_STEPS = 10_000
+"""More than any generation has."""
+
+SIGMA_TOLERANCE = 1e-3
+"""How far sigmas may be apart, relative to the largest: far less than between schedules of other steps or sizes."""
+
+Step = Annotated[int, Field(ge=0, lt=MAX_STEPS)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class StepBudget(BaseModel):
+    """The steps that compute, and forecasts of the others.
+
+    Attributes:
+        computed: the steps that compute, in order.
+        weights: for each other step those of the newest and the second newest computed output.
+        predicted_db: the error of the final latents that the fit expects, in dB below their mean square.
+        mean_db, worst_db: PSNR of the images of the calibration captions against those of all steps, as measured; None
+            where it was not.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    computed: tuple[Step, ...]
+    weights: Mapping[Step, tuple[Number, Number]]
+    predicted_db: Number
+    mean_db: Number | None = None
+    worst_db: Number | None = None
+
+    @property
+    def size(self) -> int:
+        """How many steps compute."""
+        return len(self.computed)
+
+
+class Schedule(BaseModel):
+    """A fitted schedule of one model, as `ditile fit` writes it.
+
+        schedule = ditile.Schedule.read("shapes-flux-20.json")
+        schedule.select_budget(10).mean_db
+
+    Attributes:
+        model: the name under which the model was loaded.
+        model_class: of the model that the pipeline calls.
+        weights_hash: of its weights outside of the blocks, which every rank has.
+        scheduler: the class of the scheduler.
+        sigmas: of its steps; timesteps, where it has no sigmas.
+        latents: the shape of one image's latents, as the model takes them.
+        guidance: the arguments of the call that say how strong guidance is.
+        captions: how many captions it was fitted to.
+        budgets: from the one with the fewest computed steps to the one with the most.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["ditile schedule"] = "ditile schedule"
+    model: Name
+    model_class: Name
+    weights_hash: Name
+    scheduler: Name
+    sigmas: Annotated[tuple[Number, ...], Field(min_length=2, max_length=MAX_STEPS)]
+    latents: tuple[int, ...]
+    guidance: Mapping[str, Number | None]
+    captions: Annotated[int, Field(ge=1)]
+    budgets: Annotated[tuple[StepBudget, ...], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _check_budgets(self) -> Schedule:
+        steps = set(range(self.num_steps))
+        sizes = [budget.size for budget in self.budgets]
+        if sizes != sorted(set(sizes)):
+            raise ValueError("the budgets are not in order")
+        for budget in self.budgets:
+            computed = set(budget.computed)
+            if list(budget.computed) != sorted(computed) or 0 not in computed or not computed <= steps:
+                raise ValueError(f"{list(budget.computed)} are no steps of {self.num_steps} that could compute")
+            if set(budget.weights) != steps - computed:
+                raise ValueError(f"the budget of {budget.size} steps has no weights for some step, or too many")
+        return self
+
+    @property
+    def num_steps(self) -> int:
+        """The steps of a generation."""
+        return len(self.sigmas)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Schedule:
+        """Reads a file.
+
+        Raises:
+            LoadError: if it cannot be read.
+            ModelError: if it is no schedule, with what is wrong in it.
+        """
+        try:
+            text = files.read_text(path)
+        except (OSError, ValueError) as error:
+            raise LoadError(f"the schedule {str(path)!r} cannot be read: {files.describe_error(error)}") from error
+        try:
+            content = files.parse_json(text)
+            return cls.model_validate(content, strict=None)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"][:3])) or "it"
+            raise ModelError(
+                f"the schedule {str(path)!r} is not one of `ditile fit`: {place}: {first['msg']}"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise ModelError(f"the schedule {str(path)!r} is no JSON: {' '.join(str(error).split())[:200]}") from error
+
+    def write(self, path: str | Path) -> None:
+        """Writes the file; it has its name only when it is whole."""
+        files.write_atomically(Path(path), self.model_dump_json() + "\n")
+
+    def select_budget(self, num_computed: int) -> StepBudget:
+        """The budget with so many computed steps. Raises `ModelError`, with those that there are, if there is none."""
+        for budget in self.budgets:
+            if budget.size == num_computed:
+                return budget
+        sizes = [str(budget.size) for budget in self.budgets]
+        raise ModelError(
+            f"steps={num_computed}: the schedule of {self.model} computes {', '.join(sizes)} or all of "
+            f"{self.num_steps} steps; give one of these"
+        )
+
+
+@functools.lru_cache
+def read_shipped_schedules() -> tuple[Schedule, ...]:
+    """The schedules that come with the package."""
+    return tuple(Schedule.read(path) for path in sorted(FOLDER.glob("*.json")))
+
+
+def find_shipped_schedules(model_class: str, weights_hash: str) -> Iterator[Schedule]:
+    """Those of a model with these weights."""
+    for schedule in read_shipped_schedules():
+        if (schedule.model_class, schedule.weights_hash) == (model_class, weights_hash):
+            yield schedule
+
+
+def are_equal_sigmas(sigmas: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether two lists of sigmas are those of the same steps."""
+    if len(sigmas) != len(others):
+        return False
+    largest = max(map(abs, sigmas))
+    return all(abs(sigma - other) <= SIGMA_TOLERANCE * largest for sigma, other in zip(sigmas, others, strict=True))
+
+
+def make_fit_command(model: str, num_steps: int, **call: Any) -> str:
+    """The command that fits a schedule for other steps."""
+    words = [f"ditile fit --model {model} --steps {num_steps}"]
+    for name, value in call.items():
+        words.append(f"--{name} {value}")
+    return " ".join(words)
