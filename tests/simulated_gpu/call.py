@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,6 +48,8 @@ def simulate_rank(
     *,
     dtype: torch.dtype = torch.bfloat16,
     memory_bytes: int = 80 << 30,
+    within: AbstractContextManager[Any] | None = None,
+    cuda_graphs: bool = False,
 ) -> SimulatedCall:
     """Runs one rank of a call of a pipeline on a simulated GPU, from embeddings of a text to latents.
 
@@ -57,6 +60,8 @@ def simulate_rank(
         call: the arguments of the pipeline's call; a prompt among them is not read.
         dtype: of its weights.
         memory_bytes: of the GPU.
+        within: is entered for the call.
+        cuda_graphs: whether calls of the model are recorded.
 
     Raises:
         LoadError, ModelError, PlanError: if the model, the call or the plan does not fit.
@@ -82,12 +87,12 @@ def simulate_rank(
 
         arguments = recorder.make_arguments(call, make_embeddings)
         with mock.patch.object(HostCopies, "allocate_host_memory", make_host_memory):
-            runner = parallelize(recorder.pipe, plan, device=gpu.device)
+            runner = parallelize(recorder.pipe, plan, device=gpu.device, cuda_graphs=cuda_graphs)
         weight_bytes = gpu.record.live_bytes
         steps = {"num_inference_steps": call.get("num_inference_steps", 4), "generator": torch.Generator()}
         given = {name: _move_tensors(value, gpu.device) for name, value in (arguments | steps).items()}
         gpu.record.enter_place(CALL)
-        with convert_value_errors(recorder.pipe):
+        with convert_value_errors(recorder.pipe), within or nullcontext():
             runner(**given)
         report = runner.report
     return SimulatedCall(gpu.record, weight_bytes, 0 if report is None else report.key_bytes)

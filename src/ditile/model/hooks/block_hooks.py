@@ -8,14 +8,12 @@ its list without weights and children, and its hook passes the tokens through.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from ditile.model.hooks.attention_hooks import install_attention
 from ditile.model.hooks.attention_processors import (
@@ -26,7 +24,7 @@ from ditile.model.hooks.attention_processors import (
 )
 from ditile.model.hooks.batch_rows import BatchDimFinder
 from ditile.model.hooks.block_calls import BlockCalls
-from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS, BlockHook, BlockPolicy, LayerAttention, SurveyedBlocks
+from ditile.model.hooks.block_policy import ADAPTER_PROCESSORS, BlockHook, BlockPolicy, LayerAttention
 from ditile.model.hooks.compile import (
     CompileFunction,
     ForwardCall,
@@ -37,9 +35,7 @@ from ditile.model.hooks.compile import (
     wrap_model_call,
 )
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.kv_store import READ_SHAPE, READ_VERSION, RememberedOutput
 from ditile.model.hooks.overrides import IN_CALL, match_modules, override_attribute
-from ditile.model.hooks.pieces import has_nan
 from ditile.model.hooks.placeholders import (
     ModuleContents,
     ReplacementBlock,
@@ -51,6 +47,7 @@ from ditile.model.hooks.placeholders import (
     turn_into_placeholder,
 )
 from ditile.model.hooks.token_arguments import is_cut
+from ditile.model.remembered_outputs import FoundModules, OutputMemoizer
 from ditile.plan.anatomy import Anatomy, ListAnatomy
 from ditile.plan.errors import StateError
 from ditile.plan.model_spec import ModelSpec
@@ -125,7 +122,7 @@ class TransformerHooks:
         self.replacement_blocks: Mapping[int, ReplacementBlock] = {}
         self._stored_contents: dict[int, ModuleContents] = {}
         self.guards = ExitStack()
-        self._found_constants: dict[str, bool | None] = {}
+        self._found_modules = FoundModules()
         self._adapters = {hook.name: hook.list_adapter_kinds() for hook in self.chain}
 
     @property
@@ -324,7 +321,7 @@ class TransformerHooks:
             around: makes of the forward of a block that runs here another one, if given.
         """
         first = 0 in owned or bool(self.replacement_blocks)
-        memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first, found=self._found_constants)
+        memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first, found=self._found_modules)
         calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
@@ -337,7 +334,6 @@ class TransformerHooks:
                 )
                 stack.enter_context(others)
             bypass_compiled_model(stack, pipe, self.transformer)
-            override_attribute(stack, self.transformer, "forward", calls.wrap_transformer(self.transformer.forward))
             own_blocks: dict[type, nn.Module] = {}
             for hook in self.chain[owned.start : owned.stop]:
                 own_blocks.setdefault(type(hook.block), hook.block)
@@ -359,6 +355,9 @@ class TransformerHooks:
                     cache_signatures(stack, hook.block)
                     fuse(stack, hook)
             memo.install_hooks(stack, compiled)
+            plain_blocks = [hook for hook in self.chain[owned.start : owned.stop] if hook.name not in compiled]
+            forward = memo.watch_blocks(self.transformer.forward, plain_blocks)
+            override_attribute(stack, self.transformer, "forward", calls.wrap_transformer(forward))
             yield
 
     def _replace_attention(
@@ -429,178 +428,6 @@ class CallCountHooks(TransformerHooks):
                 replace_cross_processors(stack, self.spec, hook.block, now)
             OutputMemoizer(self.transformer, self.spec, now, self._label).install_hooks(stack, compiled)
         wrap_model_call(stack, pipe, self.transformer, functools.partial(count_model_calls, now, self.transformer))
-
-
-class OutputMemoizer:
-    """Remembers what modules return that do not see the latents, so that it is computed once and not for each patch.
-
-    A family declares some. Others are found when a call is surveyed, with NaN for latents: modules that the model's own
-    forward calls once, before the blocks, and gives the same with the latents as they are. What they return is kept for
-    a step, as a pipeline gives all its patches the same conditions, and for as long as they are given the same memory,
-    unchanged. What is made of the latents there is read on the first stage alone, so other stages keep it.
-
-    Args:
-        transformer, spec: the model, and what is known of it.
-        now: the generation under way.
-        label: before the names of its modules.
-        first: whether this rank has the first stage.
-        found: what surveys of earlier calls found, to which this one's add: the next call may need no survey. By the
-            name of a module whether what it returns counts for the whole generation; None where it is not remembered.
-    """
-
-    def __init__(
-        self,
-        transformer: nn.Module,
-        spec: ModelSpec,
-        now: Generation,
-        label: str = "",
-        *,
-        first: bool = True,
-        found: dict[str, bool | None] | None = None,
-    ) -> None:
-        self._transformer = transformer
-        self._spec = spec
-        self._now = now
-        self._label = label
-        self._first = first
-        self._found = {} if found is None else found
-        self._remembered: dict[str, bool] = {}  # by name, whether for the whole generation
-        self._excluded = {name for name, lasts in self._found.items() if lasts is None}
-        self._is_watching = False
-        self._unproven: dict[str, Any] = {}  # what modules were given in a survey, until they are called again
-
-    def install_hooks(self, stack: ExitStack, compiled: Sequence[str] = ()) -> None:
-        """Overrides the forwards of modules until the stack is closed: now, and when a call was surveyed.
-
-        Args:
-            stack: undoes it.
-            compiled: blocks within which nothing is remembered: what they call is part of their graph.
-        """
-        self._stack = stack
-        compiled_prefixes = tuple(f"{block}." for block in compiled)
-        declared = [(pattern, True) for pattern in self._spec.constant]
-        declared += [(pattern, False) for pattern in self._spec.per_step]
-        for pattern, lasts in declared:
-            for name, module in match_modules(self._transformer, pattern):
-                if not f"{self._label}{name}".startswith(compiled_prefixes):
-                    self._remember_output(name, module, lasts=lasts)
-        # A LoRA that was loaded or unloaded since may have changed the names.
-        modules = dict(self._transformer.named_modules())
-        for name, counts in self._found.items():
-            if counts is not None and name in modules and name not in self._remembered:
-                self._remember_output(name, modules[name], lasts=counts, is_found=True)
-
-    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any:
-        """Surveys a call, and remembers from now on what modules before the blocks return.
-
-        Args:
-            run: makes the call.
-            blocks: the lists of blocks.
-            survey: what blocks are given in it.
-
-        Returns:
-            What `run` does.
-        """
-        inputs: dict[str, Any] = {}
-        is_of_latents: dict[str, bool] = {}
-        called: set[str] = set()
-        active: list[str] = []
-
-        def note_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            if name in called:
-                self._excluded.add(name)
-            elif not active:
-                # Modules within a module are its own matter.
-                inputs[name] = args, kwargs
-            called.add(name)
-            active.append(name)
-
-        def note_output(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            active.pop()
-            parts = output if isinstance(output, tuple) else (output,)
-            # The forward may write into what is not a tensor, which no version counts.
-            if survey.has_begun or any(isinstance(part, list | dict) for part in parts):
-                self._excluded.add(name)
-            is_of_latents[name] = bool(parts) and all(map(has_nan, parts))
-
-        block_prefixes = tuple(f"{block_list}." for block_list in blocks)
-        with ExitStack() as watched:
-            for name, module in self._transformer.named_modules():
-                if not name or f"{name}.".startswith(block_prefixes):
-                    continue
-                before = module.register_forward_pre_hook(functools.partial(note_call, name), with_kwargs=True)
-                after = module.register_forward_hook(functools.partial(note_output, name), with_kwargs=True)
-                watched.callback(before.remove)
-                watched.callback(after.remove)
-            watched.callback(setattr, self, "_is_watching", False)
-            self._is_watching = True
-            result = run()
-        # Something made of the latents is read after the blocks, or by them.
-        reads_latents = has_nan(result) or survey.is_fed()
-        # What is made of the latents is remembered only where nobody reads it.
-        for name in inputs:
-            lasts = is_of_latents[name]
-            if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:
-                self._excluded.add(name)
-            elif not lasts and name not in self._excluded:
-                self._unproven[name] = inputs[name]
-            if name not in self._remembered and name not in self._excluded:
-                self._remember_output(name, self._transformer.get_submodule(name), lasts=lasts, is_found=True)
-                if lasts:
-                    self._found[name] = lasts
-        self._found.update(dict.fromkeys(self._excluded))
-        return result
-
-    def _remember_output(self, name: str, module: nn.Module, *, lasts: bool, is_found: bool = False) -> None:
-        """Keeps what a module returns for a step, or `lasts`; if `is_found`, also as long as it is given the same."""
-        now = self._now
-        forward = module.forward
-        path = f"{self._label}{name}"
-        # What a family declares is remembered whatever a survey says.
-        excluded = self._excluded if is_found else set()
-        compares = is_found and not lasts
-
-        def forward_once(*args: Any, **kwargs: Any) -> Any:
-            is_unproven = name in self._unproven and not self._is_watching
-            if is_unproven:
-                is_proven = _are_equal(self._unproven.pop(name), (args, kwargs))
-                self._found[name] = False if is_proven else None
-                if not is_proven:
-                    excluded.add(name)
-            if now.is_surveyed or name in excluded:
-                return forward(*args, **kwargs)
-            step, patch = now.micro_step
-            # Rows of another micro-batch, and conditions of another branch, are other inputs.
-            key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, filter(torch.is_tensor, args)))
-            known = now.memory.outputs.get(key)
-            is_fresh = known is not None and (
-                lasts or (known.step == step and patch is not None) or known.is_given_same(args, kwargs)
-            )
-            # The forward may have written into what it was given.
-            if known is None or not is_fresh or known.versions != tuple(map(READ_VERSION, known.tensors)):
-                output = forward(*args, **kwargs)
-                inputs = (args, kwargs) if compares else None
-                known = now.memory.outputs[key] = RememberedOutput(output, inputs)
-            known.step = step
-            return known.output
-
-        self._remembered[name] = lasts
-        override_attribute(self._stack, module, "forward", forward_once)
-
-
-def _are_equal(values: Any, others: Any) -> bool:
-    """Whether two calls were given the same numbers. Waits for the device."""
-    leaves = pytree.tree_leaves(values)
-    other_leaves = pytree.tree_leaves(others)
-    if len(leaves) != len(other_leaves):
-        return False
-    for leaf, other in zip(leaves, other_leaves, strict=True):
-        if isinstance(leaf, Tensor) and isinstance(other, Tensor):
-            if not torch.equal(leaf, other):
-                return False
-        elif leaf is not other and leaf != other:
-            return False
-    return True
 
 
 def _count_parameters(module: nn.Module) -> int:

@@ -257,31 +257,93 @@ class SliceEntry(NamedTuple):
     source_values: tuple[Any, ...]
 
 
+class GivenTensors:
+    """What a module was given, if it was tensors and numbers alone: the same tensors, unchanged, give the same output.
+
+    Args:
+        args, kwargs: of the module.
+    """
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        # While they are referenced, no other tensor is one of them.
+        self._values = (*args, *kwargs.values())
+        self._names = (*kwargs,)
+        self._versions = _read_versions(self._values)
+
+    def are_same(self, args: Any, kwargs: Any) -> bool:
+        """Whether a module is given these tensors now, in which nothing was changed."""
+        values = (*args, *kwargs.values())
+        if len(values) != len(self._values) or (*kwargs,) != self._names:
+            return False
+        if any(map(operator.is_not, values, self._values)):
+            return False
+        return self._versions is not None and _read_versions(values) == self._versions
+
+
+def _read_versions(values: Sequence[Any]) -> list[int] | None:
+    """How often each tensor was written in place; None where that is not known, or something is no tensor or number."""
+    versions: list[int] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            # Tensors of inference mode have no version.
+            if value.is_inference():
+                return None
+            versions.append(value._version)
+        elif not isinstance(value, int | float | str | None):
+            return None
+    return versions
+
+
+class GivenMemory:
+    """What a module was given, by memory: other tensors of the same memory, unchanged, count as the same.
+
+    Args:
+        args, kwargs: of the module.
+    """
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        # While the inputs are referenced, no other tensor can get their memory.
+        self._inputs = (args, kwargs)
+        self._memory = _describe_memory(self._inputs)
+
+    def are_same(self, args: Any, kwargs: Any) -> bool:
+        """Whether a module is given the same memory now, in which nothing was changed."""
+        return _describe_memory((args, kwargs)) == self._memory
+
+
 class RememberedOutput:
     """What a module returned.
 
     Args:
         output: its output.
-        inputs: what it was given, if that is to be compared.
+        given: what it was given, if that is to be compared.
 
     Attributes:
         step: in which it was last used.
         tensors, versions: of the output, as it was.
     """
 
-    def __init__(self, output: Any, inputs: Any) -> None:
+    def __init__(self, output: Any, given: GivenTensors | GivenMemory | None) -> None:
         self.output = output
-        # While the inputs are referenced, no other tensor can get their memory.
-        self._inputs = inputs
-        self._memory = None if inputs is None else _describe_memory(inputs)
+        self._given = given
         self.step = NEVER
         # Tensors of inference mode have no version.
         self.tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and not x.is_inference()]
         self.versions = tuple(map(READ_VERSION, self.tensors))
 
     def is_given_same(self, args: Any, kwargs: Any) -> bool:
-        """Whether a module is given the same memory now, in which nothing was changed."""
-        return self._inputs is not None and _describe_memory((args, kwargs)) == self._memory
+        """Whether a module is given the same now."""
+        return self._given is not None and self._given.are_same(args, kwargs)
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing was written into the output since."""
+        return self.versions == tuple(map(READ_VERSION, self.tensors))
+
+    def renew(self, step: int) -> None:
+        """A tape has computed it again, in the same memory."""
+        self.step = step
+        self.versions = tuple(map(READ_VERSION, self.tensors))
 
 
 def _describe_memory(values: Any) -> list[Any]:
@@ -476,11 +538,11 @@ class GenerationMemory:
         return entry.value
 
     @contextmanager
-    def hide_remembered(self) -> Iterator[None]:
-        """All that is remembered, but keys, values and constants, is computed again meanwhile, and not remembered."""
+    def hide_remembered(self, shared: dict[Hashable, RememberedOutput]) -> Iterator[None]:
+        """Meanwhile keys, values and constants alone are remembered, and the outputs in `shared`, with new ones."""
         outputs = self.outputs
         slices = self._slices
-        self.outputs = {}
+        self.outputs = shared
         self._slices = {}
         try:
             yield

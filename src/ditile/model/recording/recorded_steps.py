@@ -25,6 +25,7 @@ from ditile.distributed.recording.segments import OperatorWatch, list_tensors
 from ditile.distributed.recording.tape import NoSegments, Recording, Segments, Tape
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers
+from ditile.model.recording.step_outputs import Outputs, StepOutputs
 
 FORMS_KEPT = 4
 """Forms of the calls of one place that are kept, such as prompts of a few lengths."""
@@ -112,6 +113,8 @@ class CallTape:
         addresses: of weights, keys and whatever stays from step to step.
         epoch: when the addresses were last compared, see `GenerationMemory`.
         is_played: whether it was of use.
+        makers: tapes of other patches that must have been played before it in a step.
+        num_lost: steps in which they were not.
     """
 
     problem: str = ""
@@ -126,6 +129,8 @@ class CallTape:
     addresses: Any = None
     epoch: object = None
     is_played: bool = False
+    makers: frozenset[Tape] = frozenset()
+    num_lost: int = 0
 
 
 class RecordedSteps:
@@ -158,12 +163,14 @@ class RecordedSteps:
         # Recorded calls reference the memory they read, so memory that none reads is freed.
         self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()
         self._models: dict[int, tuple[object, Any, str]] = {}
+        self._shared = StepOutputs()
 
     def release(self) -> None:
         """Forgets all recorded calls, and frees their memory."""
         self._calls.clear()
         self._unplayed.clear()
         self._models.clear()
+        self._shared = StepOutputs()
         self.kept_buffers.clear()
 
     def run_call(self, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -185,6 +192,7 @@ class RecordedSteps:
             return self._run_code("its arguments are others in each step", forward, args, kwargs)
         if call is None:
             call = self._add_call(place, form)
+        self._shared.enter_call(now, model)
         if call.num_looks == 0 or (call.problem and call.num_looks < LOOKS):
             return self._look_at_call(call, now, forward, args, kwargs)
         if call.epoch is not now.memory.epoch:
@@ -195,6 +203,8 @@ class RecordedSteps:
         if not all(map(now.memory.has_constant, call.constant_keys)):
             return self._look_at_call(call, now, forward, args, kwargs)
         self._fill_constants(call, now.memory, model)
+        if call.tape is not None and not call.makers <= self._shared.tapes:
+            return self._replace_lost_tape(call, now, forward, args, kwargs)
         call.inputs = self._fill_inputs((id(model), now.branch), leaves)
         if call.tape is None:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -202,6 +212,7 @@ class RecordedSteps:
         else:
             now.memory.mark_segments(call.marks, now.micro_step.step)
             call.tape.play()
+            self._shared.note_play(call.tape)
             call.is_played = True
             self.has_played = True
             self.num_played += 1
@@ -219,6 +230,21 @@ class RecordedSteps:
     def _run_code(self, problem: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.problems[problem] = self.problems.get(problem, 0) + 1
         return forward(*args, **kwargs)
+
+    def _replace_lost_tape(
+        self, call: CallTape, now: Generation, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Makes a call whose tape reads what another one did not compute in this step."""
+        call.num_lost += 1
+        if call.num_lost > LOOKS:
+            # From now on it computes all it needs, which is to be looked at.
+            call.tape = None
+            call.makers = frozenset()
+            return self._look_at_call(call, now, forward, args, kwargs)
+        if self._shared.tapes:
+            # Others computed it, which the next recording will read.
+            call.tape = None
+        return self._run_code("what it shares with other patches was not played", forward, args, kwargs)
 
     def _find_call(self, place: Hashable, form: Hashable) -> CallTape | None:
         forms = self._calls.setdefault(place, OrderedDict())
@@ -248,7 +274,10 @@ class RecordedSteps:
         call.num_looks += 1
         watch = OperatorWatch()
         constants = now.memory.read_constants_with(note_constant)
-        with self._hide_remembered(now), constants, watch, Recording(NoSegments()).record_within():
+        shared: Outputs = {}
+        if _shares_outputs(call, now):
+            shared = self._shared.looked
+        with self._hide_remembered(now, shared), constants, watch, Recording(NoSegments()).record_within():
             result = forward(*args, **kwargs)
         call.problem = watch.problem
         inputs = list_tensors((args, kwargs))
@@ -284,7 +313,12 @@ class RecordedSteps:
 
         watch = OperatorWatch()
         recording = Recording(self._make_segments()).record_within()
-        with self._hide_remembered(now), memory.read_constants_with(read_constant), watch, recording as tape:
+        shared: Outputs = {}
+        call.makers = frozenset()
+        if _shares_outputs(call, now):
+            shared = self._shared.list_outputs()
+            call.makers = frozenset(self._shared.tapes)
+        with self._hide_remembered(now, shared), memory.read_constants_with(read_constant), watch, recording as tape:
             try:
                 call.result = forward(*args, **kwargs)
             except Exception as error:
@@ -300,8 +334,11 @@ class RecordedSteps:
             # The call was made, and its tape is dropped.
             call.problem = problem
             call.num_looks = LOOKS
+            call.makers = frozenset()
             return
         call.tape = tape
+        if now.micro_step.patch is not None:
+            self._shared.keep_outputs(tape, shared)
         call.marks = memory.list_marks(now.branch, now.micro_step.step, written)
         call.addresses = self._list_addresses(now, model)
         # Weights and keys may go: a tape whose addresses differ is not played.
@@ -311,10 +348,10 @@ class RecordedSteps:
         self.num_recorded += 1
 
     @contextmanager
-    def _hide_remembered(self, now: Generation) -> Iterator[None]:
-        """Within it, nothing is remembered by identity: a tape would read the memory of another call."""
+    def _hide_remembered(self, now: Generation, shared: Outputs) -> Iterator[None]:
+        """Within it, nothing is remembered but what calls share: a tape would read the memory of another call."""
         with ExitStack() as stack:
-            stack.enter_context(now.memory.hide_remembered())
+            stack.enter_context(now.memory.hide_remembered(shared))
             for scope in self.scopes:
                 stack.enter_context(scope())
             yield
@@ -383,6 +420,11 @@ class RecordedSteps:
             addresses, problem = _survey_model(model)
             self._models[id(model)] = (now.memory.epoch, addresses, problem)
         return addresses, problem
+
+
+def _shares_outputs(call: CallTape, now: Generation) -> bool:
+    """Whether a call may read what calls of other patches computed in the same step."""
+    return now.micro_step.patch is not None and call.num_lost <= LOOKS
 
 
 def _is_never_recorded(now: Generation) -> bool:

@@ -1,0 +1,401 @@
+"""What modules return that does not differ from patch to patch, remembered so that it is computed once in a step."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ditile.model.hooks.block_policy import BlockHook, SurveyedBlocks
+from ditile.model.hooks.generation import Generation
+from ditile.model.hooks.kv_store import READ_SHAPE, READ_VERSION, GivenMemory, GivenTensors, RememberedOutput
+from ditile.model.hooks.overrides import match_modules, override_attribute
+from ditile.model.hooks.pieces import has_nan
+from ditile.plan.model_spec import ModelSpec
+
+
+@dataclass(slots=True)
+class FoundModules:
+    """The modules of a model whose outputs need not be computed for each patch.
+
+    Attributes:
+        before_blocks: found by surveys: by the name of a module whether what it returns counts for the whole
+            generation; None where it is not remembered.
+        within_blocks: given the same in every patch of a step; None until a step of patches was looked at.
+    """
+
+    before_blocks: dict[str, bool | None] = field(default_factory=dict)
+    within_blocks: frozenset[str] | None = None
+
+
+class OutputMemoizer:
+    """Remembers what modules return that do not see the latents, so that it is computed once and not for each patch.
+
+    A family declares some. Others are found when a call is surveyed, with NaN for latents: modules that the model's own
+    forward calls once, before the blocks, and gives the same with the latents as they are. What they return is kept for
+    a step, as a pipeline gives all its patches the same conditions, and for as long as they are given the same memory,
+    unchanged. What is made of the latents there is read on the first stage alone, so other stages keep it.
+
+    Within blocks the first step of patches finds others: modules that are given the very same tensors in each patch, as
+    those that make a modulation of the time, or keys of a text. They are never trusted: what they return is kept for a
+    step, and only while they are given the same tensors, unchanged.
+
+    Args:
+        transformer, spec: the model, and what is known of it.
+        now: the generation under way.
+        label: before the names of its modules.
+        first: whether this rank has the first stage.
+        found: what earlier calls found, to which this one adds.
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module,
+        spec: ModelSpec,
+        now: Generation,
+        label: str = "",
+        *,
+        first: bool = True,
+        found: FoundModules | None = None,
+    ) -> None:
+        self._transformer = transformer
+        self._spec = spec
+        self._now = now
+        self._label = label
+        self._first = first
+        self._all_found = FoundModules() if found is None else found
+        self._found = self._all_found.before_blocks
+        self._remembered: dict[str, bool] = {}  # by name, whether for the whole generation
+        self._excluded = {name for name, lasts in self._found.items() if lasts is None}
+        self._is_watching = False
+        self._unproven: dict[str, Any] = {}  # what modules were given in a survey, until they are called again
+
+    def install_hooks(self, stack: ExitStack, compiled: Sequence[str] = ()) -> None:
+        """Overrides the forwards of modules until the stack is closed: now, and when a call was surveyed.
+
+        Args:
+            stack: undoes it.
+            compiled: blocks within which nothing is remembered: what they call is part of their graph.
+        """
+        self._stack = stack
+        compiled_prefixes = tuple(f"{block}." for block in compiled)
+        declared = [(pattern, True) for pattern in self._spec.constant]
+        declared += [(pattern, False) for pattern in self._spec.per_step]
+        for pattern, lasts in declared:
+            for name, module in match_modules(self._transformer, pattern):
+                if not f"{self._label}{name}".startswith(compiled_prefixes):
+                    self._remember_output(name, module, lasts=lasts)
+        # A LoRA that was loaded or unloaded since may have changed the names.
+        modules = dict(self._transformer.named_modules())
+        for name, counts in self._found.items():
+            if counts is not None and name in modules and name not in self._remembered:
+                self._remember_output(name, modules[name], lasts=counts, is_found=True)
+
+    def survey_call(self, run: Callable[[], Any], blocks: Collection[str], survey: SurveyedBlocks) -> Any:
+        """Surveys a call, and remembers from now on what modules before the blocks return.
+
+        Args:
+            run: makes the call.
+            blocks: the lists of blocks.
+            survey: what blocks are given in it.
+
+        Returns:
+            What `run` does.
+        """
+        inputs: dict[str, Any] = {}
+        is_of_latents: dict[str, bool] = {}
+        called: set[str] = set()
+        active: list[str] = []
+
+        def note_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            if name in called:
+                self._excluded.add(name)
+            elif not active:
+                # Modules within a module are its own matter.
+                inputs[name] = args, kwargs
+            called.add(name)
+            active.append(name)
+
+        def note_output(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            active.pop()
+            parts = output if isinstance(output, tuple) else (output,)
+            # The forward may write into what is not a tensor, which no version counts.
+            if survey.has_begun or any(isinstance(part, list | dict) for part in parts):
+                self._excluded.add(name)
+            is_of_latents[name] = bool(parts) and all(map(has_nan, parts))
+
+        block_prefixes = tuple(f"{block_list}." for block_list in blocks)
+        with ExitStack() as watched:
+            for name, module in self._transformer.named_modules():
+                if not name or f"{name}.".startswith(block_prefixes):
+                    continue
+                before = module.register_forward_pre_hook(functools.partial(note_call, name), with_kwargs=True)
+                after = module.register_forward_hook(functools.partial(note_output, name), with_kwargs=True)
+                watched.callback(before.remove)
+                watched.callback(after.remove)
+            watched.callback(setattr, self, "_is_watching", False)
+            self._is_watching = True
+            result = run()
+        # Something made of the latents is read after the blocks, or by them.
+        reads_latents = has_nan(result) or survey.is_fed()
+        # What is made of the latents is remembered only where nobody reads it.
+        for name in inputs:
+            lasts = is_of_latents[name]
+            if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:
+                self._excluded.add(name)
+            elif not lasts and name not in self._excluded:
+                self._unproven[name] = inputs[name]
+            if name not in self._remembered and name not in self._excluded:
+                self._remember_output(name, self._transformer.get_submodule(name), lasts=lasts, is_found=True)
+                if lasts:
+                    self._found[name] = lasts
+        self._found.update(dict.fromkeys(self._excluded))
+        return result
+
+    def _remember_output(self, name: str, module: nn.Module, *, lasts: bool, is_found: bool = False) -> None:
+        """Keeps what a module returns for a step, or `lasts`; if `is_found`, also as long as it is given the same."""
+        now = self._now
+        forward = module.forward
+        path = f"{self._label}{name}"
+        # What a family declares is remembered whatever a survey says.
+        excluded = self._excluded if is_found else set()
+        compares = is_found and not lasts
+
+        def forward_once(*args: Any, **kwargs: Any) -> Any:
+            is_unproven = name in self._unproven and not self._is_watching
+            if is_unproven:
+                is_proven = _are_equal(self._unproven.pop(name), (args, kwargs))
+                self._found[name] = False if is_proven else None
+                if not is_proven:
+                    excluded.add(name)
+            if now.is_surveyed or name in excluded:
+                return forward(*args, **kwargs)
+            step, patch = now.micro_step
+            # Rows of another micro-batch, and conditions of another branch, are other inputs.
+            key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, filter(torch.is_tensor, args)))
+            known = now.memory.outputs.get(key)
+            is_fresh = known is not None and (
+                lasts or (known.step == step and patch is not None) or known.is_given_same(args, kwargs)
+            )
+            # The forward may have written into what it was given.
+            if known is None or not is_fresh or known.versions != tuple(map(READ_VERSION, known.tensors)):
+                output = forward(*args, **kwargs)
+                given = GivenMemory(args, kwargs) if compares else None
+                known = now.memory.outputs[key] = RememberedOutput(output, given)
+            known.step = step
+            return known.output
+
+        self._remembered[name] = lasts
+        override_attribute(self._stack, module, "forward", forward_once)
+
+    def watch_blocks(self, forward: Callable[..., Any], hooks: Sequence[BlockHook]) -> Callable[..., Any]:
+        """The model's forward, in which the first step of patches shows what these blocks need not compute again."""
+        modules = self._list_block_modules(hooks)
+        found = self._all_found.within_blocks
+        if found is not None:
+            for name in found & modules.keys():
+                self._remember_same(name, modules[name])
+        if found is not None or not modules:
+            return forward
+        watch = PatchWatch(self._now, modules)
+
+        @functools.wraps(forward)
+        def forward_watched(*args: Any, **kwargs: Any) -> Any:
+            step, patch = self._now.micro_step
+            if self._now.is_surveyed or patch is None or self._all_found.within_blocks is not None:
+                return forward(*args, **kwargs)
+            if watch.step in (None, step):
+                with watch.watch_call(step):
+                    return forward(*args, **kwargs)
+            # All patches of a step were seen.
+            self._all_found.within_blocks = watch.find_modules()
+            for name in self._all_found.within_blocks:
+                self._remember_same(name, modules[name])
+            return forward(*args, **kwargs)
+
+        return forward_watched
+
+    def _list_block_modules(self, hooks: Sequence[BlockHook]) -> dict[str, nn.Module]:
+        """The modules within blocks that may be remembered: the model's own, that attend to no tokens."""
+        modules: dict[str, nn.Module] = {}
+        for hook in hooks:
+            prefix = hook.name.removeprefix(self._label)
+            attentions = tuple(path for path, _ in hook.list_attentions())
+            for path, module in hook.block.named_modules():
+                attends = any(f"{attention}.".startswith(f"{path}.") for attention in attentions)
+                if path and not attends and not any(map(_is_altered, module.modules())):
+                    modules[f"{prefix}.{path}"] = module
+        return modules
+
+    def _remember_same(self, name: str, module: nn.Module) -> None:
+        """Keeps what a module within a block returns for a step, while it is given the same tensors."""
+        now = self._now
+        forward = module.forward
+        path = f"{self._label}{name}"
+
+        def forward_once(*args: Any, **kwargs: Any) -> Any:
+            step, patch = now.micro_step
+            if patch is None:
+                return forward(*args, **kwargs)
+            key = (path, now.branch)
+            known = now.memory.outputs.get(key)
+            # Also in another step the tensors may be the same, but weights may not.
+            if known is None or known.step != step or not known.is_given_same(args, kwargs) or not known.is_unchanged:
+                output = forward(*args, **kwargs)
+                known = now.memory.outputs[key] = RememberedOutput(output, GivenTensors(args, kwargs))
+                known.step = step
+            return known.output
+
+        override_attribute(self._stack, module, "forward", forward_once)
+
+
+class _SeenTensor:
+    """A tensor that a module was given; equal to the same one, as long as it lives and is not changed."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = ref(tensor)
+        self._version = tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _SeenTensor) or self._version != other._version:
+            return False
+        tensor = self._reference()
+        return tensor is not None and tensor is other._reference()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _SeenCall(NamedTuple):
+    """What a module was given.
+
+    Attributes:
+        names: of what was given by name.
+        values: tensors, names of the modules that made them where these are given the same, and numbers.
+    """
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+    def list_makers(self) -> set[str]:
+        """The modules that made some of it."""
+        return {value for value in self.values if isinstance(value, str)}
+
+
+class PatchWatch:
+    """Finds modules that are given the same tensors in every patch of a step, or what such modules return.
+
+    Args:
+        now: the generation under way.
+        modules: by name.
+
+    Attributes:
+        step: that is watched; None before the first call.
+    """
+
+    def __init__(self, now: Generation, modules: Mapping[str, nn.Module]) -> None:
+        self._now = now
+        self._modules = modules
+        self.step: int | None = None
+        self._same = set(modules)
+        self._first: dict[tuple[str, int], _SeenCall] = {}
+        self._calls: Counter[tuple[str, int]] = Counter()
+        self._called: set[str] = set()
+        # What modules made that are given the same, by the id of the tensor.
+        self._made: dict[int, tuple[str, Tensor]] = {}
+        self._patches: set[int | None] = set()
+
+    @contextmanager
+    def watch_call(self, step: int) -> Iterator[None]:
+        """Within it, a call of the model is watched."""
+        self.step = step
+        self._patches.add(self._now.micro_step.patch)
+        with ExitStack() as stack:
+            stack.callback(self._called.clear)
+            stack.callback(self._made.clear)
+            for name, module in self._modules.items():
+                note = functools.partial(self._note_call, name)
+                stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+            yield
+
+    def find_modules(self) -> frozenset[str]:
+        """The outermost of the modules that are given the same: with weights, and those that make what these are given.
+
+        None if one patch alone was seen.
+        """
+        same: set[str] = set()
+        for (name, _), number in self._calls.items():
+            if name in self._same and number == len(self._patches) > 1:
+                same.add(name)
+        outermost = {name for name in same if same.isdisjoint(_list_parents(name))}
+        found = {name for name in outermost if any(True for _ in self._modules[name].parameters())}
+        # What such a module is given is the same tensor only if it is not made again.
+        makers = found
+        while makers:
+            seen = [call for (name, _), call in self._first.items() if name in makers]
+            makers = set().union(*(call.list_makers() for call in seen)) & outermost - found
+            found |= makers
+        return frozenset(found)
+
+    def _note_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen = self._describe_call(args, kwargs)
+        # A module that is called twice may be given something else each time.
+        if name in self._called or seen is None or not isinstance(output, Tensor):
+            self._same.discard(name)
+        self._called.add(name)
+        if name not in self._same or seen is None:
+            return
+        key = (name, self._now.branch)
+        self._calls[key] += 1
+        if self._first.setdefault(key, seen) == seen:
+            self._made[id(output)] = (name, output)
+        else:
+            self._same.discard(name)
+
+    def _describe_call(self, args: Any, kwargs: Any) -> _SeenCall | None:
+        """What a module is given; None if that is no tensor, or something else than tensors and numbers."""
+        values: list[Any] = []
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                if value.is_inference():
+                    return None
+                maker, _ = self._made.get(id(value), ("", value))
+                values.append(maker or _SeenTensor(value))
+            elif isinstance(value, int | float | None):
+                values.append(value)
+            else:
+                return None
+        return _SeenCall((*kwargs,), tuple(values))
+
+
+def _is_altered(module: nn.Module) -> bool:
+    """Whether something is around the forward of a module, which may count its calls."""
+    return "forward" in vars(module) or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _list_parents(name: str) -> list[str]:
+    """The modules that a module is within, by name."""
+    names = name.split(".")
+    return [".".join(names[:depth]) for depth in range(1, len(names))]
+
+
+def _are_equal(values: Any, others: Any) -> bool:
+    """Whether two calls were given the same numbers. Waits for the device."""
+    leaves = pytree.tree_leaves(values)
+    other_leaves = pytree.tree_leaves(others)
+    if len(leaves) != len(other_leaves):
+        return False
+    for leaf, other in zip(leaves, other_leaves, strict=True):
+        if isinstance(leaf, Tensor) and isinstance(other, Tensor):
+            if not torch.equal(leaf, other):
+                return False
+        elif leaf is not other and leaf != other:
+            return False
+    return True

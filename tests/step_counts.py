@@ -1,0 +1,97 @@
+"""What a rank computes in a step, counted by operators: FLOPs, kernels, and the bytes that they write."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ditile.parallel.pipefusion.loop import Loop
+from tests.simulated_gpu.gpu import EMPTY, describe_operator
+
+ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
+
+
+@dataclass
+class StepCount:
+    """What was counted in a step.
+
+    Attributes:
+        flops: of products and attention.
+        written: bytes that kernels write, by the name of their operator.
+        kernels: operators that write, by name.
+    """
+
+    flops: int = 0
+    written: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: StepCount) -> StepCount:
+        return StepCount(self.flops + other.flops, self.written + other.written, self.kernels + other.kernels)
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts the operators of the loop's steps.
+
+    Attributes:
+        steps: of all calls, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[StepCount] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        about = describe_operator(func)
+        if not self.steps or about.is_view or about.name in EMPTY:
+            return result
+        name = func._schema.name.removeprefix("aten::")
+        given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        # A cast or a copy that is not needed returns what it was given.
+        if outputs and not about.written and all(id(output) in given for output in outputs):
+            return result
+        count = self.steps[-1]
+        count.flops += _count_flops(func, args, kwargs, result)
+        count.written[name] += sum(output.numel() * output.element_size() for output in outputs)
+        count.kernels[name] += 1
+        return result
+
+    @contextmanager
+    def count_steps(self) -> Iterator[StepCounter]:
+        """Counts within it."""
+        begin_step = Loop._begin_step
+
+        def note_step(loop: Loop, step: int) -> None:
+            self.steps.append(StepCount())
+            begin_step(loop, step)
+
+        with mock.patch.object(Loop, "_begin_step", note_step), self:
+            yield self
+
+
+def _count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    name = func._schema.name
+    if any(word in name for word in ATTENTION):
+        # Two products of matrices, for each query and key.
+        q, k, v = args[:3]
+        return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+    if "_linear_pointwise" in name:
+        return 2 * args[0].numel() * args[1].shape[0]
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
