@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ditile.distributed.recording.segments import list_tensors
+from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON, list_tensors
 from ditile.distributed.recording.tape import CURRENT, Action
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.plan.plan import Plan
@@ -43,6 +43,9 @@ class OperatorSegments(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in OPERATORS_IN_PYTHON and not CURRENT.is_exchanging:
+            with self:
+                return OPERATORS_IN_PYTHON[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         if CURRENT.is_exchanging:
             return result

@@ -11,12 +11,17 @@ from typing import Any
 from unittest import mock
 
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ditile.parallel.pipefusion.loop import Loop
 from tests.simulated_gpu.gpu import EMPTY, describe_operator
+
+COUNTED_STEP = 2
+"""The first step is synchronous; in the second one modules are looked at."""
 
 ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention")
 
@@ -35,7 +40,11 @@ class StepCount:
     written: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: StepCount) -> StepCount:
+    @property
+    def bytes(self) -> int:
+        return sum(self.written.values())
+
+    def __add__(self, other: StepCount) -> StepCount:
         return StepCount(self.flops + other.flops, self.written + other.written, self.kernels + other.kernels)
 
 
@@ -49,6 +58,12 @@ class StepCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[StepCount] = []
+        self.paused = False
+
+    @property
+    def count(self) -> StepCount:
+        """Of the second asynchronous step after a synchronous one, in which all that is found once is known."""
+        return self.steps[COUNTED_STEP]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -58,7 +73,7 @@ class StepCounter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         about = describe_operator(func)
-        if not self.steps or about.is_view or about.name in EMPTY:
+        if not self.steps or self.paused or about.is_view or about.name in EMPTY:
             return result
         name = func._schema.name.removeprefix("aten::")
         given = {id(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
@@ -66,11 +81,14 @@ class StepCounter(TorchDispatchMode):
         # A cast or a copy that is not needed returns what it was given.
         if outputs and not about.written and all(id(output) in given for output in outputs):
             return result
+        self.note_kernel(name, outputs, _count_flops(func, args, kwargs, result))
+        return result
+
+    def note_kernel(self, name: str, outputs: list[Tensor], flops: int = 0) -> None:
         count = self.steps[-1]
-        count.flops += _count_flops(func, args, kwargs, result)
+        count.flops += flops
         count.written[name] += sum(output.numel() * output.element_size() for output in outputs)
         count.kernels[name] += 1
-        return result
 
     @contextmanager
     def count_steps(self) -> Iterator[StepCounter]:
@@ -81,8 +99,27 @@ class StepCounter(TorchDispatchMode):
             self.steps.append(StepCount())
             begin_step(loop, step)
 
-        with mock.patch.object(Loop, "_begin_step", note_step), self:
+        with mock.patch.object(Loop, "_begin_step", note_step), _FusedNorms(self), self:
             yield self
+
+
+class _FusedNorms(TorchFunctionMode):
+    """Counts `rms_norm` as the one kernel that it is on a GPU; on CPUs it is eight."""
+
+    def __init__(self, counter: StepCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_norm = func is functional.rms_norm and not self._counter.paused
+        if is_norm:
+            self._counter.paused = True
+        result = func(*args, **(kwargs or {}))
+        if is_norm:
+            self._counter.paused = False
+            if self._counter.steps:
+                self._counter.note_kernel("_fused_rms_norm", [result])
+        return result
 
 
 def _count_flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -49,7 +50,7 @@ def simulate_rank(
     dtype: torch.dtype = torch.bfloat16,
     memory_bytes: int = 80 << 30,
     within: AbstractContextManager[Any] | None = None,
-    cuda_graphs: bool = False,
+    config: Mapping[str, Any] | None = None,
 ) -> SimulatedCall:
     """Runs one rank of a call of a pipeline on a simulated GPU, from embeddings of a text to latents.
 
@@ -61,7 +62,7 @@ def simulate_rank(
         dtype: of its weights.
         memory_bytes: of the GPU.
         within: is entered for the call.
-        cuda_graphs: whether calls of the model are recorded.
+        config: replaces some of the transformer's config, such as the number of its blocks.
 
     Raises:
         LoadError, ModelError, PlanError: if the model, the call or the plan does not fit.
@@ -71,6 +72,8 @@ def simulate_rank(
     gpu = SimulatedGpu(rank % GPUS_PER_HOST)
     messages = SimulatedMessages(gpu, rank, plan.world) if plan.world > 1 else None
     configs = PipelineConfigs.read_source(source)
+    if config:
+        configs = replace(configs, transformer={**configs.transformer, **config})
     parts, hooks = configs.build_parts(configs.build_transformer())
     with simulate_gpu(gpu, messages, memory_bytes), torch.no_grad(), silence_libraries():
         for name, part in parts.items():
@@ -87,7 +90,7 @@ def simulate_rank(
 
         arguments = recorder.make_arguments(call, make_embeddings)
         with mock.patch.object(HostCopies, "allocate_host_memory", make_host_memory):
-            runner = parallelize(recorder.pipe, plan, device=gpu.device, cuda_graphs=cuda_graphs)
+            runner = parallelize(recorder.pipe, plan, device=gpu.device)
         weight_bytes = gpu.record.live_bytes
         steps = {"num_inference_steps": call.get("num_inference_steps", 4), "generator": torch.Generator()}
         given = {name: _move_tensors(value, gpu.device) for name, value in (arguments | steps).items()}

@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditile.model.hooks.block_policy import BlockHook, SurveyedBlocks
 from ditile.model.hooks.generation import Generation
@@ -76,7 +77,8 @@ class OutputMemoizer:
         self._remembered: dict[str, bool] = {}  # by name, whether for the whole generation
         self._excluded = {name for name, lasts in self._found.items() if lasts is None}
         self._is_watching = False
-        self._unproven: dict[str, Any] = {}  # what modules were given in a survey, until they are called again
+        # What modules were given in a survey, until they are called again.
+        self._unproven: dict[str, _SurveyedInputs] = {}
 
     def install_hooks(self, stack: ExitStack, compiled: Sequence[str] = ()) -> None:
         """Overrides the forwards of modules until the stack is closed: now, and when a call was surveyed.
@@ -110,23 +112,30 @@ class OutputMemoizer:
         Returns:
             What `run` does.
         """
-        inputs: dict[str, Any] = {}
+        inputs: dict[str, _SurveyedInputs] = {}
         is_of_latents: dict[str, bool] = {}
         called: set[str] = set()
         active: list[str] = []
+        reads = _ReadWatch()
 
         def note_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             if name in called:
                 self._excluded.add(name)
             elif not active:
                 # Modules within a module are its own matter.
-                inputs[name] = args, kwargs
+                inputs[name] = _SurveyedInputs(pytree.tree_leaves((args, kwargs)))
+                reads.tensors.clear()
             called.add(name)
             active.append(name)
 
         def note_output(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             active.pop()
             parts = output if isinstance(output, tuple) else (output,)
+            if name in inputs and not active:
+                inputs[name].forget_unread(reads.tensors)
+                # It returns what it has not looked at.
+                if not inputs[name].unread.isdisjoint(map(id, parts)):
+                    self._excluded.add(name)
             # The forward may write into what is not a tensor, which no version counts.
             if survey.has_begun or any(isinstance(part, list | dict) for part in parts):
                 self._excluded.add(name)
@@ -143,7 +152,8 @@ class OutputMemoizer:
                 watched.callback(after.remove)
             watched.callback(setattr, self, "_is_watching", False)
             self._is_watching = True
-            result = run()
+            with reads:
+                result = run()
         # Something made of the latents is read after the blocks, or by them.
         reads_latents = has_nan(result) or survey.is_fed()
         # What is made of the latents is remembered only where nobody reads it.
@@ -172,7 +182,7 @@ class OutputMemoizer:
         def forward_once(*args: Any, **kwargs: Any) -> Any:
             is_unproven = name in self._unproven and not self._is_watching
             if is_unproven:
-                is_proven = _are_equal(self._unproven.pop(name), (args, kwargs))
+                is_proven = self._unproven.pop(name).are_equal(pytree.tree_leaves((args, kwargs)))
                 self._found[name] = False if is_proven else None
                 if not is_proven:
                     excluded.add(name)
@@ -308,8 +318,9 @@ class PatchWatch:
         self._first: dict[tuple[str, int], _SeenCall] = {}
         self._calls: Counter[tuple[str, int]] = Counter()
         self._called: set[str] = set()
-        # What modules made that are given the same, by the id of the tensor.
-        self._made: dict[int, tuple[str, Tensor]] = {}
+        # What modules made that are given the same, by the id of the tensor. Referenced weakly: with the first patch it
+        # is all that blocks make.
+        self._made: dict[int, tuple[str, ReferenceType[Tensor]]] = {}
         self._patches: set[int | None] = set()
 
     @contextmanager
@@ -355,7 +366,7 @@ class PatchWatch:
         key = (name, self._now.branch)
         self._calls[key] += 1
         if self._first.setdefault(key, seen) == seen:
-            self._made[id(output)] = (name, output)
+            self._made[id(output)] = (name, ref(output))
         else:
             self._same.discard(name)
 
@@ -366,8 +377,9 @@ class PatchWatch:
             if isinstance(value, Tensor):
                 if value.is_inference():
                     return None
-                maker, _ = self._made.get(id(value), ("", value))
-                values.append(maker or _SeenTensor(value))
+                maker, made = self._made.get(id(value), ("", None))
+                is_made = made is not None and made() is value
+                values.append(maker if is_made else _SeenTensor(value))
             elif isinstance(value, int | float | None):
                 values.append(value)
             else:
@@ -386,16 +398,55 @@ def _list_parents(name: str) -> list[str]:
     return [".".join(names[:depth]) for depth in range(1, len(names))]
 
 
-def _are_equal(values: Any, others: Any) -> bool:
-    """Whether two calls were given the same numbers. Waits for the device."""
-    leaves = pytree.tree_leaves(values)
-    other_leaves = pytree.tree_leaves(others)
-    if len(leaves) != len(other_leaves):
-        return False
-    for leaf, other in zip(leaves, other_leaves, strict=True):
-        if isinstance(leaf, Tensor) and isinstance(other, Tensor):
-            if not torch.equal(leaf, other):
-                return False
-        elif leaf is not other and leaf != other:
+class _ReadWatch(TorchDispatchMode):
+    """Sees which tensors operators read.
+
+    Attributes:
+        tensors: their ids; whoever asks keeps them alive.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tensors: set[int] = set()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: compiled code stays compiled under the watch."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.tensors.update(map(id, pytree.tree_leaves((args, kwargs))))
+        return func(*args, **(kwargs or {}))
+
+
+class _SurveyedInputs:
+    """What a module was given in a survey.
+
+    Args:
+        leaves: all values.
+
+    Attributes:
+        unread: ids of the tensors that no operator read, such as latents that only say which type to compute in.
+    """
+
+    def __init__(self, leaves: list[Any]) -> None:
+        self._leaves = leaves
+        self.unread: frozenset[int] = frozenset()
+
+    def forget_unread(self, read: set[int]) -> None:
+        """Notes which tensors were read in the call of the module."""
+        self.unread = frozenset(id(leaf) for leaf in self._leaves if isinstance(leaf, Tensor)) - read
+
+    def are_equal(self, leaves: list[Any]) -> bool:
+        """Whether a call was given the same numbers, where the module reads them. Waits for the device."""
+        if len(leaves) != len(self._leaves):
             return False
-    return True
+        for own, other in zip(self._leaves, leaves, strict=True):
+            if isinstance(own, Tensor) and isinstance(other, Tensor):
+                # Of a tensor that is not read, its form counts.
+                is_unread = id(own) in self.unread and (own.shape, own.dtype) == (other.shape, other.dtype)
+                if not is_unread and not torch.equal(own, other):
+                    return False
+            elif own is not other and own != other:
+                return False
+        return True

@@ -8,7 +8,9 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from tests import tiny
 from tests.model.hooks.compiling import WAYS, Counting
 from tests.parallel.sequence import planned
 from tests.pool import Pool
+from tests.recorded_calls import record_on_cpu
 from tests.rotation import rotate
 from tests.runner.cases import MAKE, run, same, unfused
 
@@ -292,3 +295,23 @@ def test_the_configs_say_what_they_set() -> None:
     finally:
         dynamo.load_config(before[0])
         inductor.load_config(before[1])
+
+
+def draw_recorded(plan: dict[str, Any], *, recorded: bool) -> tuple[list[Tensor], list[int]]:
+    """Two pictures with compiled blocks, and how many calls were recorded and played."""
+    torch._dynamo.reset()
+    with record_on_cpu() as recorders, mock.patch.object(torch, "compile", partial(torch.compile, backend=Counting())):
+        runner = parallelize(MAKE["flux"](), Plan(**plan), compile=True, cuda_graphs=recorded)
+        pictures = [run(runner, "flux", seed=seed) for seed in (7, 8)]
+    return pictures, [each for one in recorders for each in (one.num_recorded, one.num_played)]
+
+
+@pytest.mark.parametrize("plan", [UNEVEN, {"pipefusion": 2, "patches": 2, "warmup": 1}, {"ulysses": 2}], ids=str)
+def test_compiled_blocks_are_recorded(pool: Pool, plan: dict[str, Any]) -> None:
+    """Attention is an operator in compiled code. A failure means that a tape does not see what it does and sends."""
+    world = Plan(**plan).world
+    plain = pool.run(partial(draw_recorded, recorded=False), world, plan)
+    drawn = pool.run(partial(draw_recorded, recorded=True), world, plan)
+    for (wanted, _), (pictures, counts) in zip(plain, drawn, strict=True):
+        same(pictures, wanted)
+        assert min(counts) > 0

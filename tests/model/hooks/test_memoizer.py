@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ditile.model.hooks.block_hooks import OutputMemoizer
 from ditile.model.hooks.generation import Generation
+from ditile.model.remembered_outputs import OutputMemoizer
 from ditile.plan.model_spec import ModelSpec
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep, PatchSchedule
 from ditile.runner.runner import parallelize
 from tests.pool import Pool
+from tests.recorded_calls import record_on_cpu
 from tests.zoo import ZOO
 
 PATCHES = 3
@@ -68,6 +70,62 @@ def test_refiners_of_the_text_are_computed_once_in_a_step(
             assert step["noise_refiner.0"] == (0 if stage else PATCHES * branches)
 
 
+def count_linear_calls(name: str, layer: str, steps: int, recorded: bool) -> int:
+    """How often a linear layer is computed in a call of so many steps, and whether it is played is not counted."""
+    pipe = ZOO[name].make()
+    counted = pipe.transformer.get_submodule(layer)
+    calls = 0
+    forward = nn.Linear.forward
+
+    def count(module: nn.Linear, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += module is counted
+        return forward(module, x)
+
+    # Not on the instance: what is around the forward of a module may count its calls, so it is never remembered.
+    with record_on_cpu(), mock.patch.object(nn.Linear, "forward", count):
+        runner = parallelize(pipe, Plan(patches=PATCHES, warmup=1), device="cpu", cuda_graphs=recorded)
+        runner(**ZOO[name].call() | {"num_inference_steps": steps})
+    return calls
+
+
+@pytest.mark.rotating
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("qwen-image", "transformer_blocks.0.img_mod.1"),
+        ("wan-2.1", "blocks.0.attn2.to_k"),
+        ("flux", "transformer_blocks.0.norm1.linear"),
+    ],
+)
+def test_blocks_compute_once_in_a_step_what_does_not_see_the_image(name: str, layer: str, recorded: bool) -> None:
+    """The third of four steps, which is the one that is recorded: later ones are played.
+
+    A failure means that each patch reads the weights of each modulation, a third of all in Qwen-Image.
+    """
+    steps = count_linear_calls(name, layer, 3, recorded) - count_linear_calls(name, layer, 2, recorded)
+    branches = count_linear_calls(name, layer, 1, recorded)
+    assert steps == branches
+
+
+class Typed(nn.Linear):
+    """Is given latents for their type alone."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, time: Tensor, latents: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(time.to(latents.dtype))
+
+
+class Passed(Typed):
+    """Returns the latents without a look at them."""
+
+    def forward(self, time: Tensor, latents: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(time, latents), latents
+
+
 class Front(nn.Module):
     """What a model computes in front of its blocks."""
 
@@ -75,6 +133,8 @@ class Front(nn.Module):
         super().__init__()
         for name in ("text", "time", "image", "lost", "written"):
             setattr(self, name, nn.Linear(2, 2))
+        self.typed = Typed()
+        self.passed = Passed()
 
     def forward(self, latents: Tensor, text: Tensor, time: Tensor) -> dict[str, Tensor]:
         """`[B, 2]` each."""
@@ -82,6 +142,8 @@ class Front(nn.Module):
         # Some operations lose what is not a number.
         out["lost"] = self.lost(torch.nan_to_num(latents))
         out["written"] = self.written(text).add_(1)
+        out["typed"] = self.typed(time * 3, latents)
+        _, out["passed"] = self.passed(time * 4, latents)
         return {name: value.clone() for name, value in out.items()}
 
 
@@ -154,7 +216,7 @@ def test_what_depends_on_the_latents_is_computed_for_each_patch(run: Any) -> Non
             latents = torch.randn(1, 2)
             wanted = plain(latents, text, time)
             assert all(torch.equal(out, wanted[name]) for name, out in model(latents, text, time).items())
-    assert calls == {"text": 1, "time": 2, "image": 4, "lost": 4, "written": 4}
+    assert calls == {"text": 1, "time": 2, "image": 4, "lost": 4, "written": 4, "typed": 2, "passed": 4}
 
 
 def test_the_text_is_computed_again_where_it_was_changed(run: Any) -> None:

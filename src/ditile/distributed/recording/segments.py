@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,10 @@ UNFIT_TAGS = {
 """Operators of these kinds would give what they gave when they were recorded."""
 INDEXING = ("aten::index", "aten::index_put", "aten::index_put_")
 """Operators whose sizes depend on numbers only where they index by a mask."""
+
+
+OPERATORS_IN_PYTHON: dict[Any, Callable[..., Any]] = {}
+"""Operators that call others, as attention within compiled code does -> what they run. A watch looks into them."""
 
 
 class OperatorWatch(TorchDispatchMode):
@@ -47,6 +52,9 @@ class OperatorWatch(TorchDispatchMode):
         # What messages do to tensors is not part of a segment.
         if CURRENT.is_exchanging:
             return func(*args, **(kwargs or {}))
+        if func in OPERATORS_IN_PYTHON:
+            with self:
+                return OPERATORS_IN_PYTHON[func](*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         inputs = list_tensors((args, kwargs))
         outputs = list_tensors(result)

@@ -28,6 +28,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
+from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON
+from ditile.distributed.recording.tape import hide_from_recording
 from ditile.model.hooks.overrides import override_attribute
 from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.option_classes import Count, check_value
@@ -258,8 +260,11 @@ def unwrap_compiled(module: nn.Module) -> nn.Module:
 
 
 def _run_custom_op(tensors: list[Tensor | None], number: Tensor, turn: Tensor, scale: float | None) -> Tensor:
-    out = _CUSTOM_OPS[int(number)].fn(*tensors, scale=scale).contiguous()
-    turn.add_(1)
+    # These are on the CPU, and say nothing of what is computed.
+    with hide_from_recording():
+        place = int(number)
+        turn.add_(1)
+    out = _CUSTOM_OPS[place].fn(*tensors, scale=scale).contiguous()
     # An operator may not return memory of its inputs.
     input_addresses = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
     if out.untyped_storage().data_ptr() in input_addresses:
@@ -275,6 +280,7 @@ def _make_fake_output(tensors: list[Tensor | None], number: Tensor, turn: Tensor
 
 _LIBRARY.impl("hidden", _run_custom_op, "CompositeExplicitAutograd")
 torch.library.register_fake("ditile::hidden", _make_fake_output, lib=_LIBRARY)
+OPERATORS_IN_PYTHON[torch.ops.ditile.hidden.default] = _run_custom_op
 
 
 def set_compile_configs(

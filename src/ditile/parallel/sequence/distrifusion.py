@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from ditile.model.hooks.generation import Generation, LayerTokens
 from ditile.model.hooks.key_padding import AttentionOptions
 from ditile.model.hooks.kv_store import AgeChecks, KeyStore
 from ditile.model.hooks.protocols import AttentionKernel
+from ditile.model.hooks.token_arguments import take_runs
 from ditile.parallel.sequence.ring import collect_rank_runs
+from ditile.plan.layout import merge_ranges
 
 KIND = "distrifusion"
 
@@ -132,11 +134,12 @@ class DistriFusionKeys:
     ) -> PendingMessages:
         """Starts to send the keys of this rank's image tokens to the other ranks."""
         own = self.axis.index
-        fresh = torch.stack([k, v])
-        # Text is not sent: its runs are left out.
+        # Text is not sent: its runs are left out before anything is copied.
         if image_runs[own] != own_runs:
-            parts = dict(zip(own_runs, fresh.split([len(run) for run in own_runs], dim=2), strict=True))
-            fresh = torch.cat([parts[run] for run in image_runs[own]], dim=2)
+            places = _locate_runs(own_runs, image_runs[own])
+            k = take_runs(k, places, 1)
+            v = take_runs(v, places, 1)
+        fresh = torch.stack([k, v])
         sends = []
         receives = []
         for rank, runs in enumerate(image_runs):
@@ -170,3 +173,15 @@ class DistriFusionKeys:
                 self._mark_written(store, self.now.micro_step.step - age, rank)
         if not expects_more:
             note_action(partial(self._forget_messages, tokens))
+
+
+@lru_cache(maxsize=4096)
+def _locate_runs(all_runs: tuple[range, ...], runs: tuple[range, ...]) -> tuple[range, ...]:
+    """Where the tokens of some runs are among those of all runs, one after the other."""
+    places: list[range] = []
+    start = 0
+    for run in all_runs:
+        if run in runs:
+            places.append(range(start, start + len(run)))
+        start += len(run)
+    return merge_ranges(places)
