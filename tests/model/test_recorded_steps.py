@@ -14,7 +14,7 @@ import ditile
 from ditile.cache.config import DBCacheConfig
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import AgeChecks, GenerationMemory
-from ditile.model.recording.recorded_steps import FORMS_KEPT, UNPLAYED_FORMS, RecordedSteps
+from ditile.model.recording.recorded_steps import FORMS_KEPT, LOOKS, UNPLAYED_FORMS, CallTape, RecordedSteps
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
@@ -192,6 +192,35 @@ def test_weights_that_are_replaced_between_calls_are_seen() -> None:
         replace_weight(runner.pipe, 3, None, {})
         images.append(generate(runner, "flux"))
     assert all(map(torch.equal, *images))
+
+
+def list_dependent_calls(recorder: RecordedSteps) -> list[CallTape]:
+    """The calls whose tapes read what the tape of another patch writes."""
+    calls = [call for forms in recorder._calls.values() for call in forms.values()]
+    return [call for call in calls if call.makers]
+
+
+@pytest.mark.parametrize("times", [1, LOOKS + 1])
+def test_a_tape_is_not_played_where_what_it_shares_was_not_computed(times: int) -> None:
+    """The tape of the first patch is lost, once or again and again. A failure: a patch reads another step's numbers."""
+    images: list[list[list[Tensor]]] = []
+    for recorded in (False, True):
+        with record_on_cpu() as recorders:
+            runner = ditile.parallelize(ZOO["flux"].make(), Plan(patches=3, warmup=1), cuda_graphs=recorded)
+        images.append([generate(runner, "flux")])
+        for seed in range(1, times + 1):
+            for recorder in recorders[:recorded]:
+                dependent = list_dependent_calls(recorder)
+                assert dependent
+                makers = set().union(*(call.makers for call in dependent))
+                for forms in recorder._calls.values():
+                    for call in forms.values():
+                        if call.tape in makers:
+                            call.tape = None
+            images[-1].append(generate(runner, "flux", seed))
+    for image, other in zip(*images, strict=True):
+        assert all(map(torch.equal, image, other))
+    assert recorders[0].num_played
 
 
 def add_hook(pipe: Any) -> None:
