@@ -88,6 +88,7 @@ class OutputMemoizer:
             compiled: blocks within which nothing is remembered: what they call is part of their graph.
         """
         self._stack = stack
+        self._compiled = compiled
         compiled_prefixes = tuple(f"{block}." for block in compiled)
         declared = [(pattern, True) for pattern in self._spec.constant]
         declared += [(pattern, False) for pattern in self._spec.per_step]
@@ -112,57 +113,22 @@ class OutputMemoizer:
         Returns:
             What `run` does.
         """
-        inputs: dict[str, _SurveyedInputs] = {}
-        is_of_latents: dict[str, bool] = {}
-        called: set[str] = set()
-        active: list[str] = []
-        reads = _ReadWatch()
-
-        def note_call(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-            if name in called:
-                self._excluded.add(name)
-            elif not active:
-                # Modules within a module are its own matter.
-                inputs[name] = _SurveyedInputs(pytree.tree_leaves((args, kwargs)))
-                reads.tensors.clear()
-            called.add(name)
-            active.append(name)
-
-        def note_output(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            active.pop()
-            parts = output if isinstance(output, tuple) else (output,)
-            if name in inputs and not active:
-                inputs[name].forget_unread(reads.tensors)
-                # It returns what it has not looked at.
-                if not inputs[name].unread.isdisjoint(map(id, parts)):
-                    self._excluded.add(name)
-            # The forward may write into what is not a tensor, which no version counts.
-            if survey.has_begun or any(isinstance(part, list | dict) for part in parts):
-                self._excluded.add(name)
-            is_of_latents[name] = bool(parts) and all(map(has_nan, parts))
-
-        block_prefixes = tuple(f"{block_list}." for block_list in blocks)
-        with ExitStack() as watched:
-            for name, module in self._transformer.named_modules():
-                if not name or f"{name}.".startswith(block_prefixes):
-                    continue
-                before = module.register_forward_pre_hook(functools.partial(note_call, name), with_kwargs=True)
-                after = module.register_forward_hook(functools.partial(note_output, name), with_kwargs=True)
-                watched.callback(before.remove)
-                watched.callback(after.remove)
-            watched.callback(setattr, self, "_is_watching", False)
-            self._is_watching = True
-            with reads:
+        modules = _SurveyedModules(survey, self._excluded)
+        self._is_watching = True
+        try:
+            with modules.watch_calls(self._transformer, tuple(f"{block_list}." for block_list in blocks)):
                 result = run()
+        finally:
+            self._is_watching = False
         # Something made of the latents is read after the blocks, or by them.
         reads_latents = has_nan(result) or survey.is_fed()
         # What is made of the latents is remembered only where nobody reads it.
-        for name in inputs:
-            lasts = is_of_latents[name]
+        for name, inputs in modules.inputs.items():
+            lasts = modules.is_of_latents[name]
             if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:
                 self._excluded.add(name)
             elif not lasts and name not in self._excluded:
-                self._unproven[name] = inputs[name]
+                self._unproven[name] = inputs
             if name not in self._remembered and name not in self._excluded:
                 self._remember_output(name, self._transformer.get_submodule(name), lasts=lasts, is_found=True)
                 if lasts:
@@ -237,6 +203,8 @@ class OutputMemoizer:
         """The modules within blocks that may be remembered: the model's own, that attend to no tokens."""
         modules: dict[str, nn.Module] = {}
         for hook in hooks:
+            if hook.name in self._compiled:
+                continue
             prefix = hook.name.removeprefix(self._label)
             attentions = tuple(path for path, _ in hook.list_attentions())
             for path, module in hook.block.named_modules():
@@ -396,6 +364,66 @@ def _list_parents(name: str) -> list[str]:
     """The modules that a module is within, by name."""
     names = name.split(".")
     return [".".join(names[:depth]) for depth in range(1, len(names))]
+
+
+class _SurveyedModules:
+    """The calls of modules outside of blocks in a survey.
+
+    Args:
+        survey: what blocks are given in it.
+        excluded: gets the names of modules that must not be remembered.
+
+    Attributes:
+        inputs: what each module was given that no other module called.
+        is_of_latents: whether all that a module returned is made of the latents.
+    """
+
+    def __init__(self, survey: SurveyedBlocks, excluded: set[str]) -> None:
+        self._survey = survey
+        self._excluded = excluded
+        self.inputs: dict[str, _SurveyedInputs] = {}
+        self.is_of_latents: dict[str, bool] = {}
+        self._called: set[str] = set()
+        self._active: list[str] = []
+        self._reads = _ReadWatch()
+
+    @contextmanager
+    def watch_calls(self, model: nn.Module, block_prefixes: tuple[str, ...]) -> Iterator[None]:
+        """Within it, a call of the model is watched."""
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                if not name or f"{name}.".startswith(block_prefixes):
+                    continue
+                before = module.register_forward_pre_hook(functools.partial(self._note_call, name), with_kwargs=True)
+                after = module.register_forward_hook(functools.partial(self._note_output, name), with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            stack.enter_context(self._reads)
+            yield
+
+    def _note_call(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if name in self._called:
+            self._excluded.add(name)
+        elif not self._active:
+            # Modules within a module are its own matter.
+            self.inputs[name] = _SurveyedInputs(pytree.tree_leaves((args, kwargs)))
+            self._reads.tensors.clear()
+        self._called.add(name)
+        self._active.append(name)
+
+    def _note_output(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._active.pop()
+        parts = output if isinstance(output, tuple) else (output,)
+        if name in self.inputs and not self._active:
+            inputs = self.inputs[name]
+            inputs.forget_unread(self._reads.tensors)
+            # It returns what it has not looked at.
+            if not inputs.unread.isdisjoint(map(id, parts)):
+                self._excluded.add(name)
+        # The forward may write into what is not a tensor, which no version counts.
+        if self._survey.has_begun or any(isinstance(part, list | dict) for part in parts):
+            self._excluded.add(name)
+        self.is_of_latents[name] = bool(parts) and all(map(has_nan, parts))
 
 
 class _ReadWatch(TorchDispatchMode):

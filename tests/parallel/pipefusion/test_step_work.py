@@ -21,7 +21,7 @@ from tests.simulated_gpu.call import simulate_rank
 from tests.step_counts import COUNTED_STEP, StepCount, StepCounter
 
 SIDE = 1024
-STEPS = COUNTED_STEP + 1
+STEPS = COUNTED_STEP + 2
 FEW_BLOCKS = {"flux.1-dev": {"num_layers": 1, "num_single_layers": 1}, "qwen-image": {"num_layers": 2}}
 """One double block and one single block of FLUX.1; a block for each stage of Qwen-Image."""
 KERNELS = Path(__file__).with_name("kernels.json")

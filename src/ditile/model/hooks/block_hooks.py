@@ -334,9 +334,8 @@ class TransformerHooks:
                 )
                 stack.enter_context(others)
             bypass_compiled_model(stack, pipe, self.transformer)
-            own_blocks: dict[type, nn.Module] = {}
-            for hook in self.chain[owned.start : owned.stop]:
-                own_blocks.setdefault(type(hook.block), hook.block)
+            own = self.chain[owned.start : owned.stop]
+            own_blocks = {type(hook.block): hook.block for hook in reversed(own)}
             compiled: list[str] = []
             for hook in self.chain:
                 is_own = hook.index in owned
@@ -355,8 +354,7 @@ class TransformerHooks:
                     cache_signatures(stack, hook.block)
                     fuse(stack, hook)
             memo.install_hooks(stack, compiled)
-            plain_blocks = [hook for hook in self.chain[owned.start : owned.stop] if hook.name not in compiled]
-            forward = memo.watch_blocks(self.transformer.forward, plain_blocks)
+            forward = memo.watch_blocks(self.transformer.forward, own)
             override_attribute(stack, self.transformer, "forward", calls.wrap_transformer(forward))
             yield
 

@@ -313,11 +313,7 @@ class RecordedSteps:
 
         watch = OperatorWatch()
         recording = Recording(self._make_segments()).record_within()
-        shared: Outputs = {}
-        call.makers = frozenset()
-        if _shares_outputs(call, now):
-            shared = self._shared.list_outputs()
-            call.makers = frozenset(self._shared.tapes)
+        shared = self._list_shared_outputs(call, now)
         with self._hide_remembered(now, shared), memory.read_constants_with(read_constant), watch, recording as tape:
             try:
                 call.result = forward(*args, **kwargs)
@@ -346,6 +342,14 @@ class RecordedSteps:
         known.update(memory.list_storage_addresses(now.branch))
         tape.held.append([tensor for address, tensor in watch.read.items() if address not in known])
         self.num_recorded += 1
+
+    def _list_shared_outputs(self, call: CallTape, now: Generation) -> Outputs:
+        """What the tapes of other patches have computed in this step; a call that is recorded depends on them."""
+        call.makers = frozenset()
+        if not _shares_outputs(call, now):
+            return {}
+        call.makers = frozenset(self._shared.tapes)
+        return self._shared.list_outputs()
 
     @contextmanager
     def _hide_remembered(self, now: Generation, shared: Outputs) -> Iterator[None]:
