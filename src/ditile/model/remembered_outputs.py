@@ -226,10 +226,15 @@ class OutputMemoizer:
             key = (path, now.branch)
             known = now.memory.outputs.get(key)
             # Also in another step the tensors may be the same, but weights may not.
-            if known is None or known.step != step or not known.is_given_same(args, kwargs) or not known.is_unchanged:
+            is_known = (
+                known is not None and known.step == step and known.is_given_same(args, kwargs) and known.is_unchanged
+            )
+            if known is None or not is_known:
                 output = forward(*args, **kwargs)
-                known = now.memory.outputs[key] = RememberedOutput(output, GivenTensors(args, kwargs))
+                given = GivenTensors(args, kwargs)
+                known = RememberedOutput(output, given)
                 known.step = step
+                now.memory.outputs[key] = known
             return known.output
 
         override_attribute(self._stack, module, "forward", forward_once)
@@ -264,7 +269,11 @@ class _SeenCall(NamedTuple):
 
     def list_makers(self) -> set[str]:
         """The modules that made some of it."""
-        return {value for value in self.values if isinstance(value, str)}
+        makers: set[str] = set()
+        for value in self.values:
+            if isinstance(value, str):
+                makers.add(value)
+        return makers
 
 
 class PatchWatch:
@@ -313,15 +322,31 @@ class PatchWatch:
         for (name, _), number in self._calls.items():
             if name in self._same and number == len(self._patches) > 1:
                 same.add(name)
-        outermost = {name for name in same if same.isdisjoint(_list_parents(name))}
-        found = {name for name in outermost if any(True for _ in self._modules[name].parameters())}
-        # What such a module is given is the same tensor only if it is not made again.
-        makers = found
-        while makers:
-            seen = [call for (name, _), call in self._first.items() if name in makers]
-            makers = set().union(*(call.list_makers() for call in seen)) & outermost - found
-            found |= makers
+        outermost: set[str] = set()
+        for name in same:
+            if same.isdisjoint(_list_parents(name)):
+                outermost.add(name)
+        waiting: list[str] = []
+        for name in outermost:
+            if _has_weights(self._modules[name]):
+                waiting.append(name)
+        found: set[str] = set()
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                # What a module is given is the same tensor only if it is not made again.
+                makers = self._list_makers(name)
+                waiting += makers & outermost
         return frozenset(found)
+
+    def _list_makers(self, name: str) -> set[str]:
+        """The modules that made what a module was given."""
+        makers: set[str] = set()
+        for (called, _), call in self._first.items():
+            if called == name:
+                makers |= call.list_makers()
+        return makers
 
     def _note_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         seen = self._describe_call(args, kwargs)
@@ -353,6 +378,13 @@ class PatchWatch:
             else:
                 return None
         return _SeenCall((*kwargs,), tuple(values))
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether a module has parameters."""
+    for _ in module.parameters():
+        return True
+    return False
 
 
 def _is_altered(module: nn.Module) -> bool:

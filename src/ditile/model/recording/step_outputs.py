@@ -60,9 +60,11 @@ class StepOutputs:
         for other in self.tapes:
             given |= self._outputs[other].keys()
             # What this tape writes into must not be read by tapes after it.
-            unchanged = {key: known for key, known in self._outputs[other].items() if known.is_unchanged}
-            self._outputs[other] = unchanged
-        own = {key: known for key, known in outputs.items() if key not in given and known.is_unchanged}
+            self._outputs[other] = _select_unchanged(self._outputs[other])
+        own: Outputs = {}
+        for key, known in _select_unchanged(outputs).items():
+            if key not in given:
+                own[key] = known
         if own:
             self._outputs[tape] = own
             self.tapes.add(tape)
@@ -71,3 +73,12 @@ class StepOutputs:
         """A tape was played."""
         if tape in self._outputs:
             self.tapes.add(tape)
+
+
+def _select_unchanged(outputs: Outputs) -> Outputs:
+    """The outputs into which nothing was written since."""
+    unchanged: Outputs = {}
+    for key, known in outputs.items():
+        if known.is_unchanged:
+            unchanged[key] = known
+    return unchanged
