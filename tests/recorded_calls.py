@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON, list_tensors
 from ditile.distributed.recording.tape import CURRENT, Action
+from ditile.model.recording.host_limit import DeviceEvents, HostLimit
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.plan.plan import Plan
 from ditile.runner import runner as runners
@@ -37,6 +38,7 @@ class OperatorSegments(TorchDispatchMode):
         self._kept: dict[int, dict[int, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
         self.peak_bytes = 0
+        self._is_open = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -76,12 +78,22 @@ class OperatorSegments(TorchDispatchMode):
                 dropped.append(self._made.pop(address))
         return dropped
 
+    @property
+    def num_bytes(self) -> int:
+        return self.peak_bytes
+
     def open(self) -> None:
         self._calls = []
+        self._is_open = True
         self.__enter__()
 
+    def abandon(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.__exit__(None, None, None)
+
     def close(self) -> Action | None:
-        self.__exit__(None, None, None)
+        self.abandon()
         calls = []
         for func, args, kwargs, recorded in self._calls:
             outputs = list_tensors(recorded)
@@ -118,12 +130,21 @@ def _find_address(tensor: Tensor) -> int:
 
 
 @contextmanager
-def record_on_cpu(segments: Callable[[], OperatorSegments] = OperatorSegments) -> Iterator[list[RecordedSteps]]:
-    """Within it `cuda_graphs=True` records on a CPU; gives the recorders that are made."""
+def record_on_cpu(
+    segments: Callable[[], OperatorSegments] = OperatorSegments,
+    make_events: Callable[[], DeviceEvents] | None = None,
+    limit_bytes: int = sys.maxsize,
+) -> Iterator[list[RecordedSteps]]:
+    """Within it `cuda_graphs=True` records on a CPU, and "auto" by a clock; gives the recorders that are made."""
     made: list[RecordedSteps] = []
 
-    def build(plan: Plan, device: torch.device) -> RecordedSteps:
-        made.append(RecordedSteps(segments))
+    def build(setting: bool | str, plan: Plan, device: torch.device) -> RecordedSteps | None:
+        if setting is False or (setting == "auto" and make_events is None):
+            return None
+        host_limit = None
+        if setting == "auto" and make_events is not None:
+            host_limit = HostLimit(make_events)
+        made.append(RecordedSteps(segments, host_limit, limit_bytes))
         return made[-1]
 
     with mock.patch.object(runners, "build_recorder", build):

@@ -207,7 +207,7 @@ from ditile.cli.outcome import Outcome
 from ditile.measure.verdict import Check, PlanVerdict
 report = {{"seconds": dict.fromkeys(("total", "text", "denoise", "decode"), 1.0), "synchronous": [0], "steps": 1}}
 report |= {{"warmup_mode": "serial", "peak_memory_bytes": 1, "bytes_sent": 1, "key_bytes": 0, "cache_bytes": 0}}
-report |= {{"reference_tokens": 0, "reference_steps": []}}
+report |= {{"reference_tokens": 0, "reference_steps": [], "recorded": None}}
 words, made = {{
     "generate": (["a red circle", "--out", {str(tmp_path / "x.png")!r}],
                  Outcome(plan="data=2", model="shapes-flux", seed=1, images=["x.png"], reports=[report, report])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 import ditile
 from ditile.cache.config import DBCacheConfig
+from ditile.distributed.recording.tape import CURRENT, exchange_tensors
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import AgeChecks, GenerationMemory
-from ditile.model.recording.recorded_steps import FORMS_KEPT, LOOKS, UNPLAYED_FORMS, CallTape, RecordedSteps
+from ditile.model.recording.kept_tapes import CallTape
+from ditile.model.recording.recorded_steps import LOOKS, UNPLAYED_FORMS, RecordedSteps
 from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import MicroStep
@@ -196,8 +199,7 @@ def test_weights_that_are_replaced_between_calls_are_seen() -> None:
 
 def list_dependent_calls(recorder: RecordedSteps) -> list[CallTape]:
     """The calls whose tapes read what the tape of another patch writes."""
-    calls = [call for forms in recorder._calls.values() for call in forms.values()]
-    return [call for call in calls if call.makers]
+    return [call for call in recorder._tapes._calls.values() if call.makers]
 
 
 @pytest.mark.parametrize("times", [1, LOOKS + 1])
@@ -213,10 +215,9 @@ def test_a_tape_is_not_played_where_what_it_shares_was_not_computed(times: int) 
                 dependent = list_dependent_calls(recorder)
                 assert dependent
                 makers = set().union(*(call.makers for call in dependent))
-                for forms in recorder._calls.values():
-                    for call in forms.values():
-                        if call.tape in makers:
-                            call.tape = None
+                for call in recorder._tapes._calls.values():
+                    if call.tape in makers:
+                        call.tape = None
             images[-1].append(generate(runner, "flux", seed))
     for image, other in zip(*images, strict=True):
         assert all(map(torch.equal, image, other))
@@ -348,7 +349,7 @@ def test_numbers_that_differ_in_each_step_are_given_up() -> None:
     generation = Generation(calls=1, micro_step=MicroStep(1, None))
     model = torch.nn.Linear(2, 2)
     x = torch.ones(1, 2)
-    for number in range(FORMS_KEPT + UNPLAYED_FORMS + 2):
+    for number in range(UNPLAYED_FORMS + 2):
         result = recorder.run_call(generation, model, lambda x, number: model(x) * number, (x,), {"number": number})
         assert torch.equal(result, model(x) * number)
     assert recorder.problems == {"its arguments are others in each step": 2}
@@ -375,21 +376,197 @@ def test_prompts_of_few_lengths_are_recorded_once() -> None:
     assert recorders[0].num_recorded == recorded
 
 
+SIZES = (32, 48, 64)
+
+
+def generate_sizes(plan: Plan, limit_bytes: int) -> tuple[list[int], int, list[bool]]:
+    """The calls that are recorded in each of three rounds of three sizes, the most bytes held, and what was equal."""
+    images = []
+    counts = []
+    most_bytes = 0
+    for recorded in (False, True):
+        with record_on_cpu(limit_bytes=limit_bytes) as recorders:
+            runner = ditile.parallelize(ZOO["flux"].make(), plan, cuda_graphs=recorded)
+        for _ in range(3):
+            for size in SIZES:
+                images.append(generate(runner, "flux", height=size, width=size)[0])
+                if recorded:
+                    counts.append(recorders[0].num_recorded)
+                    most_bytes = max(most_bytes, runner.report.recorded.tape_bytes)
+    rounds = [counts[2], counts[5] - counts[2], counts[8] - counts[5]]
+    half = len(images) // 2
+    return rounds, most_bytes, list(map(torch.equal, images[:half], images[half:]))
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(patches=2, warmup=1)], ids=str)
+def test_sizes_that_fit_are_recorded_once(plan: Plan) -> None:
+    """A failure means that a server of a few sizes records at each change."""
+    rounds, whole_bytes, equal = generate_sizes(plan, sys.maxsize)
+    assert rounds[0]
+    assert rounds[1:] == [0, 0]
+    assert all(equal)
+    # Two sizes of three: each comes back after the other two, so it has gone by then.
+    limit = whole_bytes * 3 // 4
+    rounds, most_bytes, equal = generate_sizes(plan, limit)
+    assert rounds[1] == rounds[2] > 0
+    assert most_bytes <= limit
+    assert all(equal)
+
+
+def test_what_does_not_fit_runs_as_code() -> None:
+    rounds, most_bytes, equal = generate_sizes(Plan(), 1000)
+    assert most_bytes <= 1000
+    assert all(equal)
+
+
 def test_nothing_of_old_sizes_stays() -> None:
     """A failure means that a server of many sizes fills its GPU."""
-    with record_on_cpu() as recorders:
-        runner = ditile.parallelize(ZOO["flux"].make(), Plan(), keep_weights=True, cuda_graphs=True)
-    (recorder,) = recorders
-    for size in range(32, 32 + 16 * (FORMS_KEPT + 3), 16):
+    _, most_bytes, _ = generate_sizes(Plan(patches=2, warmup=1), sys.maxsize)
+    with record_on_cpu(limit_bytes=most_bytes) as recorders:
+        runner = ditile.parallelize(ZOO["flux"].make(), Plan(patches=2, warmup=1), keep_weights=True, cuda_graphs=True)
+    tapes = recorders[0]._tapes
+    generate(runner, "flux")
+    assert tapes.num_bytes
+    runner.forget_recorded_steps()
+    assert not tapes.num_bytes
+    for size in range(32, 32 + 16 * 7, 16):
         generate(runner, "flux", height=size, width=size)
-    assert all(len(forms) == FORMS_KEPT for forms in recorder._calls.values())
+        assert tapes.num_bytes <= most_bytes
+    sizes = {call.size for call in tapes._calls.values() if call.tape is not None}
+    assert tapes._segments.keys() == sizes
+    assert 0 < len(sizes) < 7
     gc.collect()
-    assert len(recorder._statics) <= FORMS_KEPT * 16
+    assert len(tapes._statics) <= len(sizes) * 16
     assert not [x for x in gc.get_objects() if isinstance(x, GenerationMemory) and x.key_bytes]
     runner.restore()
     gc.collect()
-    assert not recorder._calls
-    assert not len(recorder._statics)
+    assert not tapes._calls
+    assert not tapes._segments
+    assert not tapes.num_bytes
+    assert not len(tapes._statics)
+
+
+def generate_with_one_recorder(name: str, plan: Plan, recording_rank: int) -> tuple[bool, int]:
+    """Whether images are those of the same plan without tapes if one rank alone records, and its calls played."""
+    images: list[list[Tensor]] = []
+    with record_on_cpu() as recorders:
+        for recorded in (False, True):
+            checks = AgeChecks()
+            runner = ditile.parallelize(ZOO[name].make(), plan, cuda_graphs=recorded, checks=checks)
+            if recorded and runner.mesh.rank != recording_rank:
+                recorders[0].failure = "this rank does not record"
+            images.append([tensor for seed in range(2) for tensor in generate(runner, name, seed)])
+    return all(map(torch.equal, *images)), recorders[0].num_played
+
+
+@pytest.mark.parametrize("recording_rank", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "axis"),
+    [
+        ("flux", "ulysses=2"),
+        ("flux", "ring=2"),
+        ("flux", "tensor=2"),
+        ("flux", "distrifusion=2 warmup=1"),
+        ("flux", "pipefusion=2 patches=2 warmup=1"),
+        ("pixart-sigma", "ring=2"),
+    ],
+)
+def test_one_rank_alone_may_record(pool: Pool, name: str, axis: str, recording_rank: int) -> None:
+    """Messages and their order are the same in a replay as in code, so ranks need not agree. A failure may hang."""
+    plan = Plan.parse(axis)
+    outcomes = pool.run(generate_with_one_recorder, plan.world, name, plan, recording_rank)
+    assert all(equal for equal, _ in outcomes)
+    for rank, (_, played) in enumerate(outcomes):
+        assert bool(played) == (rank == recording_rank)
+
+
+class FailingSegments(OperatorSegments):
+    """A capture that fails at an operator.
+
+    Args:
+        fails_at: which one of all, messages excluded.
+    """
+
+    def __init__(self, fails_at: int) -> None:
+        super().__init__()
+        self._left = fails_at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not CURRENT.is_exchanging:
+            self._left -= 1
+            if not self._left:
+                raise RuntimeError("operation not permitted when stream is capturing")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def generate_with_failure(name: str, plan: Plan, fails_at: int) -> tuple[list[bool], str, list[str]]:
+    """Which images are as without tapes if a capture fails on rank 0; the error; why calls ran as code."""
+
+    def make_segments() -> OperatorSegments:
+        return OperatorSegments() if runner.mesh.rank else FailingSegments(fails_at)
+
+    with record_on_cpu(make_segments) as recorders:
+        plain = ditile.parallelize(ZOO[name].make(), plan, cuda_graphs=False)
+        expected = [generate(plain, name, seed) for seed in range(3)]
+        runner = ditile.parallelize(ZOO[name].make(), plan, cuda_graphs=True)
+    equal = []
+    error = ""
+    for seed in range(3):
+        try:
+            image = generate(runner, name, seed)
+        except RuntimeError as raised:
+            error = str(raised)
+        else:
+            equal.append(all(map(torch.equal, image, expected[seed])))
+    return equal, error, list(recorders[0].problems)
+
+
+@pytest.mark.parametrize("fails_at", [1, 40, 150])
+@pytest.mark.parametrize("plan", [Plan(), Plan(patches=2, warmup=1)], ids=str)
+def test_a_capture_that_fails_before_a_message_is_made_as_code(plan: Plan, fails_at: int) -> None:
+    equal, error, problems = generate_with_failure("flux", plan, fails_at)
+    assert not error
+    assert equal == [True, True, True]
+    assert problems == ["a recording failed: RuntimeError"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "fails_at"),
+    [
+        ("ulysses=2", 1),
+        ("distrifusion=2 warmup=1", 1),
+        ("pipefusion=2 patches=2 warmup=1", 1),
+        # Within the blocks of the first stage, which only sends.
+        ("pipefusion=2 patches=2 warmup=1", 60),
+    ],
+)
+def test_other_ranks_do_not_see_that_a_capture_fails(pool: Pool, axis: str, fails_at: int) -> None:
+    plan = Plan.parse(axis)
+    first, second = pool.run(generate_with_failure, plan.world, "flux", plan, fails_at)
+    assert first == ([True, True, True], "", ["a recording failed: RuntimeError"])
+    assert second == ([True, True, True], "", [])
+
+
+def test_a_capture_that_fails_after_a_message_raises() -> None:
+    """What was sent cannot be sent again. Later calls run as code."""
+    recorder = RecordedSteps(lambda: FailingSegments(2))
+    generation = Generation(calls=1, micro_step=MicroStep(1, None))
+    model = torch.nn.Linear(2, 2)
+    sent: list[float] = []
+
+    def forward(x: Tensor) -> Tensor:
+        y = x * 2
+        exchange_tensors(lambda message: sent.append(float(message.sum())), y)
+        return y + 3
+
+    x = torch.ones(2)
+    with torch.no_grad():
+        expected = recorder.run_call(generation, model, forward, (x,), {})
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            recorder.run_call(generation, model, forward, (x,), {})
+        assert len(sent) == 2
+        assert torch.equal(recorder.run_call(generation, model, forward, (x,), {}), expected)
+    assert recorder.problems == {"a recording failed: RuntimeError": 1}
 
 
 def test_an_error_in_a_call_forgets_all_tapes() -> None:
@@ -402,7 +579,7 @@ def test_an_error_in_a_call_forgets_all_tapes() -> None:
 
     with pytest.raises(ZeroDivisionError):
         generate(runner, "flux", callback_on_step_end=fail)
-    assert not recorders[0]._calls
+    assert not recorders[0]._tapes._calls
     assert all(map(torch.equal, before, generate(runner, "flux")))
 
 

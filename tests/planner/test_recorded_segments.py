@@ -41,7 +41,7 @@ def count_segments(text: str) -> tuple[int, float]:
         runner = parallelize(subject.create_pipeline(plan), plan, device="cpu", cuda_graphs=True)
         for _ in range(2):
             runner(**subject.make_call_arguments(runner.pipe, cell, torch.device("cpu")))
-    tapes = [call.tape for forms in made[0]._calls.values() for call in forms.values()]
+    tapes = [call.tape for call in made[0]._tapes._calls.values()]
     recorded = max(tape.num_segments for tape in tapes if tape is not None)
     job = subject.make_cost_job(cell)
     arguments = subject.make_planning_arguments(cell)

@@ -362,6 +362,9 @@ class _SimulatedEvent:
     def synchronize(self) -> None:
         self._gpu.record.note_sync("Event.synchronize")
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, other: Any) -> float:
         return 0.0
 
@@ -391,6 +394,7 @@ def _list_cuda_replacements(gpu: SimulatedGpu, memory_bytes: int) -> dict[str, A
         "mem_get_info": lambda device=None: (memory_bytes - gpu.record.live_bytes, memory_bytes),
         "memory_allocated": lambda device=None: gpu.record.live_bytes,
         "max_memory_allocated": lambda device=None: gpu.record.peak_bytes,
+        "memory_snapshot": list,
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
         "is_bf16_supported": lambda *_, **__: True,

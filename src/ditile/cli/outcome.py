@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ditile.cache.report import format_steps
+from ditile.model.recording.recorded_calls import format_recorded_calls, sum_recorded_calls
 from ditile.plan.numbers import format_bytes
 from ditile.plan.option_classes import JsonObject
 
@@ -61,6 +62,8 @@ def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
             total[name] = list(itertools.chain.from_iterable(call[name] for call in calls))
         for name in ("peak_memory_bytes", "key_bytes", "cache_bytes"):
             total[name] = max(call[name] for call in calls)
+        if total["recorded"] is not None:
+            total["recorded"] = sum_recorded_calls([call["recorded"] for call in calls])
         rank_reports.append(total)
     return rank_reports
 
@@ -122,6 +125,8 @@ def _summarize_optional_facts(outcome: Outcome) -> JsonObject:
     if outcome.reports and outcome.reports[0]["reference_tokens"]:
         first = outcome.reports[0]
         facts["references"] = {"tokens": first["reference_tokens"], "computed_steps": len(first["reference_steps"])}
+    if outcome.reports and outcome.reports[0]["recorded"] is not None:
+        facts["recorded"] = [report["recorded"] for report in outcome.reports]
     if outcome.tracks_memory:
         for name in ("key_bytes", "cache_bytes"):
             facts[name] = [report[name] for report in outcome.reports]
@@ -157,11 +162,15 @@ def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     if outcome.reports:
         yield from _list_time_rows(outcome, facts)
     yield from _list_cache_rows(outcome)
+    if "recorded" in facts:
+        yield "recorded steps", format_recorded_calls(facts["recorded"])
     if outcome.reports:
         yield "peak memory", _format_per_rank(facts["peak_memory_bytes"])
         for key, name in (("key_bytes", "stale keys"), ("cache_bytes", "held by caches")):
             if key in facts:
                 yield name, _format_per_rank(facts[key])
+        if "recorded" in facts and any(recorded["tape_bytes"] for recorded in facts["recorded"]):
+            yield "held by tapes", _format_per_rank([recorded["tape_bytes"] for recorded in facts["recorded"]])
         yield "bytes sent", _format_per_rank(facts["bytes_sent"])
 
 

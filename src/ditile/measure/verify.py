@@ -428,6 +428,8 @@ def _hash_latents(latents: Tensor) -> str:
 
 def _measure_tensor_bytes(runner: Runner) -> int:
     """Bytes of all tensors: allocated on a GPU, alive on a CPU."""
+    # Tapes grow from call to call up to a limit of their own.
+    runner.forget_recorded_steps()
     release_memory()
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":

@@ -162,8 +162,7 @@ class Composition:
         reason = self.block_hooks.explain_refusal(self.resident_blocks)
         if self.offload is not None:
             reason = reason or explain_offload_refusal(self.block_hooks.models)
-        reader = "" if self.recorder is None else "cuda_graphs=True"
-        reason = reason or explain_manager_refusal(self.pipe, self.device, reader)
+        reason = reason or explain_manager_refusal(self.pipe, self.device, _name_recorder(self.recorder))
         # With a serial plan the call runs without the weights of other stages.
         if self.serial_plan is None:
             reason = reason or self.explain_streaming_refusal()
@@ -230,8 +229,8 @@ class Composition:
         # Before the hooks of blocks, which lie around the hooks of caches.
         for cache in self.model_caches:
             cache.renew_hooks()
-        recorder = self._choose_recorder(models)
         with ExitStack() as stack:
+            self._attach_recorder(stack, models)
             stack.enter_context(self.encoders.install_for_call(self.model))
             if self.parallel_vae is not None:
                 stack.enter_context(self.parallel_vae.install_forwards())
@@ -251,7 +250,6 @@ class Composition:
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
             self.loop.has_timed_guidance = is_guidance_timed(self.pipe, values)
-            self.loop.recorder = recorder
             self.loop.install_scheduler_hooks(stack, self.pipe, models, batch, callbacks)
             try:
                 yield self.loop
@@ -262,12 +260,27 @@ class Composition:
                 self.release_recordings()
                 raise
 
-    def _choose_recorder(self, models: list[nn.Module]) -> RecordedSteps | None:
-        """What records the calls of the models as they are now, before the hooks of a call are on them."""
-        # A cache decides on the CPU within a call, and what users put on a model may keep something in Python.
-        if self.recorder is None or self.block_caches or any(map(list_user_code, models)):
-            return None
-        return self.recorder
+    def _attach_recorder(self, stack: ExitStack, models: list[nn.Module]) -> None:
+        """Lets calls of the models be recorded until the stack is closed; no hook of a call may be on them yet."""
+        self.loop.recorder = self.recorder
+        if self.recorder is not None:
+            self.recorder.begin_generation(self._explain_unrecorded_calls(self.recorder, models))
+            self.loop.when_over.append(self.recorder.end_generation)
+            stack.callback(self.loop.when_over.clear)
+
+    def _explain_unrecorded_calls(self, recorder: RecordedSteps, models: list[nn.Module]) -> str:
+        """Why calls of the models as they are now, before the hooks of a call are on them, are not recorded."""
+        if self.block_caches:
+            return "a cache decides on the CPU within calls"
+        # It may keep something in Python.
+        if any(map(list_user_code, models)):
+            return "code of the user is on the model"
+        # What changes in each step is measured within the calls.
+        if self.plan.warmup == AUTO:
+            return "warmup=auto measures within calls"
+        if recorder.is_auto and explain_manager_refusal(self.pipe, self.device, "cuda_graphs"):
+            return "a ComponentsManager moves the weights"
+        return ""
 
     def release_recordings(self) -> None:
         """Forgets what was recorded, and frees its memory."""
@@ -636,11 +649,18 @@ def _build_parallel_vae(pipe: Any, plan: Plan, mesh: Mesh) -> ParallelVAE | None
     return ParallelVAE(getattr(pipe, "vae", None), mesh.image, mesh.traffic, block_size=plan.vae_block_size)
 
 
+def _name_recorder(recorder: RecordedSteps | None) -> str:
+    """What reads weights in one place because it was asked to; empty if nothing does."""
+    if recorder is None or recorder.is_auto:
+        return ""
+    return "cuda_graphs=True"
+
+
 def _check_weights_stay(pipe: Any, plan: Plan, device: torch.device, options: CompositionOptions) -> None:
     """Raises `ModelError` if a manager of diffusers moves weights that something of the plan reads in one place."""
     reader = ""
-    if options.recorder is not None:
-        reader = "cuda_graphs=True"
+    if _name_recorder(options.recorder):
+        reader = _name_recorder(options.recorder)
     elif plan.warmup_mode == "sequence":
         reader = "warmup_mode=sequence"
     elif plan.offload == "blocks":

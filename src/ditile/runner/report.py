@@ -11,6 +11,7 @@ import torch
 
 from ditile.distributed.trace import DeviceClock, GenerationTrace
 from ditile.distributed.transport import Traffic
+from ditile.model.recording.recorded_calls import RecordedCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Report:
         key_bytes: bytes of stale keys and values at the end of the last step.
         cache_bytes: bytes that caches keep at the end of the last step.
         text_tokens: text tokens in the sequence of joint attention; None if no block had hooks.
+        recorded: which calls of models were recorded and played; None where nothing is, as on a CPU.
         reference_tokens: of reference images, where a plan says in which steps they are computed.
         reference_steps: these steps, from 0.
         step_seconds: of each step on this rank's device; empty unless the call was traced.
@@ -43,6 +45,7 @@ class Report:
     key_bytes: int
     cache_bytes: int
     text_tokens: int | None
+    recorded: RecordedCalls | None = None
     reference_tokens: int = 0
     reference_steps: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -109,12 +112,15 @@ class CallMeter:
         self._text = text
         self._references = references
 
-    def build_report(self, synchronous: list[int], warmup_mode: str, cache_bytes: int) -> Report:
+    def build_report(
+        self, synchronous: list[int], warmup_mode: str, cache_bytes: int, recorded: RecordedCalls | None = None
+    ) -> Report:
         """Ends the call, and waits for the device.
 
         Args:
             synchronous, warmup_mode: its synchronous steps, and how they ran.
             cache_bytes: bytes that caches keep.
+            recorded: what was recorded.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -143,6 +149,7 @@ class CallMeter:
             key_bytes=self._key_bytes,
             cache_bytes=cache_bytes,
             text_tokens=self._text,
+            recorded=recorded,
             reference_tokens=self._references,
             reference_steps=self._reference_steps,
             step_seconds=step_seconds,

@@ -61,6 +61,8 @@ from ditile.model.pipeline_calls import (
     skip_decode_blocks,
 )
 from ditile.model.probe import ProbeError
+from ditile.model.recording.host_limit import CudaEvents, HostLimit
+from ditile.model.recording.kept_tapes import SHARE_OF_MEMORY
 from ditile.model.recording.recorded_steps import RecordedSteps
 from ditile.model.step_memory import explain_hook_refusal
 from ditile.parallel import rng_state
@@ -68,7 +70,7 @@ from ditile.parallel.pipefusion.patch_schedulers import is_custom_scheduler
 from ditile.plan import errors
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import DitileError, ModelError, PlanError, StateError, StoppedError
-from ditile.plan.plan import Facts, Plan, require_plan, suggest_whole_images
+from ditile.plan.plan import AUTO, Facts, Plan, require_plan, suggest_whole_images
 from ditile.plan.schedule import PatchSchedule
 from ditile.plan.shape import Shape, count_images, fill_call_defaults
 from ditile.plan.simulate import bound_speedup
@@ -233,6 +235,14 @@ class Runner:
             event.set()
 
     @property
+    def num_preparing_steps(self) -> int:
+        """Steps of an image that run as code before later ones are played, if calls may be recorded at all."""
+        parts = self._composition
+        if parts is None or parts.recorder is None:
+            return 0
+        return parts.recorder.num_preparing_calls
+
+    @property
     def is_running(self) -> bool:
         """Whether a call is running."""
         return self._stop_event is not None
@@ -282,6 +292,17 @@ class Runner:
         self._last = None
         self._use_pipeline(pipe, pipeline_class)
         return self.pipe
+
+    def forget_recorded_steps(self) -> None:
+        """Frees the memory of recorded steps, between calls; later calls record again. Without any it does nothing.
+
+        Raises:
+            StateError: if a call is running.
+        """
+        if self.is_running:
+            raise StateError("this runner is in the middle of a call; forget its recorded steps when the call is over")
+        if self._composition is not None:
+            self._composition.release_recordings()
 
     def restore(self) -> None:
         """Makes the pipeline what it was before `parallelize`, bit for bit.
@@ -454,7 +475,8 @@ class Runner:
         rng_state.synchronise_generators(generators, last_stage, mesh.within_calls, mesh.traffic)
         decodes.raise_complaint(None if ends.decodes_alone else mesh.within_calls)
         kept_bytes = sum(cache.kept_bytes for cache in parts.model_caches)
-        self.report = meter.build_report(*loop.taken_warmup, kept_bytes)
+        recorded = parts.recorder.summarize_generation() if parts.recorder is not None else None
+        self.report = meter.build_report(*loop.taken_warmup, kept_bytes, recorded)
         if first_only and mesh.rank != 0:
             return None
         return result
@@ -745,7 +767,7 @@ def parallelize(
     attention: str | None = None,
     cp_plan: Mapping[str, Any] | None = None,
     compile: bool | Literal["auto"] = False,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | Literal["auto"] = AUTO,
     checks: AgeChecks | None = None,
     groups: Communicators | None = None,
     example: Mapping[str, Any] | None = None,
@@ -766,7 +788,8 @@ def parallelize(
             "auto" does so on CUDA, where a class of blocks is at most 4 graphs, and otherwise says why not.
         cuda_graphs: record calls of the model as CUDA graphs, with the messages between them, and play them in later
             steps: the host starts graphs instead of kernels. Keys and values keep their memory between calls. Models
-            with caches, adapters, hooks or quantized weights run as before.
+            with caches, adapters, hooks or quantized weights run as before. "auto" does so on CUDA, for the calls of
+            which it has measured that the host is their limit.
         checks: asserts the ages of all keys that are read, and counts; by default as `DITILE_CHECK` says.
         groups: process groups that several runners share, of which only one runs at a time; by default its own.
         example: the arguments of a call of the pipeline, from which its transformer is derived where ditile does not
@@ -775,7 +798,8 @@ def parallelize(
 
     Raises:
         PlanError: if `plan` is no `Plan`, does not use all ranks or does not fit the model, or the device is not here.
-        ModelError: if `pipe` is no pipeline or cannot be divided so, or the kernel will not do.
+        ModelError: if `pipe` is no pipeline or cannot be divided so, the kernel will not do, or `cuda_graphs` is no
+            such value.
         StateError: if the pipeline was divided before, and not restored.
         JoinError: if torchrun's ranks cannot connect to each other. Nothing was changed, whichever it is.
     """
@@ -792,9 +816,7 @@ def parallelize(
         checks = AgeChecks()
     if cp_plan is not None:
         LOG.info("cp_plan is not needed: what of %s counts tokens is derived from its calls", type(pipe).__name__)
-    recorder = None
-    if cuda_graphs:
-        recorder = build_recorder(plan, chosen)
+    recorder = build_recorder(cuda_graphs, plan, chosen)
     options = CompositionOptions(keep_weights, text_after, attention, compile, checks, recorder)
 
     def compose() -> Composition:
@@ -833,18 +855,29 @@ def _derive_models(pipe: Any, mesh: Mesh, example: Mapping[str, Any] | None) -> 
     return all(rank["is_derived"] for rank in everyone)
 
 
-def build_recorder(plan: Plan, device: torch.device) -> RecordedSteps:
-    """What records calls of a plan's model as CUDA graphs.
+def build_recorder(setting: bool | Literal["auto"], plan: Plan, device: torch.device) -> RecordedSteps | None:
+    """What records calls of a plan's model as CUDA graphs; None if nothing does.
 
     Raises:
-        PlanError: if the device has none, or weights do not stay where they are.
+        ModelError: if the setting is not known.
+        PlanError: if it is True, and the device has no graphs or weights do not stay where they are.
     """
+    if setting not in (True, False, AUTO):
+        raise ModelError(f"cuda_graphs={setting!r} is not known; try True, False or 'auto'")
+    refusal = ""
     if device.type != "cuda":
-        raise PlanError(f"cuda_graphs=True needs a GPU, and the device is {device}; leave it out")
-    if plan.offload == "blocks":
-        raise PlanError("cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place")
-    segments = GraphSegments(device)
-    return RecordedSteps(lambda: segments)
+        refusal = f"cuda_graphs=True needs a GPU, and the device is {device}; leave it out"
+    elif plan.offload == "blocks":
+        refusal = "cuda_graphs=True: weights of offload=blocks come and go, and graphs read them in one place"
+    if refusal and setting is True:
+        raise PlanError(refusal)
+    if refusal or setting is False:
+        return None
+    host_limit = None
+    if setting == AUTO:
+        host_limit = HostLimit(lambda: CudaEvents(device))
+    memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    return RecordedSteps(lambda: GraphSegments(device), host_limit, int(memory_bytes * SHARE_OF_MEMORY))
 
 
 def build_single_runner(pipe: Any, plan: Plan) -> Runner:

@@ -52,6 +52,8 @@ from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
 from ditile.serve.previews import CallPreviews, PreviewDecoder
 
 LOG = logging.getLogger("ditile")
+# The most calls of the warm-up: what comes once in an image is met in the first, recorded in the next, and then played.
+MAX_WARM_CALLS = 3
 # The id of the warm-up job.
 WARM_UP = ""
 # How often an idle rank reports that it lives, well within the time after which it would count as hanging.
@@ -231,11 +233,16 @@ class RankWorker:
 
     def _warm_up(self) -> None:
         """Generates a first image, which triggers loading, allocation and compilation, and fits the preview decoder."""
-        steps = choose_warm_steps(self._setup.plan, is_cached=self._has_cache)
+        preparing = self._runner.num_preparing_steps
+        steps = choose_warm_steps(self._setup.plan, is_cached=self._has_cache, num_preparing_steps=preparing)
         prompt = self._facts.example or "a photo of a mountain lake in the morning"
         options = GenerateOptions(model=self._setup.model, prompt=prompt, steps=steps, seed=0)
         try:
-            self._generate_jobs([BatchJob(WARM_UP, Request(options=options))])
+            for _ in range(MAX_WARM_CALLS):
+                self._generate_jobs([BatchJob(WARM_UP, Request(options=options))])
+                # Calls that come once in an image, as in its last step, are recorded in later ones.
+                if not any(map(_has_recorded, self._runner.reports())):
+                    return
         except DitileError as error:
             if self._runner.is_broken:
                 raise
@@ -434,3 +441,8 @@ def _decode_input(content: bytes) -> Image.Image:
     # The server has checked the upload, and encoded it again as PNG.
     with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
         return image.convert("RGB")
+
+
+def _has_recorded(report: JsonObject) -> bool:
+    """Whether calls were recorded in a call of a runner on a rank."""
+    return report["recorded"] is not None and report["recorded"]["recorded"] > 0

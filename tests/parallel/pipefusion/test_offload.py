@@ -203,7 +203,7 @@ def test_a_cache_that_leaves_blocks_out_draws_the_same(made: list[LateCopies]) -
 
 def test_what_cannot_be_streamed_is_refused_in_one_line() -> None:
     with pytest.raises(PlanError, match="cuda_graphs=True: weights of offload=blocks come and go"):
-        runners.build_recorder(Plan(offload="blocks"), torch.device("cuda"))
+        runners.build_recorder(True, Plan(offload="blocks"), torch.device("cuda"))
     pipe = MAKE["flux"]()
     pipe.transformer.enable_layerwise_casting(torch.float16, torch.float32)
     with pytest.raises(ModelError, match="has hooks of diffusers or accelerate around forwards"):

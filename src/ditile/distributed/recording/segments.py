@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -111,7 +112,7 @@ class GraphSegments:
     """Segments as CUDA graphs that share their memory.
 
     All are captured on one stream: memory of a pool is used again only on the stream on which it was allocated. Tapes
-    share the pool too, as one is played at a time and holds what outlives it.
+    of one size share the pool too, as one is played at a time and holds what outlives it.
 
     Args:
         device: the GPU.
@@ -168,6 +169,18 @@ class GraphSegments:
             return None
         graph.replay()
         return graph.replay
+
+    def abandon(self) -> None:
+        """Ends the graph without running it."""
+        # A graph that CUDA itself has ended is an error here, and the first error is the one to see.
+        with contextlib.suppress(RuntimeError):
+            self._end()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool, which torch's allocator gives back once no graph of it is left."""
+        blocks = [block for block in torch.cuda.memory_snapshot() if block["segment_pool_id"] == self._pool]
+        return sum(block["total_size"] for block in blocks)
 
     def borrow(self, tensor: Tensor) -> Tensor:
         """A tensor that does not own its memory, so that the pool gives it to others once the call dropped it."""

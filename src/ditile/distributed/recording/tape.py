@@ -11,7 +11,6 @@ the host alone. Without a recording in this thread the action just happens.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,8 +32,15 @@ class Segments(Protocol):
     def close(self) -> Action | None:
         """Ends the segment, whose work is done then; returns what does it again, or None if there was none."""
 
+    def abandon(self) -> None:
+        """Ends the segment, if one is open, without its work: what was captured is of no use. Never raises."""
+
     def borrow(self, tensor: Tensor) -> Tensor:
         """The same memory, which may be used for something else once the call has dropped the tensor."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the memory that segments share, as far as they did not get it from outside."""
 
 
 class NoSegments:
@@ -47,9 +53,17 @@ class NoSegments:
         """Nothing ends."""
         return None
 
+    def abandon(self) -> None:
+        """Nothing was begun."""
+
     def borrow(self, tensor: Tensor) -> Tensor:
         """The tensor itself."""
         return tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """None."""
+        return 0
 
 
 class Tape:
@@ -94,9 +108,7 @@ class Recording:
             yield self.tape
         except BaseException:
             CURRENT.recording = None
-            # What was captured is of no use, and the error is the one to see.
-            with contextlib.suppress(RuntimeError):
-                self._segments.close()
+            self._segments.abandon()
             raise
         CURRENT.recording = None
         self._close_segment()

@@ -117,6 +117,12 @@ class BlockCalls:
     def wrap_transformer(self, forward: Forward) -> Forward:
         """The transformer's forward, in micro-batches, after a survey of each kind of call."""
 
+        def forward_from_start(*args: Any, **kwargs: Any) -> Any:
+            # A first try may have ended in the middle.
+            self._visits = 0
+            self._policy.restart_transformer_call()
+            return forward(*args, **kwargs)
+
         @functools.wraps(forward)
         def forward_divided(*args: Any, **kwargs: Any) -> Any:
             now = self._now.check_under_way()
@@ -143,11 +149,13 @@ class BlockCalls:
             self._visits = 0
             self._active_blocks = self._policy.select_active_blocks(self._all_blocks)
             if len(micro_batches) > 1:
+                if now.recorder is not None:
+                    now.recorder.note_code("its batch is computed in parts")
                 result = self._run_micro_batches(forward, inputs, micro_batches)
             elif now.recorder is None:
                 result = forward(*args, **kwargs)
             else:
-                result = now.recorder.run_call(now, self._transformer, forward, args, kwargs)
+                result = now.recorder.run_call(now, self._transformer, forward_from_start, args, kwargs)
                 # What is played visits no block.
                 if now.recorder.has_played:
                     self._visits = form.visits

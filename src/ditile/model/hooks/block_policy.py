@@ -134,6 +134,9 @@ class BlockPolicy(Protocol):
     def begin_transformer_call(self, batch_size: int) -> Sequence[range]:
         """Called when the transformer is called; returns the micro-batches, as ranges of the batch's rows, in order."""
 
+    def restart_transformer_call(self) -> None:
+        """Called before the transformer's forward, and again if it raised before any message and is called again."""
+
     def begin_micro_batch(self, micro_batch: int) -> None:
         """Called before each micro-batch, if there are several."""
 

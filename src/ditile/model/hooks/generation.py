@@ -282,7 +282,10 @@ class CallRecorder(Protocol):
     has_played: bool
 
     def run_call(self, now: Generation, model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Makes a call of a model, one way or the other."""
+        """Makes a call of a model, one way or the other; `forward` may be called a second time after it raised."""
+
+    def note_code(self, reason: str) -> None:
+        """Notes a call that is not made through the recorder."""
 
 
 def _make_empty_tokens() -> LayoutTokens:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -511,6 +510,16 @@ class GenerationMemory:
         """The step that wrote each segment, of the layers of a branch."""
         return {key: list(store.written) for key, store in self._stores.items() if key[0] == branch}
 
+    def forget_writes(self, branch: int, written: Mapping[tuple[int, str], list[int]]) -> bool:
+        """Goes back to `list_written_steps`, after a call that has only begun; False if it has made stores of keys."""
+        if self.list_written_steps(branch).keys() != written.keys():
+            return False
+        for key, steps in written.items():
+            self._stores[key].written = list(steps)
+        # One that was made in the call may be empty memory.
+        self.forget_constants()
+        return True
+
     def list_marks(
         self, branch: int, step: int, before: Mapping[tuple[int, str], list[int]]
     ) -> list[tuple[tuple[int, str], int, int]]:
@@ -559,40 +568,71 @@ class GenerationMemory:
         self.epoch = object()
 
 
+class _KeptMemory(NamedTuple):
+    """Memory, and the last generation that asked for it."""
+
+    memory: Tensor
+    generation: int
+
+
 class KeptBuffers:
     """Memory that stays where it is from one generation to the next, as recorded calls read it there.
 
-    For each purpose memory of two shapes is kept, so that prompts of two lengths may take turns.
+    Args:
+        make_room: called before so many bytes are allocated: drops what older generations have used.
+
+    Attributes:
+        generation: the number of the current one.
+        num_bytes: of all memory.
     """
 
-    SHAPES = 2
-
-    def __init__(self) -> None:
-        self._memory: dict[Hashable, OrderedDict[Hashable, Tensor]] = {}
+    def __init__(self, make_room: Callable[[int], object] = lambda num_bytes: None) -> None:
+        self._make_room = make_room
+        self.generation = 0
+        self.num_bytes = 0
+        self._memory: dict[Hashable, dict[Hashable, _KeptMemory]] = {}
 
     def get_memory(self, key: Hashable, shape: Sequence[int], like: Tensor) -> Tensor:
         """Memory of a shape and `like`'s type, for one purpose; new memory is zero."""
-        shapes = self._memory.setdefault(key, OrderedDict())
+        shapes = self._memory.setdefault(key, {})
         form = (tuple(shape), like.dtype, like.device)
-        if form not in shapes:
+        if form in shapes:
+            memory = shapes[form].memory
+        else:
+            self._make_room(math.prod(shape) * like.element_size())
             # Written in calls of inference mode and of others.
             with torch.inference_mode(False):
-                shapes[form] = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
-        shapes.move_to_end(form)
-        if len(shapes) > self.SHAPES:
-            shapes.popitem(last=False)
-        return shapes[form]
+                memory = torch.zeros(tuple(shape), dtype=like.dtype, device=like.device)
+            self.num_bytes += memory.nbytes
+        shapes[form] = _KeptMemory(memory, self.generation)
+        return memory
 
     def find_memory(self, key: Hashable, address: int) -> Tensor | None:
         """The memory of a purpose at an address; None if there is none any more."""
-        for memory in self._memory.get(key, {}).values():
-            if memory.data_ptr() == address:
-                return memory
+        shapes = self._memory.get(key, {})
+        for form, kept in shapes.items():
+            if kept.memory.data_ptr() == address:
+                shapes[form] = _KeptMemory(kept.memory, self.generation)
+                return kept.memory
         return None
+
+    def list_generations(self) -> set[int]:
+        """The generations that were the last ones to use some of the memory."""
+        generations: set[int] = set()
+        for shapes in self._memory.values():
+            generations.update(kept.generation for kept in shapes.values())
+        return generations
+
+    def drop_memory_of(self, generation: int) -> None:
+        """Drops what a generation was the last one to use."""
+        for shapes in self._memory.values():
+            for form in [form for form, kept in shapes.items() if kept.generation == generation]:
+                self.num_bytes -= shapes.pop(form).memory.nbytes
 
     def clear(self) -> None:
         """Gives the memory back."""
         self._memory.clear()
+        self.num_bytes = 0
 
 
 def _make_zeros(

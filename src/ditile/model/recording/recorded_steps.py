@@ -8,13 +8,13 @@ The first step of a generation is never recorded: it finds the forms of calls an
 
 from __future__ import annotations
 
+import logging
 import operator
-from collections import OrderedDict
+import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
@@ -24,113 +24,32 @@ from torch.utils import _pytree as pytree
 from ditile.distributed.recording.segments import OperatorWatch, list_tensors
 from ditile.distributed.recording.tape import NoSegments, Recording, Segments, Tape
 from ditile.model.hooks.generation import Generation
-from ditile.model.hooks.kv_store import GenerationMemory, KeptBuffers
+from ditile.model.hooks.kv_store import GenerationMemory
+from ditile.model.recording.host_limit import CALLS_IN_A_ROW, HostLimit, Pace
+from ditile.model.recording.kept_tapes import CallTape, KeptTapes, StaticInput
+from ditile.model.recording.recorded_calls import RecordedCalls
 from ditile.model.recording.step_outputs import Outputs, StepOutputs
 
-FORMS_KEPT = 4
-"""Forms of the calls of one place that are kept, such as prompts of a few lengths."""
+LOG = logging.getLogger("ditile")
+
+WATCH_AND_RECORD = 2
+"""Calls of a form between the decision to record it and the first one that is played."""
 UNPLAYED_FORMS = 16
-"""Forms in a row that were dropped before they were played, after which a place is not recorded any more."""
+"""Forms of a place in a row of which none was played, after which it is not recorded any more."""
 ADAPTERS = "peft."
 """Modules of this package compute what their settings say, which may change between calls."""
 
 LOOKS = 2
 """Calls of a form that are only watched, where the first one has a problem: it may be one of the first call alone."""
 
+FIRST_STEP = "the first step"
+WATCHED = "the first call of its form"
+UNMEASURED = "not measured yet"
+GPU_LIMITED = "the GPU is the limit"
+
 _READ_ADDRESS = operator.methodcaller("data_ptr")
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 """Arguments and results that are told apart by their values."""
-
-
-class StaticInput:
-    """Memory that stays as long as a tape reads it, and the tensor that was last copied to it."""
-
-    def __init__(self, like: Tensor) -> None:
-        # Written in calls of inference mode and of others.
-        with torch.inference_mode(False):
-            self.tensor = torch.empty_like(like, requires_grad=False)
-        self._source: Tensor | None = None
-        self._state: tuple[Any, ...] = ()
-
-    def fill(self, source: Tensor) -> None:
-        """Copies a tensor, unless it is the last one, unchanged."""
-        # Inference tensors have no version, so their changes are not seen.
-        if source.is_inference():
-            self._source = None
-            self._state = ()
-            self.tensor.copy_(source)
-            return
-        state = (source.data_ptr(), source._version, source.shape, source.stride())
-        if state != self._state:
-            self.tensor.copy_(source)
-        # Referenced here, so that no other tensor gets its memory and looks like it.
-        self._source = source
-        self._state = state
-
-
-@dataclass(slots=True)
-class ConstantInput:
-    """A value that is constant in a generation, as a tape reads it.
-
-    Attributes:
-        leaves: its parts: numbers, and memory that stays for each tensor.
-        statics: the same value in that memory.
-    """
-
-    leaves: list[Any]
-    statics: Any
-
-    def fill(self, value: Any) -> bool:
-        """Copies the value of another generation; False where its numbers or shapes are others."""
-        leaves = pytree.tree_leaves(value)
-        if len(leaves) != len(self.leaves):
-            return False
-        for own, leaf in zip(self.leaves, leaves, strict=True):
-            if not isinstance(own, StaticInput):
-                if own != leaf:
-                    return False
-            elif not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (own.tensor.shape, own.tensor.dtype):
-                return False
-            else:
-                own.fill(leaf)
-        return True
-
-
-@dataclass(slots=True)
-class CallTape:
-    """The calls of one form.
-
-    Attributes:
-        problem: why they cannot be recorded; empty if they can.
-        num_looks: calls that were watched.
-        model_problem: why they cannot be recorded now, as adapters and hooks come and go.
-        tape: what they do; None until it is recorded.
-        inputs: memory for each tensor that a call is given.
-        constant_keys: of what is constant in a generation, as the watched call read it.
-        constants: the same as the tape reads it.
-        marks: (branch and layer, segment, age) of the keys that are in the store after a call.
-        result: what a call returns, in the tape's memory.
-        addresses: of weights, keys and whatever stays from step to step.
-        epoch: when the addresses were last compared, see `GenerationMemory`.
-        is_played: whether it was of use.
-        makers: tapes of other patches that must have been played before it in a step.
-        num_lost: steps in which they were not.
-    """
-
-    problem: str = ""
-    num_looks: int = 0
-    model_problem: str = ""
-    tape: Tape | None = None
-    inputs: list[StaticInput] = field(default_factory=list)
-    constant_keys: set[Hashable] = field(default_factory=set)
-    constants: dict[Hashable, ConstantInput] = field(default_factory=dict)
-    marks: list[tuple[tuple[int, str], int, int]] = field(default_factory=list)
-    result: Any = None
-    addresses: Any = None
-    epoch: object = None
-    is_played: bool = False
-    makers: frozenset[Tape] = frozenset()
-    num_lost: int = 0
 
 
 class RecordedSteps:
@@ -138,62 +57,109 @@ class RecordedSteps:
 
     Args:
         make_segments: makes what captures a call.
+        host_limit: measures calls, of which those are recorded that the host limits; None records all.
+        limit_bytes: most that tapes hold, with the keys and values that stay for them.
 
     Attributes:
+        refusal: why calls of the current generation cannot be recorded; empty if they can.
         scopes: contexts in which nothing is remembered that would tie a tape to memory of other calls.
         kept_buffers: keys and values, which stay where they are from generation to generation.
         has_played: whether the last call was played.
         num_recorded, num_played: calls so far.
         problems: why calls were not recorded, and how many.
-        failure: the error of a recording, after which nothing is recorded.
+        preparations: the same of calls that ran as code so that later ones can be recorded.
+        failure: that a recording has failed, and by which error; nothing is recorded after it.
     """
 
-    def __init__(self, make_segments: Callable[[], Segments]) -> None:
-        self._make_segments = make_segments
+    def __init__(
+        self, make_segments: Callable[[], Segments], host_limit: HostLimit | None = None, limit_bytes: int = sys.maxsize
+    ) -> None:
+        self._host_limit = host_limit
+        self._tapes = KeptTapes(make_segments, limit_bytes)
+        self.kept_buffers = self._tapes.kept_buffers
+        self.refusal = ""
         self.scopes: Sequence[Callable[[], AbstractContextManager[None]]] = ()
-        self.kept_buffers = KeptBuffers()
         self.has_played = False
         self.num_recorded = 0
         self.num_played = 0
-        self.problems: dict[str, int] = {}
+        self.problems: Counter[str] = Counter()
+        self.preparations: Counter[str] = Counter()
         self.failure = ""
-        self._calls: dict[Hashable, OrderedDict[Hashable, CallTape]] = {}
+        self._counts_before = (0, 0, Counter[str]())
         # Numbers among the arguments may differ in each step, as a timestep that is no tensor.
-        self._unplayed: dict[Hashable, int] = {}
-        # Recorded calls reference the memory they read, so memory that none reads is freed.
-        self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()
+        self._unplayed: Counter[Hashable] = Counter()
         self._models: dict[int, tuple[object, Any, str]] = {}
         self._shared = StepOutputs()
+        self._paces: dict[Hashable, Pace] = {}
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether calls are recorded only where that is worth it."""
+        return self._host_limit is not None
+
+    @property
+    def num_preparing_calls(self) -> int:
+        """Calls of a form before one is played."""
+        if self._host_limit is None:
+            return WATCH_AND_RECORD
+        # The first call may load kernels, and the events of the last one that is measured are read a call later.
+        return 1 + CALLS_IN_A_ROW + 1 + WATCH_AND_RECORD
+
+    def begin_generation(self, refusal: str) -> None:
+        """A call of the pipeline begins, whose calls of models cannot be recorded for a reason, if there is one."""
+        self.refusal = refusal
+        self._tapes.begin_generation()
+        self._counts_before = (self.num_recorded, self.num_played, self.problems + self.preparations)
+        if self._host_limit is not None:
+            self._host_limit.begin_generation()
+
+    def end_generation(self) -> None:
+        """The last step is over."""
+        self._tapes.end_generation()
+
+    def summarize_generation(self) -> RecordedCalls:
+        """What was recorded since the generation began."""
+        recorded, played, reasons = self._counts_before
+        recorded = self.num_recorded - recorded
+        played = self.num_played - played
+        as_code = dict(self.problems + self.preparations - reasons)
+        calls = recorded + played + sum(as_code.values())
+        return RecordedCalls(calls, recorded, played, as_code, self._tapes.num_bytes)
 
     def release(self) -> None:
         """Forgets all recorded calls, and frees their memory."""
-        self._calls.clear()
+        self._tapes.clear()
         self._unplayed.clear()
         self._models.clear()
         self._shared = StepOutputs()
-        self.kept_buffers.clear()
+        self._paces.clear()
 
     def run_call(self, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Makes a call of a model: with its code, recorded, or played."""
         self.has_played = False
-        if _is_never_recorded(now):
+        if now.is_surveyed or now.is_dry:
             return forward(*args, **kwargs)
-        if self.failure:
-            return self._run_code(self.failure, forward, args, kwargs)
+        if self.failure or self.refusal:
+            return self._run_code(self.failure or self.refusal, forward, args, kwargs)
+        reason = _explain_code(now)
+        if reason:
+            return self._prepare_call(reason, forward, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return self._run_code("an argument is no tensor and no number", forward, args, kwargs)
         place = _describe_place(now, model)
         form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
-        call = self._find_call(place, form)
+        call = self._tapes.find_call((place, form))
         if _is_first_step(now) and not (call and self._can_play_at_once(call, now, model)):
-            return forward(*args, **kwargs)
-        if call is None and self._unplayed.get(place, 0) >= UNPLAYED_FORMS:
+            return self._prepare_call(FIRST_STEP, forward, args, kwargs)
+        if call is None and self._unplayed[place] >= UNPLAYED_FORMS:
             return self._run_code("its arguments are others in each step", forward, args, kwargs)
         if call is None:
-            call = self._add_call(place, form)
+            call = self._add_call(now, model, place, form, leaves)
+        if call.tape is None and self._host_limit is not None and not self._host_limit.limits(call.pace):
+            return self._measure_call(self._host_limit, call, forward, args, kwargs)
         self._shared.enter_call(now, model)
-        if call.num_looks == 0 or (call.problem and call.num_looks < LOOKS):
+        if call.num_looks == 0 or (call.problem and not call.is_given_up and call.num_looks < LOOKS):
             return self._look_at_call(call, now, forward, args, kwargs)
         if call.epoch is not now.memory.epoch:
             self._compare_addresses(call, now, model)
@@ -208,15 +174,16 @@ class RecordedSteps:
         call.inputs = self._fill_inputs((id(model), now.branch), leaves)
         if call.tape is None:
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-            self._record_call(call, now, model, forward, args, kwargs)
+            result = self._record_call(call, now, model, forward, args, kwargs)
         else:
             now.memory.mark_segments(call.marks, now.micro_step.step)
             call.tape.play()
             self._shared.note_play(call.tape)
-            call.is_played = True
+            result = call.result
+            self._unplayed[place] = 0
             self.has_played = True
             self.num_played += 1
-        return pytree.tree_map_only(Tensor, torch.clone, call.result)
+        return pytree.tree_map_only(Tensor, torch.clone, result)
 
     def _can_play_at_once(self, call: CallTape, now: Generation, model: nn.Module) -> bool:
         """Whether a call in the first step of a generation is the same as in an earlier one, but for its arguments."""
@@ -228,7 +195,11 @@ class RecordedSteps:
         return now.memory.adopt_buffers(call.addresses[1])
 
     def _run_code(self, problem: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self.problems[problem] = self.problems.get(problem, 0) + 1
+        self.problems[problem] += 1
+        return forward(*args, **kwargs)
+
+    def _prepare_call(self, reason: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self.preparations[reason] += 1
         return forward(*args, **kwargs)
 
     def _replace_lost_tape(
@@ -238,29 +209,37 @@ class RecordedSteps:
         call.num_lost += 1
         if call.num_lost > LOOKS:
             # From now on it computes all it needs, which is to be looked at.
-            call.tape = None
-            call.makers = frozenset()
+            call.drop_tape()
             return self._look_at_call(call, now, forward, args, kwargs)
         if self._shared.tapes:
             # Others computed it, which the next recording will read.
-            call.tape = None
+            call.drop_tape()
         return self._run_code("what it shares with other patches was not played", forward, args, kwargs)
 
-    def _find_call(self, place: Hashable, form: Hashable) -> CallTape | None:
-        forms = self._calls.setdefault(place, OrderedDict())
-        call = forms.get(form)
-        # The hash of a form takes dozens of calls.
-        if call is not None and len(forms) > 1:
-            forms.move_to_end(form)
-        return call
+    def note_code(self, reason: str) -> None:
+        """Notes a call that is not made through the recorder."""
+        self.preparations[reason] += 1
 
-    def _add_call(self, place: Hashable, form: Hashable) -> CallTape:
-        forms = self._calls[place]
-        forms[form] = CallTape()
-        if len(forms) > FORMS_KEPT:
-            _, dropped = forms.popitem(last=False)
-            self._unplayed[place] = 0 if dropped.is_played else self._unplayed.get(place, 0) + 1
-        return forms[form]
+    def _measure_call(
+        self, host_limit: HostLimit, call: CallTape, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        if call.pace.is_gpu_limited:
+            self.problems[GPU_LIMITED] += 1
+        else:
+            self.preparations[UNMEASURED] += 1
+        pace = call.pace if call.was_made else Pace()
+        call.was_made = True
+        return host_limit.measure_call(pace, forward, args, kwargs)
+
+    def _add_call(
+        self, now: Generation, model: nn.Module, place: Hashable, form: Hashable, leaves: list[Any]
+    ) -> CallTape:
+        # Branches, patches, and steps that keep their keys or not take about as long.
+        size = _describe_size(leaves)
+        pace = self._paces.setdefault((id(model), size, now.is_stale, now.micro_step.patch is None), Pace())
+        call = CallTape(place, size, pace)
+        self._tapes.add_call((place, form), call)
+        return call
 
     def _look_at_call(
         self, call: CallTape, now: Generation, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -271,6 +250,7 @@ class RecordedSteps:
             call.constant_keys.add(key)
             return value
 
+        self.preparations[WATCHED] += 1
         call.num_looks += 1
         watch = OperatorWatch()
         constants = now.memory.read_constants_with(note_constant)
@@ -289,6 +269,8 @@ class RecordedSteps:
             call.problem = "its arguments are on several devices"
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in pytree.tree_leaves(result)):
             call.problem = "its result is no tensor and no number"
+        if not call.problem:
+            self._unplayed[call.place] += 1
         return result
 
     def _record_call(
@@ -299,8 +281,8 @@ class RecordedSteps:
         forward: Callable[..., Any],
         args: Any,
         kwargs: Any,
-    ) -> None:
-        """Makes a call, and a tape of it."""
+    ) -> Any:
+        """Makes a call, and a tape of it; returns what the call does."""
         memory = now.memory
         written = memory.list_written_steps(now.branch)
         unknown: list[Hashable] = []
@@ -312,36 +294,47 @@ class RecordedSteps:
             return call.constants[key].statics
 
         watch = OperatorWatch()
-        recording = Recording(self._make_segments()).record_within()
+        recording = Recording(self._tapes.get_segments(call.size))
+        constants = memory.read_constants_with(read_constant)
         shared = self._list_shared_outputs(call, now)
-        with self._hide_remembered(now, shared), memory.read_constants_with(read_constant), watch, recording as tape:
-            try:
-                call.result = forward(*args, **kwargs)
-            except Exception as error:
-                self.failure = f"a recording failed: {type(error).__name__}"
+        try:
+            with self._hide_remembered(now, shared), constants, watch, recording.record_within():
+                result = forward(*args, **kwargs)
+        except RuntimeError as error:
+            self._end_recording(error)
+            # What was sent or received cannot be sent again, and other ranks have gone on with it.
+            if recording.tape.num_messages or not memory.forget_writes(now.branch, written):
                 raise
-        problem = watch.problem
-        if unknown:
-            problem = "its constants are others than in its first call"
-        if memory.list_written_steps(now.branch).keys() != written.keys():
-            # A tape does not make the stores of keys.
-            problem = "it makes its first keys"
+            # Before the first message nothing that was captured has run, so the call is as if it had not begun.
+            return self._run_code(self.failure, forward, args, kwargs)
+        self.num_recorded += 1
+        makes_stores = memory.list_written_steps(now.branch).keys() != written.keys()
+        problem = _find_problem(watch, unknown, makes_stores=makes_stores)
         if problem:
             # The call was made, and its tape is dropped.
-            call.problem = problem
-            call.num_looks = LOOKS
-            call.makers = frozenset()
-            return
+            call.give_up(problem)
+            return result
+        call.result = result
+        call.marks = memory.list_marks(now.branch, now.micro_step.step, written)
+        recording.tape.held.append(_list_foreign_tensors(watch, now, model))
+        self._keep_tape(recording.tape, call, now, model, shared)
+        return result
+
+    def _keep_tape(self, tape: Tape, call: CallTape, now: Generation, model: nn.Module, shared: Outputs) -> None:
+        """Keeps a tape for later calls, as far as the memory that it holds allows."""
         call.tape = tape
+        call.addresses = self._list_addresses(now, model)
         if now.micro_step.patch is not None:
             self._shared.keep_outputs(tape, shared)
-        call.marks = memory.list_marks(now.branch, now.micro_step.step, written)
-        call.addresses = self._list_addresses(now, model)
-        # Weights and keys may go: a tape whose addresses differ is not played.
-        known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        known.update(memory.list_storage_addresses(now.branch))
-        tape.held.append([tensor for address, tensor in watch.read.items() if address not in known])
-        self.num_recorded += 1
+        if not self._tapes.enforce_limit():
+            call.give_up("tapes hold as much as they may")
+            self._tapes.enforce_limit()
+
+    def _end_recording(self, error: RuntimeError) -> None:
+        """Nothing is recorded or played any more."""
+        self.release()
+        self.failure = f"a recording failed: {type(error).__name__}"
+        LOG.warning("%s (%s); steps run as code from now on", self.failure, error)
 
     def _list_shared_outputs(self, call: CallTape, now: Generation) -> Outputs:
         """What the tapes of other patches have computed in this step; a call that is recorded depends on them."""
@@ -365,35 +358,11 @@ class RecordedSteps:
         inputs: list[StaticInput] = []
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
-                static = self._get_static((owner, index), leaf)
+                static = self._tapes.get_static((owner, index), leaf)
                 static.fill(leaf)
                 inputs.append(static)
                 leaves[index] = static.tensor
         return inputs
-
-    def _get_static(self, owner: Hashable, like: Tensor) -> StaticInput:
-        # Calls of all patches share them, so a tensor that all are given is copied once.
-        key = (owner, like.shape, like.dtype, like.stride())
-        static = self._statics.get(key)
-        if static is None:
-            static = StaticInput(like)
-            self._statics[key] = static
-        return static
-
-    def _make_constant(self, owner: Hashable, value: Any) -> ConstantInput:
-        leaves, spec = pytree.tree_flatten(value)
-        own: list[Any] = []
-        statics: list[Any] = []
-        for index, leaf in enumerate(leaves):
-            if not isinstance(leaf, Tensor):
-                own.append(leaf)
-                statics.append(leaf)
-                continue
-            static = self._get_static((owner, index), leaf)
-            static.fill(leaf)
-            own.append(static)
-            statics.append(static.tensor)
-        return ConstantInput(own, pytree.tree_unflatten(statics, spec))
 
     def _fill_constants(self, call: CallTape, memory: GenerationMemory, model: nn.Module) -> None:
         """Copies the constants of this generation, before any segment: a tape only reads them."""
@@ -401,8 +370,8 @@ class RecordedSteps:
             value = memory.find_constant(key)
             if key not in call.constants or not call.constants[key].fill(value):
                 # What the tape computes may depend on the numbers of a constant.
-                call.tape = None
-                call.constants[key] = self._make_constant((id(model), key), value)
+                call.drop_tape()
+                call.constants[key] = self._tapes.make_constant((id(model), key), value)
 
     def _compare_addresses(self, call: CallTape, now: Generation, model: nn.Module) -> None:
         """Forgets a tape if something that it reads or writes has moved, and looks at the model again."""
@@ -410,7 +379,7 @@ class RecordedSteps:
         _, call.model_problem = self._look_at_model(now, model)
         addresses = self._list_addresses(now, model)
         if addresses != call.addresses:
-            call.tape = None
+            call.drop_tape()
         call.addresses = addresses
 
     def _list_addresses(self, now: Generation, model: nn.Module) -> Any:
@@ -431,12 +400,39 @@ def _shares_outputs(call: CallTape, now: Generation) -> bool:
     return now.micro_step.patch is not None and call.num_lost <= LOOKS
 
 
-def _is_never_recorded(now: Generation) -> bool:
+def _list_foreign_tensors(watch: OperatorWatch, now: Generation, model: nn.Module) -> list[Tensor]:
+    """What a call has read besides weights and keys, which may go: a tape whose addresses differ is not played."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    known.update(now.memory.list_storage_addresses(now.branch))
+    return [tensor for address, tensor in watch.read.items() if address not in known]
+
+
+def _find_problem(watch: OperatorWatch, unknown: list[Hashable], *, makes_stores: bool) -> str:
+    """Why the tape of a call that was made is of no use, or nothing."""
+    # A tape does not make the stores of keys.
+    if makes_stores:
+        return "it makes its first keys"
+    if unknown:
+        return "its constants are others than in its first call"
+    return watch.problem
+
+
+def _explain_code(now: Generation) -> str:
+    """Why a call runs as code although later ones may be recorded, or nothing."""
     # Some rows of a batch, or stages that compute a step together, are in no place of their own.
-    shares_step = now.micro_step.patch is None and now.shares.warmup_split is not None
+    if now.batch_range is not None:
+        return "a part of a batch"
+    if now.micro_step.patch is None and now.shares.warmup_split is not None:
+        return "several ranks share the step"
     # Autocast remembers the weights that it has cast, in memory of the call.
-    is_cast = torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
-    return now.is_surveyed or now.is_dry or now.batch_range is not None or shares_step or is_cast
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    return ""
+
+
+def _describe_size(leaves: list[Any]) -> Hashable:
+    """The size of the images of a call: the shape of the first tensor that a model is given, which is its latents."""
+    return next((leaf.shape for leaf in leaves if isinstance(leaf, Tensor)), None)
 
 
 def _is_first_step(now: Generation) -> bool:

@@ -390,6 +390,11 @@ class PipeFusion:
         self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
         return self.schedule.split_micro_batches(now.micro_step)
 
+    def restart_transformer_call(self) -> None:
+        """The ops of this call are due, from the first one on."""
+        now = self.generation
+        self._ops = self.schedule.iter_call_ops(self.stage, now.micro_step, now.branch)
+
     def begin_micro_batch(self, micro_batch: int) -> None:
         """The next micro-batch of a call: its ops are due."""
         now = self.generation

@@ -68,7 +68,7 @@ class Loop:
         lets_group_rest: whether the warmup group rests in the next call.
         call_shapes: of the next call, see `describe_call_shapes`.
         has_timed_guidance: whether the next call may call the model more often in some steps.
-        recorder: records the model's calls of the next call, if they may be.
+        recorder: records the model's calls of the next call, or says why it does not.
         forecasts: makes the predictions of steps of the next call in which the model is not called, if there are any.
         generation: the current one; not under way outside of the pipeline's loop.
         is_stepping_rank: whether this rank steps the scheduler with the model's predictions.
@@ -352,8 +352,7 @@ class Loop:
                 shares=TokenShares(self._split, self._mesh.sequence.index),
                 branches=self._batch.select_branches,
                 memory=GenerationMemory(self._relative_change, self._kept_buffers),
-                # What changes in each step is measured within the calls.
-                recorder=None if self._relative_change else self.recorder,
+                recorder=self.recorder,
             )
         )
         warmup_group = self._pipefusion.warmup_group

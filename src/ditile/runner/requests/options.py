@@ -93,8 +93,11 @@ class EngineOptions(DeviceOptions):
         metavar="auto",
         implied=True,
     )
-    cuda_graphs: bool = define_option(
-        False, "record calls of the model as CUDA graphs, which start at once; where the host is slower than the GPU"
+    cuda_graphs: bool | Literal["auto"] = define_option(
+        "auto",
+        "record calls of the model as CUDA graphs, which start at once; auto: where the host is slower than the GPU",
+        metavar="auto|true|false",
+        implied=True,
     )
 
 

@@ -250,11 +250,17 @@ def _enable_cache_and_quantization(runner: Runner, cache: CacheOptions) -> None:
         raise ModelError(str(warning)) from warning
 
 
-def choose_warm_steps(plan: Plan, *, is_cached: bool) -> int | None:
-    """The steps of a call that meets all shapes of a longer one; None for all of its steps, on which a cache counts."""
+def choose_warm_steps(plan: Plan, *, is_cached: bool, num_preparing_steps: int = 0) -> int | None:
+    """The steps of a call that meets all shapes of a longer one; None for all of its steps, on which a cache counts.
+
+    Args:
+        plan: of the call.
+        is_cached: whether a cache is enabled.
+        num_preparing_steps: `Runner.num_preparing_steps`.
+    """
     if is_cached:
         return None
-    return max(LEAST_STEPS, plan.least_warmup + STALE_STEPS)
+    return max(LEAST_STEPS, plan.least_warmup + STALE_STEPS) + num_preparing_steps
 
 
 def warm_runner(runner: Runner, call: CallArguments, *, is_cached: bool) -> None:
@@ -270,7 +276,8 @@ def warm_runner(runner: Runner, call: CallArguments, *, is_cached: bool) -> None
     """
     from ditile.model.pipeline_calls import list_call_parameters
 
-    warm_steps = choose_warm_steps(runner.plan, is_cached=is_cached)
+    preparing = runner.num_preparing_steps
+    warm_steps = choose_warm_steps(runner.plan, is_cached=is_cached, num_preparing_steps=preparing)
     steps = call.get("num_inference_steps")
     # With `strength` only a part of the steps runs, and a list of sigmas has its own length.
     has_fixed_steps = "strength" in list_call_parameters(runner.pipe) or call.get("sigmas") is not None

@@ -6,6 +6,7 @@ import dataclasses
 import html
 from collections.abc import Mapping, Sequence
 
+from ditile.model.recording.recorded_calls import format_recorded_calls
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import Plan
 from ditile.plan.schedule import PatchSchedule
@@ -199,6 +200,9 @@ def _list_plan_rows(plan: Plan, result: JobResult) -> dict[str, str]:
     if reports:
         synchronous = [str(step + 1) for step in reports[0].get("synchronous", [])]
         rows["whole steps"] = ", ".join(synchronous) or "none"
+    recorded = [report["recorded"] for report in reports if report.get("recorded")]
+    if recorded:
+        rows["recorded steps"] = html.escape(format_recorded_calls(recorded))
     for rank, report in enumerate(reports):
         sent = report["bytes_sent"] / 2**20
         peak = report["peak_memory_bytes"] / 2**20

@@ -1,0 +1,278 @@
+"""The tapes of a runner and the memory that they hold, which has a limit.
+
+What was not used for the longest time goes first, over all models, sizes and places: tapes, and the keys and values
+that stay where these read them. Time counts in calls of the pipeline, so that nothing goes that the current one uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ditile.distributed.recording.segments import list_tensors
+from ditile.distributed.recording.tape import Segments, Tape
+from ditile.model.hooks.kv_store import KeptBuffers
+from ditile.model.recording.host_limit import Pace
+
+SHARE_OF_MEMORY = 0.25
+"""Share of a GPU's memory that tapes hold at most, with keys and values that stay for them.
+
+FLUX.1's stale keys are 3.2 GB at 1024 px on one GPU, and 12 GB at 2048 px; what a step allocates comes on top. So 80 GB
+have room for four sizes of the one kind or one of the other, 24 GB of weights, and a step that is not recorded."""
+FORMS_KEPT = 1024
+"""Forms of calls that are known. Their tapes have a limit in bytes, so this only keeps the table small."""
+
+
+class StaticInput:
+    """Memory that stays as long as a tape reads it, and the tensor that was last copied to it."""
+
+    def __init__(self, like: Tensor) -> None:
+        # Written in calls of inference mode and of others.
+        with torch.inference_mode(False):
+            self.tensor = torch.empty_like(like, requires_grad=False)
+        self._source: Tensor | None = None
+        self._state: tuple[Any, ...] = ()
+
+    def fill(self, source: Tensor) -> None:
+        """Copies a tensor, unless it is the last one, unchanged."""
+        # Inference tensors have no version, so their changes are not seen.
+        if source.is_inference():
+            self._source = None
+            self._state = ()
+            self.tensor.copy_(source)
+            return
+        state = (source.data_ptr(), source._version, source.shape, source.stride())
+        if state != self._state:
+            self.tensor.copy_(source)
+        # Referenced here, so that no other tensor gets its memory and looks like it.
+        self._source = source
+        self._state = state
+
+
+@dataclass(slots=True)
+class ConstantInput:
+    """A value that is constant in a generation, as a tape reads it.
+
+    Attributes:
+        leaves: its parts: numbers, and memory that stays for each tensor.
+        statics: the same value in that memory.
+    """
+
+    leaves: list[Any]
+    statics: Any
+
+    def fill(self, value: Any) -> bool:
+        """Copies the value of another generation; False where its numbers or shapes are others."""
+        leaves = pytree.tree_leaves(value)
+        if len(leaves) != len(self.leaves):
+            return False
+        for own, leaf in zip(self.leaves, leaves, strict=True):
+            if not isinstance(own, StaticInput):
+                if own != leaf:
+                    return False
+            elif not isinstance(leaf, Tensor) or (leaf.shape, leaf.dtype) != (own.tensor.shape, own.tensor.dtype):
+                return False
+            else:
+                own.fill(leaf)
+        return True
+
+
+@dataclass(slots=True)
+class CallTape:
+    """The calls of one form.
+
+    Attributes:
+        place: where the model is called, see `_describe_place`.
+        size: whose memory its tape shares, see `_describe_size`.
+        last_used: the generation of its last call.
+        pace: of such calls as code, which forms share that take as long.
+        was_made: whether there was such a call before: the first one may load kernels.
+        problem: why they cannot be recorded; empty if they can.
+        is_given_up: whether it is certain that they cannot.
+        num_looks: calls that were watched.
+        model_problem: why they cannot be recorded now, as adapters and hooks come and go.
+        tape: what they do; None until it is recorded.
+        inputs: memory for each tensor that a call is given.
+        constant_keys: of what is constant in a generation, as the watched call read it.
+        constants: the same as the tape reads it.
+        marks: (branch and layer, segment, age) of the keys that are in the store after a call.
+        result: what a call returns, in the tape's memory.
+        addresses: of weights, keys and whatever stays from step to step.
+        epoch: when the addresses were last compared, see `GenerationMemory`.
+        makers: tapes of other patches that must have been played before it in a step.
+        num_lost: steps in which they were not.
+    """
+
+    place: Hashable
+    size: Hashable
+    pace: Pace
+    was_made: bool = False
+    last_used: int = 0
+    problem: str = ""
+    is_given_up: bool = False
+    num_looks: int = 0
+    model_problem: str = ""
+    tape: Tape | None = None
+    inputs: list[StaticInput] = field(default_factory=list)
+    constant_keys: set[Hashable] = field(default_factory=set)
+    constants: dict[Hashable, ConstantInput] = field(default_factory=dict)
+    marks: list[tuple[tuple[int, str], int, int]] = field(default_factory=list)
+    result: Any = None
+    addresses: Any = None
+    epoch: object = None
+    makers: frozenset[Tape] = frozenset()
+    num_lost: int = 0
+
+    def drop_tape(self) -> None:
+        """Drops the tape, and what it alone reads and writes."""
+        self.tape = None
+        self.result = None
+        self.marks = []
+        self.makers = frozenset()
+
+    def give_up(self, problem: str) -> None:
+        """Such calls run as code from now on."""
+        self.drop_tape()
+        self.inputs = []
+        self.constants = {}
+        self.problem = problem
+        self.is_given_up = True
+
+
+class KeptTapes:
+    """The forms of calls that are known, with their tapes and memory.
+
+    Args:
+        make_segments: makes what captures calls, for each size of images.
+        limit_bytes: most that tapes hold, with the keys and values that stay for them.
+
+    Attributes:
+        generation: the number of the current call of the pipeline.
+        kept_buffers: keys and values, which stay where they are from generation to generation.
+    """
+
+    def __init__(self, make_segments: Callable[[], Segments], limit_bytes: int) -> None:
+        self._make_segments = make_segments
+        self._limit_bytes = limit_bytes
+        self.generation = 0
+        self.kept_buffers = KeptBuffers(self.make_room)
+        self._calls: dict[Hashable, CallTape] = {}
+        # Tapes reference the memory they read, so memory that none reads is freed.
+        self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()
+        # Tapes of one size share memory, which goes with the last of them.
+        self._segments: dict[Hashable, Segments] = {}
+        self._tape_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are held."""
+        return self._tape_bytes + self.kept_buffers.num_bytes
+
+    def begin_generation(self) -> None:
+        """A call of the pipeline begins."""
+        self.generation += 1
+        self.kept_buffers.generation = self.generation
+
+    def end_generation(self) -> None:
+        """Its last step is over: keys that no tape has read are not kept for the next one."""
+        if not any(call.last_used == self.generation for call in self._list_taped_calls()):
+            self.kept_buffers.drop_memory_of(self.generation)
+
+    def find_call(self, key: Hashable) -> CallTape | None:
+        """The calls of a form at a place, if there were any."""
+        call = self._calls.get(key)
+        if call is not None:
+            call.last_used = self.generation
+        return call
+
+    def add_call(self, key: Hashable, call: CallTape) -> None:
+        """Adds the calls of a form."""
+        if len(self._calls) >= FORMS_KEPT:
+            self._drop_calls_of(min(call.last_used for call in self._calls.values()))
+        call.last_used = self.generation
+        self._calls[key] = call
+
+    def get_segments(self, size: Hashable) -> Segments:
+        """What captures calls on images of a size."""
+        if size not in self._segments:
+            self._segments[size] = self._make_segments()
+        return self._segments[size]
+
+    def get_static(self, owner: Hashable, like: Tensor) -> StaticInput:
+        """Memory like a tensor's, for one purpose."""
+        # Calls of all patches share them, so a tensor that all are given is copied once.
+        key = (owner, like.shape, like.dtype, like.stride())
+        static = self._statics.get(key)
+        if static is None:
+            static = StaticInput(like)
+            self._statics[key] = static
+        return static
+
+    def make_constant(self, owner: Hashable, value: Any) -> ConstantInput:
+        """A value in memory that stays."""
+        leaves, spec = pytree.tree_flatten(value)
+        own: list[Any] = []
+        statics: list[Any] = []
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                own.append(leaf)
+                statics.append(leaf)
+                continue
+            static = self.get_static((owner, index), leaf)
+            static.fill(leaf)
+            own.append(static)
+            statics.append(static.tensor)
+        return ConstantInput(own, pytree.tree_unflatten(statics, spec))
+
+    def enforce_limit(self) -> bool:
+        """Counts the memory of all tapes after one came or went; False if those of this generation hold too much."""
+        self._count_tape_bytes()
+        return self.make_room(0)
+
+    def make_room(self, num_bytes: int) -> bool:
+        """Forgets what was not used for the longest time until so much more fits; False if that is not enough."""
+        while self.num_bytes + num_bytes > self._limit_bytes:
+            used = [call.last_used for call in self._list_taped_calls()]
+            oldest = min([*used, *self.kept_buffers.list_generations()], default=self.generation)
+            if oldest >= self.generation:
+                return False
+            self._drop_calls_of(oldest)
+            self.kept_buffers.drop_memory_of(oldest)
+        return True
+
+    def clear(self) -> None:
+        """Forgets everything, and frees the memory."""
+        self._calls.clear()
+        self._segments.clear()
+        self._tape_bytes = 0
+        self.kept_buffers.clear()
+
+    def _list_taped_calls(self) -> list[CallTape]:
+        return [call for call in self._calls.values() if call.tape is not None]
+
+    def _drop_calls_of(self, generation: int) -> None:
+        for key in [key for key, call in self._calls.items() if call.last_used == generation]:
+            del self._calls[key]
+        self._count_tape_bytes()
+
+    def _count_tape_bytes(self) -> None:
+        """Counts the memory of all tapes, and frees that of sizes without any."""
+        tapes = [call.tape for call in self._calls.values() if call.tape is not None]
+        sizes = {call.size for call in self._list_taped_calls()}
+        for size in self._segments.keys() - sizes:
+            del self._segments[size]
+        tensors = list_tensors([tape.held for tape in tapes])
+        tensors += [static.tensor for static in self._statics.values()]
+        # Several tapes may hold the same memory.
+        storages: dict[int, int] = {}
+        for tensor in tensors:
+            memory = tensor.untyped_storage()
+            storages[memory.data_ptr()] = memory.nbytes()
+        pools = [segments.num_bytes for segments in self._segments.values()]
+        self._tape_bytes = sum(storages.values()) + sum(pools)

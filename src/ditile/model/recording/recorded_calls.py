@@ -1,0 +1,49 @@
+"""What was recorded in a call of a pipeline, as numbers and as a line. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCalls:
+    """What was recorded in a call of a pipeline on this rank.
+
+    Attributes:
+        calls: of models, in its steps.
+        recorded, played: how many of them.
+        as_code: why the others ran as code, and how many.
+        tape_bytes: of the memory that tapes hold after it, with the keys and values that stay where they read them.
+    """
+
+    calls: int
+    recorded: int
+    played: int
+    as_code: dict[str, int]
+    tape_bytes: int
+
+
+def sum_recorded_calls(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What was recorded in several calls of a pipeline as one, from and as JSON types."""
+    as_code: Counter[str] = Counter()
+    for summary in summaries:
+        as_code.update(summary["as_code"])
+    total: dict[str, Any] = {}
+    for name in ("calls", "recorded", "played"):
+        total[name] = sum(summary[name] for summary in summaries)
+    total["as_code"] = dict(as_code)
+    total["tape_bytes"] = max(summary["tape_bytes"] for summary in summaries)
+    return total
+
+
+def format_recorded_calls(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """How many calls were played on the rank that played the fewest, and why most of the others ran as code there."""
+    recorded = min(ranks, key=lambda rank: rank["played"] / max(1, rank["calls"]))
+    text = f"{recorded['played']} of {recorded['calls']} calls played"
+    if not recorded["as_code"]:
+        return text
+    reason, count = max(recorded["as_code"].items(), key=lambda item: item[1])
+    return f"{text}; {count} ran as code: {reason}"
