@@ -46,6 +46,9 @@ if TYPE_CHECKING:
         load_quantize_config,
     )
     from ditile.cache.fitted.schedule import Schedule
+    from ditile.cache.methods.magcache import MagCacheConfig
+    from ditile.cache.methods.seacache import SeaCacheConfig
+    from ditile.cache.methods.spectrum import SpectrumConfig
     from ditile.cache.step_mask import steps_mask
     from ditile.model.adapter import (
         BlockAdapter,
@@ -74,11 +77,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BasicCacheConfig", "BlockAdapter", "CalibratorConfig", "DBCacheConfig", "DBPruneConfig",
     "DMDCalibratorConfig", "DitileError", "FittedScheduleConfig", "FoCaCalibratorConfig", "ForwardPattern",
-    "IdleCacheWarning", "JoinError",
-    "LoadError", "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier",
-    "PatchFunctor", "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan",
-    "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "Schedule", "StateError", "StepWatch",
-    "StoppedError", "TaylorSeerCalibratorConfig",
+    "IdleCacheWarning", "JoinError", "LoadError", "MagCacheConfig", "ModelError", "ModelSpec", "ParallelismBackend",
+    "ParallelismConfig", "ParamsModifier", "PatchFunctor", "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3",
+    "Pattern_4", "Pattern_5", "Plan", "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "Schedule",
+    "SeaCacheConfig", "SpectrumConfig", "StateError", "StepWatch", "StoppedError", "TaylorSeerCalibratorConfig",
     "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
     "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
     "parallelize", "plan_for", "quantize", "refresh_context", "register", "set_compile_configs", "steps_mask",
@@ -98,6 +100,9 @@ _LAZY = {
             "load_attn_backend_config load_cache_config load_configs load_parallelism_config load_quantize_config"
         ),
         "ditile.cache.fitted.schedule": "Schedule",
+        "ditile.cache.methods.magcache": "MagCacheConfig",
+        "ditile.cache.methods.seacache": "SeaCacheConfig",
+        "ditile.cache.methods.spectrum": "SpectrumConfig",
         "ditile.cache.step_mask": "steps_mask",
         "ditile.model.hooks.compile": "set_compile_configs",
         "ditile.model.adapter": (

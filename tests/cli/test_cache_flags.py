@@ -16,6 +16,7 @@ from ditile.cache.config import (
     FoCaCalibratorConfig,
     TaylorSeerCalibratorConfig,
 )
+from ditile.cache.config_text import parse_cache_line
 from ditile.cli import main
 from ditile.cli.flag_aliases import merge_alias_values
 from ditile.plan.errors import DitileError, ModelError, PlanError
@@ -61,7 +62,29 @@ def test_documented_defaults() -> None:
         "Fn": 8, "Bn": 0, "rdt": 0.08, "max_warmup_steps": 8, "warmup_interval": 1, "max_cached_steps": -1,
         "max_continuous_cached_steps": -1, "taylorseer_order": 1, "steps_mask": None, "steps_policy": "dynamic",
         "quantize_type": "float8_weight_only", "parallel_type": None, "lora": None, "cache_line": None, "config": None,
+        "mag": None, "mag_ratios": None, "sea": None, "spectrum": None,
     }  # fmt: skip
+
+
+def test_flags_of_other_methods() -> None:
+    """Each is a line of one word. A failure: a flag stands for other settings than the line that the docs name."""
+    lines = {
+        ("--mag", "0.06", "--mag-ratios", "flux"): "mag=0.06 ratios=flux",
+        ("--sea", "0.3"): "sea=0.3",
+        ("--spectrum", "3"): "spectrum=3",
+    }
+    for words, line in lines.items():
+        arguments = parse_cache_line(line)
+        for given in (words, ("--cache-line", line)):
+            assert read(*given).build_cache_arguments() == arguments
+    for words, message in (
+        (("--sea", "0.3", "--spectrum", "3"), "there is one cache in one line"),
+        (("--sea", "0.3", "--taylorseer"), "and --taylorseer too"),
+        (("--mag-ratios", "flux"), "is for --mag"),
+        (("--mag", "0.1"), "no mag_ratios"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read(*words)
 
 
 def test_the_type_of_quantization() -> None:

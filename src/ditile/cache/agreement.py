@@ -82,6 +82,7 @@ class LoopClock:
             images=self._images(),
             # The next step reads all keys of a synchronous step.
             must_compute=whole and now.keeps_keys and not now.is_stale,
+            row_spans=lambda: [_locate_patch_rows(now, patch, self._patches) for patch in patches],
         )
 
     def end_model_call(self, model: object) -> None:
@@ -91,6 +92,15 @@ class LoopClock:
         """The loop is over."""
         self._seen = None
         self._end()
+
+
+def _locate_patch_rows(now: Generation, patch: int, patches: int) -> tuple[int, int, int]:
+    """Where a patch is among the rows of the image; the whole image where it is one patch."""
+    layout = now.tokens.layout
+    # Patches of reference images are not in the latents: each patch then goes by all of them.
+    if patches == 1 or layout.owners:
+        return 0, 1, 1
+    return layout.cuts[patch], layout.cuts[patch + 1], layout.grid.rows
 
 
 def _has_real_text(now: Generation) -> bool:
@@ -170,10 +180,19 @@ class StageAgreement:
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """The sums of all ranks that decide together. Every rank adds the same numbers in the same order."""
-        group = self._groups.by_calls if self._by_calls() else self._groups.by_batch
         # gloo sums on the CPU.
         sums = self._mesh.host_rows.start_copy(sums).wait_for_numbers()
-        return gather_numbers(sums.double(), group, self._mesh.traffic, TRAFFIC_KIND).sum(dim=0)
+        return self._gather_from_ranks(sums.double()).sum(dim=0)
+
+    def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """What the first of those ranks measured: the others' numbers may be rounded otherwise."""
+        first, *_ = self._gather_from_ranks(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        return list(first)
+
+    def _gather_from_ranks(self, numbers: Tensor) -> Tensor:
+        """The numbers of all ranks that decide together: `[ranks, ...]`, in order."""
+        group = self._groups.by_calls if self._by_calls() else self._groups.by_batch
+        return gather_numbers(numbers, group, self._mesh.traffic, TRAFFIC_KIND)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """Sends a decision to the next stage."""

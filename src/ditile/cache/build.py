@@ -11,18 +11,28 @@ from functools import partial
 
 import torch
 
-from ditile.cache.config import Calibration, DBCacheConfig, DBPruneConfig, choose_stored_value, format_cache_config
+from ditile.cache.config import (
+    BlockCacheConfig,
+    CacheConfig,
+    Calibration,
+    DBCacheConfig,
+    DBPruneConfig,
+    choose_stored_value,
+    format_cache_config,
+)
 from ditile.cache.forecast import build_forecaster
 from ditile.cache.hooks import CacheHook
 from ditile.cache.methods.dbcache import DBCache
 from ditile.cache.methods.dbprune import DBPrune, DynamicThreshold
+from ditile.cache.methods.magcache import MagCacheConfig, MagCalibration
+from ditile.cache.methods.seacache import SeaCacheConfig, SpectralFeature
 from ditile.cache.segment import Residuals
 from ditile.cache.skip_decision import Difference, SkipDecider
 from ditile.cache.skip_rules import SkipRules
 from ditile.cache.step_mask import resolve_step_mask
 from ditile.model.hooks.protocols import SkipAgreement
 
-Chain = DBCache | DBPrune
+Chain = DBCache | DBPrune | MagCalibration
 """Decides on the blocks of a context, and leaves them out, in one generation."""
 
 
@@ -39,7 +49,7 @@ class CacheContext:
 
     name: str
     hooks: Sequence[CacheHook]
-    config: DBCacheConfig
+    config: BlockCacheConfig
     calibrator: Calibration | None
 
     @property
@@ -59,15 +69,22 @@ class CacheContext:
 
     def build_chain(self, steps: int, agreement: SkipAgreement) -> Chain | None:
         """The chain of a generation; None if no block is ever left out. Raises `ModelError` if a mask is too short."""
-        config = self.config
+        if isinstance(self.config, MagCacheConfig) and self.config.calibrate:
+            return MagCalibration(self.hooks)
+        config, calibrator = self.config.resolve_for(steps, self.calibrator)
         rules = build_skip_rules(config, steps)
         difference = Difference(config.important_condition_threshold, config.downsample_factor)
         dtype = None if config.store_dtype is None else getattr(torch, config.store_dtype)
-        decider = partial(SkipDecider, rules, difference, dtype, shares=not config.cfg_diff_compute_separate)
+        # SeaCache compares latents in place of tokens.
+        feature = None
+        if isinstance(self.config, SeaCacheConfig):
+            feature = SpectralFeature(self.config)
+        shares = not config.cfg_diff_compute_separate
+        decider = partial(SkipDecider, rules, difference, dtype, shares=shares, feature=feature)
         # A forecast that looks at all of a stream needs the sums of all ranks.
         total = agreement.sum_over_ranks
-        forecaster = partial(build_forecaster, self.calibrator, store_dtype=config.store_dtype, total=total)
-        stored = choose_stored_value(config, self.calibrator)
+        forecaster = partial(build_forecaster, calibrator, store_dtype=config.store_dtype, total=total)
+        stored = choose_stored_value(config, calibrator)
         residuals = partial(Residuals, forecaster, hidden=stored == "hidden")
         first = config.Fn_compute_blocks
         last = config.Bn_compute_blocks
@@ -87,23 +104,29 @@ class CacheContext:
         return chain
 
 
-def explain_idle_steps(config: DBCacheConfig, steps: int) -> str | None:
+def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:
     """Why settings that should skip steps cannot skip any of `steps` steps; None if they can.
 
     Raises:
         ModelError: if a mask has fewer steps.
     """
+    # Of methods that leave out whole calls, their own settings say which.
+    if not isinstance(config, BlockCacheConfig):
+        return None
     rules = build_skip_rules(config, steps)
     if rules.never_skips or steps < 2 or rules.can_skip_any(steps):
         return None
-    hint = "let mask and limits leave some out"
-    if config.max_warmup_steps >= steps:
+    hint = config.HINT
+    if isinstance(config, DBCacheConfig) and config.max_warmup_steps >= steps:
         hint = f"try max_warmup_steps={max(1, steps // 4)}"
     return f"{format_cache_config(config)}: all {steps} steps compute then, so nothing can be left out; {hint}"
 
 
-def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str | None:
+def _explain_idle_blocks(name: str, blocks: int, config: BlockCacheConfig) -> str | None:
     """Why with these settings all blocks are always computed, and what would work; None if some may be skipped."""
+    # Other methods leave out all blocks.
+    if not isinstance(config, DBCacheConfig):
+        return None
     first = config.Fn_compute_blocks
     last = config.Bn_compute_blocks
     never: Sequence[int] = ()
@@ -125,6 +148,7 @@ def _explain_idle_blocks(name: str, blocks: int, config: DBCacheConfig) -> str |
     return f"{settings}: all {blocks} blocks of {name} always compute then, so nothing can be left out; {hint}"
 
 
-def build_skip_rules(config: DBCacheConfig, steps: int) -> SkipRules:
+def build_skip_rules(config: BlockCacheConfig, steps: int) -> SkipRules:
     """The rules for a generation of `steps` steps. Raises `ModelError` if a mask has fewer steps."""
-    return SkipRules(config, resolve_step_mask(config.steps_computation_mask, steps))
+    rules, _ = config.resolve_for(steps, None)
+    return SkipRules(rules, resolve_step_mask(rules.steps_computation_mask, steps))

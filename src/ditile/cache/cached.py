@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ditile.cache.build import CacheContext, Chain, explain_idle_steps
-from ditile.cache.config import CacheConfig, Calibration, DBCacheConfig, ParamsModifier, merge_configs
+from ditile.cache.config import (
+    BlockCacheConfig,
+    CacheConfig,
+    Calibration,
+    ParamsModifier,
+    check_one_forecast,
+    merge_configs,
+)
 from ditile.cache.hooks import CacheHook
 from ditile.cache.report import ContextReport, build_context_report
 from ditile.cache.skip_decision import CacheCall, split_into_units
@@ -77,6 +84,10 @@ class SingleRankAgreement:
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """The sums as they are, on the CPU: this rank has all tokens."""
         return sums.cpu()
+
+    def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """The numbers as they are."""
+        return list(numbers)
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """Does nothing: there is no other rank."""
@@ -160,15 +171,22 @@ class ModelCache(abc.ABC):
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of the model; `moment` is None if all of it must be computed, and nothing remembered."""
 
-    def install_hooks(self, clock: CacheClock, compiler: Callable[[], CompileFunction | None] = lambda: None) -> None:
+    def install_hooks(
+        self,
+        clock: CacheClock,
+        compiler: Callable[[], CompileFunction | None] = lambda: None,
+        scheduler: Callable[[], Any] = lambda: None,
+    ) -> None:
         """Installs the hooks around the blocks.
 
         Args:
             clock: says where the pipeline is.
             compiler: what the user compiled the whole model with, which then compiles its blocks.
+            scheduler: of the pipeline, which a user may replace; None without one.
         """
         self._clock = self._own_clock = clock
         self._compiler = compiler
+        self._find_scheduler = scheduler
         for hook in self._hooks:
             hook.install_hook()
         # Innermost, where it is never lost: it sees when a generation begins, and then renews the hooks of blocks.
@@ -304,8 +322,8 @@ class TransformerCache(ModelCache):
         self,
         transformer: nn.Module,
         hooks: Sequence[CacheHook],
-        contexts: Callable[[DBCacheConfig, Calibration | None], list[CacheContext]],
-        config: DBCacheConfig,
+        contexts: Callable[[BlockCacheConfig, Calibration | None], list[CacheContext]],
+        config: BlockCacheConfig,
         calibrator: Calibration | None,
     ) -> None:
         super().__init__(transformer, hooks)
@@ -330,7 +348,7 @@ class TransformerCache(ModelCache):
         if config is not None and type(config) is type(self._config):
             config = merge_configs(self._config, config)
         config = (config or self._config).reset(**changes)
-        if not isinstance(config, DBCacheConfig):
+        if not isinstance(config, BlockCacheConfig):
             raise ModelError(f"a {type(config).__name__} leaves out no blocks; call enable_cache with it")
         calibrator = merge_configs(self._calibrator, calibrator)
         self._contexts = self._make_contexts(config, calibrator)
@@ -410,9 +428,13 @@ class TransformerCache(ModelCache):
         batch_size = len(sample)
         kind = _describe_input((*args, *kwargs.values()))
         control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
+        scheduler = self._find_scheduler()
         for context, chain in self._chains:
             units = split_into_units(batch_size, moment.images, context.config.couple)
-            chain.begin_forward(CacheCall(moment, self._step, units, batch_size, kind, control), self._agreement)
+            call = CacheCall(
+                moment, self._step, units, batch_size, kind, control, self.transformer, sample, kwargs, scheduler
+            )
+            chain.begin_forward(call, self._agreement)
 
     def _bypass_chains(self) -> None:
         for _, chain in self._chains:
@@ -422,7 +444,7 @@ class TransformerCache(ModelCache):
 def build_transformer_cache(
     transformer: nn.Module,
     lists: Sequence[BlockList],
-    config: DBCacheConfig,
+    config: BlockCacheConfig,
     calibrator: Calibration | None = None,
     modifiers: Sequence[ParamsModifier] = (),
     *,
@@ -458,14 +480,15 @@ def build_transformer_cache(
         hooks += new_hooks
 
     def build_context(
-        name: str, context_hooks: Sequence[CacheHook], config: DBCacheConfig, calibrator: Calibration | None
+        name: str, context_hooks: Sequence[CacheHook], config: BlockCacheConfig, calibrator: Calibration | None
     ) -> CacheContext:
+        check_one_forecast(config, calibrator)
         if not has_rows:
             # Also where a modifier says otherwise.
             config = config.reset(couple="batch")
         return CacheContext(name, context_hooks, config, calibrator)
 
-    def build_contexts(changed: DBCacheConfig, calibrator: Calibration | None) -> list[CacheContext]:
+    def build_contexts(changed: BlockCacheConfig, calibrator: Calibration | None) -> list[CacheContext]:
         if len(modifiers) < 2:
             # All lists decide together.
             for modifier in modifiers:

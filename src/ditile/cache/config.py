@@ -95,6 +95,10 @@ class CacheConfig(Fields):
     """The settings of a method that leaves out work."""
 
     __slots__ = ()
+    WORDS: ClassVar[Mapping[str, str]] = {}
+    """Word of a cache in one line -> field; the first word is the method's own."""
+    HAS_FORECAST: ClassVar[bool] = False
+    """Whether the method forecasts in a way of its own, and takes no calibrator."""
 
     def __str__(self) -> str:
         return format_cache_config(self)
@@ -106,6 +110,7 @@ class CallCacheConfig(CacheConfig):
     """The settings of a method that leaves out whole calls of the model, and so needs to know no block."""
 
     __slots__ = ()
+    HAS_FORECAST = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +129,8 @@ class FittedScheduleConfig(CallCacheConfig):
         ModelError: if a field is not known, or a value is out of its range.
     """
 
+    WORDS = {"steps": "steps", "schedule": "schedule"}
+
     steps: Positive | None = field(default=None, metadata={"example": 10})
     schedule: Any = None
     num_inference_steps: Positive | None = None
@@ -131,7 +138,33 @@ class FittedScheduleConfig(CallCacheConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DBCacheConfig(CacheConfig):
+class BlockCacheConfig(CacheConfig):
+    """What the settings of methods that leave out blocks have in common.
+
+    Attributes:
+        num_inference_steps: steps of a generation where there is no pipeline to say so.
+        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;
+            with one it is seen from the calls.
+        couple: what is decided on together: each row of the batch alone, each image with all its rows of guidance, or
+            the whole batch.
+        store_dtype: the type in which values of computed steps are kept; None is their own.
+    """
+
+    HINT = "let mask and limits leave some out"
+    """What lets a method leave steps out where all are computed."""
+
+    num_inference_steps: Positive | None = None
+    enable_separate_cfg: bool | None = None
+    couple: Literal["row", "image", "batch"] = "image"
+    store_dtype: StoreType | None = None
+
+    def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
+        """The rules and the forecast of a generation of `steps` steps; `calibrator` is the one that was given."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DBCacheConfig(BlockCacheConfig):
     """DBCache: the first blocks of a list decide whether its middle blocks run, or what they added before is reused.
 
     Attributes:
@@ -153,20 +186,16 @@ class DBCacheConfig(CacheConfig):
             them. None is no mask. A mask longer than the generation is cut, a shorter one is refused when it begins.
         steps_computation_policy: steps of the mask that are 0 are cached where the difference is small (dynamic), or
             always (static). A step without anything stored computes.
-        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline;
-            with one it is seen from the calls.
         cfg_compute_first: accepted and not used: branches keep the pipeline's order.
         cfg_diff_compute_separate: False takes the difference of the first branch of a step for all of them.
-        num_inference_steps: steps of a generation where there is no pipeline to say so.
         l1_hidden_states_diff_threshold: compare what the first blocks return, not what they add, with this threshold
             in place of residual_diff_threshold; None does not.
         important_condition_threshold: above 0, the difference counts only tokens whose own relative difference is more
             than this.
         downsample_factor: the difference counts only every n-th channel.
-        couple: what is decided on together: each row of the batch alone, each image with all its rows of guidance, or
-            the whole batch.
         store: what is kept of a computed step: what the middle blocks added, or what they returned.
-        store_dtype: the type in which it is kept; None is its own.
+
+    The others are as in `BlockCacheConfig`.
 
     Raises:
         ModelError: if a field is not known, or a value is out of its range.
@@ -191,20 +220,20 @@ class DBCacheConfig(CacheConfig):
     accumulated_resets: bool = False
     steps_computation_mask: Sequence[int] | str | None = None
     steps_computation_policy: Literal["dynamic", "static"] = "dynamic"
-    enable_separate_cfg: bool | None = None
     cfg_compute_first: bool = False
     cfg_diff_compute_separate: bool = True
-    num_inference_steps: Positive | None = None
     l1_hidden_states_diff_threshold: Amount | None = field(default=None, metadata={"example": 0.08})
     important_condition_threshold: Amount = 0.0
     downsample_factor: Positive = 1
-    couple: Literal["row", "image", "batch"] = "image"
     store: Literal["residual", "hidden"] = "residual"
-    store_dtype: StoreType | None = None
 
     def __post_init__(self) -> None:
         Fields.__post_init__(self)
         object.__setattr__(self, "steps_computation_mask", check_step_mask(self.steps_computation_mask))
+
+    def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
+        """These rules and the `calibrator`, whatever the number of `steps`."""
+        return self, calibrator
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -327,21 +356,31 @@ class ParamsModifier(Fields):
         ModelError: if a field is not known, or no config.
     """
 
-    cache_config: DBCacheConfig | None = None
+    cache_config: BlockCacheConfig | None = None
     calibrator_config: Calibration | None = None
 
     def __post_init__(self) -> None:
-        kinds = (DBCacheConfig, DBCacheConfig), (Calibration, TaylorSeerCalibratorConfig)
+        kinds = (BlockCacheConfig, DBCacheConfig), (Calibration, TaylorSeerCalibratorConfig)
         for (name, value), (kind, example) in zip(self.values().items(), kinds, strict=True):
             if value is not None and not isinstance(value, kind):
                 raise ModelError(f"{name}={value!r} is no config; give a {example.__name__}(..)")
+        check_one_forecast(self.cache_config, self.calibrator_config)
 
     def over(
-        self, cache_config: DBCacheConfig, calibrator_config: Calibration | None
-    ) -> tuple[DBCacheConfig, Calibration | None]:
+        self, cache_config: BlockCacheConfig, calibrator_config: Calibration | None
+    ) -> tuple[BlockCacheConfig, Calibration | None]:
         """The configs of its list, given the pipeline's `cache_config` and `calibrator_config`."""
         cache = merge_configs(cache_config, self.cache_config)
         return cache or cache_config, merge_configs(calibrator_config, self.calibrator_config)
+
+
+def check_one_forecast(cache: CacheConfig | None, calibrator: Calibration | None) -> None:
+    """Raises `ModelError` if a method that forecasts in a way of its own is given a calibrator."""
+    if cache is not None and cache.HAS_FORECAST and calibrator is not None:
+        raise ModelError(
+            f"{type(cache).__name__} has a forecast of its own, and {type(calibrator).__name__} is another; leave the "
+            "calibrator out"
+        )
 
 
 def choose_stored_value(cache: DBCacheConfig, calibrator: Calibration | None) -> Literal["residual", "hidden"]:
@@ -397,26 +436,30 @@ CACHE_WORDS = {
     "dmd": CacheWord(DMDCalibratorConfig, "dmd_history", "DMDH"),
     "foca": CacheWord(FoCaCalibratorConfig, None, "FoCa"),
     "reach": CacheWord(_TAYLOR, "taylorseer_reach", "E"),
-    "steps": CacheWord(FittedScheduleConfig, "steps", "steps"),
-    "schedule": CacheWord(FittedScheduleConfig, "schedule"),
 }
 """The words of a cache in one line, in the order in which errors name them."""
 
 
 def format_cache_config(cache: CacheConfig, calibrator: Calibration | None = None) -> str:
-    """One word that describes the settings, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1` or `FittedSchedule_steps10`.
+    """One word that describes the settings, such as `DBCache_F1B0_W8I1M0MC3_R0.08_T1O1` or `SeaCache_0.3_MC1`.
 
     F and B: first and last blocks. W, I: warmup and its interval. M, MC: limits of cached steps and of those in a row,
-    0 for none. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator.
+    0 for none. R: the threshold. SCM: the mask and its policy. T1O1, FoCa, DMDH6: the calibrator. Of other methods: the
+    first value, and the words of values that were given.
     """
-    if not isinstance(cache, DBCacheConfig):
-        words = [word for word, row in CACHE_WORDS.items() if row.config is type(cache)]
-        parts = [type(cache).__name__.removesuffix("Config"), _show_words(cache, *words)]
-        return "_".join(filter(None, parts))
-    name = "DBPrune" if isinstance(cache, DBPruneConfig) else "DBCache"
-    parts = [name, _show_words(cache, "F", "B"), _show_words(cache, "W", "I", "M", "MC"), _show_words(cache, "R")]
-    if cache.steps_computation_mask is not None:
-        parts.append(f"{_show_words(cache, 'mask')}_{cache.steps_computation_policy}")
+    parts = [type(cache).__name__.removesuffix("Config")]
+    if isinstance(cache, DBCacheConfig):
+        parts += [_show_words(cache, "F", "B"), _show_words(cache, "W", "I", "M", "MC"), _show_words(cache, "R")]
+        if cache.steps_computation_mask is not None:
+            parts.append(f"{_show_words(cache, 'mask')}_{cache.steps_computation_policy}")
+    for place, (word, name) in enumerate(cache.WORDS.items()):
+        value = getattr(cache, name)
+        if value is None or (place and name not in cache.given):
+            continue
+        # A switch is shown by its word, and so are a table and a file.
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            word = word * (place > 0) + _show_value(value)
+        parts.append(word)
     if calibrator is not None:
         parts.append(_show_words(calibrator, "taylor", "dmd", "foca", "reach"))
     return "_".join(filter(None, parts))

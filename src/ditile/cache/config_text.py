@@ -23,6 +23,8 @@ A line has the settings of cache and calibrator. `--caches` takes lines, and tab
     F=1 W=4 R=0.12 MC=3 taylor=1         short names, as in what `strify` returns
     F=0 W=2 R=1 MC=4 taylor=1 reach=0.5  no block runs to decide; forecasts go half a gap beyond the last computed step
     F=1 mask=fast policy=static dmd=6    a preset of steps, and another calibrator
+    steps=10                             a fitted schedule: 10 steps call the model; schedule=FILE names another one
+    sea=0.3 MC=1                         another method, by its own word
     none                                 no cache
 
 docs/caching.md explains all words, `CACHE_WORDS` lists them. Fields of `DBCacheConfig` work by their own names too;
@@ -42,14 +44,20 @@ import yaml  # type: ignore[import-untyped]
 from ditile.cache.cache_dit import AXES, QuantizeConfig, RankDivision, plan_division
 from ditile.cache.config import (
     CACHE_WORDS,
+    CacheConfig,
     Calibration,
     DBCacheConfig,
     DBPruneConfig,
     DMDCalibratorConfig,
+    FittedScheduleConfig,
     FoCaCalibratorConfig,
     TaylorSeerCalibratorConfig,
     check_known,
+    check_one_forecast,
 )
+from ditile.cache.methods.magcache import MagCacheConfig
+from ditile.cache.methods.seacache import SeaCacheConfig
+from ditile.cache.methods.spectrum import SpectrumConfig
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import files
 from ditile.plan.errors import LoadError, ModelError
@@ -60,6 +68,14 @@ CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
     "foca": FoCaCalibratorConfig,
     "dmd": DMDCalibratorConfig,
 }
+METHOD_CONFIGS: dict[str, type[CacheConfig]] = {
+    "steps": FittedScheduleConfig,
+    "schedule": FittedScheduleConfig,
+    "mag": MagCacheConfig,
+    "sea": SeaCacheConfig,
+    "spectrum": SpectrumConfig,
+}
+"""A word by which a line names a method -> its config; without one of them the method is DBCache."""
 MAX_VALUES = 100_000
 MAX_DEPTH = 32
 """The values and levels of a file of settings, with what its aliases stand for: far more than settings need."""
@@ -67,7 +83,14 @@ NO_CACHE = "none"
 """The line that stands for no cache."""
 
 _EXPONENT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-_CACHE_CONFIGS = {"dbcache": DBCacheConfig, "dbprune": DBPruneConfig}
+_CACHE_CONFIGS: dict[str, type[CacheConfig]] = {
+    "dbcache": DBCacheConfig,
+    "dbprune": DBPruneConfig,
+    "schedule": FittedScheduleConfig,
+    "magcache": MagCacheConfig,
+    "seacache": SeaCacheConfig,
+    "spectrum": SpectrumConfig,
+}
 _UNUSED = ("force_reduce_calibrator_vram",)
 """Entries of cache_config that cache-dit has, and that change nothing here."""
 _PRUNE_FIELDS = set(DBPruneConfig.__dataclass_fields__) - set(DBCacheConfig.__dataclass_fields__)
@@ -127,7 +150,7 @@ def load_configs(path_or_dict: ConfigSource, return_dict: bool = True, *, reset:
     return tuple(configs.values())
 
 
-def load_cache_config(source: ConfigSource) -> tuple[DBCacheConfig | None, Calibration | None]:
+def load_cache_config(source: ConfigSource) -> tuple[CacheConfig | None, Calibration | None]:
     """The cache_config and the calibrator_config of `load_configs`."""
     configs = load_configs(source)
     return configs["cache_config"], configs["calibrator_config"]
@@ -225,8 +248,11 @@ def _parse_cache_section(values: JsonObject) -> CallArguments:
     cache_type = str(fields.pop("cache_type", "")).rpartition(".")[2].lower()
     if cache_type:
         check_known(f"cache_type={cache_type!r}", cache_type, _CACHE_CONFIGS)
-    prunes = cache_type == "dbprune" or (not cache_type and not _PRUNE_FIELDS.isdisjoint(fields))
-    configs: CallArguments = {"cache_config": _make_cache_config(fields, prunes=prunes)}
+    elif _PRUNE_FIELDS.isdisjoint(fields):
+        cache_type = "dbcache"
+    else:
+        cache_type = "dbprune"
+    configs: CallArguments = {"cache_config": _make_cache_config(fields, _CACHE_CONFIGS[cache_type])}
     for name in enabled:
         configs["calibrator_config"] = CALIBRATOR_CONFIGS[name](**calibrator_fields)
     return configs
@@ -250,14 +276,13 @@ def _list_calibrator_entries() -> dict[str, tuple[str, str]]:
 _CALIBRATOR_ENTRIES = _list_calibrator_entries()
 
 
-def _make_cache_config(fields: JsonObject, *, prunes: bool) -> DBCacheConfig:
+def _make_cache_config(fields: JsonObject, config: type[CacheConfig]) -> CacheConfig:
     """The config; its mask may be text, such as `6,1,1/1,2`."""
     mask = fields.get("steps_computation_mask")
     if isinstance(mask, str):
         fields = fields | {"steps_computation_mask": parse_step_mask(mask)}
-    if prunes:
-        return DBPruneConfig(**fields)
-    return DBCacheConfig(**fields)
+    made: CacheConfig = config(**fields)
+    return made
 
 
 def _parse_calibrator_section(values: JsonObject) -> Calibration:
@@ -284,7 +309,9 @@ def _parse_parallelism_section(values: JsonObject) -> RankDivision:
 
 
 _SECTIONS = ("cache_config", "calibrator_config", "parallelism_config", "attention_backend", "quantize_config")
-_FLAT_ENTRIES = {"cache_type", *_UNUSED, *DBPruneConfig.__dataclass_fields__, *_CALIBRATOR_ENTRIES}
+_FLAT_ENTRIES = {"cache_type", *_UNUSED, *_CALIBRATOR_ENTRIES}
+for _config in _CACHE_CONFIGS.values():
+    _FLAT_ENTRIES |= set(_config.__dataclass_fields__)
 """What a config file may have that is one cache_config, without sections."""
 
 
@@ -301,7 +328,8 @@ def parse_cache_line(line: str) -> CallArguments:
         raise ModelError(
             f"a cache in one line is such as 'F=1 W=4 R=0.12 taylor=1', or {NO_CACHE!r}; this line is empty"
         )
-    words = _split_cache_line(line)
+    method = _find_method(line)
+    words = _split_cache_line(line, method)
     names = [name for name in _FORECASTS if name in words]
     if len(names) > 1:
         raise ModelError(f"{line!r} has {len(names)} calibrators; name one")
@@ -309,12 +337,14 @@ def parse_cache_line(line: str) -> CallArguments:
         raise ModelError(
             f"reach={words['reach']} is how far the forecast of taylor goes; add taylor=1, or leave it out"
         )
-    prunes = bool(words.pop("prune", False))
+    if words.pop("prune", False):
+        method = DBPruneConfig
     fields = {}
     for word, value in words.items():
-        if word not in (*_FORECASTS, "reach"):
-            fields[_get_field(word)] = value
-    configs = {"cache_config": _make_cache_config(fields, prunes=prunes)}
+        # The word that names a method may stand without its value.
+        if word not in (*_FORECASTS, "reach") and not (word in METHOD_CONFIGS and value is True):
+            fields[_get_field(word, method)] = value
+    configs: CallArguments = {"cache_config": _make_cache_config(fields, method)}
     for name in names:
         row = CACHE_WORDS[name]
         value = words[name]
@@ -327,33 +357,51 @@ def parse_cache_line(line: str) -> CallArguments:
         if "reach" in words:
             calibrator_fields["taylorseer_reach"] = words["reach"]
         configs["calibrator_config"] = row.config(**calibrator_fields)
+        check_one_forecast(configs["cache_config"], configs["calibrator_config"])
     return configs
 
 
-def _get_field(word: str) -> str:
+def _find_method(line: str) -> type[CacheConfig]:
+    """The config of the method that a line names; without a word of one it is DBCache."""
+    for word in line.split():
+        name, _, _ = word.partition("=")
+        if name in METHOD_CONFIGS:
+            return METHOD_CONFIGS[name]
+    return DBCacheConfig
+
+
+def _get_field(word: str, method: type[CacheConfig]) -> str:
     """The field that a word of a line stands for; fields work by their own names."""
+    if word in method.WORDS:
+        return method.WORDS[word]
     if word not in CACHE_WORDS:
         return word
     return CACHE_WORDS[word].field or word
 
 
-def _split_cache_line(line: str) -> JsonObject:
+def _split_cache_line(line: str, method: type[CacheConfig]) -> JsonObject:
     """`F=1 foca` as `{"F": 1, "foca": True}`.
 
     Raises:
         ModelError: if a word is not known, lacks its value, or is there twice, by whichever name.
     """
+    # A word of one method is none of another's.
+    known = list(CACHE_WORDS)
+    fields = DBPruneConfig.__dataclass_fields__
+    if method is not DBCacheConfig:
+        known = [*method.WORDS, *_FORECASTS, "reach"]
+        fields = method.__dataclass_fields__
     values: JsonObject = {}
     for word in line.split():
         name, _, value = word.partition("=")
-        if name not in CACHE_WORDS and name not in DBPruneConfig.__dataclass_fields__:
+        if name not in known and name not in fields:
             raise ModelError(
-                f"{word!r} is no word of a cache in one line; known are {', '.join(CACHE_WORDS)}, and the fields of "
-                f"DBCacheConfig by their names"
+                f"{word!r} is no word of a cache in one line; known are {', '.join(known)}, and the fields of "
+                f"{method.__name__} by their names"
             )
         if not value and name in CACHE_WORDS and name not in _WITHOUT_VALUE:
             raise ModelError(f"{word!r} has no value; write it without blanks, as in F=1 W=4 R=0.12")
-        if _get_field(name) in map(_get_field, values):
+        if _get_field(name, method) in [_get_field(earlier, method) for earlier in values]:
             raise ModelError(f"{word!r} says {name} a second time in {line!r}; say it once")
         values[name] = _parse_word_value(value)
     return values

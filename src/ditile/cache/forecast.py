@@ -27,6 +27,7 @@ from ditile.cache.config import (
     StoreType,
     TaylorSeerCalibratorConfig,
 )
+from ditile.cache.methods.spectrum import ChebyshevCalibratorConfig
 from ditile.plan.errors import ModelError, StateError
 
 Total = Callable[[Tensor], Tensor]
@@ -122,6 +123,8 @@ def build_forecaster(
         return FoCa(dtype)
     if isinstance(config, DMDCalibratorConfig):
         return DMD(config.dmd_history, config.dmd_rank or None, config.dmd_ridge, dtype, total)
+    if isinstance(config, ChebyshevCalibratorConfig):
+        return Chebyshev(config)
     raise ModelError(f"{type(config).__name__} is no calibrator; try TaylorSeerCalibratorConfig()")
 
 
@@ -299,6 +302,59 @@ class DMD(Forecaster):
         if weights is None:
             return latest
         return _compute_weighted_sum(snapshots, weights)
+
+
+class Chebyshev(Forecaster):
+    """The ridge regression of all computed steps on Chebyshev polynomials, mixed with a line (Spectrum).
+
+    A forecast depends on the values only through their sums with the polynomials as weights, so the sums are kept and
+    not the values. The line is Newton's through the last two computed steps.
+
+    Args:
+        config: the number of steps, the degree, the ridge, and the share of the regression in the mixture.
+    """
+
+    def __init__(self, config: ChebyshevCalibratorConfig) -> None:
+        super().__init__(1)
+        self._config = config
+        self._gram = torch.eye(config.degree + 1, dtype=torch.float64) * config.ridge
+        self._line = TaylorSeer(1)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that are kept."""
+        return super().memory_bytes + self._line.memory_bytes
+
+    def _store_snapshot(self, snapshot: Tensor) -> None:
+        # The normal equations need a small matrix of the steps, and sums of the values.
+        basis = self._compute_basis(self._steps[0])
+        self._gram += torch.outer(basis, basis)
+        if not self._tensors:
+            # A sum over the steps of values in half precision would lose what it is to forecast.
+            wide = torch.promote_types(snapshot.dtype, torch.float32)
+            self._tensors = [torch.zeros_like(snapshot, dtype=wide) for _ in basis]
+        for total, weight in zip(self._tensors, basis.tolist(), strict=True):
+            total.add_(snapshot, alpha=weight)
+        if self._config.share < 1:
+            self._line.add_computed_step(self._steps[0], snapshot)
+
+    def _continue_sequence(self, step: int) -> Tensor:
+        share = self._config.share
+        # The ridge keeps the matrix regular while there are fewer steps than polynomials.
+        weights = torch.linalg.solve(self._gram, self._compute_basis(step)) * share
+        forecast = torch.zeros_like(self._tensors[0])
+        for total, weight in zip(self._tensors, weights.tolist(), strict=True):
+            forecast.add_(total, alpha=weight)
+        if share < 1:
+            forecast.add_(self._line.forecast_value(step), alpha=1 - share)
+        return forecast
+
+    def _compute_basis(self, step: int) -> Tensor:
+        """The polynomials T_0, T_1 .. at a step, whose time is from -1 to 1: float64 on the CPU."""
+        time = 2 * step / self._config.steps - 1
+        # Rounding may lead out of the interval.
+        angle = math.acos(min(max(time, -1.0), 1.0))
+        return torch.tensor([math.cos(k * angle) for k in range(self._config.degree + 1)], dtype=torch.float64)
 
 
 class Modes:

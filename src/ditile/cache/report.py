@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ditile.cache.methods.magcache import MagCalibration
 from ditile.plan.layout import merge_ranges
 from ditile.plan.option_classes import JsonObject
 
@@ -49,6 +50,7 @@ class ContextReport:
         kept_bytes: bytes that all contexts of the model remembered when the generation ended.
         decisions: one for each image, branch and patch.
         stage: the stage of the rank that reports.
+        mag_ratios: of each step, where MagCache was calibrated.
     """
 
     name: str
@@ -59,6 +61,7 @@ class ContextReport:
     kept_bytes: int
     decisions: list[Decisions]
     stage: int = 0
+    mag_ratios: list[float] = field(default_factory=list)
 
     @classmethod
     def from_dict(cls, values: JsonObject) -> ContextReport:
@@ -105,7 +108,10 @@ def build_context_report(context: CacheContext, chain: Chain, steps: int, kept_b
         differences = sorted(record.differences.items())
         decisions.append(Decisions(branch, patch, unit, list(record.skipped), differences))
     middle = len(chain.middle)
-    return ContextReport(context.name, context.text, len(context.hooks), middle, steps, kept_bytes, decisions)
+    report = ContextReport(context.name, context.text, len(context.hooks), middle, steps, kept_bytes, decisions)
+    if isinstance(chain, MagCalibration):
+        report = replace(report, mag_ratios=chain.ratios)
+    return report
 
 
 def merge_rank_reports(reports_by_rank: Sequence[tuple[Sequence[int], Sequence[ContextReport]]]) -> list[ContextReport]:
@@ -179,7 +185,11 @@ def build_report_table(reports: Iterable[ContextReport], *, details: bool) -> Ta
         columns += ["branch", "patch", "image", *(f"p{percent}" for percent in PERCENTILES)]
     else:
         columns.append("median difference")
-    report_table = Table(*columns, title="what the cache left out")
+    # A table that was measured is to be copied from here.
+    reports = list(reports)
+    ratios = [",".join(f"{ratio:.5f}" for ratio in report.mag_ratios) for report in reports if report.mag_ratios]
+    caption = "".join(f"ratios={text}\n" for text in ratios)
+    report_table = Table(*columns, title="what the cache left out", caption=caption or None)
     for report in reports:
         name = report.name
         if report.stage:
@@ -243,6 +253,10 @@ def _summarize_context(reports: Sequence[ContextReport]) -> JsonObject:
     median = None
     if differences:
         median = statistics.median(differences)
+    # Other caches have none.
+    ratios = {}
+    if reports[0].mag_ratios:
+        ratios = {"mag_ratios": reports[0].mag_ratios}
     return {
         "stage": reports[0].stage,
         "context": reports[0].name,
@@ -253,4 +267,4 @@ def _summarize_context(reports: Sequence[ContextReport]) -> JsonObject:
         "cached_steps": [report.cached_steps for report in reports],
         "blocks_saved": sum(report.saved * report.steps for report in reports) / max(steps, 1),
         "median_difference": median,
-    }
+    } | ratios

@@ -11,9 +11,9 @@ than the change of its values, counts as a difference too: where control begins 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -74,6 +74,10 @@ class CacheCall(NamedTuple):
         batch_size: rows of the batch.
         kind: shapes and modes of all arguments of the model.
         control: sizes `[rows, arguments]` of what enters after the probe, as from a ControlNet; None if nothing does.
+        model: that is called.
+        sample: the noisy input, whole on every rank; of some models it is a list.
+        inputs: the arguments that the pipeline gives by name.
+        scheduler: of the pipeline; None without one.
     """
 
     moment: CallPosition
@@ -82,6 +86,10 @@ class CacheCall(NamedTuple):
     batch_size: int
     kind: tuple[Any, ...] = ()
     control: Tensor | None = None
+    model: Any = None
+    sample: Any = None
+    inputs: Mapping[str, Any] = {}
+    scheduler: Any = None
 
     def split_by_patch(self, image: Tensor) -> list[tuple[int, Tensor]]:
         """Image tokens `[rows, tokens, channels]` by patch, because a later step may decide on each patch by itself."""
@@ -95,13 +103,23 @@ class CacheCall(NamedTuple):
         return UnitKey(self.moment.branch, self.kind, patch, unit.place, unit.among)
 
 
+class Feature(Protocol):
+    """What is compared in place of tokens, with its value in the last step, whether that was computed or not.
+
+    Every rank has all of it, so the first one's differences are those of all.
+    """
+
+    def list_parts(self, call: CacheCall) -> list[tuple[int, Tensor]]:
+        """By patch, with the rows of the batch first."""
+
+
 @dataclass(slots=True)
 class UnitState:
     """What is remembered of one unit and patch.
 
     Attributes:
         record: what was decided.
-        probe: of the last computed step.
+        probe: of the last computed step; a `Feature`'s of the last step.
         size: the sum of the absolute values of `probe`, once it is known.
         control: the rows of `CacheCall.control` in that step.
     """
@@ -120,12 +138,20 @@ class SkipDecider:
         difference: measures two probes.
         dtype: the type in which probes are kept; None is their own.
         shares: whether the difference of the first branch of a step counts for the others too.
+        feature: what is compared in place of probes.
     """
 
     def __init__(
-        self, rules: SkipRules, difference: Difference, dtype: torch.dtype | None = None, *, shares: bool = False
+        self,
+        rules: SkipRules,
+        difference: Difference,
+        dtype: torch.dtype | None = None,
+        *,
+        shares: bool = False,
+        feature: Feature | None = None,
     ) -> None:
         self.rules = rules
+        self._feature = feature
         self._difference = difference
         self._dtype = dtype
         self._shares = shares
@@ -145,8 +171,12 @@ class SkipDecider:
         states_by_unit = self._collect_states(call)
         verdicts = [self._find_unit_verdict(call, states) for states in states_by_unit]
         differences: Sequence[float | None] = [None] * len(verdicts)
+        parts = self._list_parts(probe, call)
         if RuleVerdict.MEASURE in verdicts:
-            differences = self._find_differences(probe, call, agreement, states_by_unit, verdicts)
+            differences = self._find_differences(parts, call, agreement, states_by_unit, verdicts)
+        # It is compared with the last step, and not with the last computed one.
+        if self._feature is not None:
+            self._store_parts(parts, call, [False] * len(verdicts))
         skips: list[bool] = []
         for place, states in enumerate(states_by_unit):
             difference = differences[place]
@@ -161,6 +191,16 @@ class SkipDecider:
             skips.append(skipped)
         return skips
 
+    def decide_by_rules(self, call: CacheCall) -> list[bool]:
+        """Which units are left out, where the rules alone decide."""
+        skips = []
+        for states in self._collect_states(call):
+            skipped = self._find_unit_verdict(call, states) is RuleVerdict.SKIP
+            for state in states:
+                self.rules.record_decision(call.step, state.record, skipped=skipped, difference=None)
+            skips.append(skipped)
+        return skips
+
     def record_skips(self, call: CacheCall, skips: Sequence[bool]) -> None:
         """Records a decision that another stage took."""
         for skipped, states in zip(skips, self._collect_states(call), strict=True):
@@ -169,7 +209,18 @@ class SkipDecider:
 
     def store_probes(self, probe: Tensor, call: CacheCall, skips: Sequence[bool]) -> None:
         """Keeps the probe `[rows, tokens, channels]` of the units that are computed."""
-        for patch, tokens in call.split_by_patch(probe):
+        # A feature was kept with the decision.
+        if self._feature is None:
+            self._store_parts(self._list_parts(probe, call), call, skips)
+
+    def _list_parts(self, probe: Tensor, call: CacheCall) -> list[tuple[int, Tensor]]:
+        """What is compared, by patch."""
+        if self._feature is None:
+            return call.split_by_patch(probe)
+        return self._feature.list_parts(call)
+
+    def _store_parts(self, parts: list[tuple[int, Tensor]], call: CacheCall, skips: Sequence[bool]) -> None:
+        for patch, tokens in parts:
             for unit, skipped in zip(call.units, skips, strict=True):
                 if skipped:
                     continue
@@ -206,8 +257,6 @@ class SkipDecider:
             return RuleVerdict.COMPUTE
         verdicts = []
         for state in states:
-            if state.probe is None:
-                return RuleVerdict.COMPUTE
             verdicts.append(self.rules.decide_without_difference(call.step, state.record, call.moment.step))
         for verdict in (RuleVerdict.COMPUTE, RuleVerdict.MEASURE):
             if verdict in verdicts:
@@ -216,7 +265,7 @@ class SkipDecider:
 
     def _find_differences(
         self,
-        probe: Tensor,
+        parts: list[tuple[int, Tensor]],
         call: CacheCall,
         agreement: SkipAgreement,
         states_by_unit: list[list[UnitState]],
@@ -229,28 +278,38 @@ class SkipDecider:
         if None not in first_branch:
             differences = first_branch
         else:
-            sums = self._sum_changes(probe, call, states_by_unit, verdicts)
+            sums = self._sum_changes(parts, call, states_by_unit, verdicts)
             if call.control is not None:
                 control_sums = self._sum_control(call, call.control, states_by_unit)
                 sums = torch.cat([sums, control_sums.to(sums)], dim=1)
             # All ranks call this, also for units that need no difference: the sums of all units are one message.
-            numbers = agreement.sum_over_ranks(sums).tolist()
-            differences = [_find_largest_difference(*unit_numbers) for unit_numbers in numbers]
+            # Each rank has all of a feature, and a part of the tokens.
+            if self._feature is None:
+                sums = agreement.sum_over_ranks(sums)
+            differences = [_find_largest_difference(*unit_numbers) for unit_numbers in sums.tolist()]
+            if self._feature is not None:
+                # What says nothing has not changed.
+                differences = [*agreement.take_first_numbers([number or 0.0 for number in differences])]
         for place, verdict in enumerate(verdicts):
             if verdict is not RuleVerdict.MEASURE:
                 differences[place] = None
         return differences
 
     def _sum_changes(
-        self, probe: Tensor, call: CacheCall, states_by_unit: list[list[UnitState]], verdicts: list[RuleVerdict]
+        self,
+        parts: list[tuple[int, Tensor]],
+        call: CacheCall,
+        states_by_unit: list[list[UnitState]],
+        verdicts: list[RuleVerdict],
     ) -> Tensor:
         """`[units, 2]`: the sums of the change and of the size of each unit's probe; 0 where none is to be measured."""
-        dtype = self._difference.choose_sum_dtype(probe)
+        _, first_part = parts[0]
+        dtype = self._difference.choose_sum_dtype(first_part)
         measured: list[Tensor] = []
         for unit, states, verdict in zip(call.units, states_by_unit, verdicts, strict=True):
-            for (_, tokens), state in zip(call.split_by_patch(probe), states, strict=True):
+            for (_, tokens), state in zip(parts, states, strict=True):
                 if verdict is not RuleVerdict.MEASURE or state.probe is None:
-                    measured += probe.new_zeros(2, dtype=dtype)
+                    measured += tokens.new_zeros(2, dtype=dtype)
                     continue
                 unit_tokens = unit.slice_batch(tokens)
                 change, size = self._difference.sum_change_and_size(state.probe, unit_tokens, state.size)
@@ -291,8 +350,10 @@ class SkipDecider:
             whole = self._states.pop(call.make_unit_key(patch, WHOLE_BATCH), None)
         for new_unit in call.units:
             state = self._states[call.make_unit_key(patch, new_unit)] = UnitState()
-            if whole is not None and whole.probe is not None:
-                state.record.computed = whole.record.computed
+            if whole is None:
+                continue
+            state.record.computed = whole.record.computed
+            if whole.probe is not None:
                 state.probe = whole.probe[new_unit.batch_slice].clone()
                 state.control = None if whole.control is None else whole.control[new_unit.batch_slice]
         return self._states[key]

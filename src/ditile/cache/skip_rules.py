@@ -124,6 +124,13 @@ class SkipRules:
         return self.config.steps_computation_policy == "static"
 
     @property
+    def decide_alone(self) -> bool:
+        """Whether nothing is ever measured, so that every rank knows each decision without a message."""
+        if self.mask is not None and self.is_static:
+            return True
+        return self.threshold <= 0 or (self.threshold >= ALWAYS and self._active_budget is None)
+
+    @property
     def never_skips(self) -> bool:
         """Whether nothing is ever left out."""
         return self.threshold <= 0 and (self.mask is None or not self.is_static)

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ditile.cache.build import build_skip_rules
-from ditile.cache.config import DBCacheConfig
+from ditile.cache.config import BlockCacheConfig
 from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
@@ -534,7 +534,7 @@ def list_divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n < number]
 
 
-def predict_skipped_steps(config: DBCacheConfig | None, steps: int, hit_rate: float | None = None) -> CacheSkips:
+def predict_skipped_steps(config: BlockCacheConfig | None, steps: int, hit_rate: float | None = None) -> CacheSkips:
     """The steps that a cache leaves out.
 
     Args:
@@ -568,4 +568,5 @@ def predict_skipped_steps(config: DBCacheConfig | None, steps: int, hit_rate: fl
             hits -= 1
         skipped = is_hit or verdict is RuleVerdict.SKIP
         rules.record_decision(step, record, skipped=skipped, difference=None)
-    return CacheSkips(steps=frozenset(record.skipped), first=config.Fn_compute_blocks, last=config.Bn_compute_blocks)
+    first = rules.config.Fn_compute_blocks
+    return CacheSkips(steps=frozenset(record.skipped), first=first, last=rules.config.Bn_compute_blocks)

@@ -34,7 +34,14 @@ from ditile.cache.cached import (
 )
 from ditile.cache.calls.call_cache import CallCache, prepare_policy
 from ditile.cache.clock import CallClock, SchedulerClock, find_schedulers
-from ditile.cache.config import CacheConfig, Calibration, CallCacheConfig, DBCacheConfig, ParamsModifier
+from ditile.cache.config import (
+    BlockCacheConfig,
+    CacheConfig,
+    Calibration,
+    CallCacheConfig,
+    DBCacheConfig,
+    ParamsModifier,
+)
 from ditile.cache.config import format_cache_config as config_text
 from ditile.cache.config_text import load_configs
 from ditile.cache.report import ContextReport, build_report_table, merge_rank_reports
@@ -84,8 +91,8 @@ def enable_cache(
     Args:
         pipe_or_adapter: a pipeline (before or after `parallelize`), a runner, a transformer, or a `BlockAdapter` that
             says where blocks are. A new cache replaces the one that is there.
-        cache_config: a `FittedScheduleConfig`, which leaves out whole calls of the model, or a `DBCacheConfig` or
-            `DBPruneConfig`, which leave out blocks. The default is `build_default_config`, or no cache if one of
+        cache_config: a `FittedScheduleConfig`, or of another method that leaves out whole calls of the model or, as
+            `DBCacheConfig`, blocks. The default is `build_default_config`, or no cache if one of
             the last three arguments is given.
         calibrator_config: forecasts what was left out; None takes what was computed last.
         params_modifiers: what is different in some lists of blocks; with one for each list, each decides by itself.
@@ -371,7 +378,7 @@ def _require_caches(target: Any) -> list[ModelCache]:
 
 def _build_model_cache(
     adapted: TransformerBlockLists,
-    config: DBCacheConfig | None,
+    config: BlockCacheConfig | None,
     calibrator: Calibration | None,
     modifiers: Sequence[ParamsModifier] | ParamsModifier | None,
 ) -> TransformerCache:
@@ -379,7 +386,7 @@ def _build_model_cache(
         modifiers = [modifiers]
     config = config or build_default_config(sum(len(block_list.blocks) for block_list in adapted.lists))
     row = find_model_entry(adapted.transformer)
-    if row.mirrored and config.Bn_compute_blocks > config.Fn_compute_blocks:
+    if row.mirrored and isinstance(config, DBCacheConfig) and config.Bn_compute_blocks > config.Fn_compute_blocks:
         raise ModelError(
             f"Bn_compute_blocks={config.Bn_compute_blocks}: the last blocks of {type(adapted.transformer).__name__} "
             f"read what the first ones return, of which {config.Fn_compute_blocks} are computed; try "
@@ -423,7 +430,7 @@ def _build_caches(
         make_policy = prepare_policy(pipe, models, config)
         caches += [CallCache(model, config, make_policy) for model in models]
         return caches
-    assert config is None or isinstance(config, DBCacheConfig)
+    assert config is None or isinstance(config, BlockCacheConfig)
     caches += [_build_model_cache(model, config, calibrator, modifiers) for model in adapted]
     return caches
 
@@ -483,7 +490,9 @@ def _install_caches(
         clock = SchedulerClock(pipe, begin_caches, end_caches, check_models)
     clock.start_watching()
     for cache in caches:
-        cache.install_hooks(clock, functools.partial(find_compiler, pipe, cache.transformer))
+        compiler = functools.partial(find_compiler, pipe, cache.transformer)
+        # The scheduler is looked up in each call: users replace it.
+        cache.install_hooks(clock, compiler, functools.partial(getattr, pipe, "scheduler", None))
         stack.callback(cache.remove_hooks)
 
 

@@ -5,7 +5,7 @@ B = 0 is first-block caching. The probe's value is what its blocks add to the im
 value in the last computed step. The probe and the residual of the middle are stored only when the middle runs.
 
 With F = 0 no block runs to decide: the probe's value is the input of the first block. Where the rules alone decide (a
-static mask, a threshold of 1) all blocks are left out.
+static mask, a threshold of 1) nothing is compared, kept for a comparison, or sent: each rank knows every decision.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class DBCache:
         self._make = residuals
         self._hidden = hidden
         self.middle = range(first, max(first, len(hooks) - last))
+        self._is_known = decider.rules.decide_alone
         # With F = 0 the input of the first block is the probe, and no block runs to decide.
         self._decides_at_input = first == 0
         self._probe_end: CacheHook | None = None
@@ -79,6 +80,10 @@ class DBCache:
         self._call = call
         self._agreement = agreement
         self._before = None
+        # Nobody waits for a decision, as each stage has the rules.
+        if self._is_known:
+            self._apply_skips(self.decider.decide_by_rules(call))
+            return
         if self._starts and self._decides_at_input:
             self._hooks[0].handle = self._decide_at_first_block
             return
@@ -90,7 +95,7 @@ class DBCache:
         elif self._waits_for_decision:
             skips = agreement.receive_skip_decision(len(call.units))
             self.decider.record_skips(call, skips)
-            self._apply_skips(skips)
+            self._send_and_apply_skips(skips)
 
     def bypass_cache(self) -> None:
         """All blocks run, and nothing is remembered."""
@@ -116,7 +121,7 @@ class DBCache:
         if not all(skips):
             # A block may write into its input.
             self.decider.store_probes(probe.clone(), self._call, skips)
-        self._apply_skips(skips)
+        self._send_and_apply_skips(skips)
         assert hook.handle is not None
         return hook.handle(hook, args, kwargs)
 
@@ -145,12 +150,15 @@ class DBCache:
         # Probes of steps that are left out are never compared with.
         if not all(skips):
             self.decider.store_probes(probe, self._call, skips)
-        self._apply_skips(skips)
+        self._send_and_apply_skips(skips)
         return out
 
-    def _apply_skips(self, skips: Sequence[bool]) -> None:
+    def _send_and_apply_skips(self, skips: Sequence[bool]) -> None:
         # The next stage waits for the decision before it computes anything.
         self._agreement.send_skip_decision(skips)
+        self._apply_skips(skips)
+
+    def _apply_skips(self, skips: Sequence[bool]) -> None:
         for segment in self._segments:
             segment.apply_decision(self._call, skips, self._agreement)
 

@@ -162,6 +162,7 @@ class CallPosition(NamedTuple):
         has_text: whether the text is real and no dummy; only known after the first block was reached.
         images: in the batch, if that is known; a row is one branch of guidance of one image.
         must_compute: whether nothing may be left out, because the next step reads what this one computes.
+        row_spans: where each patch is among the rows of the image, as (start, stop, all); known when `sizes` is.
     """
 
     step: int
@@ -171,6 +172,7 @@ class CallPosition(NamedTuple):
     has_text: Callable[[], bool] = lambda: True
     images: int | None = None
     must_compute: bool = False
+    row_spans: Callable[[], Sequence[tuple[int, int, int]]] = lambda: ((0, 1, 1),)
 
 
 class StepForecasts(Protocol):
@@ -218,6 +220,9 @@ class SkipAgreement(Protocol):
 
     def sum_over_ranks(self, sums: Tensor) -> Tensor:
         """The sums over the ranks that split the tokens and branches of these blocks, on the CPU."""
+
+    def take_first_numbers(self, numbers: Sequence[float]) -> list[float]:
+        """What the first of those ranks measured, where each measured the same but for the rounding."""
 
     def send_skip_decision(self, skips: Sequence[bool]) -> None:
         """Sends the decision to the next stage."""

@@ -18,7 +18,7 @@ from ditile.cache.config import (
     TaylorSeerCalibratorConfig,
     merge_configs,
 )
-from ditile.cache.config_text import CALIBRATOR_CONFIGS, load_configs, parse_cache_line
+from ditile.cache.config_text import CALIBRATOR_CONFIGS, METHOD_CONFIGS, load_configs, parse_cache_line
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError
@@ -92,6 +92,18 @@ class CacheOptions(Fields):
         "the cache in one line, such as 'F=1 W=4 R=0.12 taylor=1', or none; its words are in docs/caching.md",
         metavar="LINE",
     )
+    mag: float | None = define_option(
+        None, "leave out steps by a table of ratios (MagCache), to this error", metavar="X"
+    )
+    mag_ratios: str | None = define_option(
+        None, "the table: flux, or numbers such as 1.0,1.2,1.1 from --cache-line 'mag calibrate'", metavar="R"
+    )
+    sea: float | None = define_option(
+        None, "leave out steps while the filtered latents change less than this (SeaCache)", metavar="X"
+    )
+    spectrum: float | None = define_option(
+        None, "forecast steps in windows that grow by this at each computed one (Spectrum)", metavar="X"
+    )
     quantize: bool = define_option(False, "keep weights in 8 or 4 bits", aliases=("-q",))
     quantize_type: str = define_option(
         "float8_weight_only", f"how: {', '.join(get_args(QuantizeType))}", metavar="TYPE"
@@ -114,8 +126,11 @@ class CacheOptions(Fields):
     )
 
     def __post_init__(self) -> None:
-        if self.cache_line is not None:
-            self._check_cache_line(self.cache_line)
+        # A table alone would be ignored.
+        if "mag_ratios" in self.given and "mag" not in self.given:
+            raise ModelError(f"--mag-ratios {self.mag_ratios} is for --mag; add it")
+        for line in self._list_cache_lines():
+            self._check_cache_line(line)
         # One forecast at a time: each keeps its own history of every block.
         calibrators = [name for name in CALIBRATOR_CONFIGS if getattr(self, name)]
         if len(calibrators) > 1:
@@ -149,11 +164,11 @@ class CacheOptions(Fields):
         arguments = self._load_config_file()
         # `collect_plan_values` takes it.
         arguments.pop("parallelism_config", None)
-        if self.cache_line is not None:
+        for line in self._list_cache_lines():
             arguments.pop("calibrator_config", None)
-            arguments |= parse_cache_line(self.cache_line)
+            arguments |= parse_cache_line(line)
         file_config = arguments.get("cache_config")
-        if self.cache or self.prune or file_config is not None:
+        if self.cache or self.prune or isinstance(file_config, DBCacheConfig):
             arguments["cache_config"] = merge_configs(file_config, self._build_cache_config())
         calibrator = self._build_calibrator_config(arguments.get("calibrator_config"))
         if calibrator is not None:
@@ -161,6 +176,19 @@ class CacheOptions(Fields):
         if self.quantize:
             arguments["quantize_config"] = arguments.get("quantize_config", {}) | {"quant_type": self.quantize_type}
         return arguments
+
+    def _list_cache_lines(self) -> list[str]:
+        """The cache in one line, as a list of at most one. Raises `ModelError` if there are several."""
+        # A flag of a method is a line of its word.
+        flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_CONFIGS if name in self.given}
+        if self.mag_ratios is not None and self.mag is not None:
+            flags["mag"] += f" ratios={self.mag_ratios}"
+        lines = list(flags.values())
+        if self.cache_line is not None:
+            lines.append(self.cache_line)
+        if len(lines) > 1:
+            raise ModelError(f"{' and '.join(map(repr, lines))}: there is one cache in one line; give one of them")
+        return lines
 
     def _check_packages(self, arguments: CallArguments) -> None:
         """Raises `ModelError` unless the packages that these options need are installed: before ranks are started."""

@@ -1,0 +1,102 @@
+"""Spectrum: the output of the last block is forecast by Chebyshev polynomials, in ever longer gaps (arXiv 2603.01623).
+
+For each token and channel h(t) = sum of c_k T_k(2 t / steps - 1) is fitted to all computed steps by ridge regression.
+After a warmup, one step is computed in each window, and the window grows with each of them.
+
+Cost: degree + 1 sums the size of the tokens, in float32 at least; two more values where the forecast is mixed with a
+line. Nothing is compared or sent, as every rank knows the schedule and each token is forecast by itself. A window of 1
+that does not grow computes all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ditile.cache.config import Amount, BlockCacheConfig, Calibration, Count, DBCacheConfig, Positive
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Ridge = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpectrumConfig(BlockCacheConfig):
+    """Spectrum: computes one step in each window, which grows, and forecasts the others by Chebyshev polynomials.
+
+    Attributes:
+        flex_window: steps by which the window grows at each computed step after the warmup; 0.75 computes 14 of 50.
+        window_size: steps of the first window; with 1, and a flex_window of 0, all steps are computed.
+        warmup_steps: the first steps, which compute.
+        m: the degree of the polynomials.
+        lam: of the ridge regression.
+        w: the part of the polynomials in a forecast; the rest is the line through the last two computed steps.
+        couple: all images are left out in the same steps, so it is always "batch".
+
+    The others are as in `BlockCacheConfig`; names and defaults are those of the authors' code.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    WORDS = {"spectrum": "flex_window", "window": "window_size", "W": "warmup_steps", "w": "w", "m": "m", "lam": "lam"}
+    HINT = "lower warmup_steps, or raise window_size or flex_window"
+    HAS_FORECAST = True
+
+    flex_window: Amount = 0.75
+    window_size: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    warmup_steps: Positive = 5
+    m: Count = 4
+    lam: Ridge = 0.1
+    w: Share = 1.0
+    couple: Literal["batch"] = "batch"
+
+    def resolve_for(self, steps: int, calibrator: Calibration | None) -> tuple[DBCacheConfig, Calibration | None]:
+        """The windows of so many `steps` as a mask, and a forecast in place of the `calibrator`."""
+        # No block runs in a step that is forecast.
+        rules = DBCacheConfig(
+            Fn_compute_blocks=0,
+            max_warmup_steps=0,
+            steps_computation_mask=plan_windows(self, steps),
+            steps_computation_policy="static",
+        )
+        return rules, ChebyshevCalibratorConfig(steps=steps, degree=self.m, ridge=self.lam, share=self.w)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChebyshevCalibratorConfig(Calibration):
+    """The forecast of Spectrum in a generation.
+
+    Attributes:
+        steps: of the generation.
+        degree, ridge, share: `m`, `lam` and `w` of `SpectrumConfig`.
+
+    The others are as in `Calibration`: what the last block returned is forecast, and nothing reads its text.
+    """
+
+    # The polynomials are over the time of a generation, from -1 to 1.
+    steps: Positive = 50
+    degree: Count = 4
+    ridge: Ridge = 0.1
+    share: Share = 1.0
+    enable_encoder_calibrator: bool = False
+    calibrator_cache_type: Literal["residual", "hidden_states"] = "hidden_states"
+
+
+def plan_windows(config: SpectrumConfig, steps: int) -> Sequence[int]:
+    """A 1 for each of so many steps that computes, and a 0 for each that is forecast."""
+    mask = [1] * min(config.warmup_steps, steps)
+    window = config.window_size
+    streak = 0
+    while len(mask) < steps:
+        streak += 1
+        # Windows are counted in whole steps, and grow by parts of one.
+        if streak < int(window):
+            mask.append(0)
+            continue
+        mask.append(1)
+        window += config.flex_window
+        streak = 0
+    return mask
