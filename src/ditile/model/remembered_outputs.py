@@ -28,12 +28,12 @@ class FoundModules:
     """The modules of a model whose outputs need not be computed for each patch.
 
     Attributes:
-        before_blocks: found by surveys: by the name of a module whether what it returns counts for the whole
+        outside_blocks: found by surveys: by the name of a module whether what it returns counts for the whole
             generation; None where it is not remembered.
         within_blocks: given the same in every patch of a step; None until a step of patches was looked at.
     """
 
-    before_blocks: dict[str, bool | None] = field(default_factory=dict)
+    outside_blocks: dict[str, bool | None] = field(default_factory=dict)
     within_blocks: frozenset[str] | None = None
 
 
@@ -43,7 +43,8 @@ class OutputMemoizer:
     A family declares some. Others are found when a call is surveyed, with NaN for latents: modules that the model's own
     forward calls once, before the blocks, and gives the same with the latents as they are. What they return is kept for
     a step, as a pipeline gives all its patches the same conditions, and for as long as they are given the same memory,
-    unchanged. What is made of the latents there is read on the first stage alone, so other stages keep it.
+    unchanged. What is made of the latents there is read on the first stage alone, so other stages keep it. After the
+    blocks nothing is read but on the last stage, so the others keep what they computed first.
 
     Within blocks the first step of patches finds others: modules that are given the very same tensors in each patch, as
     those that make a modulation of the time, or keys of a text. They are never trusted: what they return is kept for a
@@ -53,7 +54,7 @@ class OutputMemoizer:
         transformer, spec: the model, and what is known of it.
         now: the generation under way.
         label: before the names of its modules.
-        first: whether this rank has the first stage.
+        first, last: whether this rank has the first stage, and the last one.
         found: what earlier calls found, to which this one adds.
     """
 
@@ -65,6 +66,7 @@ class OutputMemoizer:
         label: str = "",
         *,
         first: bool = True,
+        last: bool = True,
         found: FoundModules | None = None,
     ) -> None:
         self._transformer = transformer
@@ -72,8 +74,9 @@ class OutputMemoizer:
         self._now = now
         self._label = label
         self._first = first
+        self._last = last
         self._all_found = FoundModules() if found is None else found
-        self._found = self._all_found.before_blocks
+        self._found = self._all_found.outside_blocks
         self._remembered: dict[str, bool] = {}  # by name, whether for the whole generation
         self._excluded = {name for name, lasts in self._found.items() if lasts is None}
         self._is_watching = False
@@ -122,10 +125,12 @@ class OutputMemoizer:
             self._is_watching = False
         # Something made of the latents is read after the blocks, or by them.
         reads_latents = has_nan(result) or survey.is_fed()
-        # What is made of the latents is remembered only where nobody reads it.
+        # What is made of the latents, or after the blocks, is remembered only where nobody reads it.
         for name, inputs in modules.inputs.items():
-            lasts = modules.is_of_latents[name]
-            if (lasts and (self._first or reads_latents)) or self._remembered.get(name, lasts) != lasts:
+            is_head = name in modules.after_blocks
+            lasts = is_head or modules.is_of_latents[name]
+            is_read = self._last if is_head else self._first or reads_latents
+            if (lasts and is_read) or self._remembered.get(name, lasts) != lasts:
                 self._excluded.add(name)
             elif not lasts and name not in self._excluded:
                 self._unproven[name] = inputs
@@ -156,7 +161,8 @@ class OutputMemoizer:
                 return forward(*args, **kwargs)
             step, patch = now.micro_step
             # Rows of another micro-batch, and conditions of another branch, are other inputs.
-            key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, filter(torch.is_tensor, args)))
+            given_tensors = filter(torch.is_tensor, (*args, *kwargs.values()))
+            key = (path, now.branch, now.micro_batch, *map(READ_SHAPE, given_tensors))
             known = now.memory.outputs.get(key)
             is_fresh = known is not None and (
                 lasts or (known.step == step and patch is not None) or known.is_given_same(args, kwargs)
@@ -408,6 +414,7 @@ class _SurveyedModules:
     Attributes:
         inputs: what each module was given that no other module called.
         is_of_latents: whether all that a module returned is made of the latents.
+        after_blocks: modules that were called after the last block.
     """
 
     def __init__(self, survey: SurveyedBlocks, excluded: set[str]) -> None:
@@ -415,6 +422,7 @@ class _SurveyedModules:
         self._excluded = excluded
         self.inputs: dict[str, _SurveyedInputs] = {}
         self.is_of_latents: dict[str, bool] = {}
+        self.after_blocks: set[str] = set()
         self._called: set[str] = set()
         self._active: list[str] = []
         self._reads = _ReadWatch()
@@ -440,6 +448,8 @@ class _SurveyedModules:
             # Modules within a module are its own matter.
             self.inputs[name] = _SurveyedInputs(pytree.tree_leaves((args, kwargs)))
             self._reads.tensors.clear()
+            if self._survey.has_ended:
+                self.after_blocks.add(name)
         self._called.add(name)
         self._active.append(name)
 
@@ -453,7 +463,8 @@ class _SurveyedModules:
             if not inputs.unread.isdisjoint(map(id, parts)):
                 self._excluded.add(name)
         # The forward may write into what is not a tensor, which no version counts.
-        if self._survey.has_begun or any(isinstance(part, list | dict) for part in parts):
+        is_between = self._survey.has_begun and name not in self.after_blocks
+        if is_between or any(isinstance(part, list | dict) for part in parts):
             self._excluded.add(name)
         self.is_of_latents[name] = bool(parts) and all(map(has_nan, parts))
 

@@ -45,7 +45,6 @@ from ditile.parallel.attention.core import (
     LocalKeyMaskSource,
     NoExchange,
     StaleKeys,
-    skip_ring_gather,
 )
 from ditile.parallel.attention.kernel import NATIVE, DiffusersKernel, choose_kernel, register_backend
 from ditile.parallel.attention.rotary import RotaryEmbedding
@@ -455,7 +454,7 @@ class LayerAttentionBuilder:
             return DistriFusionKeys(now, layer, distrifusion, kernel, traffic, check=self._checks)
         ring = self._mesh["ring"]
         fresh: FreshKeys | RingKeys = FreshKeys(kernel)
-        gather: Any = skip_ring_gather
+        gather: RingGather | None = None
         if ring.num_ranks > 1:
             fresh = RingKeys(ring, kernel, traffic)
             gather = RingGather(ring, traffic)

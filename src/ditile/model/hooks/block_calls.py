@@ -379,6 +379,7 @@ class _SurveyPass:
     Attributes:
         poisons_text: whether the text after the last block is a stream of its own, which is NaN then.
         has_begun: whether the first block was called.
+        has_ended: whether the last block has returned.
     """
 
     def __init__(self, model: str, anatomy: Anatomy, last: int, advice: str, *, checks: bool) -> None:
@@ -389,6 +390,7 @@ class _SurveyPass:
         self._advice = advice
         self.poisons_text = False
         self.has_begun = False
+        self.has_ended = False
         self._lengths: dict[str, int] = {}  # tokens of each kind
         self._start = 0
         self._rows = 1
@@ -415,6 +417,7 @@ class _SurveyPass:
             if text is not None:
                 text = torch.nan_to_num(text)
         self._before = (image, text, image._version)
+        self.has_ended = hook.index == self._last
         if hook.index == self._last and text is not None and not self._anatomy.is_one_sequence:
             self.poisons_text = True
             text = torch.full_like(text, float("nan"))

@@ -321,7 +321,11 @@ class TransformerHooks:
             around: makes of the forward of a block that runs here another one, if given.
         """
         first = 0 in owned or bool(self.replacement_blocks)
-        memo = OutputMemoizer(self.transformer, self.spec, now, self._label, first=first, found=self._found_modules)
+        # Tensor parallelism may exchange something after the blocks, which all stages count.
+        last = owned.stop == len(self.chain) or policy.plan.tensor > 1
+        memo = OutputMemoizer(
+            self.transformer, self.spec, now, self._label, first=first, last=last, found=self._found_modules
+        )
         calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_

@@ -176,9 +176,11 @@ class SurveyedBlocks(Protocol):
 
     Attributes:
         has_begun: whether the first block has been called.
+        has_ended: whether the last block has returned.
     """
 
     has_begun: bool
+    has_ended: bool
 
     def is_fed(self) -> bool:
         """Whether any block receives something other than its tokens that is computed from the latents."""

@@ -284,7 +284,7 @@ class StaleKeys:
         layer: the layer's name in the model.
         kernel: attends.
         fresh: attends where nothing is stale or kept.
-        gather: the fresh keys of all ring ranks.
+        gather: the fresh keys of all ring ranks; None where no ranks split the patch along ring.
         check: asserts that the ages of the keys are what the schedule says, if given.
     """
 
@@ -292,7 +292,7 @@ class StaleKeys:
     layer: str
     kernel: AttentionKernel
     fresh: KeySource
-    gather: KeyGather
+    gather: KeyGather | None
     check: AgeChecks | None
 
     def attend_to_keys(self, q: Tensor, k: Tensor, v: Tensor, tokens: LayerTokens, extra: AttentionOptions) -> Tensor:
@@ -305,7 +305,8 @@ class StaleKeys:
         mask = store.mask
         # The text is computed with the first patch of a step, and its keys are written with that patch.
         if not tokens.are_none:
-            k, v = self.gather(k, v, tokens)
+            if self.gather is not None:
+                k, v = self.gather(k, v, tokens)
             store.write_keys(k, v, merge_rank_runs(tokens), now.batch_range, now.batch)
             mask = None if extra.mask is None else self._keep_mask(store, extra.mask, tokens)
             # The keys of a text are all written at once.
@@ -364,8 +365,3 @@ def _take_apart(x: Tensor, at: int, count: int, dim: int) -> tuple[Tensor, Tenso
 def merge_rank_runs(tokens: LayerTokens) -> tuple[range, ...]:
     """Where the tokens of all ranks are in the sequence."""
     return merge_ranges(run for runs in tokens.runs for run in runs)
-
-
-def skip_ring_gather(k: Tensor, v: Tensor, tokens: LayerTokens) -> tuple[Tensor, Tensor]:
-    """Returns k and v as they are: no ranks split the patch along ring."""
-    return k, v
