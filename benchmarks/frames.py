@@ -34,7 +34,7 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "ulysses": {"ulysses": 2},
     "pipefusion": {"pipefusion": 2, "patches": 2, "warmup": 1},
 }
-LIMITS = {"ulysses": 49, "pipefusion": 13}
+LIMITS = {"ulysses": 49, "pipefusion": 12}
 """Frames of one attention layer that are allowed."""
 
 MICRO_STEP_LIMIT = 451

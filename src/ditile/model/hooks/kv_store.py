@@ -405,7 +405,8 @@ class GenerationMemory:
     @property
     def key_bytes(self) -> int:
         """Bytes of all keys and values."""
-        return sum(store.buffer_bytes for store in self._stores.values())
+        # A list, as a generator is resumed for each layer, at the end of each step.
+        return sum([store.buffer_bytes for store in self._stores.values()])
 
     def forget_branch_keys(self, branch: int) -> None:
         """Drops the keys and values of a guidance branch that this rank will not compute again."""
