@@ -320,12 +320,7 @@ class TransformerHooks:
             compile_: compiles the forward of each block, where the user did not.
             around: makes of the forward of a block that runs here another one, if given.
         """
-        first = 0 in owned or bool(self.replacement_blocks)
-        # Tensor parallelism may exchange something after the blocks, which all stages count.
-        last = owned.stop == len(self.chain) or policy.plan.tensor > 1
-        memo = OutputMemoizer(
-            self.transformer, self.spec, now, self._label, first=first, last=last, found=self._found_modules
-        )
+        memo = self._make_memoizer(policy, owned, now)
         calls = BlockCalls(self.transformer, self.chain, self.anatomy, policy, now, memo, self.spec.grid)
         # Before the bypass below, which hides what the user compiled the model with.
         compile_ = find_compiler(pipe, self.transformer) or compile_
@@ -361,6 +356,21 @@ class TransformerHooks:
             forward = memo.watch_blocks(self.transformer.forward, own)
             override_attribute(stack, self.transformer, "forward", calls.wrap_transformer(forward))
             yield
+
+    def _make_memoizer(self, policy: BlockPolicy, owned: range, now: Generation) -> OutputMemoizer:
+        """What remembers outputs of modules on this rank."""
+        first = 0 in owned or bool(self.replacement_blocks)
+        # Tensor parallelism may exchange something after the blocks, which all stages count.
+        last = owned.stop == len(self.chain) or policy.plan.tensor > 1
+        return OutputMemoizer(
+            self.transformer,
+            self.spec,
+            now,
+            self._label,
+            first=first,
+            last=last,
+            found=self._found_modules,
+        )
 
     def _replace_attention(
         self,
