@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -68,7 +68,7 @@ class SchedulerClock:
         pipe: the pipeline, whose schedulers may be replaced at any time.
         on_begin: called with the number of steps when a generation begins.
         on_end: called when a generation ends, also by an error.
-        on_call: called when the pipeline is called.
+        on_call: called with the keyword arguments when the pipeline is called.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SchedulerClock:
         pipe: Any,
         on_begin: Callable[[int], None],
         on_end: Callable[[], None],
-        on_call: Callable[[], None] = lambda: None,
+        on_call: Callable[[Mapping[str, Any]], None] = lambda call: None,
     ) -> None:
         self._pipe = pipe
         self._begun = on_begin
@@ -220,7 +220,7 @@ class SchedulerClock:
         try:
             if self._depth == 1:
                 self._unseen = 0
-                self._called()
+                self._called(kwargs)
             yield
         finally:
             self._depth -= 1
@@ -313,7 +313,7 @@ class CallClock:
         self,
         on_begin: Callable[[int], None],
         on_end: Callable[[], None],
-        on_call: Callable[[], None] = lambda: None,
+        on_call: Callable[[Mapping[str, Any]], None] = lambda call: None,
         steps: int | None = None,
         *,
         separate_cfg: bool = False,
@@ -409,7 +409,7 @@ class CallClock:
         if not isinstance(steps, int):
             steps = None
         self.restart_clock(steps)
-        self._called()
+        self._called(kwargs)
         try:
             yield
         finally:

@@ -136,6 +136,12 @@ class FittedScheduleConfig(CallCacheConfig):
     num_inference_steps: Positive | None = None
     enable_separate_cfg: bool | None = None
 
+    def count_computed(self, num_steps: int) -> int:
+        """How many of the steps of a generation compute."""
+        if self.steps is not None:
+            return self.steps
+        return -(-num_steps // 2)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockCacheConfig(CacheConfig):

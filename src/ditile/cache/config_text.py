@@ -320,7 +320,7 @@ def parse_cache_line(line: str) -> CallArguments:
 
     Raises:
         ModelError: if the line is empty, a word or value is not known, a word is there twice, there are two
-            calibrators, or `reach` is there without `taylor`.
+            methods or calibrators, or `reach` is there without `taylor`.
     """
     if line.strip() == NO_CACHE:
         return {"cache_config": None}

@@ -60,7 +60,7 @@ from ditile.runner.requests.console import (
     print_parts,
     print_tables_and_json,
 )
-from ditile.runner.requests.options import CalibrateOptions, GenerateOptions, ModelsOptions, VerifyOptions
+from ditile.runner.requests.options import CalibrateOptions, FitOptions, GenerateOptions, ModelsOptions, VerifyOptions
 from ditile.runner.requests.outputs import RunOptions, check_output_files
 from ditile.runner.requests.preflight import check_known_model, check_options
 from ditile.runner.requests.seeds import choose_random_seed
@@ -505,6 +505,20 @@ def _run_plan_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _run_fit_command(arguments: argparse.Namespace) -> int:
+    options = _build_options(FitOptions, arguments)
+    if options.out is not None:
+        check_output_files([("out", Path(options.out))], options)
+    find_model_source(options.model)
+    check_known_model(options.to_generate_options(prompt=EXAMPLE), Plan())
+    _silence_libraries()
+    from ditile.measure.schedule_fit import build_schedule_table, fit_schedule
+
+    schedule, path = fit_schedule(options)
+    print_parts(make_console(), [build_schedule_table(schedule), f"written: {path}"])
+    return 0
+
+
 def _run_calibrate_command(arguments: argparse.Namespace) -> int:
     options = _build_options(CalibrateOptions, arguments)
     if is_writing_process():
@@ -623,6 +637,12 @@ COMMANDS = {
         "which plan for a model and a machine",
         "Rank plans by predicted latency.",
         {PlanQuestion: "question"},
+    ),
+    "fit": Command(
+        _run_fit_command,
+        "find the steps that a model can leave out",
+        "Generate captions in full, and find for each number of steps which ones to compute, and what that loses.",
+        {FitOptions: "captions"},
     ),
     "calibrate": Command(
         _run_calibrate_command,

@@ -6,6 +6,8 @@ import torch
 
 from ditile.cache.build import explain_idle_steps
 from ditile.cache.cached import build_transformer_cache
+from ditile.cache.calls.scheduled import check_num_computed
+from ditile.cache.config import CallCacheConfig, FittedScheduleConfig
 from ditile.distributed.cpus import count_memory_bytes
 from ditile.model.block_lists import find_block_lists
 from ditile.plan.cost import PlannedCall
@@ -112,6 +114,10 @@ def build_subject_job(subject: PlanSubject, plan: Plan, call: CallArguments, con
     job = subject.make_plan_job(plan, subject.make_call_shape(call))
     config = configs["cache_config"]
     if config is None:
+        return job
+    if isinstance(config, FittedScheduleConfig):
+        check_num_computed(job.shape.steps, config.count_computed(job.shape.steps))
+    if isinstance(config, CallCacheConfig):
         return job
     # A cache that could never skip anything is refused.
     lists = find_block_lists(subject.transformer)

@@ -18,7 +18,8 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from ditile.cache.build import build_skip_rules
-from ditile.cache.config import BlockCacheConfig
+from ditile.cache.calls.scheduled import spread_steps
+from ditile.cache.config import BlockCacheConfig, CacheConfig, FittedScheduleConfig
 from ditile.cache.skip_rules import DecisionRecord, RuleVerdict
 from ditile.plan.cost import PlannedCall
 from ditile.plan.errors import PlanError
@@ -534,7 +535,7 @@ def list_divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n < number]
 
 
-def predict_skipped_steps(config: BlockCacheConfig | None, steps: int, hit_rate: float | None = None) -> CacheSkips:
+def predict_skipped_steps(config: CacheConfig | None, steps: int, hit_rate: float | None = None) -> CacheSkips:
     """The steps that a cache leaves out.
 
     Args:
@@ -548,6 +549,12 @@ def predict_skipped_steps(config: BlockCacheConfig | None, steps: int, hit_rate:
     """
     if config is None:
         return CacheSkips()
+    if isinstance(config, FittedScheduleConfig):
+        # A fitted schedule leaves out other steps, but as many.
+        computed = spread_steps(steps, config.count_computed(steps)).list_computed_steps()
+        return CacheSkips(steps=frozenset(range(steps)) - frozenset(computed), first=0)
+    if not isinstance(config, BlockCacheConfig):
+        raise PlanError(f"{config}: what this cache leaves out is not known before a call; plan without it")
     rules = build_skip_rules(config, steps)
     record = DecisionRecord()
     hits = 0.0

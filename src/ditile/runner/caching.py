@@ -471,9 +471,11 @@ def _install_caches(
         for cache in caches:
             cache.end_generation()
 
-    def check_models() -> None:
+    def check_call(call: Mapping[str, Any]) -> None:
         for cache in caches:
             _warn_of_replaced_model(pipe, cache.transformer)
+            if isinstance(cache, CallCache):
+                cache.check_pipeline_call(call)
 
     if not caches:
         return
@@ -485,9 +487,9 @@ def _install_caches(
             separate_cfg = separate_cfg or bool(getattr(config, "enable_separate_cfg", None))
             steps = getattr(config, "num_inference_steps", None)
         own_pipe = None if isinstance(pipe, nn.Module) else pipe
-        clock = CallClock(begin_caches, end_caches, check_models, steps, separate_cfg=separate_cfg, pipe=own_pipe)
+        clock = CallClock(begin_caches, end_caches, check_call, steps, separate_cfg=separate_cfg, pipe=own_pipe)
     else:
-        clock = SchedulerClock(pipe, begin_caches, end_caches, check_models)
+        clock = SchedulerClock(pipe, begin_caches, end_caches, check_call)
     clock.start_watching()
     for cache in caches:
         compiler = functools.partial(find_compiler, pipe, cache.transformer)

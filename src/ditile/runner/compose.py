@@ -245,7 +245,7 @@ class Composition:
             install_trial(stack)
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
-            self.loop.forecasts = self._surround_calls(stack)
+            self.loop.forecasts = self._surround_calls(stack, call)
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
             self.loop.has_timed_guidance = is_guidance_timed(self.pipe, values)
@@ -343,7 +343,7 @@ class Composition:
                 raise
             agreement.close_channels()
 
-    def _surround_calls(self, stack: ExitStack) -> LoopForecasts | None:
+    def _surround_calls(self, stack: ExitStack, call: Mapping[str, Any]) -> LoopForecasts | None:
         """Puts caches of whole calls around the models, until the stack is closed; None if there are none."""
         caches = [cache for cache in self.model_caches if isinstance(cache, CallCache)]
         if not caches:
@@ -352,6 +352,7 @@ class Composition:
         stack.enter_context(forecasts.use_caches())
         # Around the batch: a call that is left out exchanges no rows.
         for cache in caches:
+            cache.check_pipeline_call(call)
             wrap_model_call(stack, self.pipe, cache.transformer, functools.partial(forecasts.wrap_forward, cache))
         return forecasts
 

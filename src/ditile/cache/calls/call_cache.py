@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -98,6 +98,11 @@ class CallCache(ModelCache):
         self._config = config
         self._own_clock.restart_clock(steps, separate_cfg=getattr(config, "enable_separate_cfg", None))
 
+    def check_pipeline_call(self, call: Mapping[str, Any]) -> None:
+        """Lets what makes the policies refuse the keyword arguments of a call, if it has an opinion of them."""
+        if isinstance(self._make_policy, FittedPolicies):
+            self._make_policy.check_guidance(call)
+
     def begin_generation(self, steps: int) -> None:
         """Begins a generation of `steps` steps, with an empty cache."""
         self.end_generation()
@@ -156,7 +161,7 @@ def prepare_policy(pipe: Any, models: Sequence[nn.Module], config: CallCacheConf
         ModelError: if a setting does not fit the pipeline.
     """
     if isinstance(config, FittedScheduleConfig):
-        return cast(MakePolicy, FittedPolicies(pipe, models, config).make_policy)
+        return cast(MakePolicy, FittedPolicies(pipe, models, config))
     raise ModelError(f"{type(config).__name__} is no method that leaves out calls; try FittedScheduleConfig()")
 
 

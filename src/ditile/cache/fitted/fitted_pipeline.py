@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from ditile.cache.fitted.schedule import (
 )
 from ditile.plan.errors import ModelError
 
-HASHED_BYTES = 2**24
-"""Of each weight at most so many bytes are read: the first ones tell models apart."""
+HASHED_NUMBERS = 2**16
+"""Of each weight so many numbers are read at most: the first ones tell models apart."""
 
 
 class FittedPolicies:
@@ -59,13 +60,31 @@ class FittedPolicies:
                 f"run ditile fit again with these"
             )
 
-    def make_policy(self, config: FittedScheduleConfig, num_steps: int) -> ScheduledSteps:
+    def check_guidance(self, call: Mapping[str, Any]) -> None:
+        """Raises `ModelError` if a call of the pipeline is guided otherwise than those of every schedule."""
+        parameters = inspect.signature(type(self._pipe).__call__).parameters
+        for schedule in self._schedules:
+            wrong = ""
+            for name, fitted in schedule.guidance.items():
+                default = parameters[name].default if name in parameters else None
+                value = call.get(name, default)
+                if value is not None and value != fitted:
+                    wrong = f"{name}={fitted:g}, and the call has {value:g}"
+            if not wrong:
+                return
+        if self._schedules:
+            raise ModelError(
+                f"the schedule of {schedule.model} is for {wrong}; guide it as it was fitted, or run ditile fit again "
+                "with --guidance or --true-cfg"
+            )
+
+    def __call__(self, config: FittedScheduleConfig, num_steps: int) -> ScheduledSteps:
         """The policy of a generation of `num_steps` steps.
 
         Raises:
             ModelError: if there is a schedule of the model, and it is of other steps, or of another scheduler.
         """
-        num_computed = config.steps or -(-num_steps // 2)
+        num_computed = config.count_computed(num_steps)
         check_num_computed(num_steps, num_computed)
         if num_computed == num_steps:
             return ScheduledSteps(range(num_steps), {})
@@ -147,7 +166,11 @@ def hash_weights(models: Sequence[nn.Module]) -> str:
             if any(part.isdigit() for part in name.split(".")):
                 continue
             digest.update(f"{name} {tuple(parameter.shape)}".encode())
-            flat = parameter.detach().reshape(-1)[: HASHED_BYTES // 2]
+            weight = parameter.detach()
+            # Quantized and offloaded weights do not tell their numbers: they are others than those of a fit.
+            if type(weight) is not Tensor or weight.is_meta or not weight.is_floating_point():
+                continue
             # Weights that were rounded to bfloat16 are the same ones.
-            digest.update(flat.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+            rounded = weight.reshape(-1)[:HASHED_NUMBERS].to(torch.bfloat16)
+            digest.update(rounded.view(torch.int16).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -11,14 +11,17 @@ from typing import Any, Literal, get_args
 from ditile.cache.cache_dit import parse_quantize_config
 from ditile.cache.config import (
     CACHE_WORDS,
+    CacheConfig,
     Calibration,
     DBCacheConfig,
     DBPruneConfig,
     Fields,
+    FittedScheduleConfig,
     TaylorSeerCalibratorConfig,
     merge_configs,
 )
 from ditile.cache.config_text import CALIBRATOR_CONFIGS, METHOD_CONFIGS, load_configs, parse_cache_line
+from ditile.cache.fitted.schedule import Schedule
 from ditile.cache.step_mask import parse_step_mask
 from ditile.distributed import env
 from ditile.plan.errors import ModelError, PlanError
@@ -89,7 +92,7 @@ class CacheOptions(Fields):
     steps_policy: Literal["dynamic", "static"] = define_cache_flag("steps_policy", None)
     cache_line: str | None = define_option(
         None,
-        "the cache in one line, such as 'F=1 W=4 R=0.12 taylor=1', or none; its words are in docs/caching.md",
+        "the cache in one line, such as steps=10 or 'F=1 W=4 R=0.12 taylor=1', or none; see docs/caching.md",
         metavar="LINE",
     )
     mag: float | None = define_option(
@@ -103,6 +106,12 @@ class CacheOptions(Fields):
     )
     spectrum: float | None = define_option(
         None, "forecast steps in windows that grow by this at each computed one (Spectrum)", metavar="X"
+    )
+    schedule: str | None = define_option(
+        None,
+        "a file of ditile fit: steps that call the model; half of them, or as many as --cache-line steps=N says",
+        metavar="FILE",
+        reads=True,
     )
     quantize: bool = define_option(False, "keep weights in 8 or 4 bits", aliases=("-q",))
     quantize_type: str = define_option(
@@ -168,7 +177,9 @@ class CacheOptions(Fields):
             arguments.pop("calibrator_config", None)
             arguments |= parse_cache_line(line)
         file_config = arguments.get("cache_config")
-        if self.cache or self.prune or isinstance(file_config, DBCacheConfig):
+        if self.schedule is not None:
+            arguments["cache_config"] = self._build_schedule_config(file_config)
+        elif self.cache or self.prune or isinstance(file_config, DBCacheConfig):
             arguments["cache_config"] = merge_configs(file_config, self._build_cache_config())
         calibrator = self._build_calibrator_config(arguments.get("calibrator_config"))
         if calibrator is not None:
@@ -179,8 +190,9 @@ class CacheOptions(Fields):
 
     def _list_cache_lines(self) -> list[str]:
         """The cache in one line, as a list of at most one. Raises `ModelError` if there are several."""
-        # A flag of a method is a line of its word.
-        flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_CONFIGS if name in self.given}
+        # A flag of a method is a line of its word; --schedule goes with a line that says how many steps compute.
+        names = self.given & METHOD_CONFIGS.keys() - {"schedule"}
+        flags = {name: f"{name}={getattr(self, name)}" for name in METHOD_CONFIGS if name in names}
         if self.mag_ratios is not None and self.mag is not None:
             flags["mag"] += f" ratios={self.mag_ratios}"
         lines = list(flags.values())
@@ -189,6 +201,19 @@ class CacheOptions(Fields):
         if len(lines) > 1:
             raise ModelError(f"{' and '.join(map(repr, lines))}: there is one cache in one line; give one of them")
         return lines
+
+    def _build_schedule_config(self, config: CacheConfig | None) -> FittedScheduleConfig:
+        """The config of --schedule, with the steps of --cache-line or --config."""
+        if config is None and not (self.cache or self.prune):
+            config = FittedScheduleConfig()
+        if not isinstance(config, FittedScheduleConfig):
+            raise ModelError(
+                f"--schedule {self.schedule} says which steps call the model, and another cache is given too; give "
+                "one of them"
+            )
+        # It also refuses a file that is no schedule, before ranks start.
+        Schedule.read(str(self.schedule))
+        return config.reset(schedule=self.schedule)
 
     def _check_packages(self, arguments: CallArguments) -> None:
         """Raises `ModelError` unless the packages that these options need are installed: before ranks are started."""

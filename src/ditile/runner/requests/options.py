@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -204,6 +205,39 @@ class VerifyOptions(DeviceOptions, ModelOptions):
     )
     frames: Frames | None = define_option(None, "frames of a video; the model's own by default", metavar="N")
     plan: str | None = define_option(None, 'a whole plan, such as "pipefusion=2 patches=4", or auto', metavar="PLAN")
+
+
+@options()
+class FitOptions(DeviceOptions, ModelOptions):
+    """The options of `ditile fit`: a model, a call of it, and captions.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    captions: str = define_option(
+        "bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE", reads=True
+    )
+    num_captions: Annotated[int, Field(ge=1, le=1000)] = define_option(8, "captions to generate", metavar="N")
+    seed: Seed = define_option(1000, "seed of the first caption; they count up", metavar="N")
+    guidance: Scale | None = define_option(None, GUIDANCE, metavar="X", example=3.5)
+    true_cfg: Scale | None = define_option(None, TRUE_CFG, metavar="X", example=3.5)
+    negative_prompt: str | None = define_option(None, "what to keep out", metavar="TEXT")
+    frames: Frames | None = define_option(None, "frames of a video; the model's own by default", metavar="N")
+    image: Paths | None = define_option(
+        None, "an image to start from; once more for each further one", metavar="FILE", reads=True, repeats=True
+    )
+    strength: Strength | None = define_option(
+        None, "how far the result may depart from --image, above 0 and up to 1", metavar="X", example=0.6
+    )
+    out: str | None = define_option(None, "the file to write; schedule-MODEL-STEPS.json by default", metavar="FILE")
+
+    def choose_file(self, num_steps: int) -> str:
+        """The file to write."""
+        if self.out is not None:
+            return self.out
+        name = re.sub(r"[^\w.-]+", "-", self.model.rstrip("/").rpartition("/")[2])
+        return f"schedule-{name}-{num_steps}.json"
 
 
 @options()

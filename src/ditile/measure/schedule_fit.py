@@ -1,0 +1,358 @@
+"""`ditile fit`: generates captions in full, fits a schedule of computed steps to them, and measures what it loses.
+
+One process generates. Of each caption it keeps the products of what the scheduler takes in all steps, not the tensors.
+Then it generates the captions again with the budgets that are most asked for, and compares the images in 8 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from ditile.cache.calls.scheduled import FEWEST_FORECAST_STEPS, FORCED_STEPS
+from ditile.cache.config import FittedScheduleConfig
+from ditile.cache.fitted.fit import FittedSteps, Matrix, StepFit, compute_gram_matrix, list_forced_steps
+from ditile.cache.fitted.fitted_pipeline import describe_latents, hash_weights, read_sigmas
+from ditile.cache.fitted.schedule import Schedule, StepBudget
+from ditile.measure.evaluate.captions import BUNDLED_SOURCE, load_captions
+from ditile.measure.sessions import use_cache_within
+from ditile.model.hooks.overrides import WatchedMethod, find_latents_parameter, list_parameter_names, override_attribute
+from ditile.parallel.pipefusion.patch_schedulers import StepSignature, extract_sample
+from ditile.plan.errors import ModelError
+from ditile.plan.option_classes import CallArguments
+from ditile.plan.plan import Plan
+from ditile.runner.compose import find_loop_models
+from ditile.runner.model_files import defaults
+from ditile.runner.requests.arguments import build_call_arguments, build_object_arguments
+from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.console import show_progress_bar
+from ditile.runner.requests.options import EngineOptions, FitOptions
+from ditile.runner.requests.preflight import read_condition_files
+from ditile.runner.requests.prepare import prepare_runner
+from ditile.runner.requests.results import list_drawn
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MEASURED_SHARES = (0.3, 0.4, 0.5, 0.6, 0.75)
+"""The shares of computed steps whose images are generated: below them images change, and above them little is saved."""
+
+MEASURED_GAINS = 7
+"""Steps in which the effect of an error is measured; between them it is interpolated."""
+
+CAPTIONS_OF_GAINS = 3
+"""Captions for which it is measured: it hardly depends on the caption."""
+
+EXACT_DB = 100.0
+"""The PSNR of equal images."""
+
+GUIDANCE_ARGUMENTS = ("guidance_scale", "true_cfg_scale", "guidance_scale_2")
+
+Frames = NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class FullRun:
+    """One caption, generated with all steps.
+
+    Attributes:
+        frames: the image, or the frames of the video.
+        latents: the final ones.
+        predictions: what the scheduler took in each step; kept of the first captions only.
+        gram: their products.
+        models: which model was called in each step.
+        shape: of the latents as the model takes them.
+    """
+
+    frames: Frames
+    latents: Tensor
+    predictions: list[Tensor]
+    gram: Matrix
+    models: list[int]
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """What one call of a pipeline gives to its scheduler.
+
+    Attributes:
+        predictions: of each step.
+        latents: after the last step.
+        models: the number of the model that was called before each step.
+        shape: of one image's latents, as the first model takes them.
+    """
+
+    predictions: list[Tensor] = field(default_factory=list)
+    latents: Tensor | None = None
+    models: list[int] = field(default_factory=list)
+    shape: tuple[int, ...] = ()
+    called: int = 0
+
+
+@contextmanager
+def record_steps(pipe: Any) -> Iterator[StepRecord]:
+    """Records the steps of calls of a pipeline within the context."""
+    record = StepRecord()
+    signature = StepSignature(pipe.scheduler)
+
+    def note_step(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # A clone, as the pipeline may write into it.
+        record.predictions.append(signature.bind(args, kwargs).prediction.detach().clone())
+        record.models.append(record.called)
+        result = stock(*args, **kwargs)
+        record.latents = extract_sample(result).detach().clone()
+        return result
+
+    def note_call(number: int, name: str, place: int, model: nn.Module, args: Any, kwargs: Any) -> None:
+        record.called = number
+        latents = kwargs.get(name)
+        if latents is None and place < len(args):
+            latents = args[place]
+        record.shape = record.shape or describe_latents(latents)
+
+    with ExitStack() as stack:
+        watched = WatchedMethod(note_step, pipe.scheduler.step)
+        override_attribute(stack, pipe.scheduler, "step", watched)
+        for number, model in enumerate(find_loop_models(pipe)):
+            name = find_latents_parameter(model)
+            place = list_parameter_names(model).index(name)
+            note = functools.partial(note_call, number, name, place)
+            stack.callback(model.register_forward_pre_hook(note, with_kwargs=True).remove)
+        yield record
+
+
+class ScheduleFitting:
+    """Fits a schedule to a model.
+
+    Args:
+        options: the model, the call, and how many captions.
+
+    Raises:
+        DitileError: if the model or an option does not fit.
+    """
+
+    def __init__(self, options: FitOptions) -> None:
+        self._options = options
+        self._captions = choose_captions(options)
+        request = options.to_generate_options(prompt=self._captions[0], seed=options.seed)
+        self._request = request
+        engine = EngineOptions(
+            dtype=options.dtype, device=options.device, threads=options.threads, stall_timeout=options.stall_timeout
+        )
+        self._conditions = read_condition_files(request)
+        self._pipe, self._runner = prepare_runner(
+            options.model, engine, Plan(), CacheOptions(), conditions=list(self._conditions)
+        )
+        self._pipe.set_progress_bar_config(disable=True)
+        self._base = build_call_arguments(self._pipe, request, defaults(options.model))
+
+    def fit(self) -> Schedule:
+        """The schedule, with what was measured."""
+        total = len(self._captions)
+        with show_progress_bar("generating with all steps", total) as advance:
+            runs: list[FullRun] = []
+            for number, caption in enumerate(self._captions):
+                runs.append(self._generate_in_full(number, caption))
+                advance(1)
+        draft = self._make_draft(runs)
+        num_steps = draft.num_steps
+        gains = self._find_gains(runs, draft)
+        gram = np.mean([run.gram for run in runs], axis=0)
+        switches = [step for step in range(1, num_steps) if runs[0].models[step] != runs[0].models[step - 1]]
+        mean_square = float(np.mean([float(run.latents.double().square().mean()) for run in runs]))
+        budgets: list[StepBudget] = []
+        for steps in fit_budgets(gram, gains, switches):
+            budgets.append(_make_budget(steps, mean_square))
+        draft = draft.model_copy(update={"budgets": tuple(budgets)})
+        return self._measure_budgets(draft, runs)
+
+    def _generate_in_full(self, number: int, caption: str) -> FullRun:
+        with record_steps(self._pipe) as record:
+            frames = self._generate(number, caption)
+        if record.latents is None or len(record.predictions) < 2:
+            raise ModelError(
+                f"model {self._options.model!r} made {len(record.predictions)} step(s) with its scheduler, and of one "
+                "alone none can be left out; give more steps"
+            )
+        kept: list[Tensor] = []
+        if number < CAPTIONS_OF_GAINS:
+            kept = [prediction.cpu() for prediction in record.predictions]
+        gram = compute_gram_matrix(record.predictions)
+        return FullRun(frames, record.latents.cpu(), kept, gram, record.models, record.shape)
+
+    def _generate(self, number: int, caption: str) -> Frames:
+        """The image of a caption in 8 bits `[frames, H, W, 3]`."""
+        seed = self._options.seed + number
+        call: CallArguments = dict(self._base)
+        call |= build_object_arguments(self._pipe, self._request, [seed], conditions=self._conditions)
+        if "prompt" in call:
+            call["prompt"] = caption
+        frames: list[Any] = []
+        for drawn in list_drawn(self._runner(**call)):
+            frames += drawn if isinstance(drawn, list | tuple) else [drawn]
+        return np.stack([np.asarray(frame)[..., :3] for frame in frames]).astype(np.uint8)
+
+    def _make_draft(self, runs: Sequence[FullRun]) -> Schedule:
+        """The schedule without its budgets: what it belongs to."""
+        num_steps = len(runs[0].models)
+        models = find_loop_models(self._pipe)
+        guidance = {name: self._base[name] for name in GUIDANCE_ARGUMENTS if self._base.get(name) is not None}
+        placeholder = StepBudget(computed=tuple(range(num_steps)), weights={}, predicted_db=EXACT_DB)
+        return Schedule(
+            model=self._options.model,
+            model_class=type(models[0]).__name__,
+            weights_hash=hash_weights(models),
+            scheduler=type(self._pipe.scheduler).__name__,
+            sigmas=tuple(read_sigmas(self._pipe.scheduler, num_steps)),
+            latents=runs[0].shape,
+            guidance=guidance,
+            captions=len(runs),
+            budgets=(placeholder,),
+        )
+
+    def _find_gains(self, runs: Sequence[FullRun], draft: Schedule) -> list[float]:
+        """How much an error of the prediction of each step moves the final latents."""
+        scheduler = self._pipe.scheduler
+        if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
+            sigmas = [*draft.sigmas, 0.0]
+            return [abs(after - before) for before, after in zip(sigmas, sigmas[1:], strict=False)]
+        # Others use a prediction in later steps too, or scale it, so its effect is measured.
+        steps = sorted({round(step) for step in np.linspace(1, draft.num_steps - 1, MEASURED_GAINS)})
+        measured: list[float] = []
+        with show_progress_bar("measuring the effect of errors", len(steps)) as advance:
+            for step in steps:
+                measured.append(self._measure_gain(step, runs[:CAPTIONS_OF_GAINS], draft))
+                advance(1)
+        logs = np.interp(np.arange(draft.num_steps), steps, np.log(np.maximum(measured, 1e-12)))
+        return [math.exp(log) for log in logs]
+
+    def _measure_gain(self, step: int, runs: Sequence[FullRun], draft: Schedule) -> float:
+        """The change of the final latents over the error of one step that takes the last prediction again."""
+        others = tuple(number for number in range(draft.num_steps) if number != step)
+        budget = StepBudget(computed=others, weights={step: (1.0, 0.0)}, predicted_db=0.0)
+        moved = 0.0
+        missed = 0.0
+        for number, run in enumerate(runs):
+            with record_steps(self._pipe) as record:
+                self._generate_with(draft.model_copy(update={"budgets": (budget,)}), number)
+            assert record.latents is not None
+            moved += float((record.latents.cpu() - run.latents).double().square().mean())
+            missed += float((run.predictions[step - 1] - run.predictions[step]).double().square().mean())
+        return math.sqrt(moved / max(missed, 1e-30))
+
+    def _generate_with(self, schedule: Schedule, number: int, size: int | None = None) -> Frames:
+        """The image of a caption with a budget of a schedule."""
+        config = FittedScheduleConfig(steps=size or schedule.budgets[0].size, schedule=schedule)
+        with use_cache_within(self._runner, {"cache_config": config}):
+            return self._generate(number, self._captions[number])
+
+    def _measure_budgets(self, schedule: Schedule, runs: Sequence[FullRun]) -> Schedule:
+        """The schedule with the PSNR of the budgets that matter."""
+        sizes = choose_measured_sizes([budget.size for budget in schedule.budgets], schedule.num_steps)
+        budgets: list[StepBudget] = []
+        with show_progress_bar("generating with fewer steps", len(sizes) * len(runs)) as advance:
+            for budget in schedule.budgets:
+                if budget.size not in sizes:
+                    budgets.append(budget)
+                    continue
+                decibels: list[float] = []
+                for number, run in enumerate(runs):
+                    decibels.append(compute_decibels(self._generate_with(schedule, number, budget.size), run.frames))
+                    advance(1)
+                measured = {"mean_db": round(float(np.mean(decibels)), 2), "worst_db": round(min(decibels), 2)}
+                budgets.append(budget.model_copy(update=measured))
+        return schedule.model_copy(update={"budgets": tuple(budgets)})
+
+
+def fit_budgets(gram: Matrix, gains: Sequence[float], switches: Sequence[int]) -> list[FittedSteps]:
+    """The best steps for each number of computed steps."""
+    num_steps = len(gram)
+    reuses = num_steps < FEWEST_FORECAST_STEPS
+    forced = list_forced_steps(num_steps, switches, FORCED_STEPS)
+    budgets = StepFit(gram, gains, forced, reuses=reuses).fit_all_budgets()
+    if reuses and not switches:
+        # Of a few steps, two may be all that there is time for.
+        free = StepFit(gram, gains, {0}, reuses=True).fit_all_budgets()
+        budgets = [steps for steps in free if len(steps.computed) < len(budgets[0].computed)] + budgets
+    return budgets
+
+
+def choose_captions(options: FitOptions) -> list[str]:
+    """The captions to fit to. Of the bundled ones the last: `ditile evaluate` takes the first ones.
+
+    Raises:
+        ModelError: if the source cannot be read, or has fewer captions.
+    """
+    captions = [caption.text for caption in load_captions(options.captions, None, 10**6)]
+    if options.num_captions > len(captions):
+        raise ModelError(
+            f"num_captions={options.num_captions} exceeds the {len(captions)} captions of {options.captions!r}; give "
+            f"{len(captions)} or less"
+        )
+    if options.captions == BUNDLED_SOURCE:
+        return captions[-options.num_captions :]
+    return captions[: options.num_captions]
+
+
+def choose_measured_sizes(sizes: Sequence[int], num_steps: int) -> set[int]:
+    """The budgets whose images are generated; all of a few."""
+    if num_steps < FEWEST_FORECAST_STEPS:
+        return set(sizes)
+    wanted = {round(share * num_steps) for share in MEASURED_SHARES}
+    return wanted & set(sizes)
+
+
+def compute_decibels(frames: Frames, others: Frames) -> float:
+    """The PSNR of an image, or of all frames of a video."""
+    error = float(np.square(frames.astype(np.float64) - others).mean()) / 255**2
+    if error == 0.0:
+        return EXACT_DB
+    return min(EXACT_DB, -10 * math.log10(error))
+
+
+def _make_budget(steps: FittedSteps, mean_square: float) -> StepBudget:
+    predicted = EXACT_DB
+    if steps.error > 0.0:
+        predicted = min(EXACT_DB, 10 * math.log10(mean_square / steps.error))
+    weights: dict[int, tuple[float, float]] = {}
+    for step, (first, second) in steps.weights.items():
+        weights[step] = (round(first, 5), round(second, 5))
+    return StepBudget(computed=steps.computed, weights=weights, predicted_db=round(predicted, 2))
+
+
+def fit_schedule(options: FitOptions) -> tuple[Schedule, Path]:
+    """Fits a schedule and writes it; returns it and its file.
+
+    Raises:
+        DitileError: if the model or an option does not fit; nothing is written then.
+    """
+    schedule = ScheduleFitting(options).fit()
+    path = Path(options.choose_file(schedule.num_steps))
+    schedule.write(path)
+    return schedule, path
+
+
+def build_schedule_table(schedule: Schedule) -> Table:
+    """A line for each budget, within 80 columns."""
+    from rich.table import Table
+
+    table = Table(title=f"{schedule.model}, {schedule.num_steps} steps, {schedule.captions} captions")
+    for title in ("steps", "work, %", "expected, dB", "mean, dB", "worst, dB"):
+        table.add_column(title, justify="right")
+    for budget in schedule.budgets:
+        work = f"{100 * budget.size / schedule.num_steps:.0f}"
+        row = [str(budget.size), work, f"{budget.predicted_db:.1f}"]
+        for measured in (budget.mean_db, budget.worst_db):
+            row.append("-" if measured is None else f"{measured:.1f}")
+        table.add_row(*row)
+    return table
