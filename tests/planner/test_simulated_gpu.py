@@ -134,8 +134,8 @@ def draw_on_simulated_gpu(row: Row) -> tuple[str, SimulationRecord]:
 WAITS = {
     # The first call of a model without patches, whose blocks pass on what they are given.
     "survey": {
-        "aten::equal: _are_equal < forward_once",
-        "item: has_nan < note_output",
+        "aten::equal: are_equal < forward_once",
+        "item: has_nan < _note_output",
         "item: has_nan < survey_call",
         "item: is_fed < survey_call",
     },
