@@ -264,7 +264,7 @@ def test_a_strength_out_of_range(capsys: pytest.CaptureFixture[str], strength: s
         ("bench", "--plans", "cfg=2", "--out"),
         ("evaluate", "--model", "shapes-flux", "--out"),
         ("evaluate", "--model", "shapes-flux", "--references"),
-        ("generate", "a", "--min-psnr", "30", "--evaluation"),
+        ("generate", "a", "--min-psnr", "30", "--schedule"),
         ("generate", "a", "--image"),
         ("generate", "a", "--config"),
         ("generate", "--prompts-file"),

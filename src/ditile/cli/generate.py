@@ -50,8 +50,14 @@ if TYPE_CHECKING:
     from ditile.runner.runner import Runner
 
 
-def draw_pictures(request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions) -> Outcome | None:
+def draw_pictures(
+    request: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions, promise: JsonObject
+) -> Outcome | None:
     """Runs this rank's part. Rank 0 returns the outcome, the others None.
+
+    Args:
+        request, run, plan, cache: the options.
+        promise: what bounds promised, as of `Promise.to_json_dict`; empty without bounds.
 
     Raises:
         DitileError: if the model, the plan or an option does not fit.
@@ -73,7 +79,7 @@ def draw_pictures(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
             call_result = _call_and_report(runner, make_call, cache)
         images = list_drawn(call_result.result)
         files = [str(path) for path in run.list_image_paths(len(images), seed, request.model)]
-        texts = build_png_texts(request, plan, cache, call, conditions)
+        texts = build_png_texts(request, plan, cache, call, conditions, promise)
         fps = choose_fps(pipe, request, call)
         for image, path, own_seed in zip(images, files, seeds, strict=False):
             write_drawn(image, path, fps, add_picture_texts(texts, pipe, call, request.prompt, own_seed, image))
@@ -81,7 +87,7 @@ def draw_pictures(request: GenerateOptions, run: RunOptions, plan: Plan, cache: 
         _write_trace(runner, run.trace)
         if call_result.result is None:
             return None
-        return build_outcome(request, plan, cache, [call_result], seed=seed, images=files)
+        return build_outcome(request, plan, cache, [call_result], seed=seed, images=files, promise=promise)
 
 
 def draw_prompt_lines(
@@ -91,11 +97,12 @@ def draw_prompt_lines(
     cache: CacheOptions,
     missing_lines: Sequence[PromptLine],
     total: int,
+    promise: JsonObject,
 ) -> Outcome | None:
     """Generates the images of some lines, one on each replica at a time. Rank 0 returns the outcome, the others None.
 
     Args:
-        request, run, plan, cache: as in `draw_pictures`.
+        request, run, plan, cache, promise: as in `draw_pictures`.
         missing_lines: the lines; all ranks use the list of rank 0.
         total: the number of lines in the file.
 
@@ -109,7 +116,7 @@ def draw_prompt_lines(
         missing_lines = [PromptLine(*line) for line in gather_json(list(missing_lines), runner.mesh.everyone)[0]]
         base = build_call_arguments(pipe, request, defaults(request.model))
         fps = choose_fps(pipe, request, base)
-        texts = build_png_texts(request, plan, cache, base, conditions)
+        texts = build_png_texts(request, plan, cache, base, conditions, promise)
         texts["request"] = describe_request(request, run, plan, cache, defaults(request.model))
         call_results = []
         with show_progress_bar("prompts", total, completed=total - len(missing_lines), shown=is_first) as advance:
@@ -139,6 +146,7 @@ def draw_prompt_lines(
         seed=request.seed or 0,
         images=files,
         skipped=len(files) - len(missing_lines),
+        promise=promise,
     )
 
 
@@ -151,6 +159,7 @@ def build_outcome(
     seed: int,
     images: list[str],
     skipped: int = 0,
+    promise: JsonObject | None = None,
 ) -> Outcome:
     """The outcome of some calls; `skipped` is how many of the images were there before."""
     return Outcome(
@@ -165,6 +174,7 @@ def build_outcome(
         left_out=summarize_cache_reports([call_result.saved for call_result in call_results]),
         totals=list(itertools.chain.from_iterable(call_result.totals for call_result in call_results)),
         tracks_memory=cache.track_memory,
+        promise=promise or {},
     )
 
 

@@ -46,9 +46,10 @@ from ditile.plan.flag_parser import (
     list_flags,
     normalize_flags,
 )
+from ditile.plan.option_classes import JsonObject
 from ditile.plan.plan import AUTO, FEW_STEPS, Plan
-from ditile.planner.budget import Budget
-from ditile.planner.choose import choose_within_budget, resolve_plan_option
+from ditile.planner.choose import choose_within_bounds, resolve_plan_option
+from ditile.planner.promise import Bounds, Promise
 from ditile.planner.question import PlanQuestion
 from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.cache_options import CacheOptions, name_flags
@@ -209,7 +210,7 @@ def _collect_values(cls: type, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _run_generate_command(arguments: argparse.Namespace) -> int:
     cache = _build_options(CacheOptions, arguments)
-    budget = _build_options(Budget, arguments)
+    bounds = _build_options(Bounds, arguments)
     plan = _build_plan(arguments, cache)
     request = _build_options(GenerateOptions, arguments)
     run = _build_options(RunOptions, arguments)
@@ -217,8 +218,10 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         plan = resolve_plan_option(run.plan, request, run, plan)
     else:
         plan = _share_short_warmup(plan, arguments, request.model)
-    if budget.has_bound:
-        plan, cache = choose_within_budget(budget, request, run, plan, cache)
+    promise = None
+    if bounds.is_given:
+        promise, cache = choose_within_bounds(bounds, request, run, plan, cache)
+        plan = promise.plan
     run = dataclasses.replace(run, attention=cache.choose_attention_backend(run.attention))
     check_options(request, run, plan, cache)
     run, makes_videos = _name_output(request, run)
@@ -230,7 +233,7 @@ def _run_generate_command(arguments: argparse.Namespace) -> int:
         from ditile.planner.dry_run import build_dry_run_job
 
         build_dry_run_job(_pick_one_line(request, plan), plan, cache.build_cache_arguments())
-    job = GenerateJob(request, run, plan, cache, budget, makes_videos)
+    job = GenerateJob(request, run, plan, cache, promise, makes_videos)
     draw = _generate_pictures if request.prompts_file is None else _generate_prompts_file
     outcome = draw(job)
     if outcome is not None:
@@ -248,7 +251,7 @@ class GenerateJob(NamedTuple):
     run: RunOptions
     plan: Plan
     cache: CacheOptions
-    budget: Budget
+    promise: Promise | None
     makes_videos: bool
 
 
@@ -309,14 +312,15 @@ def _print_note_on_prompts(request: GenerateOptions) -> None:
 
 def _generate_pictures(job: GenerateJob) -> Outcome | None:
     """The outcome of one call, on rank 0; None on torchrun's other ranks."""
-    request, run, plan, cache, budget, makes_videos = job
+    request, run, plan, cache, promise, makes_videos = job
     if env.read_torchrun_place() is None and request.seed is None:
         request = dataclasses.replace(request, seed=choose_random_seed())
     if is_writing_process():
         # The ranks of torchrun agree on a seed later: the names differ then, and the folder does not.
         paths = run.list_image_paths(request.num_images, request.seed or 0, request.model)
-        run.check_output_paths(paths, request, cache, budget, video=makes_videos)
-    outcome: Outcome | None = _run_on_ranks(_draw_pictures, plan, run, (request, run, plan, cache))
+        run.check_output_paths(paths, request, cache, video=makes_videos)
+    arguments = (request, run, plan, cache, _describe_promise(promise))
+    outcome: Outcome | None = _run_on_ranks(_draw_pictures, plan, run, arguments)
     return outcome
 
 
@@ -324,13 +328,13 @@ def _generate_prompts_file(job: GenerateJob) -> Outcome | None:
     """The outcome of a file of prompts, on rank 0. If no image is missing, no model is loaded."""
     from ditile.runner.requests import prompts
 
-    request, run, plan, cache, budget, makes_videos = job
+    request, run, plan, cache, promise, makes_videos = job
     all_lines: list[prompts.PromptLine] = []
     missing_lines: list[prompts.PromptLine] = []
     if is_writing_process():
         all_lines = prompts.list_prompt_lines(request, run)
         images = [line.path for line in all_lines]
-        run.check_output_paths([Path(path) for path in images], request, cache, budget, video=makes_videos)
+        run.check_output_paths([Path(path) for path in images], request, cache, video=makes_videos)
         description = prompts.describe_request(request, run, plan, cache, defaults(request.model))
         missing_lines = prompts.select_missing_lines(all_lines, description, has_posters=makes_videos)
         # The ranks of torchrun wait for each other; only a process of its own may leave here.
@@ -338,10 +342,13 @@ def _generate_prompts_file(job: GenerateJob) -> Outcome | None:
             from ditile.cli.generate import build_outcome
 
             return build_outcome(request, plan, cache, [], seed=request.seed or 0, images=images, skipped=len(images))
-    outcome: Outcome | None = _run_on_ranks(
-        _draw_prompt_lines, plan, run, (request, run, plan, cache, missing_lines, len(all_lines))
-    )
+    arguments = (request, run, plan, cache, missing_lines, len(all_lines), _describe_promise(promise))
+    outcome: Outcome | None = _run_on_ranks(_draw_prompt_lines, plan, run, arguments)
     return outcome
+
+
+def _describe_promise(promise: Promise | None) -> JsonObject:
+    return {} if promise is None else promise.to_json_dict()
 
 
 def _run_on_ranks(fn: Callable[..., Any], plan: Plan, run: RunOptions | VerifyOptions, args: tuple[Any, ...]) -> Any:
@@ -596,7 +603,7 @@ COMMANDS = {
         _run_generate_command,
         "make an image or a video",
         "Make an image or a video, on several ranks if a plan says so.",
-        {GenerateOptions: "image", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Budget: "budget"},
+        {GenerateOptions: "image", Plan: "plan", RunOptions: "run", CacheOptions: "cache", Bounds: "bounds"},
         # The short help has at most 30 lines.
         essential=(
             *("prompt", "model", "steps", "height", "width", "guidance", "seed", "num_images", "image"),

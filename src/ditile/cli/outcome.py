@@ -34,6 +34,7 @@ class Outcome:
         left_out: what caches left out; see `summarize_cache_reports`.
         totals: seconds of each call that --perf measured.
         tracks_memory: whether to show the memory of stale keys and caches.
+        promise: what bounds promised; empty without bounds.
     """
 
     plan: str
@@ -47,6 +48,7 @@ class Outcome:
     left_out: list[JsonObject] = field(default_factory=list)
     totals: list[float] = field(default_factory=list)
     tracks_memory: bool = False
+    promise: JsonObject = field(default_factory=dict)
 
 
 def sum_reports(reports: Sequence[list[JsonObject]]) -> list[JsonObject]:
@@ -118,6 +120,8 @@ def summarize_outcome(outcome: Outcome) -> JsonObject:
 def _summarize_optional_facts(outcome: Outcome) -> JsonObject:
     """The entries of the summary that only some runs have."""
     facts: JsonObject = {}
+    if outcome.promise:
+        facts["promise"] = outcome.promise
     if outcome.settings:
         facts["settings"] = outcome.settings
     if "cache_config" in outcome.settings:
@@ -161,6 +165,8 @@ def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     # If all images were there, nothing was measured.
     if outcome.reports:
         yield from _list_time_rows(outcome, facts)
+    if outcome.promise:
+        yield "promised", _format_promise(outcome.promise)
     yield from _list_cache_rows(outcome)
     if "recorded" in facts:
         yield "recorded steps", format_recorded_calls(facts["recorded"])
@@ -172,6 +178,17 @@ def _list_rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
         if "recorded" in facts and any(recorded["tape_bytes"] for recorded in facts["recorded"]):
             yield "held by tapes", _format_per_rank([recorded["tape_bytes"] for recorded in facts["recorded"]])
         yield "bytes sent", _format_per_rank(facts["bytes_sent"])
+
+
+def _format_promise(promise: JsonObject) -> str:
+    """What bounds promised, in the order of what came out above it."""
+    parts = []
+    if promise["seconds"] is not None:
+        parts.append(f"{promise['seconds']:.2f} s an image")
+    parts.append(f"{promise['computed_steps']} of {promise['steps']} steps")
+    if promise["mean_psnr"] is not None:
+        parts.append(f"{promise['mean_psnr']:.1f} dB on average, {promise['worst_psnr']:.1f} at worst")
+    return ", ".join(parts)
 
 
 def _list_time_rows(outcome: Outcome, facts: JsonObject) -> Iterator[tuple[str, str]]:

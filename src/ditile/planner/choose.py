@@ -1,23 +1,22 @@
-"""Chooses a plan: the one that is given, the one predicted to be the fastest, or one of an evaluation in a budget.
+"""Chooses a plan: the one that is given, the one predicted to be the fastest, or one that keeps bounds.
 
 `ditile plan` and `ditile.plan_for` ask `answer_question`; `ditile generate` asks `resolve_plan_option` for `--plan` and
-`choose_within_budget` for `--min-psnr` and `--max-latency`.
+`choose_within_bounds` for `--seconds` and `--min-psnr`.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, overload
 
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import env
 from ditile.plan.errors import PlanError
-from ditile.plan.option_classes import CallArguments, JsonObject
+from ditile.plan.option_classes import CallArguments, JsonObject, Seconds
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner import hardware
-from ditile.planner.budget import Budget, choose, describe_setting, load_evaluation
+from ditile.planner.promise import Bounds, Decibels, Promise, choose_promise, find_schedule
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
@@ -28,7 +27,7 @@ from ditile.runner.requests.outputs import RunOptions
 # Nothing here imports torch before there is something to ask: the command line imports this for every command.
 if TYPE_CHECKING:
     from ditile.planner.answer import PlanAnswer
-    from ditile.planner.search import SearchRequest
+    from ditile.planner.search import PlanSearch, SearchRequest
     from ditile.planner.subject import PlanSubject
 
 DTYPES_BY_SIZE = {2: "bfloat16", 4: "float32"}
@@ -61,7 +60,43 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     """
     from ditile.planner.answer import PlanAnswer
     from ditile.planner.memory import count_host_memory, count_rank_memory
-    from ditile.planner.search import PlanSearch, predict_skipped_steps, search_plans
+
+    search = _prepare_search(question, all_devices=all_devices)
+    subject = search.subject
+    profile = search.profile
+    request = search.request
+    plan = question.priced_plan
+    if plan is None:
+        result = search.find_fastest_plans()
+        used_devices = request.devices
+    else:
+        result = search.price_plan(plan)
+        used_devices = plan.world
+    tokens = subject.count_text_tokens(search.call)
+    memories = []
+    hosts = []
+    for price in result.prices:
+        job = subject.make_plan_job(price.plan, search.shape)
+        ranks = range(price.plan.world)
+        memories.append(tuple(count_rank_memory(subject, job, profile, rank, tokens) for rank in ranks))
+        hosts.append(count_host_memory(subject, job, request.devices // question.hosts))
+    return PlanAnswer(
+        model=question.model,
+        hardware=profile.name,
+        devices=used_devices,
+        result=result,
+        call=_describe_call(subject, search.call, profile.element_size) | {"pictures": len(question.image or ())},
+        uncounted=subject.uncounted,
+        memories=tuple(memories),
+        hosts=tuple(hosts),
+        host_memory_bytes=request.host_memory_bytes or profile.host_memory_bytes,
+        models=subject.models,
+    )
+
+
+def _prepare_search(question: PlanQuestion, *, all_devices: bool = False, exact: bool = False) -> PlanSearch:
+    """The search that a question asks for. Raises as `answer_question`."""
+    from ditile.planner.search import PlanSearch, predict_skipped_steps
     from ditile.planner.subject import PlanSubject
 
     profile = load_machine_profile(question)
@@ -78,36 +113,11 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         raise PlanError(f"devices={devices} cannot be split evenly over hosts={question.hosts}; give --devices")
     if question.cuda_graphs is True and not profile.runs_ahead:
         raise PlanError(f"cuda_graphs=True needs a GPU, and {profile.name} is a CPU; leave it out")
-    request = _make_search_request(question, devices, all_devices=all_devices)
+    request = replace(_make_search_request(question, devices, all_devices=all_devices), exact=exact)
     shape = subject.make_call_shape(call, profile.element_size)
     cache = None if question.cache is None else parse_cache_line(question.cache)["cache_config"]
     skips = predict_skipped_steps(cache, shape.steps, question.hit_rate)
-    if plan is None:
-        result = search_plans(subject, call, profile, request, skips)
-        used_devices = devices
-    else:
-        result = PlanSearch(subject, call, profile, request, skips).price_plan(plan)
-        used_devices = plan.world
-    tokens = subject.count_text_tokens(call)
-    memories = []
-    hosts = []
-    for price in result.prices:
-        job = subject.make_plan_job(price.plan, shape)
-        ranks = range(price.plan.world)
-        memories.append(tuple(count_rank_memory(subject, job, profile, rank, tokens) for rank in ranks))
-        hosts.append(count_host_memory(subject, job, devices // question.hosts))
-    return PlanAnswer(
-        model=question.model,
-        hardware=profile.name,
-        devices=used_devices,
-        result=result,
-        call=_describe_call(subject, call, profile.element_size) | {"pictures": len(question.image or ())},
-        uncounted=subject.uncounted,
-        memories=tuple(memories),
-        hosts=tuple(hosts),
-        host_memory_bytes=request.host_memory_bytes or profile.host_memory_bytes,
-        models=subject.models,
-    )
+    return PlanSearch(subject, call, profile, request, skips)
 
 
 def _make_search_request(question: PlanQuestion, devices: int, *, all_devices: bool) -> SearchRequest:
@@ -146,42 +156,93 @@ def _describe_call(subject: PlanSubject, call: CallArguments, element_size: int)
     }
 
 
+@overload
+def plan_for(model: str = ..., *, seconds: None = ..., min_psnr: None = ..., **asked: Any) -> Plan: ...
+
+
+@overload
 def plan_for(
-    model: str = "shapes-pixart", *, min_psnr: float | None = None, evaluation: str | None = None, **asked: Any
-) -> Plan:
+    model: str = ...,
+    *,
+    seconds: Seconds | None = ...,
+    min_psnr: Decibels | None = ...,
+    schedule: str | None = ...,
+    **asked: Any,
+) -> Promise: ...
+
+
+def plan_for(
+    model: str = "shapes-pixart",
+    *,
+    seconds: Seconds | None = None,
+    min_psnr: Decibels | None = None,
+    schedule: str | None = None,
+    **asked: Any,
+) -> Plan | Promise:
     """The plan that is predicted to be the fastest for a model, on this machine as `ditile calibrate` measured it.
 
-    The first rank prints it as one line on standard error.
+    With a bound it returns a `Promise` instead, which has a `plan`, and in its `cache_line` how many steps compute:
+
+        promise = ditile.plan_for("shapes-flux", seconds=4)
+        runner = ditile.parallelize(pipe, promise.plan)
+        ditile.enable_cache(runner, **ditile.parse_cache_line(promise.cache_line))
+
+    The first rank prints the choice as one line on standard error.
 
     Args:
         model: a published model, a bundled one, a folder or a hub id.
-        min_psnr: in dB. With it nothing is predicted: the plan is the fastest one without a cache that `ditile
-            evaluate` measured with at least this PSNR; `devices` and `max_latency` are its upper bounds.
-        evaluation: the folder of that evaluation; the one that comes with the model by default.
+        seconds: the most that a call may take.
+        min_psnr: the least mean PSNR to the image of all steps, in dB, as a fitted schedule promises it.
+        schedule: the file of that schedule; by default the one that comes with the model.
         asked: `height`, `width`, `steps`, `guidance`, `num_images`, `hardware`, `devices`, `memory` and the others of
             `ditile plan`.
 
     Raises:
-        PlanError: if the machine was not measured and none is named, no plan fits it or the quality, or a word of the
-            question is not known.
-        ModelError, LoadError: if the model cannot be planned for, or was not evaluated.
+        PlanError: if the machine was not measured and none is named, no plan fits it or keeps the bounds, or a word of
+            the question is not known.
+        ModelError, LoadError: if the model cannot be planned for, or a file is no schedule.
     """
-    if min_psnr is not None:
-        if others := sorted(set(asked) - {"devices", "max_latency"}):
-            raise PlanError(f"min_psnr={min_psnr:g} asks an evaluation, which has no {others[0]}; leave it out")
-        measured = load_evaluation(model, evaluation)
-        rows = [row for row in measured["settings"] if row["cache"] == "none"]
-        row = choose(rows, min_psnr=min_psnr, max_latency=asked.get("max_latency"), world=asked.get("devices"))
-        _print_on_first_rank(_describe_picked_setting(row, measured))
-        return Plan.parse(row["plan"])
     known_words = [field.name for field in fields(PlanQuestion)]
     unknown = sorted(set(asked) - set(known_words))
     # A dataclass would say only that there is an unexpected keyword.
     if unknown:
         raise PlanError(f"{unknown[0]}= is nothing that a plan is asked for by; there are {', '.join(known_words)}")
-    plan_answer = answer_question(PlanQuestion(model=model, **asked))
+    question = PlanQuestion(model=model, **asked)
+    bounds = Bounds(seconds=seconds, min_psnr=min_psnr)
+    if bounds.is_given:
+        promise = _choose_promise_of_question(question, bounds, schedule)
+        _print_on_first_rank(f"promised: {promise}")
+        return promise
+    if schedule is not None:
+        raise PlanError(f"schedule={schedule!r} is for a bound; give seconds or min_psnr")
+    plan_answer = answer_question(question)
     _print_on_first_rank(plan_answer.describe_choice())
     return plan_answer.result.prices[0].plan
+
+
+def _choose_promise_of_question(
+    question: PlanQuestion, bounds: Bounds, schedule_path: str | None, *, all_devices: bool = False
+) -> Promise:
+    """The promise for a question; its plan is the one to be priced, or the best of a search."""
+    plan = question.priced_plan
+    if plan is not None and bounds.min_psnr is not None and plan.attends_to_stale_keys:
+        raise PlanError(
+            f"min_psnr={bounds.min_psnr:g}: a schedule knows what skipped steps lose, and not what stale keys of "
+            f"'{plan}' lose; use a plan of ulysses, ring, tensor or cfg"
+        )
+    search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
+    num_steps = search.shape.steps
+    schedule = find_schedule(question.model, num_steps, schedule_path)
+    plans = [plan] if plan is not None else [price.plan for price in search.find_fastest_plans().prices]
+    return choose_promise(
+        bounds,
+        question.model,
+        num_steps,
+        plans,
+        schedule=schedule,
+        path=schedule_path,
+        predict=search.predict_call_seconds,
+    )
 
 
 def _print_on_first_rank(line: str) -> None:
@@ -220,41 +281,47 @@ def resolve_plan_option(text: str, options: GenerateOptions, run: RunOptions, pl
     return Plan.parse(_decide_on_first_rank(find_fastest_plan, run))
 
 
-def choose_within_budget(
-    budget: Budget, options: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
-) -> tuple[Plan, CacheOptions]:
-    """The plan and cache that a budget chooses, which are printed.
+def choose_within_bounds(
+    bounds: Bounds, options: GenerateOptions, run: RunOptions, plan: Plan, cache: CacheOptions
+) -> tuple[Promise, CacheOptions]:
+    """The promise that keeps the bounds of a request, which is printed, and the cache of its computed steps.
+
+    A plan that flags say is kept; without one the fastest plan is searched, if this machine was measured.
 
     Raises:
-        DitileError: if there is no evaluation, no setting is within the budget, or a plan or cache is given too.
+        DitileError: if a cache is given too, there is no schedule, or nothing keeps the bounds.
     """
-    if plan != Plan():
-        raise PlanError(f"a budget picks plan and cache, and a plan '{plan}' is given too; leave one of them out")
-    if cache.build_cache_arguments()["cache_config"] is not None:
-        raise PlanError("a budget picks plan and cache, and a cache is given too; leave one of them out")
+    schedule_path = cache.schedule
+    others = {name: getattr(cache, name) for name in cache.given - {"schedule"}}
+    if CacheOptions(**others).build_cache_arguments()["cache_config"] is not None:
+        raise PlanError("a bound chooses the steps that compute, and a cache is given too; leave one of them out")
 
-    def choose_setting(hosts: int) -> tuple[str, str]:
-        evaluation = load_evaluation(options.model, budget.evaluation)
-        rows = evaluation["settings"]
+    def choose(hosts: int) -> JsonObject:
         place = env.read_torchrun_place()
-        ranks = budget.world
-        if place is not None:
-            # The ranks were started already, and a plan must use all of them.
-            ranks = place.world
-            rows = [row for row in rows if row["world"] == ranks]
-        row = choose(rows, min_psnr=budget.min_psnr, max_latency=budget.max_latency, world=ranks or _count_devices())
-        line = _describe_picked_setting(row, evaluation)
-        make_console(stderr=run.json == "-").print(line, soft_wrap=True)
-        return row["plan"], row["cache"]
+        # Under torchrun the ranks are there already, and a plan must use all of them.
+        devices = None if place is None else place.world
+        request = {name: getattr(options, name) for name in REQUEST_FIELDS}
+        price = None if plan == Plan() else str(plan)
+        question = PlanQuestion(devices=devices, hosts=hosts, price=price, **request)
+        if bounds.seconds is None and not env.find_profile_path().exists():
+            # Nothing is predicted, so the plan is that of the flags.
+            promise = _choose_unmeasured_promise(question, bounds, plan, schedule_path)
+        else:
+            promise = _choose_promise_of_question(question, bounds, schedule_path, all_devices=place is not None)
+        make_console(stderr=run.json == "-").print(f"promised: {promise}", soft_wrap=True)
+        return promise.to_json_dict()
 
-    plan_text, cache_text = _decide_on_first_rank(choose_setting, run)
-    others = {name: getattr(cache, name) for name in cache.given}
-    return Plan.parse(plan_text), CacheOptions(**others | {"cache_line": cache_text})
+    promise = Promise.from_json_dict(_decide_on_first_rank(choose, run), schedule_path)
+    return promise, CacheOptions(**others | {"cache_line": promise.cache_line})
 
 
-def _describe_picked_setting(row: JsonObject, evaluation: JsonObject) -> str:
-    where = evaluation.get("measured", {}).get("machine", "another machine")
-    return f"picked: {describe_setting(row)}, as evaluated on {where}"
+def _choose_unmeasured_promise(
+    question: PlanQuestion, bounds: Bounds, plan: Plan, schedule_path: str | None
+) -> Promise:
+    """The promise of a bound on PSNR where no plan can be priced."""
+    num_steps = question.fill_call_arguments()["num_inference_steps"]
+    schedule = find_schedule(question.model, num_steps, schedule_path)
+    return choose_promise(bounds, question.model, num_steps, [plan], schedule=schedule, path=schedule_path)
 
 
 def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:
@@ -264,10 +331,3 @@ def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:
     from ditile.distributed.torchrun import decide_on_first_rank
 
     return decide_on_first_rank(decide, run.stall_timeout)
-
-
-def _count_devices() -> int:
-    """The number of GPUs, or of cores if there is no GPU."""
-    import torch
-
-    return torch.cuda.device_count() or os.cpu_count() or 1

@@ -64,6 +64,7 @@ class SearchRequest:
         max_latency_s: plans that take longer are left out.
         warmup: synchronous steps of plans with stale keys; None is one, or as many as cost hardly more.
         all_devices: only plans that use every device.
+        exact: only plans whose attention sees no stale keys.
         offload: of all plans; "blocks" where nothing else fits.
         records: whether steps are recorded, where a plan and the machine allow it.
     """
@@ -75,6 +76,7 @@ class SearchRequest:
     max_latency_s: float | None = None
     warmup: int | None = None
     all_devices: bool = False
+    exact: bool = False
     offload: Literal["none", "blocks"] = "none"
     records: bool = False
 
@@ -267,6 +269,13 @@ class PlanSearch:
             if serial.latency_s < price.latency_s:
                 others["serial"] = OtherPlan(serial)
         return SearchResult((price,), others=others)
+
+    def predict_call_seconds(self, plan: Plan, num_computed: int) -> float:
+        """Seconds of the whole call, if so many of its steps compute and the others are forecast."""
+        # A forecast takes microseconds, so it is as if the call had fewer steps.
+        fewer = replace(self, call=self.call | {"num_inference_steps": num_computed})
+        [price] = fewer.price_plan(plan).prices
+        return price.call_s
 
     def fit_plan_to_memory(self, plan: Plan) -> SizedJob:
         """The plan, or a variant under which a call fits a device; if none fits, the one that needs least memory.
@@ -488,6 +497,8 @@ def iterate_plans(subject: PlanSubject, shape: Shape, request: SearchRequest) ->
         for degrees in _iterate_degrees(world, shape):
             for patches in _iterate_patch_counts(degrees, warmup):
                 plan = Plan(**degrees, **patches, offload=request.offload)
+                if request.exact and plan.attends_to_stale_keys:
+                    continue
                 if subject.can_run_plan(plan) and not plan.illegal(facts):
                     yield plan
 

@@ -29,12 +29,10 @@ from ditile.measure.evaluate.store import (
     summarize_settings,
 )
 from ditile.measure.rows import Row
-from ditile.model.known import ASSETS, list_bundled_models
-from ditile.plan.errors import LoadError, ModelError, PlanError
+from ditile.model.known import ASSETS
+from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
-from ditile.planner.budget import STORED, Budget, choose, load_evaluation
 from ditile.runner.requests.cache_options import CacheOptions
-from ditile.runner.requests.pipelines import draws_videos
 
 CAPTION = "a large red circle in the center on a black background"
 SETTING = EvaluationSetting("pipefusion=2", "F=1")
@@ -290,88 +288,3 @@ def test_a_sheet_has_a_column_for_each_setting(tmp_path: Path) -> None:
     assert page.width == 2 * 144 + 3 * 10 and page.height > 4 * 144
     apart = make_difference_image(Image.new("RGB", (2, 2), (10, 10, 10)), Image.new("RGB", (2, 2), (0, 20, 10)))
     assert np.asarray(apart)[0, 0].tolist() == [26, 26, 26], "a mean of 6.7, four times"
-
-
-# A budget
-
-
-def measured(plan: str, cache: str, world: int, psnr: float, ratio: float) -> dict[str, Any]:
-    return {"plan": plan, "cache": cache, "world": world, "psnr": psnr, "latency_ratio": ratio, "seconds": 10 * ratio}
-
-
-EVALUATED = [
-    measured("pipefusion=1", "none", 1, 100.0, 1.0), measured("pipefusion=1", "F=1", 1, 35.0, 0.6),
-    measured("pipefusion=2", "none", 2, 40.0, 0.55), measured("pipefusion=2", "F=1", 2, 29.0, 0.3),
-    measured("ulysses=4", "none", 4, 100.0, 0.4),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("bounds", "wanted"),
-    [
-        ({"min_psnr": 30}, ("ulysses=4", "none")),
-        ({"min_psnr": 29}, ("pipefusion=2", "F=1")),
-        ({"min_psnr": 30, "world": 2}, ("pipefusion=2", "none")),
-        ({"min_psnr": 30, "world": 1}, ("pipefusion=1", "F=1")),
-        ({"min_psnr": 50, "world": 3}, ("pipefusion=1", "none")),
-        ({"max_latency": 5.6, "world": 2}, ("pipefusion=2", "none")),
-        ({"max_latency": 10}, ("ulysses=4", "none")),
-        ({"max_latency": 6, "min_psnr": 30, "world": 2}, ("pipefusion=2", "none")),
-        ({}, ("pipefusion=2", "F=1")),
-    ],
-)
-def test_the_fastest_that_is_good_enough(bounds: dict[str, Any], wanted: tuple[str, str]) -> None:
-    """A failure means that a budget is missed, or paid without need."""
-    found = choose(EVALUATED, **bounds)
-    assert (found["plan"], found["cache"]) == wanted
-
-
-@pytest.mark.parametrize(
-    ("bounds", "says"),
-    [
-        ({"min_psnr": 101}, "min_psnr=101 dB; the best there is: ulysses=4, no cache .100.0 dB"),
-        ({"max_latency": 1}, "max_latency=1 s; the fastest: pipefusion=2, cache F=1 .29.0 dB, 3.00 s, 3.33x"),
-        ({"max_latency": 3, "min_psnr": 30}, "setting with 30 dB took max_latency=3 s; the fastest: ulysses=4"),
-        ({"min_psnr": 1, "world": 0}, "no setting of at most 0"),
-    ],
-)
-def test_a_budget_that_nothing_fits_says_the_best(bounds: dict[str, Any], says: str) -> None:
-    with pytest.raises(PlanError, match=says):
-        choose(EVALUATED, **bounds)
-
-
-def test_what_is_stored(tmp_path: Path) -> None:
-    """A failure means that a budget is read from another model's evaluation, or from a file that is none."""
-    path = tmp_path / "evaluation.json"
-    path.write_text(json.dumps({"model": "m", "settings": EVALUATED}))
-    assert load_evaluation("m", str(tmp_path)) == load_evaluation("m", str(path))
-    with pytest.raises(ModelError, match="is of model 'm', not of 'n'"):
-        load_evaluation("n", str(path))
-    for content in ("{", "[]", "{}", '{"settings": []}', '{"settings": [{"plan": 1}]}'):
-        path.write_text(content)
-        with pytest.raises(LoadError, match="evaluation="):
-            load_evaluation("m", str(path))
-    with pytest.raises(LoadError, match="no evaluation of 'm' comes with ditile"):
-        load_evaluation("m")
-
-
-def test_evaluations_that_come_with_ditile() -> None:
-    """One for each bundled model of pictures. A failure means that a plan or cache in one cannot be read any more."""
-    models = {path.stem for path in STORED.glob("*.json")}
-    assert models == {name for name in list_bundled_models() if not draws_videos(name)}
-    for model in models:
-        rows = load_evaluation(model)["settings"]
-        assert (rows[0]["plan"], rows[0]["cache"], rows[0]["psnr"]) == (*ORIGINAL, 100.0) and len(rows) > 4
-        for each in rows:
-            assert Plan.parse(each["plan"]).world == each["world"] and CacheOptions(cache_line=each["cache"])
-
-
-@pytest.mark.parametrize(
-    ("values", "says"),
-    [({"min_psnr": 0.0}, "min_psnr=0"), ({"max_latency": float("nan")}, "max_latency=nan"),
-     ({"world": 2}, "for a budget"), ({"evaluation": "x"}, "for a budget"),
-     ({"world": 0, "min_psnr": 30.0}, "world=0")],
-)  # fmt: skip
-def test_budgets_that_will_not_do(values: dict[str, Any], says: str) -> None:
-    with pytest.raises(ModelError, match=says):
-        Budget(**values)

@@ -14,7 +14,6 @@ import pytest
 from PIL import Image
 
 from ditile.cli import main
-from ditile.distributed import env
 from ditile.measure.evaluate import command, scores
 from ditile.measure.evaluate.options import ORIGINAL, EvaluationSetting
 from ditile.measure.evaluate.scores import MetricPanel
@@ -172,49 +171,3 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: tuple[
     Path("there").mkdir()
     Path("there", "a.png").touch()
     assert says in refused(capsys, "evaluate", "--plans", "patches=2", "--caches", "none", "--num", "1", *words)
-
-
-def test_a_budget_picks_plan_and_cache(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is picked is drawn and said, with and without other ranks. A failure means a budget that is not kept."""
-    stored = json.loads((folder / "first.json").read_text())
-    for row, ratio in zip(stored["settings"], (1.0, 0.9, 0.5, 0.4), strict=True):
-        row |= {"latency_ratio": ratio, "seconds": 10 * ratio}
-    stored["settings"][1]["psnr"], stored["settings"][3]["psnr"] = 35.0, 20.0
-    Path("evaluation.json").write_text(json.dumps(stored))
-    words = ("generate", "a red circle", *SMALL, "--seed", "7", "--evaluation", "evaluation.json")
-    assert main.main([*words, "--min-psnr", "35", "--world", "1", "--json", "summary.json"]) == 0
-    said, summary = capsys.readouterr().out, json.loads(Path("summary.json").read_text())
-    assert f"picked: pipefusion=1, cache {CACHE} (35.0 dB, 9.00 s, 1.11x), as evaluated on" in said
-    assert summary["plan"] == "pipefusion=1" and summary["settings"]["cache_config"]["max_warmup_steps"] == 1
-    assert summary["cache"]["blocks_saved"] > 0
-    assert main.main([*words, "--max-latency", "4.5", "--world", "2", "--dry-run"]) == 0
-    assert "picked: pipefusion=2, cache F=1" in capsys.readouterr().out
-    Path("summary.json").unlink()
-    Path("ditile-image.png").unlink()
-    with monkeypatch.context() as patch:
-        patch.setattr(env, "read_torchrun_place", lambda: env.Torchrun(0, 3, 0))
-        patch.setattr("ditile.distributed.torchrun.join_torchrun", lambda timeout: None)  # the two others are not there
-        assert "no setting of at most 3 rank(s)" in refused(capsys, *words, "--min-psnr", "20")
-    for bound, says in (
-        (("--min-psnr", "101"), "no evaluated setting has min_psnr=101 dB; the best there is: pipefusion=1, no cache"),
-        (("--max-latency", "1"), "took max_latency=1 s; the fastest: pipefusion=2, cache F=1"),
-    ):
-        assert says in refused(capsys, *words, *bound, "--world", "2")
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--min-psnr", "30", "--pipefusion", "2"), "a plan 'pipefusion=2' is given too"),
-        (("--min-psnr", "30", "--cache"), "a cache is given too"),
-        (("--min-psnr", "30", "--model", "other/model"), "no evaluation of 'other/model' comes with ditile"),
-        (("--min-psnr", "30", "--evaluation", "nothing"), "evaluation='nothing' cannot be read"),
-        (("--min-psnr", "much"), "'much' should be a valid number"),
-        (("--world", "2"), "add --min-psnr DB"),
-        (("--cache-line", "F=1", "--cache"), "and --cache too"),
-    ],
-)
-def test_budgets_that_will_not_do(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str) -> None:
-    assert says in refused(capsys, "generate", "a red circle", *words)

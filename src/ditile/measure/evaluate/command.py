@@ -2,9 +2,8 @@
 
 For every caption the original pipeline (one process, no cache) and each plan with each cache make an image from the
 same seed. Each image is compared with the original pipeline's image and with its caption; sets of images are compared
-with the original pipeline's set and with reference images. The results are a table, `evaluation.json` (from which
-`ditile generate --min-psnr` chooses), a sheet of images side by side, and a figure of quality over latency
-(docs/evaluation.md).
+with the original pipeline's set and with reference images. The results are a table, `evaluation.json`, a sheet of
+images side by side, and a figure of quality over latency (docs/evaluation.md).
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from ditile.plan.errors import ModelError
 from ditile.plan.extras import is_installed
 from ditile.plan.plan import Plan
 from ditile.plan.version import __version__
-from ditile.planner.budget import FILE
 from ditile.planner.dry_run import build_dry_run_job
 from ditile.runner.model_files import defaults, find_model_source
 from ditile.runner.requests.console import is_writing_process, make_numbered_tables
@@ -53,6 +51,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 DEFAULT_NUM_CAPTIONS = 10
+EVALUATION_FILE = "evaluation.json"
 CONTACT_SHEET_FILE = "contact-sheet.png"
 PARETO_FILE = "pareto.png"
 INTERLEAVED = (
@@ -298,7 +297,7 @@ class Evaluation:
             "settings": [row | judged.distances[row["setting"]] for row in summarize_settings(rows, settings, count)],
         }
         # Written before the figures, which are less important and may fail.
-        files.write_json_file(self.folder.out / FILE, evaluation)
+        files.write_json_file(self.folder.out / EVALUATION_FILE, evaluation)
         self._write_contact_sheet(settings, rows)
         if PARETO_FILE not in absent:
             draw_tradeoff(evaluation, self.folder.out / PARETO_FILE)

@@ -3,7 +3,7 @@
     job.json          what all images have in common; another job is refused
     pictures.jsonl    a line for each image: setting, caption, seed, seconds, scores
     pictures/         the images, a folder for each setting
-    evaluation.json   the means (`summarize_settings`), which `ditile generate --min-psnr` reads
+    evaluation.json   the means (`summarize_settings`)
 
 An image is not generated again if its row and its file are there.
 """

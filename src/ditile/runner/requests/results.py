@@ -14,7 +14,7 @@ import numpy as np
 
 from ditile.model.pipeline_calls import list_call_parameters
 from ditile.plan.errors import ModelError
-from ditile.plan.option_classes import CallArguments
+from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import Plan
 from ditile.runner.model_files import FRAME_RATE, read_generation_defaults
 from ditile.runner.requests import pictures, videos
@@ -54,6 +54,7 @@ def build_png_texts(
     cache: CacheOptions,
     call: CallArguments,
     conditions: Mapping[str, Any] | None = None,
+    promise: JsonObject | None = None,
 ) -> dict[str, str]:
     """The texts in an image's file that say how it was made, without its prompt and seed.
 
@@ -61,6 +62,7 @@ def build_png_texts(
         request, plan, cache: the options.
         call: the arguments of the call.
         conditions: what it starts from, as of `bind_conditions`.
+        promise: what bounds promised; none without bounds.
     """
     settings = cache.describe_settings()
     if "lora" in settings:
@@ -74,6 +76,8 @@ def build_png_texts(
     }
     if settings:
         texts["cache"] = json.dumps(settings)
+    if promise:
+        texts["promise"] = json.dumps(promise)
     return texts
 
 

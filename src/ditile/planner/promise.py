@@ -1,0 +1,228 @@
+"""A promise: bounds on the time or the loss of an image, and the plan and the computed steps that keep them.
+
+`ditile generate --seconds 4` computes as many steps as take at most 4 s under the fastest plan, by the planner's
+seconds. `--min-psnr 45` computes the fewest steps that a fitted schedule (`ditile fit`) promises 45 dB for. The PSNR of
+a schedule is the mean over images of its calibration captions to the same images with all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from ditile.cache.config_text import NO_CACHE
+from ditile.cache.fitted.schedule import Schedule, make_fit_command, read_shipped_schedules
+from ditile.plan.errors import PlanError
+from ditile.plan.numbers import format_number
+from ditile.plan.option_classes import JsonObject, Seconds, define_option, options
+from ditile.plan.plan import Plan
+
+MARGIN_DB = 1.0
+"""The mean over other captions was at most about this far below that of the calibration captions."""
+
+FIT_IMAGES = 30
+"""A fit generates about as many images: some captions with all steps, and again with fewer."""
+
+Decibels = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PredictSeconds = Callable[[Plan, int], float]
+"""(plan, computed steps) -> seconds of the whole call."""
+
+
+@options()
+class Bounds:
+    """Bounds on the time or the loss of an image, by which plan and computed steps are chosen.
+
+    Raises:
+        ModelError: if a value is out of its range.
+    """
+
+    seconds: Seconds | None = define_option(
+        None, "compute as many steps as take at most so long, under the fastest plan", metavar="S", example=4
+    )
+    min_psnr: Decibels | None = define_option(
+        None,
+        "compute the fewest steps with this PSNR, on average, to the image of all steps",
+        metavar="DB",
+        example=45,
+    )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether there is a bound."""
+        return self.seconds is not None or self.min_psnr is not None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Promise:
+    """A plan and the steps that it computes, with what they are expected to take and to lose.
+
+    Attributes:
+        plan: the plan.
+        num_computed: how many steps compute; the others are forecast.
+        num_steps: of the call.
+        seconds: of the whole call, as predicted; None where this machine was not measured.
+        mean_db, worst_db: PSNR to the image of all steps, over the calibration captions; None where all steps compute,
+            or it was not measured.
+        schedule: the file of the schedule; None for one that comes with ditile.
+    """
+
+    plan: Plan
+    num_computed: int
+    num_steps: int
+    seconds: float | None = None
+    mean_db: float | None = None
+    worst_db: float | None = None
+    schedule: str | None = None
+
+    @property
+    def cache_line(self) -> str:
+        """The computed steps as a cache in one line, such as `steps=10`."""
+        if self.num_computed == self.num_steps:
+            return NO_CACHE
+        line = f"steps={self.num_computed}"
+        if self.schedule is not None:
+            line += f" schedule={self.schedule}"
+        return line
+
+    def __str__(self) -> str:
+        parts = [f"'{self.plan}' computes {self.num_computed} of {self.num_steps} steps"]
+        if self.seconds is not None:
+            parts.append(f"{format_number(self.seconds)} s predicted")
+        if self.mean_db is not None:
+            # A mean is no promise for each image.
+            parts.append(f"{self.mean_db:.1f} dB on average (the worst of the calibration {self.worst_db:.1f})")
+        return ", ".join(parts)
+
+    def to_json_dict(self) -> JsonObject:
+        """The promise for programs."""
+        return {
+            "plan": str(self.plan),
+            "computed_steps": self.num_computed,
+            "steps": self.num_steps,
+            "seconds": self.seconds,
+            "mean_psnr": self.mean_db,
+            "worst_psnr": self.worst_db,
+        }
+
+    @classmethod
+    def from_json_dict(cls, values: JsonObject, schedule: str | None) -> Promise:
+        """The promise of `to_json_dict`."""
+        return cls(
+            plan=Plan.parse(values["plan"]),
+            num_computed=values["computed_steps"],
+            num_steps=values["steps"],
+            seconds=values["seconds"],
+            mean_db=values["mean_psnr"],
+            worst_db=values["worst_psnr"],
+            schedule=schedule,
+        )
+
+
+def find_schedule(model: str, num_steps: int, path: str | None) -> Schedule | None:
+    """The schedule in a file, or the one that comes with ditile for a model and a number of steps, if there is one.
+
+    Raises:
+        LoadError, ModelError: if the file is no schedule.
+        PlanError: if it is of another number of steps.
+    """
+    if path is None:
+        for schedule in read_shipped_schedules():
+            if (schedule.model, schedule.num_steps) == (model, num_steps):
+                return schedule
+        return None
+    schedule = Schedule.read(path)
+    if schedule.num_steps != num_steps:
+        raise PlanError(
+            f"schedule={path!r} has {schedule.num_steps} steps, and the call {num_steps}; run "
+            f"`{make_fit_command(model, num_steps)}`"
+        )
+    return schedule
+
+
+def choose_promise(
+    bounds: Bounds,
+    model: str,
+    num_steps: int,
+    plans: Sequence[Plan],
+    *,
+    schedule: Schedule | None,
+    path: str | None = None,
+    predict: PredictSeconds | None = None,
+) -> Promise:
+    """The promise that keeps the bounds.
+
+    Args:
+        bounds: at least one.
+        model: as `--model` names it.
+        num_steps: of the call.
+        plans: the plans to choose from, at least one.
+        schedule, path: the schedule of the model, if there is one, and its file, if it was given.
+        predict: predicts seconds; None where this machine was not measured.
+
+    Raises:
+        PlanError: if nothing keeps the bounds, with what comes closest.
+    """
+    candidates = _list_candidates(bounds, num_steps, schedule)
+    if schedule is None and (bounds.seconds is None or predict is None):
+        raise PlanError(f"{_name_bounds(bounds)} needs a fitted schedule: {_explain_fit(model, num_steps)}")
+    fastest: Promise | None = None
+    kept: list[Promise] = []
+    # The most computed steps first: they are closest to the image of all steps.
+    for num_computed, mean_db, worst_db in candidates:
+        plan = plans[0]
+        seconds = None
+        if predict is not None:
+            seconds, plan = min(((predict(plan, num_computed), plan) for plan in plans), key=lambda pair: pair[0])
+        promise = Promise(
+            plan=plan,
+            num_computed=num_computed,
+            num_steps=num_steps,
+            seconds=seconds,
+            mean_db=mean_db,
+            worst_db=worst_db,
+            schedule=path,
+        )
+        fastest = promise
+        if bounds.seconds is None or (seconds is not None and seconds <= bounds.seconds):
+            kept.append(promise)
+            # Fewer steps would only lose more.
+            if bounds.seconds is not None:
+                break
+    if kept:
+        return kept[-1]
+    advice = f"; {_explain_fit(model, num_steps)}" if schedule is None else "; use more devices or a smaller image"
+    raise PlanError(f"{_name_bounds(bounds)} cannot be kept: the fastest that could be is {fastest}{advice}")
+
+
+def _list_candidates(
+    bounds: Bounds, num_steps: int, schedule: Schedule | None
+) -> list[tuple[int, float | None, float | None]]:
+    """Computed steps that keep the bound on PSNR, the most first, each with its mean and worst PSNR."""
+    candidates: list[tuple[int, float | None, float | None]] = [(num_steps, None, None)]
+    budgets = () if schedule is None else schedule.budgets
+    for budget in reversed(budgets):
+        if budget.size == num_steps or budget.mean_db is None:
+            continue
+        if bounds.min_psnr is None or budget.mean_db >= bounds.min_psnr + MARGIN_DB:
+            candidates.append((budget.size, budget.mean_db, budget.worst_db))
+    return candidates
+
+
+def _name_bounds(bounds: Bounds) -> str:
+    names = []
+    if bounds.seconds is not None:
+        names.append(f"seconds={bounds.seconds:g}")
+    if bounds.min_psnr is not None:
+        names.append(f"min_psnr={bounds.min_psnr:g}")
+    return " and ".join(names)
+
+
+def _explain_fit(model: str, num_steps: int) -> str:
+    """How to make a schedule, and how long that takes."""
+    return (
+        f"there is none of {model} for {num_steps} steps; run `{make_fit_command(model, num_steps)}`, which takes as "
+        f"long as about {FIT_IMAGES} images, and add --schedule FILE"
+    )

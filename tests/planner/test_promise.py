@@ -1,0 +1,126 @@
+"""Bounds on seconds and on PSNR, and the promises that keep them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ditile.cache.fitted.schedule import Budget, Schedule
+
+from ditile.plan.errors import ModelError, PlanError
+from ditile.plan.plan import Plan
+from ditile.planner.promise import MARGIN_DB, Bounds, Promise, choose_promise, find_schedule
+
+NUM_STEPS = 10
+FAST = Plan(ulysses=2)
+SLOW = Plan()
+
+
+def make_budget(num_computed: int) -> Budget:
+    """A budget that loses less the more it computes: 10 dB for each step, 5 dB more than that at worst."""
+    weights = {step: (1.0, 0.0) for step in range(num_computed, NUM_STEPS)}
+    mean_db = 10.0 * num_computed
+    return Budget(
+        computed=tuple(range(num_computed)),
+        weights=weights,
+        predicted_db=mean_db,
+        mean_db=mean_db,
+        worst_db=mean_db - 5,
+    )
+
+
+SCHEDULE = Schedule(
+    model="a-model",
+    model_class="AModel",
+    weights_hash="0",
+    scheduler="Euler",
+    sigmas=tuple(1 - step / NUM_STEPS for step in range(NUM_STEPS)),
+    latents=(16, 4),
+    guidance={},
+    captions=8,
+    budgets=tuple(make_budget(size) for size in (3, 5, 7)),
+)
+
+
+def predict_seconds(plan: Plan, num_computed: int) -> float:
+    """A second for each step, half of it on two ranks."""
+    return num_computed / plan.world
+
+
+def choose(bounds: Bounds, schedule: Schedule | None = SCHEDULE, *, predicts: bool = True) -> Promise:
+    predict = predict_seconds if predicts else None
+    return choose_promise(bounds, "a-model", NUM_STEPS, [SLOW, FAST], schedule=schedule, predict=predict)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "num_computed"),
+    [
+        ({"seconds": 9.0}, 10),
+        ({"seconds": 4.9}, 7),
+        ({"seconds": 2.5}, 5),
+        ({"seconds": 1.6}, 3),
+        # A budget must have been a margin above the bound when it was measured.
+        ({"min_psnr": 50.0 - MARGIN_DB}, 5),
+        ({"min_psnr": 50.0}, 7),
+        ({"min_psnr": 99.0}, 10),
+        ({"min_psnr": 40.0, "seconds": 4.0}, 7),
+    ],
+)
+def test_the_steps_that_keep_the_bounds(bounds: dict[str, float], num_computed: int) -> None:
+    """Within a time as many steps as possible, for a loss as few; a failure breaks a promise, or wastes time."""
+    promise = choose(Bounds(**bounds))
+    assert (promise.num_computed, promise.plan) == (num_computed, FAST)
+    assert promise.seconds == num_computed / 2
+    if num_computed < NUM_STEPS:
+        assert (promise.mean_db, promise.worst_db) == (10.0 * num_computed, 10.0 * num_computed - 5)
+        assert promise.cache_line == f"steps={num_computed}"
+    else:
+        assert (promise.mean_db, promise.cache_line) == (None, "none")
+
+
+def test_a_loss_is_promised_on_a_machine_that_was_not_measured() -> None:
+    promise = choose(Bounds(min_psnr=40.0), predicts=False)
+    assert (promise.num_computed, promise.plan, promise.seconds) == (5, SLOW, None)
+
+
+def test_without_a_schedule_all_steps_may_be_fast_enough() -> None:
+    assert choose(Bounds(seconds=5.0), schedule=None).num_computed == NUM_STEPS
+
+
+@pytest.mark.parametrize(
+    ("bounds", "schedule", "says"),
+    [
+        ({"seconds": 1.0}, SCHEDULE, "seconds=1 cannot be kept: the fastest that could be is 'ulysses=2' computes 3"),
+        ({"seconds": 1.6, "min_psnr": 45.0}, SCHEDULE, "seconds=1.6 and min_psnr=45 cannot be kept"),
+        (
+            {"min_psnr": 45.0},
+            None,
+            "there is none of a-model for 10 steps; run `ditile fit --model a-model --steps 10`",
+        ),
+        ({"seconds": 1.0}, None, "as long as about 30 images, and add --schedule FILE"),
+    ],
+)
+def test_what_cannot_be_kept_says_what_could(bounds: dict[str, float], schedule: Schedule | None, says: str) -> None:
+    with pytest.raises(PlanError) as info:
+        choose(Bounds(**bounds), schedule)
+    assert says in str(info.value)
+
+
+def test_a_promise_travels_as_json() -> None:
+    promise = choose(Bounds(min_psnr=40.0))
+    assert Promise.from_json_dict(promise.to_json_dict(), None) == promise
+
+
+def test_a_schedule_of_other_steps_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.json"
+    SCHEDULE.write(path)
+    assert find_schedule("a-model", NUM_STEPS, str(path)) == SCHEDULE
+    with pytest.raises(PlanError, match="has 10 steps, and the call 12; run `ditile fit"):
+        find_schedule("a-model", 12, str(path))
+    assert find_schedule("a-model", NUM_STEPS, None) is None
+
+
+@pytest.mark.parametrize("values", [{"min_psnr": 0.0}, {"seconds": float("nan")}])
+def test_bounds_that_make_no_sense(values: dict[str, float]) -> None:
+    with pytest.raises(ModelError, match=next(iter(values))):
+        Bounds(**values)
