@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ditile.cache.fitted.schedule import Budget, Schedule
 
+from ditile.cache.config import FittedScheduleConfig
+from ditile.cache.fitted.schedule import Schedule, StepBudget
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
 from ditile.planner.promise import MARGIN_DB, Bounds, Promise, choose_promise, find_schedule
@@ -16,11 +17,11 @@ FAST = Plan(ulysses=2)
 SLOW = Plan()
 
 
-def make_budget(num_computed: int) -> Budget:
+def make_budget(num_computed: int) -> StepBudget:
     """A budget that loses less the more it computes: 10 dB for each step, 5 dB more than that at worst."""
     weights = {step: (1.0, 0.0) for step in range(num_computed, NUM_STEPS)}
     mean_db = 10.0 * num_computed
-    return Budget(
+    return StepBudget(
         computed=tuple(range(num_computed)),
         weights=weights,
         predicted_db=mean_db,
@@ -73,9 +74,9 @@ def test_the_steps_that_keep_the_bounds(bounds: dict[str, float], num_computed: 
     assert promise.seconds == num_computed / 2
     if num_computed < NUM_STEPS:
         assert (promise.mean_db, promise.worst_db) == (10.0 * num_computed, 10.0 * num_computed - 5)
-        assert promise.cache_line == f"steps={num_computed}"
+        assert promise.cache_config == FittedScheduleConfig(steps=num_computed)
     else:
-        assert (promise.mean_db, promise.cache_line) == (None, "none")
+        assert (promise.mean_db, promise.cache_config) == (None, None)
 
 
 def test_a_loss_is_promised_on_a_machine_that_was_not_measured() -> None:
@@ -95,7 +96,7 @@ def test_without_a_schedule_all_steps_may_be_fast_enough() -> None:
         (
             {"min_psnr": 45.0},
             None,
-            "there is none of a-model for 10 steps; run `ditile fit --model a-model --steps 10`",
+            "there is none of a-model for 10 steps; run `ditile fit --model a-model",
         ),
         ({"seconds": 1.0}, None, "as long as about 30 images, and add --schedule FILE"),
     ],

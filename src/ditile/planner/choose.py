@@ -181,11 +181,12 @@ def plan_for(
 ) -> Plan | Promise:
     """The plan that is predicted to be the fastest for a model, on this machine as `ditile calibrate` measured it.
 
-    With a bound it returns a `Promise` instead, which has a `plan`, and in its `cache_line` how many steps compute:
+    With a bound it returns a `Promise` instead, which has a `plan`, and a `cache_config` if some steps are forecast:
 
-        promise = ditile.plan_for("shapes-flux", seconds=4)
+        promise = ditile.plan_for("shapes-flux", min_psnr=45)
         runner = ditile.parallelize(pipe, promise.plan)
-        ditile.enable_cache(runner, **ditile.parse_cache_line(promise.cache_line))
+        if promise.skips_steps:
+            ditile.enable_cache(runner, promise.cache_config)
 
     The first rank prints the choice as one line on standard error.
 
@@ -312,7 +313,9 @@ def choose_within_bounds(
         return promise.to_json_dict()
 
     promise = Promise.from_json_dict(_decide_on_first_rank(choose, run), schedule_path)
-    return promise, CacheOptions(**others | {"cache_line": promise.cache_line})
+    if promise.skips_steps:
+        others |= {"cache_line": f"steps={promise.num_computed}", "schedule": schedule_path}
+    return promise, CacheOptions(**others)
 
 
 def _choose_unmeasured_promise(

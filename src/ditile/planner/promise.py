@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ditile.cache.config_text import NO_CACHE
+from ditile.cache.config import FittedScheduleConfig
 from ditile.cache.fitted.schedule import Schedule, make_fit_command, read_shipped_schedules
 from ditile.plan.errors import PlanError
 from ditile.plan.numbers import format_number
@@ -78,14 +78,16 @@ class Promise:
     schedule: str | None = None
 
     @property
-    def cache_line(self) -> str:
-        """The computed steps as a cache in one line, such as `steps=10`."""
-        if self.num_computed == self.num_steps:
-            return NO_CACHE
-        line = f"steps={self.num_computed}"
-        if self.schedule is not None:
-            line += f" schedule={self.schedule}"
-        return line
+    def skips_steps(self) -> bool:
+        """Whether some steps are forecast."""
+        return self.num_computed < self.num_steps
+
+    @property
+    def cache_config(self) -> FittedScheduleConfig | None:
+        """The cache that keeps the promise, for `ditile.enable_cache`; None where all steps compute."""
+        if not self.skips_steps:
+            return None
+        return FittedScheduleConfig(steps=self.num_computed, schedule=self.schedule)
 
     def __str__(self) -> str:
         parts = [f"'{self.plan}' computes {self.num_computed} of {self.num_steps} steps"]
