@@ -23,6 +23,7 @@ from ditile.distributed.launch import launch
 from ditile.distributed.torchrun import leave_process_group
 from ditile.measure.evaluate.captions import Caption, load_captions
 from ditile.measure.evaluate.figures import SHEET_ROWS, draw_contact_sheet, draw_tradeoff
+from ditile.measure.evaluate.methods import METHODS_FILE, build_methods_table, draw_methods
 from ditile.measure.evaluate.metrics import check_torchmetrics
 from ditile.measure.evaluate.options import ORIGINAL, EvaluateOptions, EvaluationSetting, JudgeOptions, SessionOptions
 from ditile.measure.evaluate.scores import MetricPanel
@@ -106,8 +107,10 @@ def run_evaluation(options: EvaluateOptions, judge: JudgeOptions, session: Sessi
     return evaluation.judge(panel, rows)
 
 
-def build_evaluation_tables(evaluation: Row) -> list[Table | str]:
+def build_evaluation_tables(evaluation: Row, options: EvaluateOptions) -> list[Table | str]:
     """The means of an evaluation for a terminal: numbered tables, and a line for each setting."""
+    if options.methods:
+        return build_methods_table(evaluation, options.method_lines)
     columns: dict[str, list[str]] = {"ranks": [], "seconds": [], "latency": [], "speed-up": [], "saved, %": []}
     measures = [(name, about["title"], about["digits"]) for name, about in evaluation["metrics"].items()]
     if evaluation["frechet"] is not None:
@@ -301,6 +304,8 @@ class Evaluation:
         self._write_contact_sheet(settings, rows)
         if PARETO_FILE not in absent:
             draw_tradeoff(evaluation, self.folder.out / PARETO_FILE)
+            if self.options.methods:
+                draw_methods(evaluation, self.options.method_lines, self.folder.out / METHODS_FILE)
         return evaluation
 
     def _write_contact_sheet(self, settings: Sequence[EvaluationSetting], rows: Mapping[ImageKey, Row]) -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile.cache.config_text import NO_CACHE
+from ditile.measure.evaluate.methods import list_method_lines
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.option_classes import CallArguments, Count, Ranks, Scale, define_option, options
 from ditile.plan.plan import Plan
+from ditile.runner.model_files import defaults
 from ditile.runner.requests.cache_options import CacheOptions
+from ditile.runner.requests.facts import build_dry_run_call
 from ditile.runner.requests.options import GUIDANCE, DeviceOptions, GenerateOptions, ModelOptions
 from ditile.runner.requests.outputs import check_output_files
 
@@ -72,6 +75,9 @@ class EvaluateOptions(ModelOptions):
         f"caches for each plan, with ; between them (docs/caching.md); {NO_CACHE} is no cache",
         metavar="CACHES",
     )
+    methods: bool = define_option(
+        False, "compare all methods that skip work, with some settings each, on one rank; in place of plans and caches"
+    )
     captions: str = define_option(
         "bundled", "bundled, a file of one per line, or coco:FILE of annotations", metavar="FILE", reads=True
     )
@@ -82,12 +88,16 @@ class EvaluateOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         self.build_generate_options()
+        if self.methods and (self.plans, self.caches) != (DEFAULT_PLANS, DEFAULT_CACHES):
+            raise ModelError("methods has plans and caches of its own; leave --plans and --caches out")
         if not self.candidate_settings:
             raise PlanError(f"plans={self.plans!r} and caches={self.caches!r} leave nothing besides the original")
 
     @property
     def candidate_settings(self) -> list[EvaluationSetting]:
         """All plans with all caches, each once, without the original. Raises the errors of the class."""
+        if self.methods:
+            return [EvaluationSetting(ORIGINAL.plan, line) for line in self.method_lines]
         settings = []
         for text in _split_at_semicolons(self.plans) or [ORIGINAL.plan]:
             plan = Plan.parse(text)
@@ -103,6 +113,13 @@ class EvaluateOptions(ModelOptions):
                 if setting != ORIGINAL:
                     settings.append(setting)
         return list(dict.fromkeys(settings))
+
+    @property
+    def method_lines(self) -> dict[str, str]:
+        """The caches of --methods, in one line each, with the names of their methods."""
+        call = build_dry_run_call(self.build_generate_options(), defaults(self.model))
+        scales = [call[name] for name in ("true_cfg_scale", "guidance_scale") if name in call]
+        return list_method_lines(call["num_inference_steps"], is_guided=max(scales, default=0.0) > 1)
 
     def build_generate_options(self) -> GenerateOptions:
         """The options of `ditile generate` for the image of a caption. Raises the errors of the class."""
@@ -168,7 +185,7 @@ class SessionOptions(DeviceOptions):
         folder = Path(self.out)
         names = [""]
         if os.path.isdir(folder):
-            names = ["job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png"]
+            names = ["job.json", "pictures.jsonl", "evaluation.json", "contact-sheet.png", "pareto.png", "methods.png"]
         check_output_files([("out", folder / name) for name in names], *others)
 
 
