@@ -495,7 +495,9 @@ def _run_evaluate_command(arguments: argparse.Namespace) -> int:
     evaluation = run_evaluation(options, judge, session)
     if evaluation is not None:
         remarks = [f"- {remark}" for remark in list_table_remarks(evaluation)]
-        print_parts(make_console(), [*build_evaluation_tables(evaluation, options), *remarks, f"written: {session.out}"])
+        print_parts(
+            make_console(), [*build_evaluation_tables(evaluation, options), *remarks, f"written: {session.out}"]
+        )
     return 0
 
 

@@ -226,11 +226,8 @@ def _choose_promise_of_question(
 ) -> Promise:
     """The promise for a question; its plan is the one to be priced, or the best of a search."""
     plan = question.priced_plan
-    if plan is not None and bounds.min_psnr is not None and plan.attends_to_stale_keys:
-        raise PlanError(
-            f"min_psnr={bounds.min_psnr:g}: a schedule knows what skipped steps lose, and not what stale keys of "
-            f"'{plan}' lose; use a plan of ulysses, ring, tensor or cfg"
-        )
+    if plan is not None:
+        _check_exact_plan(bounds, plan)
     search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
     num_steps = search.shape.steps
     schedule = find_schedule(question.model, num_steps, schedule_path)
@@ -298,17 +295,7 @@ def choose_within_bounds(
         raise PlanError("a bound chooses the steps that compute, and a cache is given too; leave one of them out")
 
     def choose(hosts: int) -> JsonObject:
-        place = env.read_torchrun_place()
-        # Under torchrun the ranks are there already, and a plan must use all of them.
-        devices = None if place is None else place.world
-        request = {name: getattr(options, name) for name in REQUEST_FIELDS}
-        price = None if plan == Plan() else str(plan)
-        question = PlanQuestion(devices=devices, hosts=hosts, price=price, **request)
-        if bounds.seconds is None and not env.find_profile_path().exists():
-            # Nothing is predicted, so the plan is that of the flags.
-            promise = _choose_unmeasured_promise(question, bounds, plan, schedule_path)
-        else:
-            promise = _choose_promise_of_question(question, bounds, schedule_path, all_devices=place is not None)
+        promise = choose_promise_of_request(bounds, options, plan, schedule_path, hosts=hosts)
         make_console(stderr=run.json == "-").print(f"promised: {promise}", soft_wrap=True)
         return promise.to_json_dict()
 
@@ -318,13 +305,42 @@ def choose_within_bounds(
     return promise, CacheOptions(**others)
 
 
-def _choose_unmeasured_promise(
-    question: PlanQuestion, bounds: Bounds, plan: Plan, schedule_path: str | None
+def choose_promise_of_request(
+    bounds: Bounds, options: GenerateOptions, plan: Plan, schedule_path: str | None, *, hosts: int = 1
 ) -> Promise:
-    """The promise of a bound on PSNR where no plan can be priced."""
+    """The promise that keeps the bounds of a request.
+
+    Args:
+        bounds, options: the request.
+        plan: the plan; of an empty one the fastest is searched, if this machine was measured.
+        schedule_path: the file of the schedule; by default the one that comes with the model.
+        hosts: the number of hosts of a search.
+
+    Raises:
+        DitileError: if there is no schedule, or nothing keeps the bounds.
+    """
+    place = env.read_torchrun_place()
+    # Under torchrun the ranks are there already, and a plan must use all of them.
+    devices = None if place is None else place.world
+    request = {name: getattr(options, name) for name in REQUEST_FIELDS}
+    price = None if plan == Plan() else str(plan)
+    question = PlanQuestion(devices=devices, hosts=hosts, price=price, **request)
+    if bounds.seconds is not None or env.find_profile_path().exists():
+        return _choose_promise_of_question(question, bounds, schedule_path, all_devices=place is not None)
+    # Nothing is predicted here, so the plan is the given one.
+    _check_exact_plan(bounds, plan)
     num_steps = question.fill_call_arguments()["num_inference_steps"]
     schedule = find_schedule(question.model, num_steps, schedule_path)
     return choose_promise(bounds, question.model, num_steps, [plan], schedule=schedule, path=schedule_path)
+
+
+def _check_exact_plan(bounds: Bounds, plan: Plan) -> None:
+    """Raises `PlanError` if a bound on PSNR is given for a plan that loses more than its skipped steps."""
+    if bounds.min_psnr is not None and plan.attends_to_stale_keys:
+        raise PlanError(
+            f"min_psnr={bounds.min_psnr:g}: a schedule knows what skipped steps lose, and not what stale keys of "
+            f"'{plan}' lose; use a plan of ulysses, ring, tensor or cfg"
+        )
 
 
 def _decide_on_first_rank(decide: Callable[[int], Any], run: RunOptions) -> Any:

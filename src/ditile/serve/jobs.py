@@ -15,6 +15,7 @@ from typing import Literal
 
 from ditile.plan.errors import DitileError
 from ditile.plan.option_classes import JsonObject
+from ditile.planner.promise import Bounds
 from ditile.runner.requests.options import GenerateOptions
 
 State = Literal["queued", "running", "done", "failed", "cancelled"]
@@ -68,6 +69,8 @@ class Request:
         output_compression: the quality of jpeg and webp, 0 to 100; 100 is the best.
         num_previews: how many previews the client wants while the image is generated.
         loras: names of LoRAs in the server's folder -> their scales.
+        computed_steps: how many steps call the model; the others are forecast. None leaves that to the server.
+        bounds: by which the computed steps are chosen instead.
         timeout: seconds after its arrival at which the job is ended; None for the server's own limit.
         client: values that the API must return to the client, as JSON types; they do not change what is generated.
     """
@@ -77,13 +80,15 @@ class Request:
     output_compression: int = 100
     num_previews: int = 0
     loras: dict[str, float] = field(default_factory=dict)
+    computed_steps: int | None = None
+    bounds: Bounds = field(default_factory=Bounds)
     timeout: float | None = None
     client: JsonObject = field(default_factory=dict)
 
     def to_json(self) -> JsonObject:
         """The request as JSON types."""
         values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
-        return values | {"options": dataclasses.asdict(self.options)}
+        return values | {"options": dataclasses.asdict(self.options), "bounds": dataclasses.asdict(self.bounds)}
 
     @classmethod
     def from_json(cls, values: JsonObject) -> Request:
@@ -95,7 +100,9 @@ class Request:
             options["image"] = (image,)
         elif image is not None:
             options["image"] = tuple(image)
-        return cls(**values | {"options": GenerateOptions(**options)})
+        # Jobs that an earlier version stored have no bounds.
+        bounds = Bounds(**values.get("bounds", {}))
+        return cls(**values | {"options": GenerateOptions(**options), "bounds": bounds})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ order of turns, so an owner's oldest job waits for at most one batch of each oth
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 from collections import OrderedDict
@@ -127,4 +128,5 @@ def describe_shape(job: Job) -> str | None:
     has_texts = [options["prompt"] is None, options["negative_prompt"] is None]
     for name in _DIFFERING:
         del options[name]
-    return json.dumps([job.kind, options, has_texts, request.loras], sort_keys=True)
+    bounds = [request.computed_steps, dataclasses.asdict(request.bounds)]
+    return json.dumps([job.kind, options, has_texts, request.loras, bounds], sort_keys=True)

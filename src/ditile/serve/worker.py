@@ -50,6 +50,7 @@ from ditile.runner.runner import Runner
 from ditile.serve.jobs import POSTER, SPRITESHEET, TRACE, Files, JobResult, Request, shorten_line
 from ditile.serve.link import Batch, BatchJob, MessageLink, WorkerSetup
 from ditile.serve.previews import CallPreviews, PreviewDecoder
+from ditile.serve.step_bounds import StepBounds
 
 LOG = logging.getLogger("ditile")
 # The most calls of the warm-up: what comes once in an image is met in the first, recorded in the next, and then played.
@@ -73,7 +74,7 @@ class RankWorker:
         self._link = link
         self._pipe, self._runner = prepare_runner(setup.model, setup.engine, setup.plan, setup.cache)
         self._pipe.set_progress_bar_config(disable=True)
-        self._has_cache = setup.cache.build_cache_arguments()["cache_config"] is not None
+        self._step_bounds = StepBounds(self._runner, setup)
         # Of the pipeline that was loaded; requests with conditions switch to other classes of its family.
         self._class = find_call_owner(self._pipe)
         self._config = dict(getattr(self._pipe, "config", {}))
@@ -152,6 +153,7 @@ class RankWorker:
         if isinstance(pipeline_class, type):
             self._pipe = self._runner.switch_pipeline(pipeline_class)
         self._loras.use_loras(first.loras)
+        promise = self._step_bounds.use_bounds(first)
         own_values = defaults(self._setup.model)
         calls = []
         for job in jobs:
@@ -159,7 +161,8 @@ class RankWorker:
             calls.append(build_call_arguments(self._pipe, options, own_values))
             if self._facts.is_video:
                 check_encoder(Path(f"video.{job.request.output_format}"), options.fps)
-        check_cache_steps(self._setup.cache, calls[0])
+        if not self._step_bounds.is_replaced:
+            check_cache_steps(self._setup.cache, calls[0])
         is_traced = bool(first.client.get("trace"))
         self._runner.trace = is_traced
         previews = self._plan_previews(jobs, calls[0])
@@ -173,6 +176,7 @@ class RankWorker:
             "reports": self._runner.reports(),
             "left_out": self._summarize_cache(),
             "batch": len(jobs),
+            "promise": promise,
         }
         trace = self._collect_trace() if is_traced else {}
         if not self._is_first:
@@ -185,7 +189,7 @@ class RankWorker:
             seeds = list_request_seeds(job.request.options)
             own_outputs = [next(remaining) for _ in seeds]
             try:
-                job_result, files = self._encode_job(job, call, own_outputs)
+                job_result, files = self._encode_job(job, call, own_outputs, promise)
             except (ValueError, OSError) as error:
                 # Such as a WebP of more pixels than the format allows.
                 self._refuse_job(job, error)
@@ -234,7 +238,8 @@ class RankWorker:
     def _warm_up(self) -> None:
         """Generates a first image, which triggers loading, allocation and compilation, and fits the preview decoder."""
         preparing = self._runner.num_preparing_steps
-        steps = choose_warm_steps(self._setup.plan, is_cached=self._has_cache, num_preparing_steps=preparing)
+        is_cached = self._step_bounds.has_cache
+        steps = choose_warm_steps(self._setup.plan, is_cached=is_cached, num_preparing_steps=preparing)
         prompt = self._facts.example or "a photo of a mountain lake in the morning"
         options = GenerateOptions(model=self._setup.model, prompt=prompt, steps=steps, seed=0)
         try:
@@ -268,7 +273,7 @@ class RankWorker:
         return build_batch_call(self._pipe, rows, options, seeds)
 
     def _summarize_cache(self) -> list[JsonObject]:
-        if not self._has_cache:
+        if not self._step_bounds.has_cache:
             return []
         report = summary(self._runner, logging=False)
         return summarize_cache_reports([report])
@@ -282,14 +287,16 @@ class RankWorker:
                 return {}
             return {TRACE: path.read_bytes()}
 
-    def _encode_job(self, job: BatchJob, call: CallArguments, outputs: Sequence[Any]) -> tuple[JobResult, Files]:
+    def _encode_job(
+        self, job: BatchJob, call: CallArguments, outputs: Sequence[Any], promise: JsonObject
+    ) -> tuple[JobResult, Files]:
         """The result of a job, and its files as `ditile generate` writes them."""
         request = job.request
         report = self._runner.report
         assert report is not None, "a call has ended"
         options = replace(request.options, model=self._setup.model)
         conditions = _decode_conditions(job)
-        texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, conditions)
+        texts = build_png_texts(options, self._setup.plan, self._setup.cache, call, conditions, promise)
         if request.loras:
             texts["loras"] = json.dumps(request.loras)
         fps = choose_fps(self._pipe, options, call)

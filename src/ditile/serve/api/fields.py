@@ -14,6 +14,7 @@ from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.numbers import is_whole_number
 from ditile.plan.option_classes import JsonObject
 from ditile.plan.shape import FRAME_COUNTS
+from ditile.planner.promise import Bounds
 from ditile.runner.requests.facts import ModelFacts
 from ditile.runner.requests.options import GIF_MOST_FPS, LEAST_FPS, MOST_FPS, GenerateOptions
 from ditile.runner.requests.seeds import choose_random_seed
@@ -86,6 +87,15 @@ class RequestFields(BaseModel):
     strength: Scale | None = Field(None, description="how far the result may depart from the image", examples=[0.6])
     lora: Text | LoraField | dict[Text, Scale] | None = Field(
         None, description="a LoRA of the server, or name: scale of several", examples=[{"style": 0.8}]
+    )
+    computed_steps: Count | None = Field(
+        None, description="steps that call the model; the others are forecast", examples=[10]
+    )
+    within_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="compute as many steps as take at most so long", examples=[4]
+    )
+    min_psnr: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        None, description="compute the fewest steps with this mean PSNR (dB) to the image of all", examples=[45]
     )
     timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         None, description="seconds after which the job is ended", examples=[60]
@@ -280,6 +290,8 @@ def build_request(
         output_compression=getattr(fields, "output_compression", 100),
         num_previews=num_previews,
         loras=choose_loras(fields.lora, options),
+        computed_steps=fields.computed_steps,
+        bounds=Bounds(seconds=fields.within_seconds, min_psnr=fields.min_psnr),
         timeout=timeout,
         client=client,
     )
@@ -372,6 +384,8 @@ def list_warnings(fields: ImageFields | VideoFields, facts: ModelFacts, options:
             warnings.append("partial_images was ignored: previews come with stream=true")
     if fields.timeout is not None and fields.timeout > options.timeout:
         warnings.append(f"timeout is {options.timeout:g}, the most of this server")
+    if fields.computed_steps is not None and (fields.within_seconds, fields.min_psnr) != (None, None):
+        warnings.append("within_seconds and min_psnr were ignored, as computed_steps says the steps")
     steps = _choose_steps(fields, facts, options)
     if steps != fields.num_inference_steps:
         own = facts.find_default("num_inference_steps")
