@@ -295,7 +295,8 @@ def choose_within_bounds(
         raise PlanError("a bound chooses the steps that compute, and a cache is given too; leave one of them out")
 
     def choose(hosts: int) -> JsonObject:
-        promise = choose_promise_of_request(bounds, options, plan, schedule_path, hosts=hosts)
+        given_plan = None if plan == Plan() else plan
+        promise = choose_promise_of_request(bounds, options, given_plan, schedule_path, hosts=hosts)
         make_console(stderr=run.json == "-").print(f"promised: {promise}", soft_wrap=True)
         return promise.to_json_dict()
 
@@ -306,13 +307,13 @@ def choose_within_bounds(
 
 
 def choose_promise_of_request(
-    bounds: Bounds, options: GenerateOptions, plan: Plan, schedule_path: str | None, *, hosts: int = 1
+    bounds: Bounds, options: GenerateOptions, plan: Plan | None, schedule_path: str | None, *, hosts: int = 1
 ) -> Promise:
     """The promise that keeps the bounds of a request.
 
     Args:
         bounds, options: the request.
-        plan: the plan; of an empty one the fastest is searched, if this machine was measured.
+        plan: the plan; None searches for the fastest, if this machine was measured.
         schedule_path: the file of the schedule; by default the one that comes with the model.
         hosts: the number of hosts of a search.
 
@@ -323,11 +324,12 @@ def choose_promise_of_request(
     # Under torchrun the ranks are there already, and a plan must use all of them.
     devices = None if place is None else place.world
     request = {name: getattr(options, name) for name in REQUEST_FIELDS}
-    price = None if plan == Plan() else str(plan)
+    price = None if plan is None else str(plan)
     question = PlanQuestion(devices=devices, hosts=hosts, price=price, **request)
     if bounds.seconds is not None or env.find_profile_path().exists():
         return _choose_promise_of_question(question, bounds, schedule_path, all_devices=place is not None)
-    # Nothing is predicted here, so the plan is the given one.
+    # Nothing is predicted here, so the plan is the given one, or one rank.
+    plan = plan or Plan()
     _check_exact_plan(bounds, plan)
     num_steps = question.fill_call_arguments()["num_inference_steps"]
     schedule = find_schedule(question.model, num_steps, schedule_path)
