@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
+import json
 import os
 import re
 import subprocess
@@ -122,6 +123,32 @@ def test_a_picture_is_that_of_the_command(name: str, request: pytest.FixtureRequ
         metrics = client.get("/metrics").text
     for sample in ('jobs_ended_total{kind="image",state="cancelled"}', 'peak_memory_bytes{group="0",rank="1"}'):
         assert re.search(rf"^ditile_{re.escape(sample)} [1-9]", metrics, re.MULTILINE), metrics
+
+
+def test_a_request_says_how_many_steps_compute(flux_server: RunningServer, tmp_path: Path) -> None:
+    """As the command with the same cache; the next request has the server's own settings again."""
+    out = tmp_path / "expected.png"
+    words = ["generate", PROMPT, *COMMANDS["flux_server"], "--steps", "4", "--seed", "7"]
+    assert main.main([*words, "--cache-line", "steps=3", "--out", str(out)]) == 0
+
+    def post(**bounds: float) -> Image.Image:
+        answer = client.post("/v1/images/generations", json={"prompt": PROMPT, **FAST, **bounds})
+        return decode_picture(answer.json()["data"][0]["b64_json"])
+
+    with flux_server.client() as client:
+        plain = post().tobytes()
+        fewer = post(computed_steps=3)
+        assert fewer.tobytes() == Image.open(out).tobytes() != plain
+        assert json.loads(fewer.info["promise"]) == {"computed_steps": 3}
+        assert post().tobytes() == plain
+        refusal = client.post("/v1/images/generations", json={"prompt": PROMPT, **FAST, "min_psnr": 40})
+        assert "not what stale keys of 'pipefusion=2' lose" in refusal.json()["error"]["message"]
+
+
+def test_a_server_with_a_cache_keeps_it(pixart_server: RunningServer) -> None:
+    with pixart_server.client() as client:
+        refusal = client.post("/v1/images/generations", json={"prompt": PROMPT, **FAST, "computed_steps": 3})
+        assert "this server has a cache of its own; leave computed_steps" in refusal.json()["error"]["message"]
 
 
 # OpenAI's client.

@@ -12,6 +12,8 @@ import openai
 import pytest
 from PIL import Image
 
+from ditile.planner.promise import Bounds
+from ditile.serve.jobs import Request
 from tests.serve.servers import PROMPT, Served, paint_picture, read_error, read_metric, serve_painted
 
 PICTURE = paint_picture((128, 128), 5)
@@ -64,6 +66,17 @@ def test_only_the_prompt_is_mandatory(served: Served) -> None:
     assert 0 <= answer["seed"] < 2**31 and answer["data"][0]["url"] is None
     assert read_error(served.post("/v1/images/generations", {}))["code"] == "missing_required_parameter"
     assert read_error(served.post("/v1/images/edits", {"prompt": PROMPT}))["param"] == "image"
+
+
+def test_computed_steps_and_bounds_reach_the_ranks(served: Served) -> None:
+    values = {"prompt": PROMPT, "computed_steps": 10, "within_seconds": 4, "min_psnr": 45.0}
+    answer = served.post("/v1/images/generations", values).json()
+    assert answer["warnings"] == ["within_seconds and min_psnr were ignored, as computed_steps says the steps"]
+    request = served.group.batches[-1].jobs[0].request
+    assert (request.computed_steps, request.bounds) == (10, Bounds(seconds=4.0, min_psnr=45.0))
+    assert Request.from_json(request.to_json()) == request
+    refusal = read_error(served.post("/v1/images/generations", {"prompt": PROMPT, "within_seconds": -1}))
+    assert refusal["message"].endswith("; try within_seconds=4")
 
 
 def test_what_is_ignored_is_named(served: Served) -> None:

@@ -109,6 +109,9 @@ def test_what_differs_is_drawn_alone(other: dict[str, Any]) -> None:
 
 def test_jobs_with_pictures_are_drawn_alone_even_with_their_like() -> None:
     assert describe_shape(make_job(image=("image",))) is None
+    job = make_job()
+    fewer = dataclasses.replace(job, request=dataclasses.replace(job.request, computed_steps=3))
+    assert describe_shape(fewer) != describe_shape(job)
     video = dataclasses.replace(make_job(), kind="video")
     assert describe_shape(video) not in (None, describe_shape(make_job()))
 

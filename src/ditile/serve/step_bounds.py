@@ -42,7 +42,10 @@ class StepBounds:
         return self.is_replaced or self._own_configs["cache_config"] is not None
 
     def use_bounds(self, request: Request) -> JsonObject:
-        """Installs the cache of a request; every rank calls it. Returns what is promised; empty without bounds.
+        """Installs the cache of a request; every rank calls it.
+
+        Returns:
+            What is promised, as of `Promise.to_json_dict`, or the number of computed steps alone; empty without either.
 
         Raises:
             ModelError: if the server has a cache that the request cannot replace.
@@ -56,18 +59,19 @@ class StepBounds:
             raise ModelError(
                 "this server has a cache of its own; leave computed_steps, within_seconds and min_psnr out"
             )
-        promise = None
-        config: FittedScheduleConfig | None
+        config: FittedScheduleConfig | None = FittedScheduleConfig(
+            steps=request.computed_steps, schedule=self._setup.cache.schedule
+        )
+        promised: JsonObject = {"computed_steps": request.computed_steps}
         if request.computed_steps is None:
             promise = self._choose_promise(request)
             config = promise.cache_config
-        else:
-            config = FittedScheduleConfig(steps=request.computed_steps, schedule=self._setup.cache.schedule)
+            promised = promise.to_json_dict()
         disable_cache(self._runner)
         self.is_replaced = True
         if config is not None:
             enable_cache(self._runner, config)
-        return {} if promise is None else promise.to_json_dict()
+        return promised
 
     def _restore_own_cache(self) -> None:
         if not self.is_replaced:
