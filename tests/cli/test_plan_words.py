@@ -54,6 +54,7 @@ def test_the_choice_is_said_once(
     shown = capsys.readouterr()
     assert shown.err.startswith(f"planned: {plan} (predicted ") and shown.err.count("\n") == 1 and not shown.out
     assert plan == plan_for(PlanQuestion().model, height=256, width=256)
+    capsys.readouterr()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     assert plan_for(height=256, width=256) == plan and not capsys.readouterr().err
