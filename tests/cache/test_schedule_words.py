@@ -10,6 +10,7 @@ import torch
 
 import ditile
 from ditile import FittedScheduleConfig, Schedule
+from ditile.cache.cached import find_model_cache
 from ditile.cache.config_text import load_cache_config, parse_cache_line
 from ditile.cache.fitted.fitted_pipeline import hash_weights, read_sigmas
 from ditile.cache.fitted.schedule import StepBudget
@@ -101,6 +102,16 @@ def test_a_schedule_computes_its_steps_and_is_refused_elsewhere(tmp_path: Path) 
     caching.enable_cache(pipe, FittedScheduleConfig(steps=5, schedule=schedule))
     with pytest.raises(ModelError, match="computes 4 or all of 10 steps"):
         draw(pipe)
+    # Ranks compare the content, not the name of a file.
+    texts: list[str] = []
+    for name in ("one", "two"):
+        budget = schedule.budgets[0].model_copy(update={"predicted_db": 20.0 + (name == "two")})
+        schedule.model_copy(update={"budgets": (budget,)}).write(tmp_path / "schedule.json")
+        caching.enable_cache(pipe, FittedScheduleConfig(steps=4, schedule=str(tmp_path / "schedule.json")))
+        cache = find_model_cache(pipe.transformer)
+        assert cache is not None
+        texts.append(cache.contexts[0].settings)
+    assert texts[0] != texts[1]
     wrong = {"weights_hash": "0", "model_class": "WanTransformer3DModel"}
     for name, value in wrong.items():
         with pytest.raises(ModelError, match="ditile fit"):

@@ -38,9 +38,11 @@ class CallSettings:
 
     Attributes:
         config: the settings.
+        content: of files that they name.
     """
 
     config: CallCacheConfig
+    content: str = ""
     idle: str | None = None
 
     @property
@@ -51,7 +53,7 @@ class CallSettings:
     @property
     def settings(self) -> str:
         """All settings; ranks whose texts are equal decide alike."""
-        return repr(self.config)
+        return f"{self.config!r} {self.content}"
 
 
 class CallCache(ModelCache):
@@ -77,7 +79,10 @@ class CallCache(ModelCache):
     @property
     def contexts(self) -> Sequence[CallSettings]:
         """The settings: all calls are decided on in one way."""
-        return [CallSettings(self._config)]
+        content = ""
+        if isinstance(self._make_policy, FittedPolicies):
+            content = self._make_policy.content
+        return [CallSettings(self._config, content)]
 
     @property
     def memory_bytes(self) -> int:
