@@ -166,9 +166,9 @@ class ScheduleFitting:
                 advance(1)
         draft = self._make_draft(runs)
         num_steps = draft.num_steps
-        gains = self._find_gains(runs, draft)
-        gram = np.mean([run.gram for run in runs], axis=0)
         switches = [step for step in range(1, num_steps) if runs[0].models[step] != runs[0].models[step - 1]]
+        gains = self._find_gains(runs, draft, switches)
+        gram = np.mean([run.gram for run in runs], axis=0)
         mean_square = float(np.mean([float(run.latents.double().square().mean()) for run in runs]))
         budgets: list[StepBudget] = []
         for steps in fit_budgets(gram, gains, switches):
@@ -220,14 +220,14 @@ class ScheduleFitting:
             budgets=(placeholder,),
         )
 
-    def _find_gains(self, runs: Sequence[FullRun], draft: Schedule) -> list[float]:
+    def _find_gains(self, runs: Sequence[FullRun], draft: Schedule, switches: Sequence[int]) -> list[float]:
         """How much an error of the prediction of each step moves the final latents."""
         scheduler = self._pipe.scheduler
         if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
             sigmas = [*draft.sigmas, 0.0]
             return [abs(after - before) for before, after in zip(sigmas, sigmas[1:], strict=False)]
         # Others use a prediction in later steps too, or scale it, so its effect is measured.
-        steps = sorted({round(step) for step in np.linspace(1, draft.num_steps - 1, MEASURED_GAINS)})
+        steps = sorted({round(step) for step in np.linspace(1, draft.num_steps - 1, MEASURED_GAINS)} - {*switches})
         measured: list[float] = []
         with show_progress_bar("measuring the effect of errors", len(steps)) as advance:
             for step in steps:
