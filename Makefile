@@ -49,7 +49,8 @@ test-cluster: environment
 
 # A rank each of real models without weights, on simulated GPUs, in some minutes.
 test-cuda-sizes: environment
-	$(RUN) -m pytest -n 2 --dist worksteal -m sizes tests/planner/test_cuda_sizes.py
+	$(RUN) -m pytest -n 2 --dist worksteal -m sizes tests/planner/test_cuda_sizes.py \
+	  tests/parallel/pipefusion/test_step_work.py
 
 # The wheel in environments of its own, outside of the checkout: without extras, and with the server's.
 test-installed: environment

@@ -24,6 +24,8 @@ SIDE = 1024
 STEPS = COUNTED_STEP + 2
 FEW_BLOCKS = {"flux.1-dev": {"num_layers": 1, "num_single_layers": 1}, "qwen-image": {"num_layers": 2}}
 """One double block and one single block of FLUX.1; a block for each stage of Qwen-Image."""
+STAGES = "pipefusion=2 patches=4 warmup=1"
+LISTED = [("flux.1-dev", STAGES), ("qwen-image", STAGES), ("flux.1-dev", "distrifusion=2 warmup=1")]
 KERNELS = Path(__file__).with_name("kernels.json")
 
 
@@ -31,12 +33,12 @@ def make_plan(patches: int) -> Plan:
     return Plan(pipefusion=2, patches=patches, warmup=1)
 
 
-def count_simulated_step(model: str, rank: int, patches: int, config: Mapping[str, Any] | None = None) -> StepCount:
+def count_simulated_step(model: str, rank: int, plan: Plan, config: Mapping[str, Any] | None = None) -> StepCount:
     """A step of a rank of a published model at its real width, in bf16, on the simulated GPU."""
     call = PlanQuestion(model=model, steps=STEPS, height=SIDE, width=SIDE).fill_call_arguments()
     source = find_model_source(model, weights=False)
     counter = StepCounter()
-    simulate_rank(source, make_plan(patches), rank, call, config=config, within=counter.count_steps())
+    simulate_rank(source, plan, rank, call, config=config, within=counter.count_steps())
     return counter.count
 
 
@@ -70,21 +72,25 @@ def test_four_patches_of_shapes_pixart_cost_what_one_does() -> None:
 @pytest.mark.sizes
 @pytest.mark.parametrize("model", list(FEW_BLOCKS))
 def test_four_patches_at_real_size_cost_what_one_does(model: str) -> None:
-    one = [count_simulated_step(model, rank, 1) for rank in range(2)]
-    four = [count_simulated_step(model, rank, 4) for rank in range(2)]
+    one = [count_simulated_step(model, rank, make_plan(1)) for rank in range(2)]
+    four = [count_simulated_step(model, rank, make_plan(4)) for rank in range(2)]
     check_patches_cost_little(one, four)
 
 
-@pytest.mark.parametrize("model", list(FEW_BLOCKS))
-def test_a_step_has_no_more_kernels_than_before(model: str) -> None:
-    """Of each stage, the number of kernels by operator, and the bytes that all of them write.
+def count_ranks(model: str, plan: str) -> list[StepCount]:
+    """A step of few blocks on each of two ranks."""
+    return [count_simulated_step(model, rank, Plan.parse(plan), FEW_BLOCKS[model]) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("model", "plan"), LISTED)
+def test_a_step_has_no_more_kernels_than_before(model: str, plan: str) -> None:
+    """Of each rank, the number of kernels by operator, and the bytes that all of them write.
 
     A failure means that a step starts kernels or copies tensors that it did not before. Where it has fewer, the file is
     to be written again: `python -m tests.parallel.pipefusion.test_step_work`.
     """
-    known = json.loads(KERNELS.read_text("utf-8"))[model]
-    for rank, listed in enumerate(known):
-        count = count_simulated_step(model, rank, 4, FEW_BLOCKS[model])
+    known = json.loads(KERNELS.read_text("utf-8"))[f"{model}, {plan}"]
+    for count, listed in zip(count_ranks(model, plan), known, strict=True):
         assert {name: number for name, number in count.kernels.items() if number > listed["kernels"].get(name, 0)} == {}
         assert count.bytes <= listed["bytes"]
 
@@ -92,11 +98,10 @@ def test_a_step_has_no_more_kernels_than_before(model: str) -> None:
 def write_kernels() -> None:
     """Writes the file of kernels."""
     lists: dict[str, list[Any]] = {}
-    for model, config in FEW_BLOCKS.items():
-        lists[model] = []
-        for rank in range(2):
-            count = count_simulated_step(model, rank, 4, config)
-            lists[model].append({"bytes": count.bytes, "kernels": dict(sorted(count.kernels.items()))})
+    for model, plan in LISTED:
+        of_ranks = lists[f"{model}, {plan}"] = []
+        for count in count_ranks(model, plan):
+            of_ranks.append({"bytes": count.bytes, "kernels": dict(sorted(count.kernels.items()))})
     KERNELS.write_text(json.dumps(lists, indent=1) + "\n", "utf-8")
 
 
