@@ -207,6 +207,10 @@ class VerifyOptions(DeviceOptions, ModelOptions):
     plan: str | None = define_option(None, 'a whole plan, such as "pipefusion=2 patches=4", or auto', metavar="PLAN")
 
 
+ALONE_HERE = "here"
+"""In place of a file: ranks are measured alone on this machine."""
+
+
 @options()
 class FitOptions(DeviceOptions, ModelOptions):
     """The options of `ditile fit`: a model, a call of it, and captions.
@@ -255,6 +259,22 @@ class CalibrateOptions:
     ranks: Ranks | None = define_option(None, "ranks that compute at once; its GPUs or cores by default", metavar="N")
     threads: Ranks = define_option(1, "CPU threads of each rank", metavar="N")
     dtype: Dtype | None = define_option(None, "float32 on CPUs, otherwise bfloat16")
+    alone: str | None = define_option(
+        None,
+        "fit what a GPU's host needs to ranks measured alone: here, or to a file of `ditile bench --alone`",
+        metavar="FILE",
+        implied=ALONE_HERE,
+        reads=True,
+    )
+    hardware: str | None = define_option(
+        None, "alone: whose other figures are kept, such as h200-nvlink; this machine's, as calibrated, by default"
+    )
+
+    def __post_init__(self) -> None:
+        if self.hardware is not None and self.alone is None:
+            raise ModelError(f"hardware={self.hardware!r} is for --alone; otherwise this machine is measured")
+        if self.ranks is not None and self.alone is not None:
+            raise ModelError(f"ranks={self.ranks} compute together, and --alone is for one; leave one of them out")
 
 
 @options()
