@@ -108,6 +108,7 @@ def test_a_rank_alone_sends_what_its_plan_says(text: str, recorded: bool) -> Non
         with record_on_cpu() as recorders:
             step = measure_rank(pipe, plan, rank, plan_calls(), recorded=recorded)
         assert step.recorded == recorded == any(recorder.num_played for recorder in recorders)
+        assert not step.as_code
         formula = cost.count_traffic_in_step(job, rank, STEPS[1] - 2)
         assert step.sent_bytes == {kind: size for kind, size in formula.items() if size}
         assert step.messages > 0
@@ -228,6 +229,10 @@ def test_a_table_has_80_columns() -> None:
             "plan": "ulysses=8", "rank": 7, "world": 8, "recorded": True, "step_s": 0.03, "plan_step_s": 0.2,
             "times_plain": 15.17,
         },
+        GPU_ROW | {
+            "plan": "ulysses=4", "rank": 0, "world": 4, "recorded": True, "as_code": "adapters are on the model",
+            "step_s": 0.03, "plan_step_s": 0.2, "times_plain": 15.17,
+        },
     ]  # fmt: skip
     tables = make_alone_tables(rows)
     console = Console(width=LINE_WIDTH)
@@ -241,6 +246,7 @@ def test_a_table_has_80_columns() -> None:
     for title in ("host", "GPU", "alone", "link", "waiting", "step", "of plain"):
         assert title in captured.get()
     assert "ulysses=8, recorded steps" in captured.get(), "both ways of a plan are shown"
+    assert "ulysses=4, not recorded: adapters" in captured.get()
 
 
 def test_ranks_are_recorded_where_there_is_a_gpu() -> None:

@@ -127,9 +127,12 @@ def make_alone_tables(rows: Sequence[Row]) -> list[Table | str]:
 
 
 def _label_row(row: Row) -> str:
-    if row["plan"] != ONE_RANK:
-        return f"{row['plan']}, recorded steps" if row["recorded"] else str(row["plan"])
-    return "one rank of ditile, recorded steps" if row["recorded"] else "the plain pipeline, without ditile"
+    if not row["recorded"]:
+        return row["plan"] or "the plain pipeline, without ditile"
+    steps = "recorded steps"
+    if row.get("as_code"):
+        steps = f"not recorded: {row['as_code']}"
+    return f"{row['plan'] or 'one rank of ditile'}, {steps}"
 
 
 def _select_slowest_ranks(rows: Sequence[Row]) -> list[Row]:

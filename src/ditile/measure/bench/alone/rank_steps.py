@@ -53,7 +53,8 @@ class RankStep:
 
     Attributes:
         rank: the rank.
-        recorded: whether its calls of the model were recorded, and played.
+        recorded: whether its calls of the model were to be recorded, and played.
+        as_code: why none of them was, where they were to be; empty if some were.
         step_s: its seconds.
         host_s: those until the host has started everything; None on a CPU, which is host and device at once.
         device_s: those in which kernels run; None on a CPU.
@@ -65,6 +66,7 @@ class RankStep:
     rank: int
     step_s: float
     recorded: bool = False
+    as_code: str = ""
     host_s: float | None = None
     device_s: float | None = None
     messages: float = 0.0
@@ -88,9 +90,6 @@ def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls, *, reco
         rank: the rank.
         calls: how its calls are measured.
         recorded: whether calls of the model are recorded, in those that are not timed, and played.
-
-    Raises:
-        ModelError: if no call could be recorded.
     """
     messages = LoneMessages(rank, plan.world, calls.device)
     # Synchronous steps do not count, and stages that share them ask each other for what only a block's owner knows.
@@ -104,7 +103,21 @@ def measure_rank(pipe: Any, plan: Plan, rank: int, calls: MeasuredCalls, *, reco
         stack.callback(pipe.to, calls.device)
         stack.callback(runner.restore)
         step = measure_step(lambda steps: runner(**calls.make_arguments(pipe, steps), output_on="first"), calls, rank)
-        return replace(_count_traffic(runner, messages, calls, step), recorded=recorded)
+        step = _count_traffic(runner, messages, calls, step)
+        if not recorded:
+            return step
+        return replace(step, recorded=True, as_code=_explain_code(runner))
+
+
+def _explain_code(runner: Runner) -> str:
+    """Why the last call of a runner that records played nothing; empty if it did."""
+    report = runner.report
+    if report is None or report.recorded is None:
+        return "nothing is recorded here"
+    if report.recorded.played:
+        return ""
+    reasons = report.recorded.as_code
+    return max(reasons, key=reasons.__getitem__, default="it makes no calls")
 
 
 def measure_plain(pipe: Any, calls: MeasuredCalls) -> RankStep:

@@ -208,6 +208,7 @@ def _make_row(task: AloneTask, cell: BenchCell, step: RankStep) -> Row:
         "world": 1 if cell.plan == ONE_RANK else cell.num_ranks,
         "rank": step.rank,
         "recorded": step.recorded,
+        "as_code": step.as_code or None,
         "step_s": step.step_s,
         "host_s": step.host_s,
         "device_s": step.device_s,
