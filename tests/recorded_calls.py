@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON, list_tensors
+from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON, GraphSegments, list_tensors
 from ditile.distributed.recording.tape import CURRENT, Action
+from ditile.model.recording import recorded_steps
 from ditile.model.recording.host_limit import DeviceEvents, HostLimit
 from ditile.model.recording.recorded_steps import RecordedSteps
+from ditile.parallel.tensor import cuts
 from ditile.plan.plan import Plan
 from ditile.runner import runner as runners
 
@@ -149,3 +151,15 @@ def record_on_cpu(
 
     with mock.patch.object(runners, "build_recorder", build):
         yield made
+
+
+@contextmanager
+def record_on_simulated_gpus() -> Iterator[None]:
+    """Within it calls are recorded as graphs of a simulated GPU."""
+    with ExitStack() as stack:
+        # The addresses of a simulated GPU are none that a storage can be made of.
+        stack.enter_context(mock.patch.object(GraphSegments, "borrow", lambda segments, tensor: tensor))
+        # A weight on a simulated GPU is of a class of its own, as a quantized one is.
+        stack.enter_context(mock.patch.object(cuts, "_check_linear_shardable"))
+        stack.enter_context(mock.patch.object(recorded_steps, "_survey_model", lambda model: ((), "")))
+        yield

@@ -9,25 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ditile.cli.main import main
-from ditile.distributed.recording.segments import GraphSegments
 from ditile.measure.bench.gpu import suite
 from ditile.measure.bench.gpu.items import ALL_METHODS, CACHE_DIT, SuiteItem, SuiteTask, list_all_rank_items
 from ditile.measure.bench.gpu.rank_session import ANSWERS, SuiteSession, open_suite_file, run_suite_items
 from ditile.measure.bench.gpu.suite import fill_workload, run_gpu_suite, run_items_on_ranks
 from ditile.measure.bench.options import SUITE_PARTS, Comparison, Workload
-from ditile.model.recording import recorded_steps
-from ditile.parallel.tensor import cuts
 from ditile.plan.errors import PlanError
 from ditile.runner.requests.console import LINE_WIDTH
 from ditile.runner.requests.prepare import silence_libraries
 from tests.pool import Pool
+from tests.recorded_calls import record_on_simulated_gpus
 from tests.simulated_gpu.gpu import SimulatedGpu
 from tests.simulated_gpu.messages import GlooMessages, simulate_gpu
 
@@ -103,11 +100,7 @@ def answer_on_simulated_gpu(task: SuiteTask) -> list[Any]:
     gpu = SimulatedGpu(dist.get_rank(), keeps_numbers=True)
     messages = GlooMessages(gpu) if dist.get_world_size() > 1 else None
     with ExitStack() as stack:
-        # The addresses of a simulated GPU are none that a storage can be made of.
-        stack.enter_context(mock.patch.object(GraphSegments, "borrow", lambda segments, tensor: tensor))
-        # A weight on a simulated GPU is of a class of its own, as a quantized one is.
-        stack.enter_context(mock.patch.object(cuts, "_check_linear_shardable"))
-        stack.enter_context(mock.patch.object(recorded_steps, "_survey_model", lambda model: ((), "")))
+        stack.enter_context(record_on_simulated_gpus())
         stack.enter_context(torch.no_grad())
         stack.enter_context(simulate_gpu(gpu, messages))
         run_suite_items(task)

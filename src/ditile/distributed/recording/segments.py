@@ -95,6 +95,9 @@ def _find_operator_problem(operator: Any, inputs: list[Tensor], outputs: list[Te
     for tag, description in UNFIT_TAGS.items():
         if tag in operator.tags and not is_fit:
             return f"it calls {name}, {description}"
+    if "attention" in name:
+        # After its result and their logarithms some kernels give the seed of a dropout that is not used, on the CPU.
+        outputs = outputs[:2]
     if len({tensor.device.type for tensor in (*inputs, *outputs)}) > 1:
         return f"{name} has tensors on the CPU and on the device"
     # `torch.tensor(..., device="cuda")` copies from the CPU before any operator sees it.
