@@ -219,4 +219,5 @@ def count_step(base: Profile, line: AloneLine) -> CountedStep:
         computed = [op for op in step_ops if op.kind is OpKind.COMPUTE]
         seconds.append(sum(ops.get_op_seconds(stage, op, free=True) for op in computed))
         num_calls = len(computed)
-    return CountedStep(*seconds, num_calls)
+    device_s, kernels, blocks = seconds
+    return CountedStep(device_s, kernels, blocks, num_calls)
