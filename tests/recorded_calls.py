@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON, GraphSegments, list_tensors
+from ditile.distributed.recording.segments import OPERATORS_IN_PYTHON, GraphSegments, has_own_operators, list_tensors
 from ditile.distributed.recording.tape import CURRENT, Action
 from ditile.model.recording import recorded_steps
 from ditile.model.recording.host_limit import DeviceEvents, HostLimit
@@ -50,6 +50,8 @@ class OperatorSegments(TorchDispatchMode):
         if func in OPERATORS_IN_PYTHON and not CURRENT.is_exchanging:
             with self:
                 return OPERATORS_IN_PYTHON[func](*args, **(kwargs or {}))
+        if any(map(has_own_operators, types)):
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         if CURRENT.is_exchanging:
             return result
@@ -67,6 +69,11 @@ class OperatorSegments(TorchDispatchMode):
             alias = torch.empty(0, dtype=tensor.dtype).set_(
                 tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
             )
+            # The memory of a conjugate is that of the number itself.
+            if tensor.is_conj():
+                alias = alias.conj()
+            if tensor.is_neg():
+                alias = torch._neg_view(alias)
         self._kept.setdefault(_find_address(tensor), {})[id(alias)] = alias
         return alias
 

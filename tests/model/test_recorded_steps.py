@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import ditile
-from ditile.cache.config import DBCacheConfig
 from ditile.distributed.recording.tape import CURRENT, exchange_tensors
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import AgeChecks, GenerationMemory
@@ -353,14 +352,6 @@ def test_numbers_that_differ_in_each_step_are_given_up() -> None:
         result = recorder.run_call(generation, model, lambda x, number: model(x) * number, (x,), {"number": number})
         assert torch.equal(result, model(x) * number)
     assert recorder.problems == {"its arguments are others in each step": 2}
-
-
-def test_a_model_with_a_cache_runs_its_code() -> None:
-    def enable_cache(pipe: Any) -> None:
-        ditile.enable_cache(pipe, DBCacheConfig(max_warmup_steps=1, residual_diff_threshold=0.5))
-
-    recorder = check_same_images(enable_cache)
-    assert not recorder.num_recorded
 
 
 def test_prompts_of_few_lengths_are_recorded_once() -> None:

@@ -1,8 +1,9 @@
 """How caches run under a runner: they read the steps from its generation, and all ranks of an image decide alike.
 
-Ranks of a stage sum what they measured. Under PipeFusion the stage that has the last block of the probe decides for
-each patch by itself. Each stage sends the decision to the next one on a CPU group, a few bytes ahead of the
-activations. Blocks that are left out still pass tokens on, so the messages between stages do not depend on decisions.
+Where the rules alone decide, each rank does so by itself. Otherwise ranks of a stage sum what they measured. Under
+PipeFusion the stage that has the last block of the probe decides for each patch by itself. Each stage sends the
+decision to the next one on a CPU group, a few bytes ahead of the activations. Blocks that are left out still pass
+tokens on, so the messages between stages do not depend on decisions.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ class StageAgreement:
         by_calls: whether the halves of guidance compute calls of their own.
         names: block -> its name, for all blocks that are known.
         stages: block -> its stage.
+        first_blocks: of each model.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class StageAgreement:
         by_calls: Callable[[], bool],
         names: Mapping[nn.Module, str],
         stages: Mapping[nn.Module, int],
+        first_blocks: Collection[nn.Module],
     ) -> None:
         self._groups = groups
         self._mesh = mesh
@@ -166,6 +169,7 @@ class StageAgreement:
         self._by_calls = by_calls
         self._names = names
         self._stages = stages
+        self._first_blocks = first_blocks
         self.owned: Collection[nn.Module] | None = None
         if mesh.num_stages > 1:
             self.owned = {block for block, stage in stages.items() if stage == mesh.stage_index}
@@ -229,6 +233,11 @@ class StageAgreement:
             channel = PeerChannel(self._groups.starts, peer, PROBE_KIND, self._mesh.traffic, shared=True)
             self._start_channels[peer] = channel
         return self._start_channels[peer]
+
+    def allows_two_parts(self, first: nn.Module) -> bool:
+        """Whether nothing is sent before a block: stages receive tokens there, and tensor ranks gather modulations."""
+        sends_before = self._mesh.num_stages > 1 or self._mesh["tensor"].num_ranks > 1
+        return not sends_before and (first in self._first_blocks or not self._names)
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Tells the store of keys that every attention of these blocks keeps the keys of an earlier step."""

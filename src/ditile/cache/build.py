@@ -5,11 +5,12 @@ A config with which no block or no step can ever be left out is explained, with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from ditile.cache.config import (
     BlockCacheConfig,
@@ -26,7 +27,7 @@ from ditile.cache.methods.dbcache import DBCache
 from ditile.cache.methods.dbprune import DBPrune, DynamicThreshold
 from ditile.cache.methods.magcache import MagCacheConfig, MagCalibration
 from ditile.cache.methods.seacache import SeaCacheConfig, SpectralFeature
-from ditile.cache.segment import Residuals
+from ditile.cache.segment import KeepMemory, Residuals
 from ditile.cache.skip_decision import Difference, SkipDecider
 from ditile.cache.skip_rules import SkipRules
 from ditile.cache.step_mask import resolve_step_mask
@@ -67,8 +68,14 @@ class CacheContext:
         """The reason why no block can ever be left out, and what would work; None if one can."""
         return _explain_idle_blocks(self.name, len(self.hooks), self.config)
 
-    def build_chain(self, steps: int, agreement: SkipAgreement) -> Chain | None:
-        """The chain of a generation; None if no block is ever left out. Raises `ModelError` if a mask is too short."""
+    def build_chain(self, steps: int, agreement: SkipAgreement, keep: KeepMemory | None = None) -> Chain | None:
+        """The chain of a generation; None if no block is ever left out. Raises `ModelError` if a mask is too short.
+
+        Args:
+            steps: of the generation.
+            agreement: with other ranks.
+            keep: gives memory that stays from generation to generation, where calls are recorded.
+        """
         if isinstance(self.config, MagCacheConfig) and self.config.calibrate:
             return MagCalibration(self.hooks)
         config, calibrator = self.config.resolve_for(steps, self.calibrator)
@@ -85,7 +92,11 @@ class CacheContext:
         total = agreement.sum_over_ranks
         forecaster = partial(build_forecaster, calibrator, store_dtype=config.store_dtype, total=total)
         stored = choose_stored_value(config, calibrator)
-        residuals = partial(Residuals, forecaster, hidden=stored == "hidden")
+
+        def make_residuals(place: int) -> Residuals:
+            own_memory = None if keep is None else partial(_keep_at, keep, (self.name, place))
+            return Residuals(forecaster, hidden=stored == "hidden", keep=own_memory)
+
         first = config.Fn_compute_blocks
         last = config.Bn_compute_blocks
         chain: Chain
@@ -94,14 +105,18 @@ class CacheContext:
             if config.enable_dynamic_prune_threshold:
                 dynamic = DynamicThreshold(config.dynamic_prune_threshold_relax_ratio, config.highest_threshold)
             never = config.non_prune_block_ids
-            chain = DBPrune(self.hooks, decider, residuals, first, last, never=never, dynamic=dynamic)
+            chain = DBPrune(self.hooks, decider, make_residuals, first, last, never=never, dynamic=dynamic)
         else:
             hidden = config.l1_hidden_states_diff_threshold is not None
             # One decider for all blocks; DBPrune makes one for each.
-            chain = DBCache(self.hooks, decider(), residuals, first, last, hidden=hidden)
+            chain = DBCache(self.hooks, decider(), make_residuals, first, last, hidden=hidden)
         if rules.never_skips or not chain.middle:
             return None
         return chain
+
+
+def _keep_at(keep: KeepMemory, place: tuple[str, int], what: Hashable, like: Tensor) -> Tensor:
+    return keep((*place, what), like)
 
 
 def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import abc
 import functools
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,11 +27,15 @@ from ditile.cache.config import (
     merge_configs,
 )
 from ditile.cache.hooks import CacheHook
+from ditile.cache.methods.dbcache import DBCache, ProbeReached
 from ditile.cache.report import ContextReport, build_context_report
+from ditile.cache.segment import KeepMemory, Residuals
 from ditile.cache.skip_decision import CacheCall, split_into_units
+from ditile.model.hooks.block_policy import TokenState
 from ditile.model.hooks.compile import CompileFunction, exclude_from_compile
+from ditile.model.hooks.kv_store import KeptBuffers
 from ditile.model.hooks.overrides import find_innermost_forward, hide_attribute, locate_override, override_attribute
-from ditile.model.hooks.protocols import CallPosition, PipelineClock, SkipAgreement
+from ditile.model.hooks.protocols import CallDecision, CallPosition, PipelineClock, SkipAgreement
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.model_spec import BlockList
 
@@ -103,6 +108,10 @@ class SingleRankAgreement:
         """Raises `StateError`: this rank has the whole probe."""
         raise StateError("a cache waits for tokens that no rank sends")
 
+    def allows_two_parts(self, first: nn.Module) -> bool:
+        """True: nothing is sent."""
+        return True
+
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Does nothing: one rank keeps no stale keys."""
 
@@ -170,6 +179,9 @@ class ModelCache(abc.ABC):
     @abc.abstractmethod
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A call of the model; `moment` is None if all of it must be computed, and nothing remembered."""
+
+    def _begin_call(self, clock: PipelineClock) -> CallPosition | None:
+        return clock.begin_model_call(self)
 
     def install_hooks(
         self,
@@ -297,9 +309,11 @@ class ModelCache(abc.ABC):
         clock = self._clock
         if clock is None:
             return forward(*args, **kwargs)
-        moment = clock.begin_model_call(self)
+        moment = self._begin_call(clock)
         try:
             result = self._run_call(moment, forward, args, kwargs)
+        except ProbeReached:
+            raise
         except BaseException:
             # The loop that the error leaves makes no further step, so memory must not wait for one.
             self._own_clock.end_generation()
@@ -335,6 +349,10 @@ class TransformerCache(ModelCache):
         self._chains: list[tuple[CacheContext, Chain]] = []
         self._loop_step = -1
         self._step = -1  # counted from the first step in which the transformer was called
+        self._keep: KeepMemory | None = None
+        self._is_prepared = False
+        # What the blocks of the prepared call may read and store; nothing where all of them run.
+        self._described: list[Residuals] = []
 
     @property
     def contexts(self) -> list[CacheContext]:
@@ -357,15 +375,20 @@ class TransformerCache(ModelCache):
         self._own_clock.restart_clock(steps, separate_cfg=config.enable_separate_cfg)
 
     @contextmanager
-    def use_clock_and_agreement(self, clock: PipelineClock, agreement: SkipAgreement) -> Iterator[None]:
-        """Takes the clock and the agreement of a runner, for the length of a call."""
+    def use_clock_and_agreement(
+        self, clock: PipelineClock, agreement: SkipAgreement, kept_buffers: KeptBuffers | None = None
+    ) -> Iterator[None]:
+        """Takes a runner's clock and agreement, and memory where calls are recorded, for the length of a call."""
         own_agreement = self._agreement
         self._agreement = agreement
+        if kept_buffers is not None:
+            self._keep = partial(_keep_in_buffers, kept_buffers, id(self.transformer))
         try:
             with self.use_clock(clock):
                 yield
         finally:
             self._agreement = own_agreement
+            self._keep = None
 
     def begin_generation(self, steps: int) -> None:
         """Begins a generation of `steps` steps, with an empty cache."""
@@ -382,7 +405,7 @@ class TransformerCache(ModelCache):
             if reason is not None:
                 warnings.warn(reason, IdleCacheWarning, stacklevel=2)
         for context in self.contexts:
-            chain = context.build_chain(steps, self._agreement)
+            chain = context.build_chain(steps, self._agreement, self._keep)
             if chain is not None:
                 chain.restrict_to_blocks(self._agreement.owned)
                 self._chains.append((context, chain))
@@ -392,6 +415,8 @@ class TransformerCache(ModelCache):
         self.update_reports()
         self._bypass_chains()
         self._chains = []
+        self._described = []
+        self._is_prepared = False
 
     def update_reports(self) -> None:
         """Reports the generation under way, if there is one."""
@@ -407,14 +432,108 @@ class TransformerCache(ModelCache):
         """Bytes that are remembered now."""
         return sum(chain.memory_bytes for _, chain in self._chains)
 
+    def _begin_call(self, clock: PipelineClock) -> CallPosition | None:
+        # A call that was prepared has begun.
+        return None if self._is_prepared else clock.begin_model_call(self)
+
     def _run_call(self, moment: CallPosition | None, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        # A call that leaves out layers itself, or does not count, runs every block.
-        if self._chains:
-            if moment is None or any(kwargs.get(name) for name in LAYER_SKIP_ARGUMENTS):
-                self._bypass_chains()
-            else:
-                self._begin_chains(moment, args, kwargs)
+        if not self._is_prepared:
+            self._decide_before(moment, args, kwargs)
+        self._is_prepared = False
         return forward(*args, **kwargs)
+
+    def _decide_before(self, moment: CallPosition | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Decides on the call to come, as far as it is known; returns whether blocks may be left out."""
+        # A call that leaves out layers itself, or does not count, runs every block.
+        leaves_out_layers = any(kwargs.get(name) for name in LAYER_SKIP_ARGUMENTS)
+        if moment is None or leaves_out_layers:
+            self._bypass_chains()
+            return False
+        if self._chains:
+            self._begin_chains(moment, args, kwargs)
+        return bool(self._chains)
+
+    # What recorded calls ask
+
+    def prepare_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallDecision | None:
+        """Decides on a call before it is made, and describes what its blocks do besides their inputs.
+
+        Returns:
+            Equal values for calls that do the same with other numbers; None where a number of the call decides, or
+            something is remembered for the first time.
+        """
+        if self._clock is None:
+            return CallDecision()
+        may_skip = self._decide_before(self._clock.begin_model_call(self), args, kwargs)
+        self._is_prepared = True
+        self._described = []
+        if not may_skip:
+            return CallDecision()
+        return self._describe_chains()
+
+    def _describe_chains(self) -> CallDecision | None:
+        self._described = []
+        extents: list[Hashable] = []
+        details: list[Hashable] = []
+        for context, chain in self._chains:
+            description = chain.describe_call()
+            if description is None:
+                return None
+            self._described += chain.iterate_residuals()
+            # The settings too: a cache may have been replaced by another one since.
+            details.append((context.name, context.settings, description.details))
+            extents.append(description.extent)
+        return CallDecision(tuple(extents), tuple(details))
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether the prepared call can be made in two parts: a probe, and what it decides on."""
+        if len(self._chains) != 1:
+            return False
+        _, chain = self._chains[0]
+        return chain.is_divisible()
+
+    def _get_divisible_chain(self) -> DBCache:
+        _, chain = self._chains[0]
+        assert isinstance(chain, DBCache)
+        return chain
+
+    def run_probe(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Sequence[TokenState]]:
+        """The first part of the prepared call: what decides, and the tokens after each block of the probe."""
+        self._get_divisible_chain().end_at_probe()
+        self._is_prepared = True
+        try:
+            forward(*args, **kwargs)
+        except ProbeReached as reached:
+            return reached.probe, reached.states
+        raise StateError(f"{type(self.transformer).__name__} did not run the first blocks of its cache")
+
+    def decide_by_probe(self, probe: Tensor) -> CallDecision | None:
+        """Decides on the second part of a call; describes it as `prepare_call` does."""
+        self._get_divisible_chain().decide_by_probe(probe)
+        self._is_prepared = True
+        return self._describe_chains()
+
+    def run_rest(
+        self, forward: Callable[..., Any], *args: Any, states_of_probe: Sequence[TokenState], **kwargs: Any
+    ) -> Any:
+        """The second part of the call, in which the blocks of the probe are not computed again."""
+        self._get_divisible_chain().keep_states(states_of_probe)
+        return forward(*args, **kwargs)
+
+    def list_stored_keys(self) -> list[Any] | None:
+        """What blocks stored in the call that was recorded; None if some of it was stored for the first time."""
+        if any(residuals.has_new_keys for residuals in self._described):
+            return None
+        return [list(residuals.stored) for residuals in self._described]
+
+    def end_played_call(self, stored: Sequence[Any]) -> None:
+        """A tape did what the call does, and stored what `list_stored_keys` says."""
+        self._is_prepared = False
+        for residuals, keys in zip(self._described, stored, strict=True):
+            residuals.note_played_call(keys, self._step)
+        if self._clock is not None:
+            self._clock.end_model_call(self)
 
     def _begin_chains(self, moment: CallPosition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A second transformer is not called in every step of the loop.
@@ -427,7 +546,9 @@ class TransformerCache(ModelCache):
             sample = kwargs.get("hidden_states", sample)
         batch_size = len(sample)
         kind = _describe_input((*args, *kwargs.values()))
-        control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
+        control = None
+        if any(chain.needs_control for _, chain in self._chains):
+            control = _measure_control(batch_size, [*enumerate(args), *kwargs.items()], sample)
         scheduler = self._find_scheduler()
         for context, chain in self._chains:
             units = split_into_units(batch_size, moment.images, context.config.couple)
@@ -439,6 +560,11 @@ class TransformerCache(ModelCache):
     def _bypass_chains(self) -> None:
         for _, chain in self._chains:
             chain.bypass_cache()
+
+
+def _keep_in_buffers(kept_buffers: KeptBuffers, owner: int, what: Hashable, like: Tensor) -> Tensor:
+    """Memory of a recorder for what a cache remembers."""
+    return kept_buffers.get_memory(("cache", owner, what), like.shape, like)
 
 
 def build_transformer_cache(

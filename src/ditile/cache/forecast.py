@@ -15,7 +15,7 @@ import abc
 import itertools
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from ditile.cache.config import (
 )
 from ditile.cache.methods.spectrum import ChebyshevCalibratorConfig
 from ditile.plan.errors import ModelError, StateError
+
+MakeSlot = Callable[[int, Tensor], Tensor]
+"""(number, like) -> memory of a tensor's shape and type that stays where it is from generation to generation."""
 
 Total = Callable[[Tensor], Tensor]
 """Sums a small tensor on the CPU over the ranks that hold parts of the sequence; all of them call it."""
@@ -50,6 +53,9 @@ class Forecaster(abc.ABC):
         """The steps of the snapshots, the latest first."""
         self._tensors: list[Tensor] = []
         """What is kept of them, in the same order."""
+        self.make_slot: MakeSlot | None = None
+        """Makes memory that stays, by its number; None where every step may have memory of its own."""
+        self._slots: list[Tensor] = []
 
     @property
     def memory_bytes(self) -> int:
@@ -72,6 +78,29 @@ class Forecaster(abc.ABC):
         if self._dtype is not None:
             value = value.to(self._dtype)
         self._store_snapshot(value)
+        if self.make_slot is not None:
+            self._move_to_slots(self.make_slot, value)
+
+    def _move_to_slots(self, make_slot: MakeSlot, like: Tensor) -> None:
+        """Moves what is kept to memory that stays."""
+        if not self._slots:
+            self._slots = [make_slot(number, like) for number in range(self._count)]
+        # The last first, as a value may be in the slot of the one before it.
+        for slot, tensor in reversed(list(zip(self._slots, self._tensors, strict=False))):
+            slot.copy_(tensor)
+        self._tensors = self._slots[: len(self._tensors)]
+
+    def note_played_step(self, step: int) -> None:
+        """Counts a computed step whose value a played tape has written to the memory that stays."""
+        self._steps = [step, *self._steps][: self._count]
+        self._tensors = self._slots[: len(self._steps)]
+
+    def describe_state(self, step: int) -> Hashable | None:
+        """All but numbers of tensors that a call at a step depends on; None where it depends on those too."""
+        if not self._slots:
+            return None
+        distances = tuple(step - computed_step for computed_step in self._steps)
+        return distances, tuple(slot.data_ptr() for slot in self._slots)
 
     def forecast_value(self, step: int) -> Tensor:
         """The forecast at a later step, in the dtype of the values. It may be a snapshot: do not write to it.
@@ -179,6 +208,10 @@ class Reuse(_Newton):
         """No weights: there are no differences."""
         return []
 
+    def describe_state(self, step: int) -> Hashable | None:
+        """The memory alone: how long ago it was written does not count."""
+        return tuple(slot.data_ptr() for slot in self._slots) or None
+
 
 class TaylorSeer(_Newton):
     """The polynomial through the last computed steps, expanded at the last of them (arXiv 2503.06923).
@@ -203,7 +236,8 @@ class TaylorSeer(_Newton):
         end = float(step)
         # With one step there is no gap to measure by.
         if self._reach is not None and len(steps) > 1:
-            end = min(end, steps[0] + self._reach * (steps[0] - steps[1]))
+            gap = steps[0] - steps[1]
+            end = min(end, steps[0] + self._reach * gap)
         gaps = [end - computed_step for computed_step in steps[:-1]]
         return list(itertools.accumulate(gaps, operator.mul))
 
@@ -286,6 +320,9 @@ class DMD(Forecaster):
         self._tensors = [snapshot, *self._tensors][: self._count]
         self._modes = None
 
+    def describe_state(self, step: int) -> None:
+        """None: weights come from the numbers of the snapshots."""
+
     def _continue_sequence(self, step: int) -> Tensor:
         latest = self._tensors[0]
         if len(self._steps) == 1:
@@ -337,6 +374,12 @@ class Chebyshev(Forecaster):
             total.add_(snapshot, alpha=weight)
         if self._config.share < 1:
             self._line.add_computed_step(self._steps[0], snapshot)
+
+    def _move_to_slots(self, make_slot: MakeSlot, like: Tensor) -> None:
+        """Does nothing: calls are not recorded, as the matrix of the steps is kept in Python."""
+
+    def describe_state(self, step: int) -> None:
+        """None: weights come from the matrix of all steps."""
 
     def _continue_sequence(self, step: int) -> Tensor:
         share = self._config.share
@@ -403,7 +446,11 @@ class Modes:
 def count_even_steps(steps: list[int]) -> int:
     """How many of the last steps are evenly spaced."""
     count = min(len(steps), 2)
-    while count < len(steps) and steps[-count] - steps[-count - 1] == steps[-1] - steps[-2]:
+    while count < len(steps):
+        gap = steps[-count] - steps[-count - 1]
+        last_gap = steps[-1] - steps[-2]
+        if gap != last_gap:
+            break
         count += 1
     return count
 

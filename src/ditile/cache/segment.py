@@ -9,7 +9,8 @@ tokens, or with `store="hidden"` the tokens after the blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -186,18 +187,35 @@ def _scatter_batch(whole: Tensor | None, new_entries: Tensor, index: Tensor) -> 
     return output
 
 
+KeepMemory = Callable[[Hashable, Tensor], Tensor]
+"""(what it is for, like) -> memory of a tensor's shape and type."""
+
+
+def _make_slot(keep: KeepMemory, place: tuple[object, ...], number: int, like: Tensor) -> Tensor:
+    return keep((*place, number), like)
+
+
 class Residuals:
     """The memory of one run of blocks.
 
     Args:
         make: a new forecast for a stream.
         hidden: keep the tokens after the blocks, and not what the blocks add.
+        keep: (what it is for, like) -> memory that stays from generation to generation; None where none needs to.
+
+    Attributes:
+        stored: what was stored since `describe_state`.
     """
 
-    def __init__(self, make: Callable[[str], Forecaster], *, hidden: bool = False) -> None:
+    def __init__(
+        self, make: Callable[[str], Forecaster], *, hidden: bool = False, keep: KeepMemory | None = None
+    ) -> None:
         self._make_forecaster = make
         self._hidden = hidden
+        self._keep = keep
         self._forecasters: dict[tuple[object, ...], Forecaster] = {}
+        self._known: frozenset[tuple[object, ...]] = frozenset()
+        self.stored: list[tuple[object, ...]] = []
 
     def store_residuals(
         self, stream: str, call: CacheCall, start: Tensor | None, out: Tensor, skips: Sequence[bool]
@@ -219,6 +237,7 @@ class Residuals:
                 # A slice would keep the tokens of the whole batch in memory.
                 value = tokens[unit.batch_slice].clone() if unit.among > 1 else tokens
                 self._get_forecaster(stream, call, patch, unit).add_computed_step(call.step, value)
+                self.stored.append(self._make_forecaster_key(stream, call, patch, unit))
 
     def forecast_tokens(self, stream: str, call: CacheCall, start: Tensor | None, unit: Unit | None = None) -> Tensor:
         """The tokens after the blocks, of one unit or of all of them.
@@ -231,7 +250,8 @@ class Residuals:
         """
         if unit is None and call.units[0].among > 1:
             unit_tokens = [self.forecast_tokens(stream, call, start, unit) for unit in call.units]
-            whole = unit_tokens[0].new_empty((call.batch_size, *unit_tokens[0].shape[1:]))
+            first = unit_tokens[0]
+            whole = first.new_empty((call.batch_size, *first.shape[1:]))
             for unit, tokens in zip(call.units, unit_tokens, strict=True):
                 whole[unit.batch_slice] = tokens
             return whole
@@ -241,7 +261,9 @@ class Residuals:
             # Text belongs to the first patch.
             patches = patches[:1]
         parts = [self._get_forecaster(stream, call, patch, unit).forecast_value(call.step) for patch in patches]
-        forecast = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        forecast = parts[0]
+        if len(parts) > 1:
+            forecast = torch.cat(parts, dim=1)
         # A forecast may be a snapshot that is kept, so it is copied and never written to.
         if start is None:
             return forecast.clone()
@@ -253,6 +275,42 @@ class Residuals:
         """Whether the blocks return a stream."""
         key = self._make_forecaster_key(stream, call, call.moment.patches[0], call.units[0])
         return key in self._forecasters
+
+    def describe_state(self, call: CacheCall) -> Hashable | None:
+        """All but numbers of tensors that blocks depend on in a call; None where it depends on those, or is not known.
+
+        A first call, after which something is remembered, is not known.
+        """
+        self.stored = []
+        self._known = frozenset(self._forecasters)
+        units = tuple((unit.place, unit.among) for unit in call.units)
+        states: list[Hashable] = [units]
+        for stream in ("image", "text"):
+            for patch in call.moment.patches:
+                for unit in call.units:
+                    key = self._make_forecaster_key(stream, call, patch, unit)
+                    forecaster = self._forecasters.get(key)
+                    if forecaster is None and stream == "text":
+                        # The text of some families, and of most patches, is not remembered.
+                        states.append(None)
+                        continue
+                    if forecaster is None:
+                        return None
+                    state = forecaster.describe_state(call.step)
+                    if state is None:
+                        return None
+                    states.append(state)
+        return tuple(states)
+
+    @property
+    def has_new_keys(self) -> bool:
+        """Whether something was stored for the first time since `describe_state`."""
+        return not self._known.issuperset(self.stored)
+
+    def note_played_call(self, stored: Iterable[tuple[object, ...]], step: int) -> None:
+        """Counts what a played tape has stored, as `stored` was when it was recorded."""
+        for key in stored:
+            self._forecasters[key].note_played_step(step)
 
     @property
     def memory_bytes(self) -> int:
@@ -274,10 +332,14 @@ class Residuals:
             # The number of images is known after the first step, which was computed as one unit.
             whole = self._forecasters.pop(self._make_forecaster_key(stream, call, patch, WHOLE_BATCH), None)
         for new_unit in call.units:
-            forecaster = self._make_forecaster(stream)
+            new_key = self._make_forecaster_key(stream, call, patch, new_unit)
+            forecaster = self._forecasters[new_key] = self._make_forecaster(stream)
+            if self._keep is not None:
+                # Calls of other kinds may remember tensors of the same shape, so they are counted too.
+                place = (stream, call.moment.branch, patch, new_unit.place, new_unit.among, len(self._forecasters))
+                forecaster.make_slot = partial(_make_slot, self._keep, place)
             if whole is not None:
                 forecaster.add_computed_step(0, whole.forecast_value(0)[new_unit.batch_slice].clone())
-            self._forecasters[self._make_forecaster_key(stream, call, patch, new_unit)] = forecaster
         return self._forecasters[key]
 
     def _make_forecaster_key(self, stream: str, call: CacheCall, patch: int, unit: Unit) -> tuple[object, ...]:

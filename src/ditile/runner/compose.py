@@ -269,8 +269,9 @@ class Composition:
 
     def _explain_unrecorded_calls(self, recorder: RecordedSteps, models: list[nn.Module]) -> str:
         """Why calls of the models as they are now, before the hooks of a call are on them, are not recorded."""
-        if self.block_caches:
-            return "a cache decides on the CPU within calls"
+        recorder.caches = {cache.transformer: cache for cache in self.block_caches}
+        if not recorder.caches.keys() <= set(models):
+            return "a cache is on a model that is not divided"
         # It may keep something in Python.
         if any(map(list_user_code, models)):
             return "code of the user is on the model"
@@ -309,15 +310,20 @@ class Composition:
         loop = self.loop
         names: dict[nn.Module, str] = {}
         stages: dict[nn.Module, int] = {}
+        first_blocks: list[nn.Module] = []
         for hooks in self.block_hooks.models:
+            first_blocks += [hook.block for hook in hooks.chain[:1]]
             names |= {hook.block: hook.name for hook in hooks.chain}
             for stage, blocks in enumerate(self.stages):
                 for index in blocks:
                     stages[hooks.chain[index].block] = stage
         agreement = StageAgreement(
-            decisions, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages
+            decisions, self.mesh, loop.generation, lambda: batch.is_split_by_calls, names, stages, first_blocks
         )
         divided = [hooks.transformer for hooks in self.block_hooks.models]
+        kept_buffers = None
+        if self.recorder is not None:
+            kept_buffers = self.recorder.kept_buffers
 
         def count_own_images() -> int | None:
             # Stale keys belong to the rows of the whole batch, so no image may be left out by itself.
@@ -334,7 +340,7 @@ class Composition:
                 end = cache.end_generation
                 clock = LoopClock(loop.generation, lambda: loop.num_steps, self.plan, count, begin, end)
                 loop.when_over.append(clock.end_generation)
-                stack.enter_context(cache.use_clock_and_agreement(clock, agreement))
+                stack.enter_context(cache.use_clock_and_agreement(clock, agreement, kept_buffers))
             stack.callback(loop.when_over.clear)
             try:
                 yield

@@ -11,6 +11,7 @@ static mask, a threshold of 1) nothing is compared, kept for a comparison, or se
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +20,22 @@ from ditile.cache.hooks import CacheHook
 from ditile.cache.segment import Residuals, Segment
 from ditile.cache.skip_decision import CacheCall, SkipDecider
 from ditile.cache.skip_rules import DecisionRecord
-from ditile.model.hooks.protocols import SkipAgreement
+from ditile.model.hooks.block_policy import TokenState
+from ditile.model.hooks.protocols import CallDecision, SkipAgreement
+
+
+class ProbeReached(Exception):  # noqa: N818 - it is no error
+    """Ends the first part of a call: its probe has run.
+
+    Attributes:
+        probe: the value that decides.
+        states: the tokens after each block of the probe.
+    """
+
+    def __init__(self, probe: Tensor, states: Sequence[TokenState]) -> None:
+        super().__init__()
+        self.probe = probe
+        self.states = states
 
 
 class DBCache:
@@ -28,7 +44,7 @@ class DBCache:
     Args:
         hooks: around the blocks, in order.
         decider: decides.
-        residuals: makes a memory for a segment.
+        residuals: makes a memory for a segment, by the place of its first block.
         first, last: F and B.
         hidden: whether the probe is the tokens themselves, and not what is added to them.
 
@@ -40,7 +56,7 @@ class DBCache:
         self,
         hooks: Sequence[CacheHook],
         decider: SkipDecider,
-        residuals: Callable[[], Residuals],
+        residuals: Callable[[int], Residuals],
         first: int,
         last: int,
         *,
@@ -54,6 +70,9 @@ class DBCache:
         self._is_known = decider.rules.decide_alone
         # With F = 0 the input of the first block is the probe, and no block runs to decide.
         self._decides_at_input = first == 0
+        self._probe_hooks = hooks[:first]
+        self._states: list[TokenState] = []
+        self._skips: Sequence[bool] | None = None
         self._probe_end: CacheHook | None = None
         if self.middle:
             self._probe_end = hooks[max(first, 1) - 1]
@@ -66,7 +85,7 @@ class DBCache:
         own_hooks = [hook for hook in self._hooks if owned is None or hook.block in owned]
         middle = self._hooks[self.middle.start : self.middle.stop]
         runs = _group_neighbours([hook for hook in middle if hook in own_hooks])
-        self._segments = [Segment(run, self._make()) for run in runs]
+        self._segments = [Segment(run, self._make(run[0].index)) for run in runs]
         self._starts = False
         self._decides = False
         self._waits_for_decision = False
@@ -80,10 +99,13 @@ class DBCache:
         self._call = call
         self._agreement = agreement
         self._before = None
+        self._skips = None
         # Nobody waits for a decision, as each stage has the rules.
         if self._is_known:
             self._apply_skips(self.decider.decide_by_rules(call))
             return
+        for hook in self._probe_hooks:
+            hook.handle = None
         if self._starts and self._decides_at_input:
             self._hooks[0].handle = self._decide_at_first_block
             return
@@ -105,9 +127,74 @@ class DBCache:
         for segment in self._segments:
             segment.bypass_cache()
 
+    def describe_call(self) -> CallDecision | None:
+        """What blocks do in the prepared call, besides their inputs; None where a difference within it decides."""
+        has_probe = self._starts or self._decides
+        if self._skips is None and has_probe:
+            return None
+        states = [segment.residuals.describe_state(self._call) for segment in self._segments]
+        if None in states:
+            return None
+        return CallDecision(tuple(self._skips or ()), tuple(states))
+
+    # A call in two parts
+
+    def is_divisible(self) -> bool:
+        """Whether the prepared call can be made in two parts, between which the probe decides.
+
+        The model runs in both, so nothing before the probe may send messages.
+        """
+        is_whole = self._starts and self._decides and self._skips is None
+        return is_whole and self._agreement.allows_two_parts(self._hooks[0].block)
+
+    def end_at_probe(self) -> None:
+        """Makes the model raise `ProbeReached` once its probe has run: the first part of a call."""
+        self._states = []
+        for hook in self._probe_hooks or self._hooks[:1]:
+            hook.handle = self._run_first_part
+
+    def decide_by_probe(self, probe: Tensor) -> None:
+        """Decides on the second part of a call."""
+        self._decide_and_apply(probe)
+
+    def keep_states(self, states: Sequence[TokenState]) -> None:
+        """Makes the blocks of the probe return what they did in the first part, in the second one."""
+        for hook, state in zip(self._probe_hooks, states, strict=True):
+            hook.handle = partial(_return_tokens, state)
+
+    def _run_first_part(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tokens = hook.read_tokens(args, kwargs).image
+        if self._decides_at_input:
+            raise ProbeReached(tokens.clone(), ())
+        if hook is self._hooks[0]:
+            self._before = tokens.clone()
+        out = hook.forward(*args, **kwargs)
+        # The model may write into tokens between blocks.
+        state = _copy_tokens(hook.unpack_tokens(out))
+        self._states.append(state)
+        if hook is not self._probe_end:
+            return out
+        first = self._before
+        self._before = None
+        assert first is not None
+        states = self._states
+        self._states = []
+        probe = self._measure_probe(first, state.image)
+        raise ProbeReached(probe, states)
+
+    def iterate_residuals(self) -> Iterator[Residuals]:
+        """The memory of each run of blocks that may be left out."""
+        for segment in self._segments:
+            yield segment.residuals
+
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
         """(branch, patch, unit, record) of all that was decided on."""
         return self.decider.iterate_records()
+
+    @property
+    def needs_control(self) -> bool:
+        """Whether sizes of what enters after the probe count."""
+        return not self._is_known
 
     @property
     def memory_bytes(self) -> int:
@@ -145,13 +232,21 @@ class DBCache:
         after = hook.unpack_tokens(out).image
         if not self._starts and not self._hidden:
             first = self._agreement.receive_probe_input(after, self._hooks[0].block)
-        probe = after.clone() if self._hidden else after - first
+        self._decide_and_apply(self._measure_probe(first, after))
+        return out
+
+    def _measure_probe(self, before: Tensor, after: Tensor) -> Tensor:
+        """The value of a probe, from the tokens before and after its blocks."""
+        if self._hidden:
+            return after.clone()
+        return after - before
+
+    def _decide_and_apply(self, probe: Tensor) -> None:
         skips = self.decider.decide_skips(probe, self._call, self._agreement)
         # Probes of steps that are left out are never compared with.
         if not all(skips):
             self.decider.store_probes(probe, self._call, skips)
         self._send_and_apply_skips(skips)
-        return out
 
     def _send_and_apply_skips(self, skips: Sequence[bool]) -> None:
         # The next stage waits for the decision before it computes anything.
@@ -159,8 +254,19 @@ class DBCache:
         self._apply_skips(skips)
 
     def _apply_skips(self, skips: Sequence[bool]) -> None:
+        self._skips = skips
         for segment in self._segments:
             segment.apply_decision(self._call, skips, self._agreement)
+
+
+def _copy_tokens(state: TokenState) -> TokenState:
+    text = None if state.text is None else state.text.clone()
+    return TokenState(state.image.clone(), text)
+
+
+def _return_tokens(state: TokenState, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a block returned in the first part of a call."""
+    return hook.pack_tokens(_copy_tokens(state))
 
 
 def _group_neighbours(hooks: Sequence[CacheHook]) -> list[list[CacheHook]]:

@@ -39,7 +39,7 @@ class DBPrune:
     Args:
         hooks: the hooks around the blocks, in order.
         decider: makes the decider of a block.
-        residuals: makes a memory for a block.
+        residuals: makes a memory for a block, by its place.
         first, last: F and B.
         never: the positions of other blocks that always run.
         dynamic: how the threshold changes within a step; None if it stays the same.
@@ -52,7 +52,7 @@ class DBPrune:
         self,
         hooks: Sequence[CacheHook],
         decider: Callable[[], SkipDecider],
-        residuals: Callable[[], Residuals],
+        residuals: Callable[[int], Residuals],
         first: int,
         last: int,
         *,
@@ -65,7 +65,7 @@ class DBPrune:
         self._all: dict[int, PrunableBlock] = {}
         for place in self.middle:
             hook = hooks[place]
-            self._all[hook.index] = PrunableBlock(decider(), Segment([hook], residuals()))
+            self._all[hook.index] = PrunableBlock(decider(), Segment([hook], residuals(hook.index)))
         self._mine = self._all
         self._seen: list[list[float]] = []
 
@@ -90,10 +90,27 @@ class DBPrune:
         for prunable in self._all.values():
             prunable.segment.bypass_cache()
 
+    def describe_call(self) -> None:
+        """None: each block decides by its own input."""
+
+    def is_divisible(self) -> bool:
+        """False: each block decides by its own input."""
+        return False
+
+    def iterate_residuals(self) -> Iterator[Residuals]:
+        """The memory of each block that may be left out."""
+        for prunable in self._mine.values():
+            yield prunable.segment.residuals
+
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
         """(branch, patch, unit, record) for each decision, block by block."""
         for prunable in self._all.values():
             yield from prunable.decider.iterate_records()
+
+    @property
+    def needs_control(self) -> bool:
+        """False: what a ControlNet adds enters before a block, so it is part of the probe."""
+        return False
 
     @property
     def memory_bytes(self) -> int:

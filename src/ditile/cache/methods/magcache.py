@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ditile.cache.hooks import CacheHook
+    from ditile.cache.segment import Residuals
     from ditile.cache.skip_decision import CacheCall
     from ditile.cache.skip_rules import DecisionRecord
     from ditile.model.hooks.protocols import SkipAgreement
@@ -138,10 +139,12 @@ class MagCalibration:
     Attributes:
         middle: the blocks that may be left out: none.
         memory_bytes: bytes that are kept.
+        needs_control: whether sizes of what enters between blocks count.
     """
 
     middle = range(0)
     memory_bytes = 0
+    needs_control = False
 
     def __init__(self, hooks: Sequence[CacheHook]) -> None:
         self._first = hooks[0]
@@ -171,6 +174,17 @@ class MagCalibration:
         self._start = None
         self._first.handle = None
         self._last.handle = None
+
+    def describe_call(self) -> None:
+        """None: what is measured is kept in Python."""
+
+    def is_divisible(self) -> bool:
+        """False: all blocks run."""
+        return False
+
+    def iterate_residuals(self) -> Iterator[Residuals]:
+        """Nothing is reused."""
+        return iter(())
 
     def iterate_records(self) -> Iterator[tuple[int, int, int, DecisionRecord]]:
         """Nothing was decided."""

@@ -50,6 +50,9 @@ class OperatorWatch(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Quantized weights do it by operators on their parts, which come here again.
+        if any(map(has_own_operators, types)):
+            return NotImplemented
         # What messages do to tensors is not part of a segment.
         if CURRENT.is_exchanging:
             return func(*args, **(kwargs or {}))
@@ -73,6 +76,11 @@ class OperatorWatch(TorchDispatchMode):
             if address not in addresses:
                 self._made.add(address)
         return result
+
+
+def has_own_operators(tensor_class: type) -> bool:
+    """Whether tensors of a class consist of others, as quantized weights do."""
+    return hasattr(tensor_class, "__tensor_flatten__")
 
 
 def _list_written_tensors(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -40,6 +40,8 @@ READ_VERSION = operator.attrgetter("_version")
 BUFFER_OWNER = "memory"
 """Stands where keys and values have their branch."""
 
+SegmentMark = tuple[tuple[int, str], int, int]
+"""(branch and layer, segment, age): that a segment was written so many steps ago."""
 MakeZeros = Callable[[str, tuple[int, ...], Tensor], Tensor]
 
 
@@ -94,6 +96,8 @@ class KeyStore:
         self.incoming_runs: Sequence[tuple[range, ...]] = ()
         # The step that wrote each segment.
         self.written = [NEVER] * segments
+        # Segments that are marked while a call is recorded, also those that are marked with what they had.
+        self.marks: dict[int, int] | None = None
         self._places: dict[tuple[tuple[range, ...], range | None], list[_KeyPlace]] = {}
 
     def write_keys(
@@ -197,6 +201,9 @@ class KeyStore:
             self.written = [step] * len(self.written)
         else:
             self.written[segment] = step
+        if self.marks is not None:
+            segments = range(len(self.written)) if segment is None else (segment,)
+            self.marks.update(dict.fromkeys(segments, step))
 
     def segment_ages(self, step: int) -> tuple[int | None, ...]:
         """How many steps old each segment is; None if it was never written."""
@@ -371,6 +378,7 @@ class GenerationMemory:
     Attributes:
         outputs: of modules that need not compute them again.
         epoch: replaced by another object after whatever may have changed the model.
+        begun_models: models and branches of guidance that were called, as recorded calls note them.
     """
 
     def __init__(self, relative_change: RelativeChange | None = None, kept_buffers: KeptBuffers | None = None) -> None:
@@ -382,6 +390,7 @@ class GenerationMemory:
         self._constants: dict[Hashable, Any] = {}
         self.outputs: dict[Hashable, RememberedOutput] = {}
         self.epoch = object()
+        self.begun_models: set[Hashable] = set()
         self._slices: dict[Hashable, SliceEntry] = {}
         self._read_constant: Callable[[Hashable, Any], Any] | None = None
 
@@ -481,13 +490,12 @@ class GenerationMemory:
 
     # What a recorded call has to know of keys
 
-    def has_incoming_keys(self, branch: int) -> bool:
-        """Whether keys of other ranks are under way, as in the stale steps of DistriFusion after the first."""
-        # A plain loop: a generator would be resumed for each layer in every call.
-        for (own_branch, _), store in self._stores.items():
-            if store.incoming is not None and own_branch == branch:
-                return True
-        return False
+    def list_incoming_layers(self, branch: int) -> tuple[str, ...]:
+        """The layers to which keys of other ranks are under way, as in the stale steps of DistriFusion."""
+        # A list: a generator would be resumed for each layer in every call.
+        stores = self._stores.items()
+        keys = [key for key, store in stores if store.incoming is not None]
+        return tuple([layer for own_branch, layer in keys if own_branch == branch])
 
     def list_addresses(self, branch: int) -> dict[Any, tuple[int, ...]]:
         """Where the keys, values and masks of a branch are, and other memory that stays."""
@@ -521,19 +529,22 @@ class GenerationMemory:
         self.forget_constants()
         return True
 
-    def list_marks(
-        self, branch: int, step: int, before: Mapping[tuple[int, str], list[int]]
-    ) -> list[tuple[tuple[int, str], int, int]]:
-        """The segments that were marked since `list_written_steps`, with the age that they have in a step."""
-        marks: list[tuple[tuple[int, str], int, int]] = []
-        for key, written in self.list_written_steps(branch).items():
-            written_before = before.get(key, [NEVER] * len(written))
-            for segment, (now, then) in enumerate(zip(written, written_before, strict=True)):
-                if now != then:
-                    marks.append((key, segment, step - now))
-        return marks
+    @contextmanager
+    def list_marks(self, step: int) -> Iterator[list[SegmentMark]]:
+        """Lists the segments that are marked within, with the age that they have in a step; complete afterwards."""
+        stores = dict(self._stores)
+        marks: list[SegmentMark] = []
+        for store in stores.values():
+            store.marks = {}
+        try:
+            yield marks
+        finally:
+            for key, store in stores.items():
+                for segment, written_step in (store.marks or {}).items():
+                    marks.append((key, segment, step - written_step))
+                store.marks = None
 
-    def mark_segments(self, marks: Iterable[tuple[tuple[int, str], int, int]], step: int) -> None:
+    def mark_segments(self, marks: Iterable[SegmentMark], step: int) -> None:
         """Marks the segments of `list_marks` as written in a step, or before it by their age."""
         for key, segment, age in marks:
             self._stores[key].written[segment] = step - age

@@ -7,7 +7,7 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -189,6 +189,18 @@ class StepForecasts(Protocol):
         """The loop is over."""
 
 
+class CallDecision(NamedTuple):
+    """What the blocks of a call do besides their inputs: equal for calls that do the same with other numbers.
+
+    Attributes:
+        extent: which blocks run, and so about how long it takes.
+        details: what else it depends on, such as where a cache keeps what it reuses.
+    """
+
+    extent: Hashable = ()
+    details: Hashable = ()
+
+
 class LabelledModel(Protocol):
     """A model whose pipeline names its calls.
 
@@ -235,6 +247,9 @@ class SkipAgreement(Protocol):
 
     def receive_probe_input(self, like: Tensor, of: nn.Module) -> Tensor:
         """Receives the input of a probe there; `of` is its first block."""
+
+    def allows_two_parts(self, first: nn.Module) -> bool:
+        """Whether nothing is sent before a block, so that what comes before it may be computed twice in a call."""
 
     def mark_blocks_skipped(self, blocks: Sequence[nn.Module], moment: CallPosition) -> None:
         """Notes that these blocks ran for no row: their stored keys count as written in this step."""

@@ -6,7 +6,7 @@ that stay where these read them. Time counts in calls of the pipeline, so that n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import list_tensors
 from ditile.distributed.recording.tape import Segments, Tape
-from ditile.model.hooks.kv_store import KeptBuffers
+from ditile.model.hooks.kv_store import KeptBuffers, SegmentMark
 from ditile.model.recording.host_limit import Pace
 
 SHARE_OF_MEMORY = 0.25
@@ -103,6 +103,7 @@ class CallTape:
         constants: the same as the tape reads it.
         marks: (branch and layer, segment, age) of the keys that are in the store after a call.
         result: what a call returns, in the tape's memory.
+        stored: what a cache of blocks has after a call, as `BlockCache` lists it.
         addresses: of weights, keys and whatever stays from step to step.
         epoch: when the addresses were last compared, see `GenerationMemory`.
         makers: tapes of other patches that must have been played before it in a step.
@@ -122,8 +123,9 @@ class CallTape:
     inputs: list[StaticInput] = field(default_factory=list)
     constant_keys: set[Hashable] = field(default_factory=set)
     constants: dict[Hashable, ConstantInput] = field(default_factory=dict)
-    marks: list[tuple[tuple[int, str], int, int]] = field(default_factory=list)
+    marks: list[SegmentMark] = field(default_factory=list)
     result: Any = None
+    stored: Sequence[Any] = ()
     addresses: Any = None
     epoch: object = None
     makers: frozenset[Tape] = frozenset()

@@ -3,21 +3,21 @@
 A call is known by its place (model, branch, patch, stale keys or not) and its form (shapes, types and plain values of
 its arguments). The first call of a form runs with a watch that looks for what cannot be recorded; the second one is
 recorded; later ones are played. What a call is given is copied to memory that stays, and what it returns is cloned.
-The first step of a generation is never recorded: it finds the forms of calls and what is constant.
+The first step of a generation is never recorded: it finds the forms of calls and what is constant. What a cache leaves
+out is part of the place; where numbers of the call decide on it, the call is made in two parts, each with tapes.
 """
 
 from __future__ import annotations
 
 import logging
-import operator
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
-from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -25,10 +25,12 @@ from ditile.distributed.recording.segments import OperatorWatch, list_tensors
 from ditile.distributed.recording.tape import NoSegments, Recording, Segments, Tape
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import GenerationMemory
+from ditile.model.hooks.protocols import CallDecision
 from ditile.model.recording.host_limit import CALLS_IN_A_ROW, HostLimit, Pace
 from ditile.model.recording.kept_tapes import CallTape, KeptTapes, StaticInput
 from ditile.model.recording.recorded_calls import RecordedCalls
 from ditile.model.recording.step_outputs import Outputs, StepOutputs
+from ditile.model.recording.survey import list_weight_memory, survey_model
 
 LOG = logging.getLogger("ditile")
 
@@ -36,20 +38,45 @@ WATCH_AND_RECORD = 2
 """Calls of a form between the decision to record it and the first one that is played."""
 UNPLAYED_FORMS = 16
 """Forms of a place in a row of which none was played, after which it is not recorded any more."""
-ADAPTERS = "peft."
-"""Modules of this package compute what their settings say, which may change between calls."""
-
 LOOKS = 2
 """Calls of a form that are only watched, where the first one has a problem: it may be one of the first call alone."""
 
+PROBE = CallDecision("probe")
+"""In place of a decision: the part of a call that is made before it."""
+CACHE_DECIDES = "a cache decides by numbers of the call, or has none yet"
 FIRST_STEP = "the first step"
 WATCHED = "the first call of its form"
 UNMEASURED = "not measured yet"
 GPU_LIMITED = "the GPU is the limit"
 
-_READ_ADDRESS = operator.methodcaller("data_ptr")
 _PLAIN_LEAVES = (Tensor, int, float, str, torch.dtype, torch.device, torch.Size, type(None))
 """Arguments and results that are told apart by their values."""
+
+
+class BlockCache(Protocol):
+    """Leaves out blocks of a model, see `ditile.cache`."""
+
+    def prepare_call(self, args: Any, kwargs: Any) -> CallDecision | None:
+        """Decides on a call before it is made; None if numbers of the call decide."""
+
+    def list_stored_keys(self) -> Sequence[Any] | None:
+        """What blocks stored in a call that was recorded; None if some of it was stored for the first time."""
+
+    def end_played_call(self, stored: Sequence[Any]) -> None:
+        """A tape was played in place of the call, or of a part of it."""
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether the prepared call can be made in two parts: a probe, and what it decides on."""
+
+    def run_probe(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Tensor, Sequence[Any]]:
+        """The first part of the prepared call: what decides, and the tokens after each block of the probe."""
+
+    def decide_by_probe(self, probe: Tensor) -> CallDecision | None:
+        """Decides on the second part of a call, as `prepare_call` does."""
+
+    def run_rest(self, forward: Callable[..., Any], *args: Any, states_of_probe: Sequence[Any], **kwargs: Any) -> Any:
+        """The second part of the call."""
 
 
 class RecordedSteps:
@@ -62,6 +89,7 @@ class RecordedSteps:
 
     Attributes:
         refusal: why calls of the current generation cannot be recorded; empty if they can.
+        caches: what leaves out blocks of a model, by model.
         scopes: contexts in which nothing is remembered that would tie a tape to memory of other calls.
         kept_buffers: keys and values, which stay where they are from generation to generation.
         has_played: whether the last call was played.
@@ -78,6 +106,7 @@ class RecordedSteps:
         self._tapes = KeptTapes(make_segments, limit_bytes)
         self.kept_buffers = self._tapes.kept_buffers
         self.refusal = ""
+        self.caches: Mapping[nn.Module, BlockCache] = {}
         self.scopes: Sequence[Callable[[], AbstractContextManager[None]]] = ()
         self.has_played = False
         self.num_recorded = 0
@@ -144,18 +173,77 @@ class RecordedSteps:
         reason = _explain_code(now)
         if reason:
             return self._prepare_call(reason, forward, args, kwargs)
+        if model in self.caches:
+            return self._run_cached(self.caches[model], now, model, forward, args, kwargs)
+        return self._run_part(now, model, CallDecision(), forward, args, kwargs)
+
+    def _run_cached(
+        self, cache: BlockCache, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Makes a call of which a cache leaves out blocks: each decision has a tape."""
+        # A cache has nothing to reuse yet.
+        if _is_first_step(now):
+            return self._prepare_call(FIRST_STEP, forward, args, kwargs)
+        decision = cache.prepare_call(args, kwargs)
+        if decision is not None:
+            return self._run_part(now, model, decision, forward, args, kwargs)
+        if cache.is_divisible and self._can_record(now, model, PROBE, args, kwargs):
+            return self._run_in_two_parts(cache, now, model, forward, args, kwargs)
+        return self._run_code(CACHE_DECIDES, forward, args, kwargs)
+
+    def _run_in_two_parts(
+        self, cache: BlockCache, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Makes a call whose first blocks decide what the others do: each part has tapes, the second one by decision.
+
+        What the model does before its blocks is in both parts.
+        """
+        run_probe = partial(cache.run_probe, forward)
+        probe, states = self._run_part(now, model, PROBE, run_probe, args, kwargs)
+        decision = cache.decide_by_probe(probe)
+        run_rest = partial(cache.run_rest, forward)
+        # The last of the inputs, so that the others have the same memory in both parts.
+        kwargs = {**kwargs, "states_of_probe": states}
+        if decision is None:
+            result = self._run_code(CACHE_DECIDES, run_rest, args, kwargs)
+        else:
+            result = self._run_part(now, model, decision, run_rest, args, kwargs)
+        # The blocks of the probe were visited twice, or not at all.
+        self.has_played = True
+        return result
+
+    def _can_record(self, now: Generation, model: nn.Module, decision: CallDecision, args: Any, kwargs: Any) -> bool:
+        """Whether nothing is known that forbids to record a part of a call."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
+            return False
+        place, form = _identify_call(now, model, decision, leaves, spec)
+        call = self._tapes.find_call((place, form))
+        if call is None:
+            return True
+        return not (call.problem or call.model_problem)
+
+    def _run_part(
+        self,
+        now: Generation,
+        model: nn.Module,
+        decision: CallDecision,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Makes a call, or a part of it, whose blocks do what a decision says."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return self._run_code("an argument is no tensor and no number", forward, args, kwargs)
-        place = _describe_place(now, model)
-        form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
+        place, form = _identify_call(now, model, decision, leaves, spec)
         call = self._tapes.find_call((place, form))
-        if _is_first_step(now) and not (call and self._can_play_at_once(call, now, model)):
+        if _is_first_call(now, model) and not (call and self._can_play_at_once(call, now, model)):
             return self._prepare_call(FIRST_STEP, forward, args, kwargs)
         if call is None and self._unplayed[place] >= UNPLAYED_FORMS:
             return self._run_code("its arguments are others in each step", forward, args, kwargs)
         if call is None:
-            call = self._add_call(now, model, place, form, leaves)
+            call = self._add_call(now, model, place, form, leaves, decision)
         if call.tape is None and self._host_limit is not None and not self._host_limit.limits(call.pace):
             return self._measure_call(self._host_limit, call, forward, args, kwargs)
         self._shared.enter_call(now, model)
@@ -180,6 +268,8 @@ class RecordedSteps:
             call.tape.play()
             self._shared.note_play(call.tape)
             result = call.result
+            if model in self.caches:
+                self.caches[model].end_played_call(call.stored)
             self._unplayed[place] = 0
             self.has_played = True
             self.num_played += 1
@@ -232,11 +322,18 @@ class RecordedSteps:
         return host_limit.measure_call(pace, forward, args, kwargs)
 
     def _add_call(
-        self, now: Generation, model: nn.Module, place: Hashable, form: Hashable, leaves: list[Any]
+        self,
+        now: Generation,
+        model: nn.Module,
+        place: Hashable,
+        form: Hashable,
+        leaves: list[Any],
+        decision: CallDecision,
     ) -> CallTape:
         # Branches, patches, and steps that keep their keys or not take about as long.
         size = _describe_size(leaves)
-        pace = self._paces.setdefault((id(model), size, now.is_stale, now.micro_step.patch is None), Pace())
+        is_whole = now.micro_step.patch is None
+        pace = self._paces.setdefault((id(model), size, now.is_stale, is_whole, decision.extent), Pace())
         call = CallTape(place, size, pace)
         self._tapes.add_call((place, form), call)
         return call
@@ -293,32 +390,47 @@ class RecordedSteps:
                 return value
             return call.constants[key].statics
 
+        survey = survey_model(model)
         watch = OperatorWatch()
         recording = Recording(self._tapes.get_segments(call.size))
         constants = memory.read_constants_with(read_constant)
         shared = self._list_shared_outputs(call, now)
+        noted = memory.list_marks(now.micro_step.step)
         try:
-            with self._hide_remembered(now, shared), constants, watch, recording.record_within():
+            with self._hide_remembered(now, shared), noted as marks, constants, watch, recording.record_within():
                 result = forward(*args, **kwargs)
         except RuntimeError as error:
             self._end_recording(error)
-            # What was sent or received cannot be sent again, and other ranks have gone on with it.
-            if recording.tape.num_messages or not memory.forget_writes(now.branch, written):
+            # What was sent or received cannot be sent again, and a cache has noted what it stored.
+            if model in self.caches or recording.tape.num_messages or not memory.forget_writes(now.branch, written):
                 raise
             # Before the first message nothing that was captured has run, so the call is as if it had not begun.
             return self._run_code(self.failure, forward, args, kwargs)
         self.num_recorded += 1
         makes_stores = memory.list_written_steps(now.branch).keys() != written.keys()
-        problem = _find_problem(watch, unknown, makes_stores=makes_stores)
+        problem = _find_problem(watch, unknown, makes_stores=makes_stores) or self._note_stored_keys(call, model)
+        if survey_model(model) != survey:
+            # Such as a model that counts its calls, or scales of LoRAs that are not quite what they were.
+            problem = "it changes its own settings"
         if problem:
             # The call was made, and its tape is dropped.
             call.give_up(problem)
             return result
         call.result = result
-        call.marks = memory.list_marks(now.branch, now.micro_step.step, written)
+        call.marks = marks
         recording.tape.held.append(_list_foreign_tensors(watch, now, model))
         self._keep_tape(recording.tape, call, now, model, shared)
         return result
+
+    def _note_stored_keys(self, call: CallTape, model: nn.Module) -> str:
+        """Notes what a cache has stored in a call that was recorded; returns why a tape cannot do so, or nothing."""
+        if model not in self.caches:
+            return ""
+        stored = self.caches[model].list_stored_keys()
+        if stored is None:
+            return "a cache remembers something for the first time"
+        call.stored = stored
+        return ""
 
     def _keep_tape(self, tape: Tape, call: CallTape, now: Generation, model: nn.Module, shared: Outputs) -> None:
         """Keeps a tape for later calls, as far as the memory that it holds allows."""
@@ -390,7 +502,7 @@ class RecordedSteps:
         """Where a model's weights are, and why it cannot be recorded; once in an epoch for all its calls."""
         epoch, addresses, problem = self._models.get(id(model), (None, None, ""))
         if epoch is not now.memory.epoch:
-            addresses, problem = _survey_model(model)
+            addresses, problem = survey_model(model)
             self._models[id(model)] = (now.memory.epoch, addresses, problem)
         return addresses, problem
 
@@ -402,7 +514,7 @@ def _shares_outputs(call: CallTape, now: Generation) -> bool:
 
 def _list_foreign_tensors(watch: OperatorWatch, now: Generation, model: nn.Module) -> list[Tensor]:
     """What a call has read besides weights and keys, which may go: a tape whose addresses differ is not played."""
-    known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    known = {tensor.untyped_storage().data_ptr() for tensor in list_weight_memory(model)}
     known.update(now.memory.list_storage_addresses(now.branch))
     return [tensor for address, tensor in watch.read.items() if address not in known]
 
@@ -439,7 +551,20 @@ def _is_first_step(now: Generation) -> bool:
     return now.calls is None or now.micro_step.step == 0
 
 
-def _describe_place(now: Generation, model: nn.Module) -> Hashable:
+def _is_first_call(now: Generation, model: nn.Module) -> bool:
+    """Whether a model is called for the first time, as the second one of Wan 2.2 in mid-run: it finds constants."""
+    begun = now.memory.begun_models
+    key = (model, now.branch)
+    is_first = now.calls is None or now.micro_step.step == 0
+    # Nothing has begun where the steps so far were in no place of their own.
+    if begun and key not in begun:
+        is_first = True
+    if is_first:
+        begun.add(key)
+    return is_first
+
+
+def _describe_place(now: Generation, model: nn.Module) -> tuple[Hashable, ...]:
     # A patch writes its keys in each step alike; ranks of DistriFusion send none in the last one.
     keeps_keys = now.keeps_keys and now.micro_step.patch is None
     return (
@@ -451,26 +576,20 @@ def _describe_place(now: Generation, model: nn.Module) -> Hashable:
         keeps_keys,
         now.is_whole,
         now.may_round,
-        now.memory.has_incoming_keys(now.branch),
+        now.memory.list_incoming_layers(now.branch),
     )
+
+
+def _identify_call(
+    now: Generation, model: nn.Module, decision: CallDecision, leaves: list[Any], spec: Any
+) -> tuple[Hashable, Hashable]:
+    """The place and the form of a call."""
+    form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
+    return (*_describe_place(now, model), decision), form
 
 
 def _describe_modes() -> tuple[bool, ...]:
     return (torch.is_inference_mode_enabled(), torch.is_grad_enabled())
-
-
-def _describe_settings() -> tuple[Any, ...]:
-    """Settings of the process that choose kernels."""
-    return (
-        torch.get_float32_matmul_precision(),
-        torch.backends.cudnn.allow_tf32,
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.cudnn_sdp_enabled(),
-        _AttentionBackendRegistry.get_active_backend(),
-    )
 
 
 def _describe_leaf(leaf: Any) -> Hashable:
@@ -478,53 +597,3 @@ def _describe_leaf(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride(), leaf.device
     return type(leaf), leaf
-
-
-_NAMES_OF_MODULES = frozenset(vars(nn.Module()))
-_NUMBERS = (bool, int, float, str, list, tuple)
-
-
-def _survey_model(model: nn.Module) -> tuple[Any, str]:
-    """Where a model's weights are and how it is set, and why it cannot be recorded, or nothing.
-
-    A loop over the tables of the modules: torch's own iterators make twenty times as many Python calls.
-    """
-    problem = ""
-    weights: list[Tensor | None] = []
-    settings: list[Any] = [_describe_settings()]
-    modules: list[nn.Module | None] = [model]
-    while modules:
-        module = modules.pop()
-        if module is None:
-            continue
-        contents = vars(module)
-        # Each table may have names without a value.
-        weights.extend(contents["_parameters"].values())
-        weights.extend(contents["_buffers"].values())
-        modules.extend(contents["_modules"].values())
-        settings.append(type(module))
-        # Scales of adapters, FreeU and their kind are numbers on modules and processors.
-        for name in contents.keys() - _NAMES_OF_MODULES:
-            value = contents[name]
-            if isinstance(value, _NUMBERS):
-                settings.append((name, repr(value)))
-        processor = contents.get("processor")
-        if processor is not None and not isinstance(processor, nn.Module):
-            # Processors of ditile are new in each call, so only the class and numbers count.
-            settings.append(type(processor))
-            for name, value in vars(processor).items():
-                if isinstance(value, _NUMBERS):
-                    settings.append((name, repr(value)))
-        if type(module).__module__.startswith(ADAPTERS):
-            problem = "adapters are on the model"
-        if module is not model and (contents["_forward_hooks"] or contents["_forward_pre_hooks"]):
-            problem = f"hooks are on a {type(module).__name__}"
-        # diffusers' `cache_context` leaves a registry without hooks on each model.
-        if "_hf_hook" in contents or getattr(contents.get("_diffusers_hook"), "hooks", None):
-            problem = f"hooks are on a {type(module).__name__}"
-    for weight_class in set(map(type, weights)) - {nn.Parameter, Tensor, type(None)}:
-        # Subclasses, such as quantized weights, do not tell the addresses of their numbers.
-        problem = f"weights are of class {weight_class.__name__}"
-    if problem:
-        return (), problem
-    return (tuple(map(_READ_ADDRESS, filter(torch.is_tensor, weights))), settings), ""

@@ -1,0 +1,122 @@
+"""What a recorded call depends on besides its arguments: where a model's weights are, and how the model is set.
+
+A tape reads weights where they were when it was recorded, so numbers that are written there are seen by themselves.
+Weights that move, another structure and other settings (scales of LoRAs, active adapters, kernels) are not: two surveys
+of a model that differ mean that its tapes are of no use any more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_NAMES_OF_MODULES = frozenset(vars(nn.Module()))
+_NUMBERS = (bool, int, float, str, list, tuple)
+_PLAIN_WEIGHTS = frozenset((nn.Parameter, Tensor, type(None)))
+_READ_ADDRESS = operator.methodcaller("data_ptr")
+
+
+def survey_model(model: nn.Module) -> tuple[Any, str]:
+    """Where a model's weights are and how it is set, and why it cannot be recorded, or nothing.
+
+    A loop over the tables of the modules: torch's own iterators make twenty times as many Python calls.
+    """
+    problem = ""
+    weights: list[Tensor | None] = []
+    settings: list[Any] = [_describe_process()]
+    modules: list[nn.Module | None] = [model]
+    while modules:
+        module = modules.pop()
+        if module is None:
+            continue
+        contents = vars(module)
+        # Each table may have names without a value.
+        weights.extend(contents["_parameters"].values())
+        weights.extend(contents["_buffers"].values())
+        modules.extend(contents["_modules"].values())
+        settings.append(type(module))
+        # Scales of adapters, FreeU and their kind are numbers on modules and processors.
+        for name in contents.keys() - _NAMES_OF_MODULES:
+            value = contents[name]
+            if isinstance(value, _NUMBERS):
+                settings.append((name, repr(value)))
+            elif isinstance(value, dict):
+                # peft keeps a number and a variant of each adapter: scales, ranks, DoRA.
+                settings.append((name, _describe_table(value)))
+        processor = contents.get("processor")
+        if processor is not None and not isinstance(processor, nn.Module):
+            # Processors of ditile are new in each call, so only the class and numbers count.
+            settings.append(type(processor))
+            for name, value in vars(processor).items():
+                if isinstance(value, _NUMBERS):
+                    settings.append((name, repr(value)))
+        if module is not model and (contents["_forward_hooks"] or contents["_forward_pre_hooks"]):
+            problem = f"hooks are on a {type(module).__name__}"
+        # diffusers' `cache_context` leaves a registry without hooks on each model.
+        if "_hf_hook" in contents or getattr(contents.get("_diffusers_hook"), "hooks", None):
+            problem = f"hooks are on a {type(module).__name__}"
+    parts: list[Tensor] = []
+    if not _PLAIN_WEIGHTS.issuperset(map(type, weights)):
+        classes, parts = _unwrap_weights(weights)
+        settings.append(classes)
+        weights = [weight for weight in weights if type(weight) in _PLAIN_WEIGHTS]
+        for part in parts:
+            if type(part) not in _PLAIN_WEIGHTS:
+                # As of bitsandbytes, which keeps scales in a state that may be replaced.
+                problem = f"weights are of class {type(part).__name__}"
+    if problem:
+        return (), problem
+    addresses = tuple(map(_READ_ADDRESS, filter(torch.is_tensor, (*weights, *parts))))
+    return (addresses, settings), ""
+
+
+def list_weight_memory(model: nn.Module) -> list[Tensor]:
+    """The weights of a model, and the tensors that quantized ones consist of."""
+    _, parts = _unwrap_weights((*model.parameters(), *model.buffers()))
+    return parts
+
+
+def _unwrap_weights(weights: Iterable[Tensor | None]) -> tuple[list[Any], list[Tensor]]:
+    """The classes of wrapped weights and how they are read, and the tensors in which all weights keep their numbers."""
+    classes: list[Any] = []
+    parts: list[Tensor] = []
+    pending = [weight for weight in weights if weight is not None]
+    while pending:
+        weight = pending.pop()
+        if not is_traceable_wrapper_subclass(weight):
+            parts.append(weight)
+            continue
+        names, context = weight.__tensor_flatten__()
+        # Sizes of groups and types of activations, as torchao has them.
+        classes.append((type(weight), repr(context)))
+        pending += [getattr(weight, name) for name in names]
+    return classes, parts
+
+
+def _describe_process() -> tuple[Any, ...]:
+    """Settings of the process that choose kernels."""
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        _AttentionBackendRegistry.get_active_backend(),
+    )
+
+
+def _describe_table(table: dict[Any, Any]) -> list[Any]:
+    """Names and numbers of a table; of anything but numbers the class."""
+    described: list[Any] = []
+    for name, value in table.items():
+        description = repr(value) if isinstance(value, _NUMBERS) else type(value)
+        described.append((name, description))
+    return described
