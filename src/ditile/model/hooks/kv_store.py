@@ -494,8 +494,7 @@ class GenerationMemory:
         """The layers to which keys of other ranks are under way, as in the stale steps of DistriFusion."""
         # A list: a generator would be resumed for each layer in every call.
         stores = self._stores.items()
-        keys = [key for key, store in stores if store.incoming is not None]
-        return tuple([layer for own_branch, layer in keys if own_branch == branch])
+        return tuple([layer for (own, layer), store in stores if store.incoming is not None and own == branch])
 
     def list_addresses(self, branch: int) -> dict[Any, tuple[int, ...]]:
         """Where the keys, values and masks of a branch are, and other memory that stays."""

@@ -41,6 +41,8 @@ UNPLAYED_FORMS = 16
 LOOKS = 2
 """Calls of a form that are only watched, where the first one has a problem: it may be one of the first call alone."""
 
+Forward = Callable[..., Any]
+ALL_BLOCKS = CallDecision()
 PROBE = CallDecision("probe")
 """In place of a decision: the part of a call that is made before it."""
 CACHE_DECIDES = "a cache decides by numbers of the call, or has none yet"
@@ -175,7 +177,7 @@ class RecordedSteps:
             return self._prepare_call(reason, forward, args, kwargs)
         if model in self.caches:
             return self._run_cached(self.caches[model], now, model, forward, args, kwargs)
-        return self._run_part(now, model, CallDecision(), forward, args, kwargs)
+        return self._run_part(now, model, ALL_BLOCKS, forward, args, kwargs)
 
     def _run_cached(
         self, cache: BlockCache, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
@@ -217,26 +219,24 @@ class RecordedSteps:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return False
-        place, form = _identify_call(now, model, decision, leaves, spec)
+        place = (*_describe_place(now, model), decision)
+        form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
         call = self._tapes.find_call((place, form))
         if call is None:
             return True
-        return not (call.problem or call.model_problem)
+        # As code, two parts would only compute twice what comes before the blocks.
+        runs_code = self._host_limit is not None and call.tape is None and call.pace.is_gpu_limited
+        return not (runs_code or call.problem or call.model_problem)
 
     def _run_part(
-        self,
-        now: Generation,
-        model: nn.Module,
-        decision: CallDecision,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        self, now: Generation, model: nn.Module, decision: CallDecision, forward: Forward, args: Any, kwargs: Any
     ) -> Any:
         """Makes a call, or a part of it, whose blocks do what a decision says."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if not all(isinstance(leaf, _PLAIN_LEAVES) for leaf in leaves):
             return self._run_code("an argument is no tensor and no number", forward, args, kwargs)
-        place, form = _identify_call(now, model, decision, leaves, spec)
+        place = (*_describe_place(now, model), decision)
+        form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
         call = self._tapes.find_call((place, form))
         if _is_first_call(now, model) and not (call and self._can_play_at_once(call, now, model)):
             return self._prepare_call(FIRST_STEP, forward, args, kwargs)
@@ -578,14 +578,6 @@ def _describe_place(now: Generation, model: nn.Module) -> tuple[Hashable, ...]:
         now.may_round,
         now.memory.list_incoming_layers(now.branch),
     )
-
-
-def _identify_call(
-    now: Generation, model: nn.Module, decision: CallDecision, leaves: list[Any], spec: Any
-) -> tuple[Hashable, Hashable]:
-    """The place and the form of a call."""
-    form = (spec, *map(_describe_leaf, leaves), now.tokens.layout, *_describe_modes())
-    return (*_describe_place(now, model), decision), form
 
 
 def _describe_modes() -> tuple[bool, ...]:
