@@ -168,5 +168,5 @@ def record_on_simulated_gpus() -> Iterator[None]:
         stack.enter_context(mock.patch.object(GraphSegments, "borrow", lambda segments, tensor: tensor))
         # A weight on a simulated GPU is of a class of its own, as a quantized one is.
         stack.enter_context(mock.patch.object(cuts, "_check_linear_shardable"))
-        stack.enter_context(mock.patch.object(recorded_steps, "_survey_model", lambda model: ((), "")))
+        stack.enter_context(mock.patch.object(recorded_steps, "survey_model", lambda model: ((), "")))
         yield
