@@ -46,6 +46,8 @@ if TYPE_CHECKING:
         load_quantize_config,
     )
     from ditile.cache.fitted.schedule import Schedule
+    from ditile.cache.methods.easycache import EasyCacheConfig
+    from ditile.cache.methods.gating import GuidanceGateConfig
     from ditile.cache.methods.magcache import MagCacheConfig
     from ditile.cache.methods.seacache import SeaCacheConfig
     from ditile.cache.methods.spectrum import SpectrumConfig
@@ -76,11 +78,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BasicCacheConfig", "BlockAdapter", "CalibratorConfig", "DBCacheConfig", "DBPruneConfig",
-    "DMDCalibratorConfig", "DitileError", "FittedScheduleConfig", "FoCaCalibratorConfig", "ForwardPattern",
-    "IdleCacheWarning", "JoinError", "LoadError", "MagCacheConfig", "ModelError", "ModelSpec", "ParallelismBackend",
-    "ParallelismConfig", "ParamsModifier", "PatchFunctor", "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3",
-    "Pattern_4", "Pattern_5", "Plan", "PlanError", "QuantizeConfig", "RankError", "Report", "Runner", "Schedule",
-    "SeaCacheConfig", "SpectrumConfig", "StateError", "StepWatch", "StoppedError", "TaylorSeerCalibratorConfig",
+    "DMDCalibratorConfig", "DitileError", "EasyCacheConfig", "FittedScheduleConfig", "FoCaCalibratorConfig",
+    "ForwardPattern", "GuidanceGateConfig", "IdleCacheWarning", "JoinError", "LoadError", "MagCacheConfig",
+    "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier", "PatchFunctor",
+    "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan", "PlanError",
+    "QuantizeConfig", "RankError", "Report", "Runner", "Schedule", "SeaCacheConfig", "SpectrumConfig", "StateError",
+    "StepWatch", "StoppedError", "TaylorSeerCalibratorConfig",
     "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
     "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
     "parallelize", "plan_for", "quantize", "refresh_context", "register", "set_compile_configs", "steps_mask",
@@ -100,6 +103,8 @@ _LAZY = {
             "load_attn_backend_config load_cache_config load_configs load_parallelism_config load_quantize_config"
         ),
         "ditile.cache.fitted.schedule": "Schedule",
+        "ditile.cache.methods.easycache": "EasyCacheConfig",
+        "ditile.cache.methods.gating": "GuidanceGateConfig",
         "ditile.cache.methods.magcache": "MagCacheConfig",
         "ditile.cache.methods.seacache": "SeaCacheConfig",
         "ditile.cache.methods.spectrum": "SpectrumConfig",

@@ -62,7 +62,7 @@ def test_documented_defaults() -> None:
         "Fn": 8, "Bn": 0, "rdt": 0.08, "max_warmup_steps": 8, "warmup_interval": 1, "max_cached_steps": -1,
         "max_continuous_cached_steps": -1, "taylorseer_order": 1, "steps_mask": None, "steps_policy": "dynamic",
         "quantize_type": "float8_weight_only", "parallel_type": None, "lora": None, "cache_line": None, "config": None,
-        "mag": None, "mag_ratios": None, "sea": None, "spectrum": None, "schedule": None,
+        "easy": None, "gate": None, "mag": None, "mag_ratios": None, "sea": None, "spectrum": None, "schedule": None,
     }  # fmt: skip
 
 
@@ -71,6 +71,8 @@ def test_flags_of_other_methods() -> None:
     lines = {
         ("--mag", "0.06", "--mag-ratios", "flux"): "mag=0.06 ratios=flux",
         ("--sea", "0.3"): "sea=0.3",
+        ("--gate", "0.8"): "gate=0.8",
+        ("--easy", "0.1"): "easy=0.1",
         ("--spectrum", "3"): "spectrum=3",
     }
     for words, line in lines.items():

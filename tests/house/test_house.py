@@ -191,12 +191,12 @@ def test_every_rule_has_a_sample_that_breaks_it() -> None:
 def test_the_public_names_are_these_and_sorted() -> None:
     names = [
         "BasicCacheConfig", "BlockAdapter", "CalibratorConfig", "DBCacheConfig", "DBPruneConfig",
-        "DMDCalibratorConfig", "DitileError", "FittedScheduleConfig", "FoCaCalibratorConfig", "ForwardPattern",
-        "IdleCacheWarning", "JoinError", "LoadError", "MagCacheConfig", "ModelError", "ModelSpec",
-        "ParallelismBackend", "ParallelismConfig", "ParamsModifier", "PatchFunctor", "Pattern_0", "Pattern_1",
-        "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan", "PlanError", "QuantizeConfig", "RankError",
-        "Report", "Runner", "Schedule", "SeaCacheConfig", "SpectrumConfig", "StateError", "StepWatch", "StoppedError",
-        "TaylorSeerCalibratorConfig",
+        "DMDCalibratorConfig", "DitileError", "EasyCacheConfig", "FittedScheduleConfig", "FoCaCalibratorConfig",
+        "ForwardPattern", "GuidanceGateConfig", "IdleCacheWarning", "JoinError", "LoadError", "MagCacheConfig",
+        "ModelError", "ModelSpec", "ParallelismBackend", "ParallelismConfig", "ParamsModifier", "PatchFunctor",
+        "Pattern_0", "Pattern_1", "Pattern_2", "Pattern_3", "Pattern_4", "Pattern_5", "Plan", "PlanError",
+        "QuantizeConfig", "RankError", "Report", "Runner", "Schedule", "SeaCacheConfig", "SpectrumConfig",
+        "StateError", "StepWatch", "StoppedError", "TaylorSeerCalibratorConfig",
         "__version__", "defaults", "disable_cache", "enable_cache", "launch", "load", "load_attn_backend_config",
         "load_cache_config", "load_configs", "load_lora", "load_parallelism_config", "load_quantize_config",
         "parallelize", "plan_for", "quantize", "refresh_context", "register", "set_compile_configs", "steps_mask",

@@ -140,6 +140,28 @@ class AgreementGroups:
         return cls(batch, calls, stages, starts)
 
 
+class ImageAgreement:
+    """How the ranks of an image decide together whether a model is called.
+
+    Args:
+        mesh: this rank's place.
+        select: picks the rows of this rank's images.
+    """
+
+    def __init__(self, mesh: Mesh, select: Callable[[Tensor], Tensor]) -> None:
+        self._mesh = mesh
+        self._select = select
+
+    def select_own_rows(self, batch: Tensor) -> Tensor:
+        """The rows of this rank's images in a tensor `[rows, ...]`."""
+        return self._select(batch)
+
+    def take_first_number(self, number: Tensor) -> float:
+        """What the first rank of the image measured."""
+        numbers = gather_numbers(number.cpu().view(1), self._mesh.control, self._mesh.traffic, TRAFFIC_KIND)
+        return float(numbers[0])
+
+
 class StageAgreement:
     """One rank's part in the decisions of a call of the runner.
 

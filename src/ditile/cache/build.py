@@ -25,6 +25,7 @@ from ditile.cache.forecast import build_forecaster
 from ditile.cache.hooks import CacheHook
 from ditile.cache.methods.dbcache import DBCache
 from ditile.cache.methods.dbprune import DBPrune, DynamicThreshold
+from ditile.cache.methods.easycache import EasyCacheConfig
 from ditile.cache.methods.magcache import MagCacheConfig, MagCalibration
 from ditile.cache.methods.seacache import SeaCacheConfig, SpectralFeature
 from ditile.cache.segment import KeepMemory, Residuals
@@ -125,7 +126,9 @@ def explain_idle_steps(config: CacheConfig, steps: int) -> str | None:
     Raises:
         ModelError: if a mask has fewer steps.
     """
-    # Of methods that leave out whole calls, their own settings say which.
+    if isinstance(config, EasyCacheConfig) and config.threshold > 0 and config.retention_steps + 1 >= steps:
+        return f"{config}: all {steps} steps compute then, so nothing can be left out; {config.HINT}"
+    # Of other methods that leave out whole calls, the schedule says how many.
     if not isinstance(config, BlockCacheConfig):
         return None
     rules = build_skip_rules(config, steps)

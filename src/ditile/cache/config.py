@@ -21,6 +21,7 @@ from ditile.cache.step_mask import check_step_mask
 from ditile.plan.errors import ModelError, suggest_nearest
 from ditile.plan.numbers import is_whole_number
 from ditile.plan.option_classes import check_value
+from ditile.plan.plan import Plan
 
 StoreType = Literal["float32", "bfloat16", "float16"]
 Count = Annotated[int, Field(ge=0)]
@@ -111,6 +112,10 @@ class CallCacheConfig(CacheConfig):
 
     __slots__ = ()
     HAS_FORECAST = True
+
+    def explain_plan_refusal(self, plan: Plan) -> str | None:
+        """Why a plan cannot use it, or None."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

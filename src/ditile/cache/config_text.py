@@ -55,6 +55,8 @@ from ditile.cache.config import (
     check_known,
     check_one_forecast,
 )
+from ditile.cache.methods.easycache import EasyCacheConfig
+from ditile.cache.methods.gating import GuidanceGateConfig
 from ditile.cache.methods.magcache import MagCacheConfig
 from ditile.cache.methods.seacache import SeaCacheConfig
 from ditile.cache.methods.spectrum import SpectrumConfig
@@ -71,6 +73,8 @@ CALIBRATOR_CONFIGS: dict[str, type[Calibration]] = {
 METHOD_CONFIGS: dict[str, type[CacheConfig]] = {
     "steps": FittedScheduleConfig,
     "schedule": FittedScheduleConfig,
+    "easy": EasyCacheConfig,
+    "gate": GuidanceGateConfig,
     "mag": MagCacheConfig,
     "sea": SeaCacheConfig,
     "spectrum": SpectrumConfig,
@@ -87,6 +91,8 @@ _CACHE_CONFIGS: dict[str, type[CacheConfig]] = {
     "dbcache": DBCacheConfig,
     "dbprune": DBPruneConfig,
     "schedule": FittedScheduleConfig,
+    "easycache": EasyCacheConfig,
+    "gate": GuidanceGateConfig,
     "magcache": MagCacheConfig,
     "seacache": SeaCacheConfig,
     "spectrum": SpectrumConfig,

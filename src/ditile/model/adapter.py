@@ -189,8 +189,8 @@ def find_transformers(pipe: Any) -> list[nn.Module]:
             transformers.append(part)
     if not transformers:
         raise ModelError(
-            f"{type(pipe).__name__} has no transformer, and only the blocks of one can be left out; give a pipeline, a "
-            "transformer or a BlockAdapter"
+            f"{type(pipe).__name__} has no transformer whose blocks could be left out; give a pipeline with one, or a "
+            "transformer or BlockAdapter, or leave out whole calls by EasyCacheConfig()"
         )
     return list(dict.fromkeys(transformers))
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from ditile.cache.agreement import AgreementGroups, LoopClock, StageAgreement
+from ditile.cache.agreement import AgreementGroups, ImageAgreement, LoopClock, StageAgreement
 from ditile.cache.cached import ModelCache, TransformerCache, find_model_cache
 from ditile.cache.calls.call_cache import CallCache, LoopForecasts
 from ditile.distributed.mesh import Axis, Mesh
@@ -245,7 +245,7 @@ class Composition:
             install_trial(stack)
             if decisions is not None:
                 stack.enter_context(self._attach_caches(batch, decisions))
-            self.loop.forecasts = self._surround_calls(stack, call)
+            self.loop.forecasts = self._surround_calls(stack, batch, call)
             # Last, and so undone first: after an error the loop cleans up while all hooks are still there.
             self.loop.call_shapes = describe_call_shapes(self.pipe, call)
             self.loop.has_timed_guidance = is_guidance_timed(self.pipe, values)
@@ -349,12 +349,18 @@ class Composition:
                 raise
             agreement.close_channels()
 
-    def _surround_calls(self, stack: ExitStack, call: Mapping[str, Any]) -> LoopForecasts | None:
+    def _surround_calls(self, stack: ExitStack, batch: DataCfgBatch, call: Mapping[str, Any]) -> LoopForecasts | None:
         """Puts caches of whole calls around the models, until the stack is closed; None if there are none."""
         caches = [cache for cache in self.model_caches if isinstance(cache, CallCache)]
         if not caches:
             return None
-        forecasts = LoopForecasts(caches, self.loop.generation, lambda: self.loop.is_stepping_rank)
+        for cache in caches:
+            if reason := cache.explain_plan_refusal(self.plan):
+                raise ModelError(reason)
+        agreement = ImageAgreement(self.mesh, batch.select_own_rows)
+        forecasts = LoopForecasts(
+            caches, self.loop.generation, lambda: self.loop.is_stepping_rank, agreement, batch.num_images
+        )
         stack.enter_context(forecasts.use_caches())
         # Around the batch: a call that is left out exchanges no rows.
         for cache in caches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import Any, cast
 
 from torch import nn
 
-from ditile.cache.cached import ModelCache
+from ditile.cache.build import explain_idle_steps
+from ditile.cache.cached import IdleCacheWarning, ModelCache
 from ditile.cache.calls.forecasts import CallForecasts, list_planned_steps
-from ditile.cache.calls.policy import CallPolicy, ModelCall
+from ditile.cache.calls.policy import CallAgreement, CallPolicy, ModelCall
 from ditile.cache.config import (
     CacheConfig,
     Calibration,
@@ -22,11 +24,15 @@ from ditile.cache.config import (
     merge_configs,
 )
 from ditile.cache.fitted.fitted_pipeline import FittedPolicies
+from ditile.cache.methods.easycache import EasyCacheConfig, make_easy_policy
+from ditile.cache.methods.gating import GatedGuidance, GuidanceGateConfig, GuidedModel
 from ditile.cache.report import ContextReport, Decisions
+from ditile.model.hooks.batch_rows import BatchDimFinder
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.overrides import find_latents_parameter, list_parameter_names
 from ditile.model.hooks.protocols import CallPosition, LabelledModel
 from ditile.plan.errors import ModelError
+from ditile.plan.plan import Plan
 
 MakePolicy = Callable[[CallCacheConfig, int], CallPolicy]
 """(settings, steps of a generation) -> what decides in it."""
@@ -84,6 +90,10 @@ class CallCache(ModelCache):
             content = self._make_policy.content
         return [CallSettings(self._config, content)]
 
+    def explain_plan_refusal(self, plan: Plan) -> str | None:
+        """Why a plan cannot use it, or None."""
+        return self._config.explain_plan_refusal(plan)
+
     @property
     def memory_bytes(self) -> int:
         """Bytes that are remembered now."""
@@ -112,6 +122,8 @@ class CallCache(ModelCache):
         """Begins a generation of `steps` steps, with an empty cache."""
         self.end_generation()
         self._forget_reports()
+        if reason := explain_idle_steps(self._config, steps):
+            warnings.warn(reason, IdleCacheWarning, stacklevel=2)
         self.forecasts = CallForecasts(self._make_policy(self._config, steps))
 
     def end_generation(self) -> None:
@@ -147,7 +159,7 @@ class CallCache(ModelCache):
         # Under a runner `LoopForecasts` surround the call.
         if moment is None or forecasts is None:
             return forward(*args, **kwargs)
-        call = ModelCall(moment.step, moment.branch, self.find_latents(args, kwargs))
+        call = ModelCall(moment.step, moment.branch, self.find_latents(args, kwargs), images=moment.images)
         if forecasts.decide_call(call):
             return forecasts.compute_call(call, functools.partial(forward, *args, **kwargs))
         return forecasts.forecast_call(call)
@@ -167,6 +179,13 @@ def prepare_policy(pipe: Any, models: Sequence[nn.Module], config: CallCacheConf
     """
     if isinstance(config, FittedScheduleConfig):
         return cast(MakePolicy, FittedPolicies(pipe, models, config))
+    if isinstance(config, EasyCacheConfig):
+        return make_easy_policy
+    if isinstance(config, GuidanceGateConfig):
+        model = models[0]
+        finder = BatchDimFinder(model, None)
+        guided = GuidedModel(type(pipe).__name__, list_parameter_names(model), find_latents_parameter(model), finder)
+        return cast(MakePolicy, functools.partial(GatedGuidance, model=guided))
     raise ModelError(f"{type(config).__name__} is no method that leaves out calls; try FittedScheduleConfig()")
 
 
@@ -188,9 +207,20 @@ class LoopForecasts:
         caches: one for each model.
         now: the generation under way.
         steps_scheduler: whether this rank steps the scheduler; the others forecast nothing.
+        agreement: of the ranks of the image.
+        images: in the batch.
     """
 
-    def __init__(self, caches: Sequence[CallCache], now: Generation, steps_scheduler: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        caches: Sequence[CallCache],
+        now: Generation,
+        steps_scheduler: Callable[[], bool],
+        agreement: CallAgreement,
+        images: int,
+    ) -> None:
+        self._images = images
+        self._agreement = agreement
         self._caches = caches
         self._now = now
         self._steps_scheduler = steps_scheduler
@@ -225,11 +255,13 @@ class LoopForecasts:
             forecasts = cache.forecasts
             if forecasts is None or not now.is_under_way or now.is_dry or now.is_surveyed:
                 return forward(*args, **kwargs)
-            call = ModelCall(now.loop_step, now.branch, cache.find_latents(args, kwargs))
+            latents = cache.find_latents(args, kwargs)
+            call = ModelCall(now.loop_step, now.branch, latents, self._agreement, self._images)
             if forecasts.decide_call(call, now.computes):
                 run = functools.partial(forward, *args, **kwargs)
                 return forecasts.compute_call(call, run, keeps=self._steps_scheduler())
-            now.is_forecast = True
+            # A step is computed where its first call is.
+            now.is_forecast = now.is_forecast or not now.branch
             result = forecasts.forecast_call(call)
             now.advance_branch()
             return result

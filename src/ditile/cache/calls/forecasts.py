@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ditile.cache.calls.policy import CallPolicy, ComputedOutput, ModelCall
+from ditile.cache.methods.gating import GatedGuidance
 from ditile.model.hooks.pieces import open_result_class
 
 
@@ -84,9 +86,9 @@ class CallForecasts:
             return planned
         return self.policy.computes_call(call, branch.outputs)
 
-    def compute_call(self, call: ModelCall, run: Callable[[], Any], *, keeps: bool = True) -> Any:
+    def compute_call(self, call: ModelCall, run: partial[Any], *, keeps: bool = True) -> Any:
         """Makes a call, and keeps a copy of its output where `keeps`; otherwise only its form."""
-        result = run()
+        result = self._run_rows(call, run)
         open_result_class(result)
         branch = self._branches.setdefault(call.branch, _Branch())
         branch.leaves, branch.spec = pytree.tree_flatten(result)
@@ -115,6 +117,18 @@ class CallForecasts:
         self.policy.note_output(call, output)
         return result
 
+    def _run_rows(self, call: ModelCall, run: partial[Any]) -> Any:
+        """Makes a call on all rows, or on those that guidance still needs."""
+        policy = self.policy
+        if not isinstance(policy, GatedGuidance):
+            return run()
+        policy.check_arguments(call, run)
+        if not policy.halves_call(call):
+            return run()
+        # The rows without the caption are reported as a branch of their own.
+        self._branches.setdefault(call.branch + 1, _Branch()).skipped.add(call.step)
+        return policy.run_half(run, _change_outputs)
+
     def forecast_call(self, call: ModelCall) -> Any:
         """The result of a call that is left out."""
         branch = self._branches[call.branch]
@@ -139,6 +153,16 @@ class CallForecasts:
             for tensor in newest.tensors:
                 copies.append(tensor.as_subclass(Tensor).detach().clone())
             branch.outputs[0] = newest._replace(tensors=copies)
+
+
+def _change_outputs(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A result with each of its outputs changed."""
+    open_result_class(result)
+    leaves, spec = pytree.tree_flatten(result)
+    for place, leaf in enumerate(leaves):
+        if _is_output(leaf):
+            leaves[place] = change(leaf)
+    return pytree.tree_unflatten(leaves, spec)
 
 
 def _is_output(leaf: Any) -> bool:

@@ -15,6 +15,28 @@ import torch
 from torch import Tensor
 
 
+class CallAgreement(Protocol):
+    """How the ranks of an image agree on a call."""
+
+    def select_own_rows(self, batch: Tensor) -> Tensor:
+        """The rows of this rank's images in a tensor `[rows, ...]`: those of others may be of any value."""
+
+    def take_first_number(self, number: Tensor) -> float:
+        """What the first rank of the image measured, where each measured the same but for the rounding."""
+
+
+class SingleRankCalls:
+    """One rank has all images, and decides by itself."""
+
+    def select_own_rows(self, batch: Tensor) -> Tensor:
+        """All rows."""
+        return batch
+
+    def take_first_number(self, number: Tensor) -> float:
+        """The number."""
+        return float(number)
+
+
 class ModelCall(NamedTuple):
     """A call of the model that a pipeline makes.
 
@@ -22,11 +44,15 @@ class ModelCall(NamedTuple):
         step: of the pipeline's loop, from 0.
         branch: calls of the model since the scheduler was last stepped.
         latents: the noisy input: a tensor with the rows of the batch, or a list of them.
+        agreement: of the ranks of the image.
+        images: in the batch, if that is known.
     """
 
     step: int
     branch: int
     latents: Any
+    agreement: CallAgreement = SingleRankCalls()
+    images: int | None = None
 
 
 class ComputedOutput(NamedTuple):

@@ -208,6 +208,13 @@ class DataCfgBatch:
         """A view of this rank's rows of `[images, ...]`."""
         return self._data.view_own_images(batch)
 
+    def select_own_rows(self, batch: Tensor) -> Tensor:
+        """The rows of this rank's images in a tensor with the rows of a call, in all branches of guidance."""
+        if self._data.size == 1:
+            return batch
+        rows = BatchSlice.from_batch_size(len(batch), self.num_images)
+        return rows._replace(images=self._data.images).select_batch(batch)
+
     def gather_latents(self, latents: Tensor) -> Tensor:
         """All latents, on the last stages of all replicas; they must all call it."""
         return self._data.gather_latents(latents)

@@ -101,6 +101,12 @@ class CacheOptions(Fields):
     mag_ratios: str | None = define_option(
         None, "the table: flux, or numbers such as 1.0,1.2,1.1 from --cache-line 'mag calibrate'", metavar="R"
     )
+    easy: float | None = define_option(
+        None, "leave out calls of the model while they should change less than this (EasyCache)", metavar="X"
+    )
+    gate: float | None = define_option(
+        None, "after this share of the steps run only the guidance branch with the prompt", metavar="G"
+    )
     sea: float | None = define_option(
         None, "leave out steps while the filtered latents change less than this (SeaCache)", metavar="X"
     )

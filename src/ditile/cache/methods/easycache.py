@@ -1,0 +1,159 @@
+"""EasyCache: a call of the model is left out while its output should have changed little (arXiv 2507.02860).
+
+At computed steps k is the change of the output over the change of the input since the computed step before. In each
+step k x (change of the input since the last step) / (size of the last computed output) is added up. While the sum is
+below a threshold the model is not called, and the output is the last computed one plus the change of the input since
+then. The first branch of guidance decides for all. It needs no block, so U-Nets and unknown models have it too.
+
+Cost: two inputs and outputs of each branch and the last input are kept; 8 bytes are sent for each step that is
+measured, as the first rank of an image decides for all. A threshold of 0 leaves nothing out. Stages and stale keys must
+know beforehand which steps compute, so pipefusion with several ranks or patches and distrifusion refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ditile.cache.config import Amount, CallCacheConfig, Count, Positive
+from ditile.plan.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ditile.cache.calls.policy import CallPolicy, ComputedOutput, ModelCall
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EasyCacheConfig(CallCacheConfig):
+    """EasyCache: a call of the model is left out while its output should have changed little.
+
+    Attributes:
+        threshold: a step computes where the sum of expected changes since the last computed step reaches this; 0 leaves
+            nothing out. The authors take 0.05 for a small loss, and 0.1 and 0.2 for two and three times the speed.
+        retention_steps: the first steps, which compute; the last one does too.
+        num_inference_steps: steps of a generation where there is no pipeline to say so.
+        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    WORDS = {"easy": "threshold", "W": "retention_steps"}
+    HINT = "lower retention_steps"
+
+    threshold: Amount = 0.05
+    retention_steps: Count = 10
+    num_inference_steps: Positive | None = None
+    enable_separate_cfg: bool | None = None
+
+
+class EasyCachePolicy:
+    """Decides in one generation.
+
+    Args:
+        config: the settings.
+        num_steps: of the generation.
+    """
+
+    num_kept = 2
+    keeps_latents = True
+
+    def __init__(self, config: EasyCacheConfig, num_steps: int) -> None:
+        self._config = config
+        self._last_step = num_steps - 1
+        self._last_input: Any = None
+        self._error = 0.0
+        self._decision = (-1, True)
+
+    def list_computed_steps(self) -> Collection[int] | None:
+        """None: each step is decided when its first call comes."""
+        return None
+
+    def check_first_call(self, call: ModelCall) -> None:
+        """Does nothing: what the model returns says whether it can be forecast."""
+
+    def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
+        """Whether the sum of expected changes has reached the threshold; later branches do as the first."""
+        step, computes = self._decision
+        if call.branch and step == call.step:
+            return computes
+        # Two branches decide apart where the first one makes no call in this step.
+        computes = self._decide(call, kept)
+        self._decision = (call.step, computes)
+        return computes
+
+    def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
+        """Refuses outputs to which the input cannot be added."""
+        _find_channels(call.latents, output.tensors)
+
+    def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
+        """The last computed output, plus the change of the input since then."""
+        newest = kept[0]
+        outputs = [tensor.clone() for tensor in newest.tensors]
+        dim, count = _find_channels(call.latents, outputs)
+        inputs = zip(_list_inputs(call.latents), _list_inputs(newest.call.latents), strict=True)
+        # A sound beside a video has no latents here, and stays as it was.
+        for output, (now, before) in zip(outputs, inputs, strict=False):
+            # Further channels of an input are conditions, which do not change, and of an output variances.
+            output.narrow(dim, 0, count).add_((now - before).narrow(dim, 0, count))
+        return outputs
+
+    def _decide(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
+        before = self._last_input
+        if before is None or kept[0].call.step == call.step - 1:
+            before = kept[0].call.latents
+        # The scheduler of some pipelines writes into the latents.
+        self._last_input = [latents.clone() for latents in _list_inputs(call.latents)]
+        if call.step < self._config.retention_steps or call.step >= self._last_step or len(kept) < 2:
+            return True
+        newest, older = kept
+        moved = _measure_change(newest.call.latents, older.call.latents, call)
+        # A quotient of zeros is NaN, and as a Tensor no error.
+        rate = _measure_change(newest.tensors, older.tensors, call) / moved
+        size = _measure_change(newest.tensors, [tensor * 0 for tensor in newest.tensors], call)
+        expected = rate * _measure_change(call.latents, before, call) / size
+        self._error += call.agreement.take_first_number(expected)
+        # Comparisons with NaN are false, so that such a step computes.
+        if self._error < self._config.threshold:
+            return False
+        self._error = 0.0
+        return True
+
+
+def make_easy_policy(config: CallCacheConfig, num_steps: int) -> CallPolicy:
+    """The policy of a generation of so many steps."""
+    assert isinstance(config, EasyCacheConfig)
+    return EasyCachePolicy(config, num_steps)
+
+
+def _list_inputs(latents: Any) -> list[Tensor]:
+    """The latents of a call as a list: some models take one for each image."""
+    if isinstance(latents, list | tuple):
+        return list(latents)
+    return [latents]
+
+
+def _measure_change(now: Any, before: Any, call: ModelCall) -> Tensor:
+    """The mean absolute change, of this rank's images."""
+    means = []
+    for tensor, earlier in zip(_list_inputs(now), _list_inputs(before), strict=True):
+        change = call.agreement.select_own_rows(tensor - earlier)
+        means.append(change.abs().double().mean())
+    return sum(means[1:], start=means[0])
+
+
+def _find_channels(latents: Any, outputs: Sequence[Tensor]) -> tuple[int, int]:
+    """The dimension in which inputs and outputs differ, and how much of it both have."""
+    first = _list_inputs(latents)[0]
+    output = outputs[0]
+    unlike = [dim for dim in range(output.ndim) if first.ndim != output.ndim or first.shape[dim] != output.shape[dim]]
+    if len(unlike) > 1:
+        raise ModelError(
+            f"EasyCacheConfig adds latents {list(first.shape)} to what the model returns, which is "
+            f"{list(output.shape)}; use a schedule, as steps=10 in a cache line"
+        )
+    # Where all dimensions are alike, any will do.
+    [dim] = unlike or [0]
+    return dim, min(first.shape[dim], output.shape[dim])

@@ -1,0 +1,196 @@
+"""Gating of guidance: after a share of the steps, only the branch with the caption runs (LinearAG, arXiv 2312.12487).
+
+What guidance adds hardly changes in late steps. So the difference of both branches in the last step that computes both
+is kept, and afterwards the branch without the caption is the one with it minus that difference. It is given to the
+pipeline in place of a prediction, so the pipeline's own guidance, its rescaling and its norms stay as they are.
+Branches may be two calls, or the two halves of a batch. A second transformer computes both branches in its first step.
+
+Cost: a difference the size of the latents is kept. Nothing is compared or sent, as every rank knows the step. A gate of
+1 changes nothing. With cfg=2 the half without work would wait, and stages and stale keys must know how many rows a call
+has, so these refuse it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+
+from ditile.cache.config import CallCacheConfig, Positive
+from ditile.plan.errors import ModelError
+from ditile.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ditile.cache.calls.policy import ComputedOutput, ModelCall
+    from ditile.model.hooks.batch_rows import BatchDimFinder
+
+CAPTION_FIRST = ("AceStep", "DiT", "Lumina", "StableCascade", "Wuerstchen")
+"""Pipelines, by the beginning of their names, whose batch has the rows with the caption before those without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuidanceGateConfig(CallCacheConfig):
+    """Gating of guidance: after a share of the steps, only the branch with the caption runs.
+
+    Attributes:
+        gate: the share of the steps, from the first, that compute both branches; 1 is all of them.
+        num_inference_steps: steps of a generation where there is no pipeline to say so.
+        enable_separate_cfg: whether branches of guidance are calls of their own, for a transformer without a pipeline.
+
+    Raises:
+        ModelError: if a field is not known, or a value is out of its range.
+    """
+
+    WORDS = {"gate": "gate"}
+
+    gate: Annotated[float, Field(ge=0, le=1)] = 0.8
+    num_inference_steps: Positive | None = None
+    enable_separate_cfg: bool | None = None
+
+    def explain_plan_refusal(self, plan: Plan) -> str | None:
+        """Why a plan cannot use it, or None."""
+        if plan.cfg > 1:
+            return f"gate={self.gate:g} leaves one half of cfg={plan.cfg} without work; use cfg=1, as with ulysses=2"
+        if plan.cuts_latents or plan.attends_to_stale_keys:
+            return (
+                f"gate={self.gate:g} changes how many rows a call has, which stages and stale keys must know before; "
+                "use ulysses, ring, tensor or data"
+            )
+        return None
+
+
+class GatedGuidance:
+    """Gates the guidance of one model in one generation.
+
+    Args:
+        config: the settings.
+        num_steps: of the generation.
+        model: what tells the arguments of a call apart.
+    """
+
+    num_kept = 1
+    keeps_latents = False
+
+    def __init__(self, config: GuidanceGateConfig, num_steps: int, model: GuidedModel) -> None:
+        # Rounded first, as 0.29 x 100 is less than 29.
+        self._first_gated = int(round(config.gate * num_steps, 9))
+        self._model = model
+        self._with_caption: Sequence[Tensor] = []
+        self._differences: dict[int, list[Tensor]] = {}
+
+    def list_computed_steps(self) -> Collection[int] | None:
+        """None: some calls of a step are made, and others are not."""
+        return None
+
+    def check_first_call(self, call: ModelCall) -> None:
+        """Does nothing: the first step computes all."""
+
+    def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
+        """Whether a call is made: the first of a step always is, as it has the caption."""
+        return call.branch == 0 or not self._is_gated(call, call.branch)
+
+    def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
+        """Keeps what the branch with the caption returned, or how far another one is from it."""
+        if self._is_doubled(call) and not self._is_gated(call, 0):
+            self._differences[0] = []
+            for tensor in output.tensors:
+                without, with_caption = self._model.split_rows(tensor)
+                self._differences[0].append(with_caption - without)
+        elif call.branch == 0:
+            self._with_caption = output.tensors
+        else:
+            pairs = zip(self._with_caption, output.tensors, strict=True)
+            self._differences[call.branch] = [with_caption - without for with_caption, without in pairs]
+
+    def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
+        """What the branch with the caption returned, minus the difference that was kept."""
+        pairs = zip(self._with_caption, self._differences[call.branch], strict=True)
+        return [with_caption - difference for with_caption, difference in pairs]
+
+    def halves_call(self, call: ModelCall) -> bool:
+        """Whether a call is made on the rows with the caption alone."""
+        return self._is_doubled(call) and self._is_gated(call, 0)
+
+    def check_arguments(self, call: ModelCall, run: partial[Any]) -> None:
+        """Raises `ModelError` if the rows of a call with both branches cannot be told apart."""
+        if self._is_doubled(call):
+            self._model.find_dims(run)
+
+    def run_half(self, run: partial[Any], change: Callable[[Any, Callable[[Tensor], Tensor]], Any]) -> Any:
+        """The result of a call on all rows, of which those with the caption are computed.
+
+        Args:
+            run: the call on all rows.
+            change: changes each of the tensors of a result, in order.
+        """
+        differences = iter(self._differences[0])
+        return change(self._model.call_half(run), lambda tensor: self._model.join_rows(tensor, next(differences)))
+
+    def _is_doubled(self, call: ModelCall) -> bool:
+        """Whether a call has a row of each branch for each image."""
+        return call.images is not None and len(call.latents) == 2 * call.images
+
+    def _is_gated(self, call: ModelCall, branch: int) -> bool:
+        """Whether guidance is gated in a step: a difference is known by then."""
+        return call.step >= self._first_gated and branch in self._differences
+
+
+class GuidedModel:
+    """A model that gets both branches of guidance in one batch.
+
+    Args:
+        pipeline: the name of the class that calls it.
+        names: of the model's arguments.
+        latents: which of them is the noisy input.
+        finder: finds which dimension of each argument is the batch.
+    """
+
+    def __init__(self, pipeline: str, names: Sequence[str], latents: str, finder: BatchDimFinder) -> None:
+        self._is_caption_first = pipeline.startswith(CAPTION_FIRST)
+        self._names = names
+        self._latents = latents
+        self._finder = finder
+        self._name = pipeline
+
+    def find_dims(self, run: partial[Any]) -> tuple[dict[str, Any], Any]:
+        """The arguments of a call by name, and which dimension of each is the batch."""
+        arguments = dict(zip(self._names, run.args, strict=False)) | run.keywords
+        latents = arguments[self._latents]
+        dims = None
+        # The rows of a list are no dimension of a tensor.
+        if not isinstance(latents, list | tuple):
+            dims = self._finder.find_dims(arguments, self._latents, len(latents))
+        if dims is None:
+            raise ModelError(
+                f"the gate of guidance calls the model on half of its rows, and those of a {self._name} cannot be told "
+                "apart; leave gate out"
+            )
+        return arguments, dims
+
+    def call_half(self, run: partial[Any]) -> Any:
+        """Calls the model on the rows with the caption."""
+        arguments, dims = self.find_dims(run)
+        half = dims.slice_arguments(arguments, lambda rows: self.split_rows(rows)[1])
+        return run.func(**half)
+
+    def split_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows without the caption, and those with it."""
+        first, second = rows.chunk(2)
+        if self._is_caption_first:
+            return second, first
+        return first, second
+
+    def join_rows(self, with_caption: Tensor, difference: Tensor) -> Tensor:
+        """All rows, from those with the caption and the difference of both."""
+        both = [with_caption - difference, with_caption]
+        if self._is_caption_first:
+            both.reverse()
+        joined = with_caption.new_empty((2 * len(with_caption), *with_caption.shape[1:]))
+        for rows, part in zip(joined.chunk(2), both, strict=True):
+            rows.copy_(part)
+        return joined

@@ -1,0 +1,209 @@
+"""EasyCache: equal to the authors' loop written out here, on models without known blocks too, and on ranks to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from torch import Tensor
+
+import ditile
+from ditile.cache.build import explain_idle_steps
+from ditile.model.hooks.overrides import override_attribute
+from ditile.plan.errors import ModelError
+from ditile.plan.plan import Plan
+from ditile.runner import caching
+from ditile.runner.runner import parallelize
+from tests import tiny
+from tests.pool import Pool
+from tests.runner.cases import MAKE, call_of, different, same
+from tests.zoo import ZOO
+
+STEPS = 12
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast")
+CONFIG = ditile.EasyCacheConfig(threshold=0.4, retention_steps=3)
+ZOO_NAMES = ["sana", "mochi", "flux", "pixart-sigma", "qwen-image", "wan-2.1", "hunyuan-dit", "z-image"]
+
+
+def make(name: str) -> tuple[Any, dict[str, Any]]:
+    if name == "unet":
+        pipe = tiny.stable_diffusion()
+        # PNDM makes a step more than it is asked for.
+        pipe.scheduler = DDIMScheduler(beta_end=0.004, clip_sample=False)
+        generator = torch.Generator().manual_seed(0)
+        size = {"height": 32, "width": 24, "output_type": "latent"}
+        return pipe, size | {"prompt": "a red circle", "num_inference_steps": STEPS, "generator": generator}
+    entry = ZOO[name]
+    return entry.make(), entry.call() | {"num_inference_steps": STEPS}
+
+
+def model_of(pipe: Any) -> Any:
+    return pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+
+
+class Authors:
+    """The authors' forward of a branch: what they call k, the accumulated error, and the cached difference."""
+
+    def __init__(self, forward: Callable[..., Any], threshold: float, first: int) -> None:
+        self.forward, self.threshold, self.first = forward, threshold, first
+        self.step, self.error, self.rate = -1, 0.0, None
+        self.previous_input = self.previous_output = self.computed_input = self.cache = None
+        self.skipped: list[int] = []
+
+    def decide(self, x: Tensor) -> bool:
+        self.step += 1
+        computes = True
+        if self.first <= self.step < STEPS - 1 and self.rate is not None:
+            change = (x - self.previous_input).abs().mean() / self.previous_output.abs().mean()
+            self.error += float(self.rate * change)
+            computes = not self.error < self.threshold
+        if computes:
+            self.error = 0.0
+        self.previous_input = x.clone()
+        return computes
+
+    def run(self, x: Tensor, computes: bool, call: Callable[[], Any]) -> Any:
+        if not computes:
+            self.skipped.append(self.step)
+            return x + self.cache
+        out = call()
+        if self.previous_output is not None:
+            moved = (x - self.computed_input).abs().mean()
+            self.rate = (out - self.previous_output).abs().mean() / moved
+        self.computed_input, self.previous_output, self.cache = x.clone(), out.clone(), out - x
+        return out
+
+
+@contextmanager
+def by_authors(pipe: Any, branches: int, config: Any) -> Iterator[list[Authors]]:
+    """The pipeline with that in the place of its model, whose calls take turns."""
+    model, calls = model_of(pipe), [0]
+    forward = model.forward
+    loops = [Authors(forward, config.threshold, config.retention_steps) for _ in range(branches)]
+    decision = [True]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        branch = calls[0] % branches
+        calls[0] += 1
+        x = args[0] if args else kwargs.get("hidden_states", kwargs.get("sample"))
+        if branch == 0:
+            decision[0] = loops[0].decide(x)
+        else:
+            loops[branch].step += 1
+        return (loops[branch].run(x, decision[0], lambda: forward(*args, **kwargs)[0]),)
+
+    with ExitStack() as stack:
+        override_attribute(stack, model, "forward", called)
+        yield loops
+
+
+def left_out(pipe: Any) -> list[list[int]]:
+    reports = caching.summary(pipe, logging=False)
+    return [decision.skipped for report in reports for decision in report.decisions]
+
+
+@pytest.mark.parametrize("name", ["unet", *ZOO_NAMES])
+def test_calls_are_left_out_and_none_at_the_limit(name: str) -> None:
+    """A failure at the limit: a cache that computes everything changes the image."""
+    pipe, call = make(name)
+    plain = pipe(**call)[0]
+    ditile.enable_cache(pipe, CONFIG.reset(threshold=0))
+    same(pipe(**make(name)[1])[0], plain, name)
+    assert not any(left_out(pipe))
+    ditile.enable_cache(pipe, CONFIG.reset(threshold=1000.0))
+    different(pipe(**make(name)[1])[0], plain)
+    assert left_out(pipe) and all(steps == list(range(3, STEPS - 1)) for steps in left_out(pipe))
+    ditile.disable_cache(pipe)
+    same(pipe(**make(name)[1])[0], plain, "the cache was taken off")
+
+
+@pytest.mark.parametrize(("name", "branches"), [("unet", 1), ("flux", 2), ("wan-2.1", 2), ("qwen-image", 2)])
+def test_decisions_and_images_are_the_authors(name: str, branches: int) -> None:
+    """A failure: another k, another sum, or another difference that is added."""
+    for threshold in (0.4, 0.2, 0.8, 0.1, 1.6, 3.0):
+        config = CONFIG.reset(threshold=threshold)
+        pipe, call = make(name)
+        with by_authors(pipe, branches, config) as loops:
+            wanted = torch.as_tensor(pipe(**call)[0])
+        if 0 < len(loops[0].skipped) < STEPS - 4:
+            break
+    else:
+        pytest.fail("no threshold tells the steps apart")
+    ditile.enable_cache(pipe, config)
+    got = torch.as_tensor(pipe(**make(name)[1])[0])
+    assert left_out(pipe) == [loop.skipped for loop in loops]
+    assert float((got - wanted).abs().max() / wanted.std()) < 1e-4
+
+
+def draw(name: str, plan: str | None, threshold: float) -> tuple[Tensor, list[list[int]], int]:
+    """Latents in float64, the steps left out, and the bytes by which a rank agreed with others."""
+    pipe = MAKE[name]()
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            torch.nn.Module.to(part, torch.float64)
+    ditile.enable_cache(pipe, CONFIG.reset(threshold=threshold))
+    call = call_of(name, num_inference_steps=STEPS, num_images_per_prompt=2)
+    if plan is None:
+        return pipe(**call).images, left_out(pipe), 0
+    runner = parallelize(pipe, Plan.parse(plan), keep_weights=True)
+    latents = runner(**call).images
+    return latents, left_out(pipe), runner.mesh.traffic.bytes.get("decisions", 0)
+
+
+EXACT = [("flux", "ulysses=2"), ("flux", "ring=2"), ("flux", "tensor=2"), ("flux true cfg", "cfg=2"),
+         ("pixart sigma", "cfg=2"), ("pixart sigma", "ulysses=2 cfg=2")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "plan"), EXACT)
+def test_ranks_leave_out_what_one_process_does(pool: Pool, name: str, plan: str) -> None:
+    """A failure: ranks decided apart, or a forecast was made of what had not arrived."""
+    for threshold in (0.4, 0.8, 1.6, 3.2, 6.4):
+        wanted, steps, _ = draw(name, None, threshold)
+        if 0 < len(steps[0]) < STEPS - 1 - 3:
+            break
+    else:
+        pytest.fail("no threshold tells the steps apart")
+    world = Plan.parse(plan).world
+    for rank, (latents, own, sent) in enumerate(pool.run(draw, world, name, plan, threshold)):
+        assert float((latents - wanted).abs().max() / wanted.std()) < 1e-6, f"rank {rank}"
+        assert own == steps
+        # A number of 8 bytes to each other rank, in each step that is measured.
+        assert sent == 8 * (world - 1) * (STEPS - 1 - 3)
+
+
+def draw_replica() -> tuple[Tensor, int]:
+    pipe = ditile.enable_cache(MAKE["pixart sigma"](), CONFIG)
+    call = call_of("pixart sigma", num_inference_steps=STEPS, num_images_per_prompt=2)
+    return parallelize(pipe, Plan(data=2))(**call).images, len(left_out(pipe)[0])
+
+
+def test_replicas_decide_apart(pool: Pool) -> None:
+    """Each goes by its own images. A failure: rows that this rank does not compute count."""
+    for latents, count in pool.run(draw_replica, 2):
+        assert count and bool(torch.as_tensor(latents).isfinite().all())
+
+
+def draw_stale(plan: str) -> None:
+    pipe = ditile.enable_cache(MAKE["pixart sigma"](), CONFIG)
+    parallelize(pipe, Plan.parse(plan))(**call_of("pixart sigma", num_inference_steps=STEPS))
+
+
+@pytest.mark.parametrize("plan", ["pipefusion=2 patches=2 warmup=1", "distrifusion=2 warmup=1"])
+def test_plans_that_must_know_the_steps_refuse_it(pool: Pool, plan: str) -> None:
+    with pytest.raises(Exception, match="decides in each step.*use a schedule"):
+        pool.run(draw_stale, 2, plan)
+
+
+def test_few_steps_are_a_warning_and_other_settings_refused() -> None:
+    assert "EasyCache_0.05: all 10 steps compute" in str(explain_idle_steps(ditile.EasyCacheConfig(), 10))
+    assert explain_idle_steps(ditile.EasyCacheConfig(), 20) is None
+    pipe, call = make("sana")
+    ditile.enable_cache(pipe, ditile.EasyCacheConfig(retention_steps=STEPS))
+    with pytest.warns(ditile.IdleCacheWarning, match="lower retention_steps"):
+        pipe(**call)
+    with pytest.raises(ModelError, match="calibrator_config is for caches that leave out blocks"):
+        ditile.enable_cache(MAKE["flux"](), CONFIG, ditile.TaylorSeerCalibratorConfig())
