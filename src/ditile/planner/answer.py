@@ -47,6 +47,7 @@ class PlanAnswer:
         hosts: of each plan, what the ranks of a host need of its memory.
         host_memory_bytes: bytes of a host's memory; 0 if they are not known.
         models: transformers that are called in turns; memory has all of them on every rank.
+        lacks_tape_memory: whether nothing is recorded because what recorded calls hold does not fit a device.
     """
 
     model: str
@@ -59,6 +60,7 @@ class PlanAnswer:
     hosts: tuple[HostMemory, ...] = ()
     host_memory_bytes: int = 0
     models: int = 1
+    lacks_tape_memory: bool = False
 
     def to_json_dict(self) -> JsonObject:
         """The answer for programs."""
@@ -210,6 +212,8 @@ class PlanAnswer:
     def _describe_recorded_steps(self) -> Iterator[str]:
         """What recorded steps bring the first plan."""
         best = self.result.prices[0]
+        if self.lacks_tape_memory:
+            yield "what recorded steps hold does not fit a device: plan 1 is priced without (--cuda-graphs false)"
         if not best.unrecorded_s:
             return
         saved = 1 - best.latency_s / best.unrecorded_s
@@ -242,14 +246,17 @@ def make_memory_table(memories: Sequence[RankMemory]) -> Table:
     from rich.table import Table
 
     table = Table("rank")
-    for title in ("weights", "text", "VAE", "keys", "activations", "decode", "peak"):
+    parts = {"weights": "weights", "text": "text", "VAE": "vae", "keys": "keys", "activations": "activations"}
+    if any(memory.tapes for memory in memories):
+        parts["tapes"] = "tapes"
+    parts |= {"decode": "decode", "peak": "peak_bytes"}
+    for title in parts:
         table.add_column(title, justify="right", no_wrap=True)
     ranks: dict[RankMemory, list[int]] = {}
     for rank, memory in enumerate(memories):
         ranks.setdefault(memory, []).append(rank)
     for memory, alike in ranks.items():
-        parts = (memory.weights, memory.text, memory.vae, memory.keys, memory.activations, memory.decode)
-        cells = [f"{size / 1e9:.2f}" for size in (*parts, memory.peak_bytes)]
+        cells = [f"{getattr(memory, name) / 1e9:.2f}" for name in parts.values()]
         table.add_row(format_ranks(alike), *cells)
     return table
 

@@ -59,7 +59,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         ModelError, LoadError: if the model cannot be planned for.
     """
     from ditile.planner.answer import PlanAnswer
-    from ditile.planner.memory import count_host_memory, count_rank_memory
+    from ditile.planner.memory import can_record_calls, count_host_memory, count_rank_memory
 
     search = _prepare_search(question, all_devices=all_devices)
     subject = search.subject
@@ -77,9 +77,14 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
     hosts = []
     for price in result.prices:
         job = subject.make_plan_job(price.plan, search.shape)
-        ranks = range(price.plan.world)
-        memories.append(tuple(count_rank_memory(subject, job, profile, rank, tokens) for rank in ranks))
+        # Without recorded steps there are no seconds to compare with.
+        is_recorded = price.unrecorded_s > 0
+        by_rank = []
+        for rank in range(price.plan.world):
+            by_rank.append(count_rank_memory(subject, job, profile, rank, tokens, records=is_recorded))
+        memories.append(tuple(by_rank))
         hosts.append(count_host_memory(subject, job, request.devices // question.hosts))
+    best = result.prices[0]
     return PlanAnswer(
         model=question.model,
         hardware=profile.name,
@@ -91,6 +96,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         hosts=tuple(hosts),
         host_memory_bytes=request.host_memory_bytes or profile.host_memory_bytes,
         models=subject.models,
+        lacks_tape_memory=request.records and can_record_calls(best.plan, profile) and not best.unrecorded_s,
     )
 
 
@@ -131,7 +137,8 @@ def _make_search_request(question: PlanQuestion, devices: int, *, all_devices: b
         max_latency_s=question.max_latency,
         warmup=question.warmup,
         all_devices=all_devices,
-        records=question.cuda_graphs is not False,
+        # Models with caches run as code.
+        records=question.cuda_graphs is not False and question.cache is None,
     )
 
 

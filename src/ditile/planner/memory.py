@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
+from ditile.model.recording.kept_tapes import SHARE_OF_MEMORY
 from ditile.parallel.pipefusion.block_offload import NUM_BUFFERS
 from ditile.parallel.pipefusion.prefetch import RECEIVES_AHEAD
 from ditile.parallel.pipefusion.weight_streaming import BLOCKS_AHEAD
@@ -31,7 +32,8 @@ class RankMemory(NamedTuple):
     Attributes:
         weights, text, vae: its parameters of the transformer, the text encoders, and the VAE.
         keys: keys and values that are kept for the next step.
-        activations: all other tensors of a call during denoising.
+        activations: all other tensors of a call during denoising; what is in the tapes' memory is not counted twice.
+        tapes: what recorded calls keep until the pipeline is restored: memory in which they compute, and messages.
         decode: the tensors of a call during decoding, when keys have been freed.
         idle: memory of the process before it loads a model.
     """
@@ -43,16 +45,20 @@ class RankMemory(NamedTuple):
     activations: int
     decode: int
     idle: int
+    tapes: int = 0
 
     @property
     def denoising_peak(self) -> int:
         """Bytes at the peak of a denoising step, without the VAE and the process itself."""
-        return self.weights + self.text + self.keys + self.activations
+        return self.weights + self.text + self.keys + self.activations + self.tapes
 
     @property
     def peak_bytes(self) -> int:
         """Bytes at the peak of the whole call."""
-        return self.weights + self.text + self.vae + self.idle + max(self.keys + self.activations, self.decode)
+        # Tapes read and write keys where they are, so that these stay too.
+        decode = self.decode + self.keys if self.tapes else self.decode
+        always = self.weights + self.text + self.vae + self.idle + self.tapes
+        return always + max(self.keys + self.activations, decode)
 
 
 class HostMemory(NamedTuple):
@@ -123,9 +129,23 @@ def _count_text_parameters(subject: PlanSubject, plan: Plan, rank: int) -> int:
 
 
 def count_rank_memory(
-    subject: PlanSubject, job: PlannedCall, profile: Profile, rank: int = 0, text_tokens: int = 0
+    subject: PlanSubject,
+    job: PlannedCall,
+    profile: Profile,
+    rank: int = 0,
+    text_tokens: int = 0,
+    *,
+    records: bool = False,
 ) -> RankMemory:
-    """The memory of a rank in a call; `text_tokens` is what its cross attention sees."""
+    """The memory of a rank in a call.
+
+    Args:
+        subject, job: the call under its plan.
+        profile: the machine.
+        rank: the rank.
+        text_tokens: what its cross attention sees.
+        records: whether calls of the model are recorded.
+    """
     place = job.locate_rank(rank)
     plan = job.plan
     size = job.shape.element_size
@@ -140,6 +160,17 @@ def count_rank_memory(
         # The largest block counts, since the next weights from another stage may be of any block.
         all_blocks = range(len(job.weights.blocks))
         buffers += (BLOCKS_AHEAD + 1) * _count_largest_block(subject, all_blocks, plan.tensor)
+    activations = _count_activation_bytes(subject, job, profile, rank, text_tokens)
+    tapes = 0
+    if records and can_record_calls(plan, profile):
+        tapes = _count_tape_bytes(subject, job, rank, text_tokens) * subject.models
+        # With the keys that they read they hold no more than their share, and other calls run as code.
+        limit = int(profile.memory_bytes * SHARE_OF_MEMORY)
+        tapes = min(tapes, max(0, limit - cost.count_key_store_bytes(job, rank) * subject.models))
+        # Every step of an exact plan is played in later images, so it computes in the tapes' memory. What is constant
+        # in attention to the text is made again for each image, in a first step that runs as code.
+        if not job.step_schedule.has_stale_steps and not job.spec.cross:
+            activations = max(activations - tapes, 0)
     # Some models have two transformers that take turns. Both are in memory, cut alike, and share the buffers.
     weights = weights * subject.models + buffers
     return RankMemory(
@@ -148,10 +179,16 @@ def count_rank_memory(
         vae=subject.vae * size,
         # Keys of a transformer that is no longer called stay in memory until the end.
         keys=cost.count_key_store_bytes(job, rank) * subject.models,
-        activations=_count_activation_bytes(subject, job, profile, rank, text_tokens),
+        activations=activations,
         decode=_count_decode_bytes(subject, job, place, rank),
         idle=profile.idle_bytes,
+        tapes=tapes,
     )
+
+
+def can_record_calls(plan: Plan, profile: Profile) -> bool:
+    """Whether a machine can record the calls of a plan: a CPU has no graphs, and offloaded weights come and go."""
+    return profile.runs_ahead and plan.offload == "none"
 
 
 def _count_largest_block(subject: PlanSubject, blocks: range, ranks: int) -> int:
@@ -159,14 +196,19 @@ def _count_largest_block(subject: PlanSubject, blocks: range, ranks: int) -> int
     return max(subject.count_parameters(range(block, block + 1), ranks) for block in blocks)
 
 
-def count_peak_bytes(subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0) -> int:
+def count_peak_bytes(
+    subject: PlanSubject, job: PlannedCall, profile: Profile, text_tokens: int = 0, *, records: bool = False
+) -> int:
     """Bytes of the rank that needs the most. Only the first rank of a stage is counted: it has the largest shares."""
     plan = job.plan
     last = plan.pipefusion - 1
     ranks_of_stage = plan.world // (plan.data * plan.cfg * plan.pipefusion)
     heaviest = max(range(1, last), key=lambda stage: subject.count_parameters(job.stages[stage], 1), default=0)
     first_ranks = {stage * ranks_of_stage for stage in (0, heaviest, last)}
-    return max(count_rank_memory(subject, job, profile, rank, text_tokens).peak_bytes for rank in first_ranks)
+    peaks = []
+    for rank in first_ranks:
+        peaks.append(count_rank_memory(subject, job, profile, rank, text_tokens, records=records).peak_bytes)
+    return max(peaks)
 
 
 def _count_activation_bytes(
@@ -219,8 +261,7 @@ def _count_micro_step_peak(
 ) -> float:
     """Numbers per row of the batch at the peak of a micro-step, including earlier messages to the next stage."""
     plan = job.plan
-    schedule = job.step_schedule
-    micro_batches = schedule.split_micro_batches(micro)
+    micro_batches = job.step_schedule.split_micro_batches(micro)
     image, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
     steps = 0.0
     if place.stage < plan.pipefusion - 1:
@@ -228,6 +269,17 @@ def _count_micro_step_peak(
     sent = steps * job.count_calls_in_step(1) * (image + text) * job.shape.token_channels
     if plan.split_scheme == "sequence":
         sent /= plan.tensor
+    return _count_computed_numbers(footprint, job, place, micro, text_tokens) + sent
+
+
+def _count_computed_numbers(
+    footprint: Footprint, job: PlannedCall, place: RankCoordinates, micro: MicroStep, text_tokens: int
+) -> float:
+    """Numbers per row of the batch of what a micro-step computes, at its peak."""
+    plan = job.plan
+    schedule = job.step_schedule
+    micro_batches = schedule.split_micro_batches(micro)
+    image, text = cost.count_micro_step_tokens(job, place, MicroStep(0, None))
     if micro.patch is not None:
         image, text = cost.count_micro_step_tokens(job, place, micro)
     elif schedule.warmup_group_size:
@@ -238,7 +290,45 @@ def _count_micro_step_peak(
     text = text or text_tokens
     most = max(moment.count_numbers(image, text) for moment in footprint.moments)
     attending = max(moment.count_numbers(image, text) for moment in footprint.attending) + exchanged
-    return max(most, attending) * len(micro_batches[0]) / schedule.batch + sent
+    return max(most, attending) * len(micro_batches[0]) / schedule.batch
+
+
+def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_tokens: int) -> int:
+    """Bytes that recorded calls hold: memory for the largest of them, and what each call is given, sends and returns.
+
+    One tape is played at a time, so all compute in the same memory.
+    """
+    place = job.locate_rank(rank)
+    plan = job.plan
+    schedule = job.step_schedule
+    shape = job.compute_replica_shape(place.data)
+    footprint = subject.get_footprint(plan.tensor)
+    micro_steps = _list_largest_micro_steps(schedule)
+    # Synchronous steps of a plan with stale keys run as code.
+    if schedule.has_stale_steps:
+        micro_steps = [micro for micro in micro_steps if schedule.reads_stale_keys(micro.step)]
+    computed = 0.0
+    for micro in micro_steps:
+        computed = max(computed, _count_computed_numbers(footprint, job, place, micro, text_tokens))
+    text = job.image_layout.text or text_tokens
+    # What steps keep for the next ones is computed again in a tape, which knows no other.
+    image = job.image_layout.image_tokens
+    kept = subject.count_kept_numbers(job.stages[place.stage], plan.tensor, image, text)
+    computed += kept
+    if schedule.has_stale_steps and plan.distrifusion == 1:
+        # Tapes of patches hold what they share besides, with the embedded latents.
+        computed += kept + image * shape.token_channels
+    row = shape.batch * shape.element_size
+    branches = job.count_calls_in_step(1)
+    patches = range(plan.num_patches)
+    # Each patch has a tape for each branch of guidance, and returns a prediction of the whole image.
+    latents = shape.latent_bytes // shape.images * shape.batch
+    results = len(patches) * branches * latents
+    inputs = branches * (latents + text * shape.token_channels * row)
+    # Messages to the next stage leave from memory of their own, and those from the one before arrive in such.
+    neighbours = (place.stage > 0) + (place.stage < plan.pipefusion - 1)
+    messages = neighbours * branches * sum(cost.count_activation_bytes(job, place, patch) for patch in patches)
+    return int(computed * row) + results + inputs + messages
 
 
 def _count_decode_bytes(subject: PlanSubject, job: PlannedCall, place: RankCoordinates, rank: int) -> int:

@@ -19,6 +19,7 @@ from ditile.plan import cost
 from ditile.plan.cost import PlannedCall, RankCoordinates
 from ditile.plan.schedule import MicroStep, Op, OpKind, PatchSchedule
 from ditile.planner.kernel_times import TransformerWork, Work, WorkMix
+from ditile.planner.memory import can_record_calls
 from ditile.planner.profile import FUSED, Link, Profile
 from ditile.planner.seconds import (
     DeviceLoad,
@@ -149,9 +150,8 @@ class OpPricer:
         self._host = min(job.plan.world, basis.host or job.plan.world)
         self._slowdown = compute_slowdown(basis.profile, self._host)
         self._fuses = FUSED in basis.profile.pointwise
-        # A CPU has no graphs, offloaded weights come and go, and models with caches run as before.
-        may_record = self._profile.runs_ahead and job.plan.offload == "none" and not skips.steps
-        self.records = basis.records and may_record
+        # Models with caches run as before.
+        self.records = basis.records and not skips.steps and can_record_calls(job.plan, self._profile)
         self._seen: dict[Any, float] = {}
         self._links: dict[str, Link] = {}
 

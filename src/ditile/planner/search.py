@@ -210,6 +210,9 @@ class PlanSearch:
                 too_large_for_host.append((lacks_on_host, sized.job.plan))
             else:
                 self._insert_price(prices, sized)
+        # Tapes need memory, which is tried before anything that costs more time.
+        if not prices and self.request.records:
+            return self._give_up_recording().find_fastest_plans()
         # Offloading costs time in every step, so it is tried only where nothing fits without it.
         if not prices and self.request.offload == "none":
             return replace(self, request=replace(self.request, offload="blocks")).find_fastest_plans()
@@ -248,6 +251,8 @@ class PlanSearch:
             raise PlanError(f"'{plan}' needs {plan.world} devices, and there are devices={request.devices}")
         job = self.subject.make_plan_job(plan, self.shape)
         memory = self._count_peak_bytes(job)
+        if memory > self._device_bytes and request.records:
+            return self._give_up_recording().price_plan(plan)
         if memory > self._device_bytes:
             raise PlanError(
                 f"'{plan}' needs {_format_gigabytes(memory)} a device, and there are "
@@ -276,6 +281,10 @@ class PlanSearch:
         fewer = replace(self, call=self.call | {"num_inference_steps": num_computed})
         [price] = fewer.price_plan(plan).prices
         return price.call_s
+
+    def _give_up_recording(self) -> PlanSearch:
+        """The same search without recorded steps."""
+        return replace(self, request=replace(self.request, records=False))
 
     def fit_plan_to_memory(self, plan: Plan) -> SizedJob:
         """The plan, or a variant under which a call fits a device; if none fits, the one that needs least memory.
@@ -333,7 +342,8 @@ class PlanSearch:
         return SizedJob(job, self._count_peak_bytes(job))
 
     def _count_peak_bytes(self, job: PlannedCall) -> int:
-        return count_peak_bytes(self.subject, job, self.profile, self.pricer.text_tokens)
+        words = self.pricer.text_tokens
+        return count_peak_bytes(self.subject, job, self.profile, words, records=self.request.records)
 
     def _insert_price(self, prices: list[Price], sized: SizedJob) -> None:
         price = self.pricer.price_call(sized.job, self.skips, sized.memory)
