@@ -162,6 +162,8 @@ def run_plan_checks(
     ages = AgeChecks()
     runner = parallelize(make(plan), plan, device, checks=ages)
     first = _digest_call_result(runner, call, reference)
+    # Tapes grow from call to call, up to a limit of their own.
+    runner.forget_recorded_steps()
     bytes_after_first = _measure_tensor_bytes(runner)
     assert runner.report is not None
     sent = runner.report.sent
@@ -170,6 +172,7 @@ def run_plan_checks(
     # The same arguments, with a new generator of the same seed.
     with sync_counter.count_host_syncs():
         second = _digest_call_result(runner, call, reference)
+    runner.forget_recorded_steps()
     checks += [
         _check_repeatability(runner, first, second),
         _check_key_ages(runner, ages, steps),
@@ -428,8 +431,6 @@ def _hash_latents(latents: Tensor) -> str:
 
 def _measure_tensor_bytes(runner: Runner) -> int:
     """Bytes of all tensors: allocated on a GPU, alive on a CPU."""
-    # Tapes grow from call to call up to a limit of their own.
-    runner.forget_recorded_steps()
     release_memory()
     device = torch.device(runner.devices[runner.mesh.rank])
     if device.type == "cuda":
