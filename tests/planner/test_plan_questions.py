@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -13,8 +14,9 @@ import pytest
 from ditile.cli.main import main
 from ditile.model.known import ASSETS, CONFIGS, list_known_models
 from ditile.plan.cost import PlannedCall
+from ditile.plan.errors import PlanError
 from ditile.plan.plan import Plan
-from ditile.planner import hardware
+from ditile.planner import choose, hardware
 from ditile.planner.answer import explain_prices
 from ditile.planner.choose import answer_question
 from ditile.planner.footprint import count_decoder_numbers
@@ -25,6 +27,8 @@ from ditile.planner.profile import Profile
 from ditile.planner.question import PlanQuestion
 from ditile.planner.search import SHOWN, SearchRequest, list_divisors, make_pricer, search_plans
 from ditile.planner.subject import PlanSubject
+from ditile.runner.requests.options import GenerateOptions
+from ditile.runner.requests.outputs import RunOptions
 
 FLUX = "--model flux.1-dev --hardware l40-pcie"
 
@@ -323,6 +327,21 @@ def test_a_search_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch
         gc.enable()
 
 
+@pytest.mark.parametrize("setting", ["auto", False])
+def test_a_plan_is_searched_with_steps_as_they_will_run(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure means that `--cuda-graphs false` gets a plan which is the fastest with recorded steps alone."""
+    asked = []
+
+    def note_question(question: PlanQuestion, **_: Any) -> Any:
+        asked.append(question.cuda_graphs)
+        raise PlanError("noted")
+
+    monkeypatch.setattr(choose, "answer_question", note_question)
+    with pytest.raises(PlanError, match="noted"):
+        choose.resolve_plan_option("auto", GenerateOptions(), RunOptions(cuda_graphs=setting), Plan())
+    assert asked == [setting]
+
+
 def test_text_encoders_are_split_where_their_parts_are_known(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of FLUX.1, and not those of Qwen-Image and Wan. A failure means that `--plan auto` chooses what is refused
     when the encoders are loaded."""
@@ -345,6 +364,7 @@ def test_an_answer_says_what_recorded_steps_bring(capsys: pytest.CaptureFixture[
     assert recorded["unrecorded_s"] == unrecorded["latency_s"]
     assert unrecorded["unrecorded_s"] is None
     assert main(words) == 0
-    assert "priced with recorded steps (cuda_graphs=auto): without them" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "priced with recorded steps (cuda_graphs=auto), as images after the first ones have them: without" in said
     assert main([*words, "--height", "4096", "--width", "4096"]) == 0
     assert "bring plan 1 nothing" in capsys.readouterr().out

@@ -545,31 +545,58 @@ def test_recorded_steps_are_priced_as_their_ranks_were_measured(side: int, plan:
     assert priced == pytest.approx(measured, rel=0.125)
 
 
-@pytest.mark.parametrize("plan", ["pipefusion=8 patches=8", "ulysses=8", "distrifusion=4", "data=1"])
-def test_the_host_is_gone_after_the_steps_that_run_as_code(plan: str) -> None:
-    """Four steps are synchronous, watched or recorded at most; a slow host counts in these alone."""
+@pytest.mark.parametrize(("plan", "as_code"), [
+    ("data=1", []),
+    ("ulysses=8", []),
+    ("distrifusion=4", [0]),
+    ("pipefusion=8 patches=8", [0]),
+    ("pipefusion=8 patches=1", [0]),
+    ("patches=4 warmup=4", [0, 3]),
+    ("pipefusion=8 patches=8 warmup=4 warmup_mode=sequence", [0, 1, 2, 3]),
+])  # fmt: skip
+def test_a_slow_host_counts_in_steps_that_no_image_plays(plan: str, as_code: list[int]) -> None:
+    """Images after the first ones, whose steps have no time but that of starting blocks.
+
+    A failure means that plans of few steps are ranked by what the first image alone does."""
     one = subject("flux.1-dev")
     size = {"height": 1024, "width": 1024, "num_inference_steps": 20, "guidance_scale": 3.5}
     job = one.make_plan_job(Plan.parse(plan), one.make_call_shape(size, 2))
     slow = dataclasses.replace(load_alone_profile(), block_s=1.0)
-    ops = OpPricer(make_pricer(one, size, slow, records=True), job, CacheSkips())
-    first = ops.first_played_step
-    assert 3 <= first <= 4
+    pricer = make_pricer(one, size, slow, records=True)
+    ops = OpPricer(pricer, job, CacheSkips())
 
     def price_step(step: int) -> float:
         step_ops = ops.schedule.iter_step_ops(0, step, job.count_calls_in_step(step))
         return sum(ops.get_op_seconds(0, op, free=False) for op in step_ops)
 
-    assert all(price_step(step) >= len(job.stages[0]) for step in range(first))
-    assert price_step(first) == pytest.approx(price_step(19), rel=1e-4)
+    assert [step for step in range(20) if price_step(step) > len(job.stages[0])] == as_code
     assert price_step(19) < 1
-    pricer = make_pricer(one, size, slow, records=True)
     assert pricer.price_call(job).latency_s < 0.3 * pricer.predict_unrecorded_latency(job)
     assert pricer.bound_latency(job) <= pricer.price_call(job).latency_s * 1.0001
 
 
+def test_micro_batches_are_priced_as_code() -> None:
+    """With exact steps and two images, warmup_mode=pipelined computes all steps in parts of the batch."""
+    one = subject("flux.1-dev")
+    seconds = []
+    for images in (1, 2):
+        size = {"height": 512, "width": 512, "num_inference_steps": 8, "num_images_per_prompt": images}
+        job = one.make_plan_job(
+            Plan.parse("pipefusion=2 patches=1 warmup_mode=pipelined"), one.make_call_shape(size, 2)
+        )
+        slow = dataclasses.replace(load_alone_profile(), block_s=1.0)
+        seconds.append(make_pricer(one, size, slow, records=True).predict_latency(job))
+    assert seconds[0] < 8 * 57 < seconds[1]
+
+
 @pytest.mark.parametrize(
-    ("profile", "plan"), [("epyc-2-cores", "pipefusion=2 patches=2"), ("h200-nvlink", "pipefusion=2 offload=blocks")]
+    ("profile", "plan"),
+    [
+        ("epyc-2-cores", "pipefusion=2 patches=2"),
+        ("h200-nvlink", "pipefusion=2 offload=blocks"),
+        ("h200-nvlink", "pipefusion=2 patches=2 warmup=auto"),
+        ("h200-nvlink", "tensor=2 split_scheme=sequence"),
+    ],
 )
 def test_what_cannot_be_recorded_is_priced_without(profile: str, plan: str) -> None:
     """A CPU has no graphs, and weights that come and go are not where a graph reads them."""

@@ -439,7 +439,8 @@ def _run_serve_command(arguments: argparse.Namespace) -> int:
     plan = _build_plan(arguments, cache)
     request = GenerateOptions(model=options.model)
     if options.plan is not None:
-        plan = resolve_plan_option(options.plan, request, RunOptions(), plan)
+        run = RunOptions(cuda_graphs=options.cuda_graphs)
+        plan = resolve_plan_option(options.plan, request, run, plan)
     else:
         plan = _share_short_warmup(plan, arguments, options.model)
     check_known_model(request, plan)

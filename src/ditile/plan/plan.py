@@ -292,6 +292,12 @@ class Plan:
         return self.warmup_ranks or 1
 
     @property
+    def can_be_recorded(self) -> bool:
+        """Whether calls of its model can be recorded, which read weights in one place and decide nothing within."""
+        # A sequence that is split has hooks on parts of the model.
+        return self.offload == "none" and self.warmup != AUTO and self.split_scheme != "sequence"
+
+    @property
     def token_ranks(self) -> int:
         """The number of ranks that split the tokens of a patch exactly: ring x ulysses."""
         return self.ring * self.ulysses

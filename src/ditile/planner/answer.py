@@ -221,8 +221,8 @@ class PlanAnswer:
             yield "recorded steps (cuda_graphs=auto) bring plan 1 nothing: its GPUs are the limit (docs/gpu.md)"
             return
         yield (
-            f"priced with recorded steps (cuda_graphs=auto): without them the host limits plan 1 to "
-            f"{format_number(best.unrecorded_s)} s (docs/gpu.md)"
+            "priced with recorded steps (cuda_graphs=auto), as images after the first ones have them: without them the "
+            f"host limits plan 1 to {format_number(best.unrecorded_s)} s (docs/gpu.md)"
         )
 
     def _describe_other(self, kind: OtherKind, other: OtherPlan) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ditile.cache.config_text import parse_cache_line
 from ditile.distributed import env
@@ -278,7 +278,7 @@ def resolve_plan_option(text: str, options: GenerateOptions, run: RunOptions, pl
         # Under torchrun the ranks are there already, and a plan must use all of them.
         devices = None if place is None else place.world
         request = {name: getattr(options, name) for name in REQUEST_FIELDS}
-        question = PlanQuestion(devices=devices, hosts=hosts, **request)
+        question = PlanQuestion(devices=devices, hosts=hosts, cuda_graphs=run.cuda_graphs, **request)
         plan_answer = answer_question(question, all_devices=place is not None)
         make_console(stderr=run.json == "-").print(plan_answer.describe_choice(), soft_wrap=True)
         return str(plan_answer.result.prices[0].plan)
@@ -303,7 +303,9 @@ def choose_within_bounds(
 
     def choose(hosts: int) -> JsonObject:
         given_plan = None if plan == Plan() else plan
-        promise = choose_promise_of_request(bounds, options, given_plan, schedule_path, hosts=hosts)
+        promise = choose_promise_of_request(
+            bounds, options, given_plan, schedule_path, hosts=hosts, cuda_graphs=run.cuda_graphs
+        )
         make_console(stderr=run.json == "-").print(f"promised: {promise}", soft_wrap=True)
         return promise.to_json_dict()
 
@@ -314,7 +316,13 @@ def choose_within_bounds(
 
 
 def choose_promise_of_request(
-    bounds: Bounds, options: GenerateOptions, plan: Plan | None, schedule_path: str | None, *, hosts: int = 1
+    bounds: Bounds,
+    options: GenerateOptions,
+    plan: Plan | None,
+    schedule_path: str | None,
+    *,
+    hosts: int = 1,
+    cuda_graphs: bool | Literal["auto"] = AUTO,
 ) -> Promise:
     """The promise that keeps the bounds of a request.
 
@@ -323,6 +331,7 @@ def choose_promise_of_request(
         plan: the plan; None searches for the fastest, if this machine was measured.
         schedule_path: the file of the schedule; by default the one that comes with the model.
         hosts: the number of hosts of a search.
+        cuda_graphs: whether calls are recorded.
 
     Raises:
         DitileError: if there is no schedule, or nothing keeps the bounds.
@@ -332,7 +341,7 @@ def choose_promise_of_request(
     devices = None if place is None else place.world
     request = {name: getattr(options, name) for name in REQUEST_FIELDS}
     price = None if plan is None else str(plan)
-    question = PlanQuestion(devices=devices, hosts=hosts, price=price, **request)
+    question = PlanQuestion(devices=devices, hosts=hosts, price=price, cuda_graphs=cuda_graphs, **request)
     if bounds.seconds is not None or env.find_profile_path().exists():
         return _choose_promise_of_question(question, bounds, schedule_path, all_devices=place is not None)
     # Nothing is predicted here, so the plan is the given one, or one rank.

@@ -187,8 +187,8 @@ def count_rank_memory(
 
 
 def can_record_calls(plan: Plan, profile: Profile) -> bool:
-    """Whether a machine can record the calls of a plan: a CPU has no graphs, and offloaded weights come and go."""
-    return profile.runs_ahead and plan.offload == "none"
+    """Whether a machine can record the calls of a plan: a CPU has no graphs."""
+    return profile.runs_ahead and plan.can_be_recorded
 
 
 def _count_largest_block(subject: PlanSubject, blocks: range, ranks: int) -> int:

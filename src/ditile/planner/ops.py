@@ -39,8 +39,6 @@ TOKEN_AXES = ("ring", "distrifusion", "ulysses")
 """Axes that split tokens, over all of which the prediction is gathered; the outermost first."""
 SEGMENTS_PER_EXCHANGE = {"ring": 2, "distrifusion": 2}
 """A segment of a recorded call ends where a message starts and where it is waited for; most are waited for at once."""
-UNPLAYED_CALLS = 2
-"""Calls of a form before it is played: the first one is watched, and the second one recorded."""
 SENDS = {OpKind.SEND, OpKind.SEND_STEPPED_PATCH, OpKind.SEND_WHOLE_LATENTS, OpKind.SEND_PREDICTION, OpKind.SEND_KEYS}
 PACKED_SENDS = {OpKind.SEND, OpKind.SEND_KEYS}
 """Messages that are sent in eight bits a number with `Plan.wire_dtype`."""
@@ -201,23 +199,36 @@ class OpPricer:
             alike.append(first_patches.setdefault(kind, patch))
         return alike
 
-    @cached_property
-    def first_played_step(self) -> int:
-        """The first step whose calls are played: earlier ones are the first, synchronous, watched or recorded."""
-        schedule = self.schedule
-        # Steps of an exact plan are all synchronous, and of one form.
-        first_of_form = max(1, schedule.warmup) if schedule.has_stale_steps else 1
-        return first_of_form + UNPLAYED_CALLS
-
     def is_played(self, step: int) -> bool:
         """Whether the calls of a step are played, which the host starts segment by segment."""
-        return self.records and step >= self.first_played_step
+        return step in self._played_steps
+
+    @cached_property
+    def _played_steps(self) -> frozenset[int]:
+        """The steps whose calls are played in an image after the first ones, in which calls are recorded."""
+        steps = range(self.schedule.steps) if self.records else ()
+        return frozenset(step for step in steps if not self._runs_as_code(step))
+
+    def _runs_as_code(self, step: int) -> bool:
+        """Whether no image plays the calls of a step."""
+        schedule = self.schedule
+        if schedule.reads_stale_keys(step):
+            return False
+        # Stages learn the widths of messages in the first step, and keys of cross attention are made there.
+        has_own_first_step = schedule.has_stale_steps or schedule.stages > 1 or bool(self.job.spec.cross)
+        if step == 0 and has_own_first_step:
+            return True
+        # The last step before stale keys are read makes the memory that they are kept in.
+        if schedule.keeps_keys(step):
+            return True
+        # Several calls of blocks in one of the model, or several stages in one of the blocks.
+        whole = MicroStep(step, None)
+        return len(schedule.split_micro_batches(whole)) > 1 or bool(schedule.select_warmup_group(whole))
 
     @cached_property
     def step_kinds(self) -> Sequence[tuple[bool, ...]]:
         """A key for each step; steps with equal keys have the same work and messages."""
-        first_played_step = self.first_played_step if self.records else self.schedule.steps
-        return _list_step_kinds(self.schedule, self.skips.steps, first_played_step)
+        return _list_step_kinds(self.schedule, self.skips.steps, self._played_steps)
 
     def _compute_op_seconds(self, stage: int, op: Op, *, free: bool) -> float:
         if op.kind is OpKind.COMPUTE:
@@ -465,7 +476,7 @@ class OpPricer:
 
 @lru_cache(maxsize=1024)
 def _list_step_kinds(
-    schedule: PatchSchedule, skipped_steps: frozenset[int], first_played_step: int
+    schedule: PatchSchedule, skipped_steps: frozenset[int], played_steps: frozenset[int]
 ) -> Sequence[tuple[bool, ...]]:
     """See `OpPricer.step_kinds`. Many plans have the same schedule, so the list is kept."""
     kinds = []
@@ -473,6 +484,6 @@ def _list_step_kinds(
         is_stale = schedule.reads_stale_keys(step)
         kept = schedule.keeps_keys(step)
         computes_references = schedule.computes_references(step)
-        is_played = step >= first_played_step
+        is_played = step in played_steps
         kinds.append((step == 0, is_stale, kept, computes_references, step in skipped_steps, is_played))
     return kinds

@@ -23,8 +23,7 @@ from ditile.planner.ops import CacheSkips, MachineWork, OpPricer
 ROUNDED = 1e-12
 """Share of a latency by which sums in another order differ."""
 STEADY = 3
-"""Steps after the warmup, or after those that are not played, that are simulated; all later steps take as long as the
-last of them."""
+"""Steps after the warmup that are simulated; all later steps take as long as the last of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,8 +134,7 @@ def _simulate_steps(ops: OpPricer, *, free: bool) -> tuple[int, list[Span]]:
     # Which steps compute references depends on their number.
     is_steady = not ops.skips.steps and not (schedule.num_references and schedule.references)
     steps = ops.job.shape.steps
-    unlike = ops.first_played_step if ops.records else schedule.warmup
-    shown = min(steps, unlike + STEADY) if is_steady else steps
+    shown = min(steps, schedule.warmup + STEADY) if is_steady else steps
 
     def get_travel_seconds(stage: int, op: Op) -> float:
         return 0.0 if free else ops.get_travel_seconds(stage, op)

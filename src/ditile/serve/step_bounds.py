@@ -89,7 +89,13 @@ class StepBounds:
             # Images that a request starts from are not in the seconds, so their files are not needed.
             options = replace(request.options, model=self._setup.model, image=None, mask=None)
             try:
-                promise = choose_promise_of_request(request.bounds, options, self._setup.plan, schedule)
+                promise = choose_promise_of_request(
+                    request.bounds,
+                    options,
+                    self._setup.plan,
+                    schedule,
+                    cuda_graphs=self._setup.engine.cuda_graphs,
+                )
                 answer = {"promise": promise.to_json_dict()}
             except DitileError as error:
                 answer = {"refusal": str(error)}

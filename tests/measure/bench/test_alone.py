@@ -250,11 +250,16 @@ def test_a_table_has_80_columns() -> None:
 
 
 def test_ranks_are_recorded_where_there_is_a_gpu() -> None:
-    assert choose_recording(None, torch.device("cuda"))
-    assert not choose_recording(False, torch.device("cuda"))
-    assert not choose_recording(None, CPU)
+    gpu = torch.device("cuda")
+    cells = parse_cells("ulysses=2; patches=2 offload=blocks")
+    assert choose_recording(None, gpu, cells)
+    assert not choose_recording(False, gpu, cells)
+    assert not choose_recording(None, CPU, cells)
+    assert choose_recording(True, gpu, cells[:1])
     with pytest.raises(PlanError, match="recorded steps are CUDA graphs, and the device is cpu"):
-        choose_recording(True, CPU)
+        choose_recording(True, CPU, cells)
+    with pytest.raises(PlanError, match="the plan 'patches=2 offload=blocks' cannot be recorded"):
+        choose_recording(True, gpu, cells)
 
 
 @pytest.fixture
@@ -318,13 +323,15 @@ def test_every_rank_is_measured_both_ways(
     """The plain pipeline too, which is one rank of ditile then. What stands for graphs runs on a CPU here."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(comparison, "choose_recording", lambda *_: True)
-    words = ["--plans", "ulysses=2; pipefusion=2 patches=2", "--model", MODEL, "--height", str(SIDE)]
+    plans = ["", "ulysses=2", "pipefusion=2 patches=2"]
+    code_alone = "patches=2 offload=blocks"
+    words = ["--plans", "; ".join([*plans[1:], code_alone]), "--model", MODEL, "--height", str(SIDE)]
     words += ["--width", str(SIDE), "--rounds", "1", "--alone", "--out", "a"]
     with record_on_cpu() as recorders:
         assert main.main(["bench", *words]) == 0
     rows = [json.loads(line) for line in Path("a/alone.jsonl").read_text().splitlines()]
     ways = [(row["plan"], row["rank"], row["recorded"]) for row in rows]
-    plans = ["", "ulysses=2", "pipefusion=2 patches=2"]
+    assert (code_alone, 0, False) in ways and (code_alone, 0, True) not in ways
     for plan in plans:
         ranks = {rank for own, rank, _ in ways if own == plan}
         assert all((plan, rank, recorded) in ways for rank in ranks for recorded in (False, True))

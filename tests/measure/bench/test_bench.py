@@ -23,6 +23,7 @@ from ditile.plan.plan import Plan
 from ditile.planner import hardware
 from ditile.planner.choose import answer_question
 from ditile.planner.question import PlanQuestion
+from ditile.planner.search import make_pricer
 
 MACHINE: dict[str, Any] = {"processor": "a processor", "cores": 2, "gpus": []}
 JOB = {"model": "shapes-pixart", "steps": 4, "threads": 1, "machine": MACHINE}
@@ -238,7 +239,9 @@ def test_another_cell_begins_each_round() -> None:
 
 def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     """The planner's own price of the same call; a failure means a column that is about something else."""
-    subject, profile = create_bench_subject(Workload(model="shapes-pixart", steps=4)), hardware.load_profile("l40-pcie")
+    # On a CPU, as a call with a cache is not recorded.
+    subject = create_bench_subject(Workload(model="shapes-pixart", steps=4))
+    profile = hardware.load_profile("epyc-2-cores")
     one, plan = BenchCell(ONE_RANK), BenchCell("pipefusion=2 patches=4")
     by_looks, by_rules = plan._replace(cache="F=1 W=1 R=0.1"), plan._replace(cache="F=1 W=1 R=1 MC=1")
     job = subject.make_cost_job(plan)
@@ -250,9 +253,27 @@ def test_predictions_are_of_the_loop_and_slower_over_links() -> None:
     loops = {cell: foretold.loop_s for cell, foretold in found.items() if foretold.loop_s is not None}
     assert loops.keys() == {one, plan, by_rules}, "what the other cache leaves out is not known"
     assert linked.loop_s is not None and linked.loop_s > loops[plan] > loops[by_rules] > 0
-    ask = PlanQuestion(model="shapes-pixart", steps=4, hardware="l40-pcie", price=plan.plan)
+    ask = PlanQuestion(model="shapes-pixart", steps=4, hardware="epyc-2-cores", price=plan.plan)
     assert loops[plan] == pytest.approx(answer_question(ask).result.prices[0].latency_s)
     assert found[plan].memory_bytes == linked.memory_bytes and found[one].memory_bytes is None
+
+
+def test_recorded_steps_are_predicted() -> None:
+    """A plan's calls are recorded where the host would be the limit, and the plain pipeline's are not."""
+    subject = create_bench_subject(Workload(model="random-flux blocks=6 heads=4 head_dim=32", steps=8))
+    profile = hardware.load_profile("h200-nvlink")
+    for text, recorded in (("ulysses=2", True), (ONE_RANK, False)):
+        cell = BenchCell(text, "", 128, 128)
+        job = subject.make_cost_job(cell)
+        assert job is not None
+        # A profile is of one type of numbers.
+        job = dataclasses.replace(job, shape=dataclasses.replace(job.shape, element_size=profile.element_size))
+        arguments = subject.make_planning_arguments(cell)
+        pricer = make_pricer(subject.planner_subject, arguments, profile, records=recorded)
+        priced = pricer.predict_latency(job)
+        slower = pricer.predict_unrecorded_latency(job)
+        assert predict_cell(subject, cell, job, profile).loop_s == pytest.approx(priced)
+        assert recorded == (slower > priced)
 
 
 def test_machines_that_are_predicted_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

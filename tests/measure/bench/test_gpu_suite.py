@@ -15,8 +15,16 @@ import torch
 import torch.distributed as dist
 
 from ditile.cli.main import main
-from ditile.measure.bench.gpu import suite
-from ditile.measure.bench.gpu.items import ALL_METHODS, CACHE_DIT, SuiteItem, SuiteTask, list_all_rank_items
+from ditile.measure.bench.gpu import rank_session, suite
+from ditile.measure.bench.gpu.items import (
+    ALL_METHODS,
+    CACHE_DIT,
+    COMPILED,
+    RECORDED,
+    SuiteItem,
+    SuiteTask,
+    list_all_rank_items,
+)
 from ditile.measure.bench.gpu.rank_session import ANSWERS, SuiteSession, open_suite_file, run_suite_items
 from ditile.measure.bench.gpu.suite import fill_workload, run_gpu_suite, run_items_on_ranks
 from ditile.measure.bench.options import SUITE_PARTS, Comparison, Workload
@@ -93,6 +101,30 @@ def test_a_cast_of_a_model_is_silent() -> None:
             "", 30, "", 0, f"There are modules that should be kept in float32: {modules}.", (), None
         )
         assert bool(logger.filter(record)) == shown
+
+
+@pytest.mark.parametrize(("part", "what", "recorded"), [
+    ("methods", "patches=4", False),
+    ("compile", COMPILED, False),
+    ("compile", RECORDED, True),
+])  # fmt: skip
+def test_only_rows_that_say_so_have_recorded_steps(
+    part: str, what: str, recorded: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By default "auto" decides, so that a row would be of one or the other."""
+    settings = []
+
+    def note_setting(*_: Any, cuda_graphs: Any = "auto", **__: Any) -> Any:
+        settings.append(cuda_graphs)
+        raise PlanError("noted")
+
+    monkeypatch.setattr(rank_session, "parallelize", note_setting)
+    work = fill_workload(Workload(device="cpu"), 0, 2, small=True)
+    item = SuiteItem(part, what, 64)
+    session = SuiteSession(SuiteTask(items=(item,), work=work, out=str(tmp_path), ends_at=0.0, small=True))
+    with pytest.raises(PlanError, match="noted"):
+        ANSWERS[part](session, item)
+    assert settings == [recorded]
 
 
 def answer_on_simulated_gpu(task: SuiteTask) -> list[Any]:

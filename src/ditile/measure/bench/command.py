@@ -308,7 +308,9 @@ def predict_cell(
     # A profile is of one type of numbers; the bytes of messages depend on it.
     job = replace(job, shape=replace(job.shape, element_size=profile.element_size))
     arguments = subject.make_planning_arguments(cell)
-    pricer = make_pricer(subject.planner_subject, arguments, profile, ranks_per_host)
+    # The plain pipeline has no plan, under which calls are recorded.
+    records = cell.plan != ONE_RANK
+    pricer = make_pricer(subject.planner_subject, arguments, profile, ranks_per_host, records=records)
     seconds = None
     try:
         skips = predict_skipped_steps(cell.cache_configs["cache_config"], job.shape.steps)
@@ -322,6 +324,7 @@ def predict_cell(
         return runs.Prediction(seconds, None)
     peaks = []
     for rank in range(job.plan.world):
-        memory = count_rank_memory(subject.planner_subject, job, profile, rank, pricer.text_tokens)
+        tokens = pricer.text_tokens
+        memory = count_rank_memory(subject.planner_subject, job, profile, rank, tokens, records=records)
         peaks.append(memory.denoising_peak)
     return runs.Prediction(seconds, max(peaks))

@@ -38,7 +38,7 @@ def measure_plans_alone(compared: Comparison, work: Workload, profile: Profile |
         raise PlanError(f"--alone is for one process, and torchrun started {place.world}; start it without torchrun")
     subject = create_bench_subject(work)
     cells = _list_alone_cells(compared, work, subject)
-    recorded = choose_recording(compared.recorded, pick_device(work.device, 0))
+    recorded = choose_recording(compared.recorded, pick_device(work.device, 0), cells)
     steps = choose_steps(cells, work.steps)
     threads = work.threads or cpus.count_usable_cores()
     facts = {
@@ -80,15 +80,18 @@ def _list_alone_cells(compared: Comparison, work: Workload, subject: BenchSubjec
     return cells
 
 
-def choose_recording(asked: bool | None, device: torch.device) -> bool:
+def choose_recording(asked: bool | None, device: torch.device, cells: Sequence[BenchCell]) -> bool:
     """Whether ranks are measured with recorded steps too: where there is a GPU, unless it was said otherwise.
 
     Raises:
-        PlanError: if it was asked for where there is none.
+        PlanError: if it was asked for where there is none, or for a plan whose calls cannot be recorded.
     """
     has_gpu = device.type == "cuda"
     if asked and not has_gpu:
         raise PlanError(f"recorded=True: recorded steps are CUDA graphs, and the device is {device}; leave it out")
+    unrecorded = [cell.plan for cell in cells if not cell.plan_object.can_be_recorded]
+    if asked and unrecorded:
+        raise PlanError(f"recorded=True: calls of the plan '{unrecorded[0]}' cannot be recorded; leave one of them out")
     return has_gpu if asked is None else asked
 
 

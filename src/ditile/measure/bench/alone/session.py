@@ -47,7 +47,7 @@ class AloneTask:
         steps: of a short and of a long call.
         rounds: how often each call is timed.
         all_ranks: whether all ranks of a plan are measured.
-        recorded: whether each is measured with recorded steps too.
+        recorded: whether each whose plan allows it is measured with recorded steps too.
         profile: the machine whose links are priced; None for no links.
         facts: what all rows have in common.
         out: the folder of the rows.
@@ -133,7 +133,10 @@ def _measure_cell(
     calls = _plan_calls(task, subject, cell, device)
     ranks = choose_measured_ranks(job, pricer, plan.world, all_ranks=task.all_ranks)
     rows = []
-    for recorded in (False, True) if task.recorded else (False,):
+    ways = [False]
+    if task.recorded and plan.can_be_recorded:
+        ways.append(True)
+    for recorded in ways:
         steps = [measure_rank(pipe, plan, rank, calls, recorded=recorded) for rank in ranks]
         parts = compute_plan_step(steps, job, pricer, has_links=task.profile is not None)
         for step in steps:

@@ -193,11 +193,13 @@ class SuiteSession:
             row["finite"] = bool(latents.isfinite().all())
         return row
 
-    def compare_plan_with_plain(self, plan: Plan, size: int, **options: Any) -> Row:
+    def compare_plan_with_plain(self, plan: Plan, size: int, *, cuda_graphs: bool = False, **options: Any) -> Row:
         """The same of a plan, with the bytes that all ranks sent; the pipeline is whole again afterwards."""
         # Before the pipeline is divided.
         self.time_plain(size)
-        runner = parallelize(self.pipe, plan, self.device, keep_weights=True, **options)
+        # Steps are recorded only in rows that say so: "auto" would decide by how busy the host is.
+        options |= {"keep_weights": True, "cuda_graphs": cuda_graphs}
+        runner = parallelize(self.pipe, plan, self.device, **options)
         try:
             row = self.compare_with_plain(runner, size)
             sent = 0
@@ -212,7 +214,12 @@ class SuiteSession:
                 self.pipe.to(self.device)
 
     def generate_shapes(
-        self, plan: Plan | None = None, model: str = SHAPES, device: torch.device | None = None, **options: Any
+        self,
+        plan: Plan | None = None,
+        model: str = SHAPES,
+        device: torch.device | None = None,
+        *,
+        cuda_graphs: bool = False,
     ) -> ImageArrays:
         """A bundled model's image `[1, H, W, 3]` in float32, plain or under a plan of all ranks."""
         device = device or self.device
@@ -221,7 +228,7 @@ class SuiteSession:
         if plan is None:
             runner.to(device)
         else:
-            runner = parallelize(runner, plan, device, **options)
+            runner = parallelize(runner, plan, device, cuda_graphs=cuda_graphs)
         call = defaults(model) | {"num_inference_steps": self.count_steps(model), "output_type": "np"}
         image = runner(CAPTION, generator=torch.Generator("cpu").manual_seed(0), **call).images[0]
         images: ImageArrays = (np.asarray(image) * 255).round().astype(np.uint8)[None]
@@ -254,7 +261,7 @@ def answer_exactness(session: SuiteSession, item: SuiteItem) -> Row:
     if item.what == suite.GRAPHS:
         plan = Plan(patches=4)
         recorded = session.generate_shapes(plan, cuda_graphs=True)
-        return describe_difference(recorded, session.generate_shapes(plan, cuda_graphs=False))
+        return describe_difference(recorded, session.generate_shapes(plan))
     # With a synchronous step for every step no key is stale, so the image must be the same.
     plan = replace(Plan.parse(item.what), warmup=session.count_steps(SHAPES))
     return session.compare_images(session.generate_shapes(plan))
@@ -268,7 +275,7 @@ def _answer_wide_image(session: SuiteSession) -> Row:
     for plan in (None, Plan(patches=3, warmup=2)):
         target = model.create_pipeline(height, torch.bfloat16, session.device)
         if plan is not None:
-            target = parallelize(target, plan, session.device)
+            target = parallelize(target, plan, session.device, cuda_graphs=False)
         call = model.make_call_arguments(height, width, 2, torch.bfloat16, session.device)
         images.append(target(**call).images)
     return {"equal": bool(torch.equal(*images))}
@@ -295,7 +302,7 @@ def answer_synchronisations(session: SuiteSession, item: SuiteItem) -> Row:
     """How often the host waits for the device in a call, and where."""
     if session.device.type != "cuda":
         return {"skipped": "not applicable on a CPU"}
-    runner = parallelize(session.pipe, Plan(patches=4), session.device, keep_weights=True)
+    runner = parallelize(session.pipe, Plan(patches=4), session.device, keep_weights=True, cuda_graphs=False)
     # Constants are made in the first call, which may wait.
     runner(**session.make_call(item.size))
     with warnings.catch_warnings(record=True) as messages:
