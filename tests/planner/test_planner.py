@@ -551,7 +551,8 @@ def test_recorded_steps_are_priced_as_their_ranks_were_measured(side: int, plan:
     ("distrifusion=4", [0]),
     ("pipefusion=8 patches=8", [0]),
     ("pipefusion=8 patches=1", [0]),
-    ("patches=4 warmup=4", [0, 3]),
+    ("patches=4 warmup=2", [0, 1]),
+    ("patches=4 warmup=4", [3]),
     ("pipefusion=8 patches=8 warmup=4 warmup_mode=sequence", [0, 1, 2, 3]),
 ])  # fmt: skip
 def test_a_slow_host_counts_in_steps_that_no_image_plays(plan: str, as_code: list[int]) -> None:
@@ -573,6 +574,17 @@ def test_a_slow_host_counts_in_steps_that_no_image_plays(plan: str, as_code: lis
     assert price_step(19) < 1
     assert pricer.price_call(job).latency_s < 0.3 * pricer.predict_unrecorded_latency(job)
     assert pricer.bound_latency(job) <= pricer.price_call(job).latency_s * 1.0001
+
+
+def test_tapes_of_whole_images_are_counted_where_there_are_some() -> None:
+    """With three synchronous steps those before the last one are played, and each computes the whole image."""
+    one = subject("flux.1-dev")
+    size = {"height": 2048, "width": 2048, "num_inference_steps": 20, "guidance_scale": 3.5}
+    tapes = []
+    for warmup in (1, 2, 3):
+        job = one.make_plan_job(Plan(patches=4, warmup=warmup), one.make_call_shape(size, 2))
+        tapes.append(count_rank_memory(one, job, load_alone_profile(), records=True).tapes)
+    assert 0 < tapes[0] == tapes[1] < tapes[2]
 
 
 def test_micro_batches_are_priced_as_code() -> None:

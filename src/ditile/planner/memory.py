@@ -304,8 +304,10 @@ def _count_tape_bytes(subject: PlanSubject, job: PlannedCall, rank: int, text_to
     shape = job.compute_replica_shape(place.data)
     footprint = subject.get_footprint(plan.tensor)
     micro_steps = _list_largest_micro_steps(schedule)
-    # Synchronous steps of a plan with stale keys run as code.
-    if schedule.has_stale_steps:
+    # Where stale keys follow, one or two synchronous steps run as code, and so do those that are split.
+    whole = MicroStep(0, None)
+    is_split = len(schedule.split_micro_batches(whole)) > 1 or bool(schedule.select_warmup_group(whole))
+    if schedule.has_stale_steps and (schedule.warmup < 3 or is_split):
         micro_steps = [micro for micro in micro_steps if schedule.reads_stale_keys(micro.step)]
     computed = 0.0
     for micro in micro_steps:

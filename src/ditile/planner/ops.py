@@ -214,9 +214,11 @@ class OpPricer:
         schedule = self.schedule
         if schedule.reads_stale_keys(step):
             return False
-        # Stages learn the widths of messages in the first step, and keys of cross attention are made there.
-        has_own_first_step = schedule.has_stale_steps or schedule.stages > 1 or bool(self.job.spec.cross)
-        if step == 0 and has_own_first_step:
+        # The first step is played where the second one is like it, which is recorded: stages learn the widths of
+        # messages in the first one, and keys of cross attention are made there.
+        is_second_alike = schedule.steps > 1 and not schedule.keeps_keys(1)
+        has_work_of_its_own = schedule.stages > 1 or bool(self.job.spec.cross)
+        if step == 0 and (has_work_of_its_own or not is_second_alike):
             return True
         # The last step before stale keys are read makes the memory that they are kept in.
         if schedule.keeps_keys(step):
