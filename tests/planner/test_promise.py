@@ -10,7 +10,7 @@ from ditile.cache.config import FittedScheduleConfig
 from ditile.cache.fitted.schedule import Schedule, StepBudget
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
-from ditile.planner.promise import MARGIN_DB, Bounds, Promise, choose_promise, find_schedule
+from ditile.planner.promise import MARGIN_DB, Bounds, Promise, choose_promise, count_loop_steps, find_schedule
 
 NUM_STEPS = 10
 FAST = Plan(ulysses=2)
@@ -115,10 +115,21 @@ def test_a_promise_travels_as_json() -> None:
 def test_a_schedule_of_other_steps_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "schedule.json"
     SCHEDULE.write(path)
-    assert find_schedule("a-model", NUM_STEPS, str(path)) == SCHEDULE
+    assert find_schedule("a-model", NUM_STEPS, str(path)) == (SCHEDULE, str(path))
     with pytest.raises(PlanError, match="has 10 steps, and the call 12; run `ditile fit"):
         find_schedule("a-model", 12, str(path))
-    assert find_schedule("a-model", NUM_STEPS, None) is None
+    assert find_schedule("a-model", NUM_STEPS, None) == (None, None)
+
+
+def test_a_strength_leaves_steps_out() -> None:
+    """As diffusers counts them; a failure means that the schedule of another number of steps is taken."""
+    assert [count_loop_steps(20, strength) for strength in (None, 1.0, 0.6, 0.58)] == [20, 20, 12, 11]
+
+
+def test_a_schedule_that_comes_with_ditile_is_named_by_its_file() -> None:
+    schedule, path = find_schedule("shapes-flux", 20, None)
+    assert schedule is not None
+    assert Schedule.read(str(path)) == schedule
 
 
 @pytest.mark.parametrize("values", [{"min_psnr": 0.0}, {"seconds": float("nan")}])

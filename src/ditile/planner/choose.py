@@ -16,7 +16,14 @@ from ditile.plan.errors import PlanError
 from ditile.plan.option_classes import CallArguments, JsonObject, Seconds
 from ditile.plan.plan import AUTO, Plan
 from ditile.planner import hardware
-from ditile.planner.promise import Bounds, Decibels, Promise, choose_promise, find_schedule
+from ditile.planner.promise import (
+    Bounds,
+    Decibels,
+    Promise,
+    choose_promise,
+    count_loop_steps,
+    find_schedule,
+)
 from ditile.planner.question import PlanQuestion, load_machine_profile
 from ditile.runner.model_files import find_model_source
 from ditile.runner.requests.cache_options import CacheOptions
@@ -229,15 +236,20 @@ def plan_for(
 
 
 def _choose_promise_of_question(
-    question: PlanQuestion, bounds: Bounds, schedule_path: str | None, *, all_devices: bool = False
+    question: PlanQuestion,
+    bounds: Bounds,
+    schedule_path: str | None,
+    *,
+    strength: float | None = None,
+    all_devices: bool = False,
 ) -> Promise:
     """The promise for a question; its plan is the one to be priced, or the best of a search."""
     plan = question.priced_plan
     if plan is not None:
         _check_exact_plan(bounds, plan)
     search = _prepare_search(question, all_devices=all_devices, exact=bounds.min_psnr is not None)
-    num_steps = search.shape.steps
-    schedule = find_schedule(question.model, num_steps, schedule_path)
+    num_steps = count_loop_steps(search.shape.steps, strength)
+    schedule, path = find_schedule(question.model, num_steps, schedule_path)
     plans = [plan] if plan is not None else [price.plan for price in search.find_fastest_plans().prices]
     return choose_promise(
         bounds,
@@ -245,7 +257,7 @@ def _choose_promise_of_question(
         num_steps,
         plans,
         schedule=schedule,
-        path=schedule_path,
+        path=path,
         predict=search.predict_call_seconds,
     )
 
@@ -301,18 +313,29 @@ def choose_within_bounds(
     if CacheOptions(**others).build_cache_arguments()["cache_config"] is not None:
         raise PlanError("a bound chooses the steps that compute, and a cache is given too; leave one of them out")
 
+    if bounds.seconds is not None and cache.quantize:
+        raise PlanError("--seconds does not know what quantized weights take; leave --seconds or --quantize out")
+
     def choose(hosts: int) -> JsonObject:
         given_plan = None if plan == Plan() else plan
+        # The first image records its steps, and plays few.
+        cuda_graphs = run.cuda_graphs if run.warm else False
         promise = choose_promise_of_request(
-            bounds, options, given_plan, schedule_path, hosts=hosts, cuda_graphs=run.cuda_graphs
+            bounds, options, given_plan, schedule_path, hosts=hosts, cuda_graphs=cuda_graphs
         )
         make_console(stderr=run.json == "-").print(f"promised: {promise}", soft_wrap=True)
         return promise.to_json_dict()
 
-    promise = Promise.from_json_dict(_decide_on_first_rank(choose, run), schedule_path)
+    promise = read_promise(_decide_on_first_rank(choose, run), options.model, schedule_path)
     if promise.skips_steps:
-        others |= {"cache_line": f"steps={promise.num_computed}", "schedule": schedule_path}
+        others |= {"cache_line": f"steps={promise.num_computed}", "schedule": promise.schedule}
     return promise, CacheOptions(**others)
+
+
+def read_promise(values: JsonObject, model: str, schedule_path: str | None) -> Promise:
+    """The promise of another rank, whose host may have the package elsewhere."""
+    _, path = find_schedule(model, values["steps"], schedule_path)
+    return Promise.from_json_dict(values, path)
 
 
 def choose_promise_of_request(
@@ -321,8 +344,8 @@ def choose_promise_of_request(
     plan: Plan | None,
     schedule_path: str | None,
     *,
+    cuda_graphs: bool | Literal["auto"],
     hosts: int = 1,
-    cuda_graphs: bool | Literal["auto"] = AUTO,
 ) -> Promise:
     """The promise that keeps the bounds of a request.
 
@@ -330,8 +353,8 @@ def choose_promise_of_request(
         bounds, options: the request.
         plan: the plan; None searches for the fastest, if this machine was measured.
         schedule_path: the file of the schedule; by default the one that comes with the model.
+        cuda_graphs: whether the steps of the image are played as recorded.
         hosts: the number of hosts of a search.
-        cuda_graphs: whether calls are recorded.
 
     Raises:
         DitileError: if there is no schedule, or nothing keeps the bounds.
@@ -343,13 +366,15 @@ def choose_promise_of_request(
     price = None if plan is None else str(plan)
     question = PlanQuestion(devices=devices, hosts=hosts, price=price, cuda_graphs=cuda_graphs, **request)
     if bounds.seconds is not None or env.find_profile_path().exists():
-        return _choose_promise_of_question(question, bounds, schedule_path, all_devices=place is not None)
+        return _choose_promise_of_question(
+            question, bounds, schedule_path, strength=options.strength, all_devices=place is not None
+        )
     # Nothing is predicted here, so the plan is the given one, or one rank.
     plan = plan or Plan()
     _check_exact_plan(bounds, plan)
-    num_steps = question.fill_call_arguments()["num_inference_steps"]
-    schedule = find_schedule(question.model, num_steps, schedule_path)
-    return choose_promise(bounds, question.model, num_steps, [plan], schedule=schedule, path=schedule_path)
+    num_steps = count_loop_steps(question.fill_call_arguments()["num_inference_steps"], options.strength)
+    schedule, path = find_schedule(question.model, num_steps, schedule_path)
+    return choose_promise(bounds, question.model, num_steps, [plan], schedule=schedule, path=path)
 
 
 def _check_exact_plan(bounds: Bounds, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 from pydantic import Field
 
 from ditile.cache.config import FittedScheduleConfig
-from ditile.cache.fitted.schedule import Schedule, make_fit_command, read_shipped_schedules
+from ditile.cache.fitted.schedule import FOLDER, Schedule, make_fit_command
 from ditile.plan.errors import PlanError
 from ditile.plan.numbers import format_number
 from ditile.plan.option_classes import JsonObject, Seconds, define_option, options
@@ -66,7 +66,7 @@ class Promise:
         seconds: of the whole call, as predicted; None where this machine was not measured.
         mean_db, worst_db: PSNR to the image of all steps, over the calibration captions; None where all steps compute,
             or it was not measured.
-        schedule: the file of the schedule; None for one that comes with ditile.
+        schedule: the file of the schedule; None where all steps compute.
     """
 
     plan: Plan
@@ -123,25 +123,34 @@ class Promise:
         )
 
 
-def find_schedule(model: str, num_steps: int, path: str | None) -> Schedule | None:
-    """The schedule in a file, or the one that comes with ditile for a model and a number of steps, if there is one.
+def find_schedule(model: str, num_steps: int, path: str | None) -> tuple[Schedule | None, str | None]:
+    """The schedule in a file, or the one that comes with ditile for a model and a number of steps, and its file.
 
     Raises:
         LoadError, ModelError: if the file is no schedule.
         PlanError: if it is of another number of steps.
     """
     if path is None:
-        for schedule in read_shipped_schedules():
+        for shipped in sorted(FOLDER.glob("*.json")):
+            schedule = Schedule.read(shipped)
             if (schedule.model, schedule.num_steps) == (model, num_steps):
-                return schedule
-        return None
+                # By its file: a model of that name with other weights is refused then, and not given other steps.
+                return schedule, str(shipped)
+        return None, None
     schedule = Schedule.read(path)
     if schedule.num_steps != num_steps:
         raise PlanError(
             f"schedule={path!r} has {schedule.num_steps} steps, and the call {num_steps}; run "
             f"`{make_fit_command(model, num_steps)}`"
         )
-    return schedule
+    return schedule, path
+
+
+def count_loop_steps(num_steps: int, strength: float | None) -> int:
+    """The steps that a call makes: with a strength it begins later, as in the pipelines of diffusers."""
+    if strength is None:
+        return num_steps
+    return min(int(num_steps * strength), num_steps)
 
 
 def choose_promise(

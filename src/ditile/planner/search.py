@@ -64,6 +64,7 @@ class SearchRequest:
         max_latency_s: plans that take longer are left out.
         warmup: synchronous steps of plans with stale keys; None is one, or as many as cost hardly more.
         all_devices: only plans that use every device.
+        whole_calls: prices have text and decode, however many steps there are.
         exact: only plans whose attention sees no stale keys.
         offload: of all plans; "blocks" where nothing else fits.
         records: whether steps are recorded, where a plan and the machine allow it.
@@ -76,6 +77,7 @@ class SearchRequest:
     max_latency_s: float | None = None
     warmup: int | None = None
     all_devices: bool = False
+    whole_calls: bool = False
     exact: bool = False
     offload: Literal["none", "blocks"] = "none"
     records: bool = False
@@ -278,7 +280,8 @@ class PlanSearch:
     def predict_call_seconds(self, plan: Plan, num_computed: int) -> float:
         """Seconds of the whole call, if so many of its steps compute and the others are forecast."""
         # A forecast takes microseconds, so it is as if the call had fewer steps.
-        fewer = replace(self, call=self.call | {"num_inference_steps": num_computed})
+        request = replace(self.request, whole_calls=True)
+        fewer = replace(self, call=self.call | {"num_inference_steps": num_computed}, request=request)
         [price] = fewer.price_plan(plan).prices
         return price.call_s
 
@@ -386,7 +389,7 @@ class PlanSearch:
         shape = self.shape
         job = self.subject.make_plan_job(price.plan, shape)
         price = replace(price, unrecorded_s=self.pricer.predict_unrecorded_latency(job, self.skips))
-        if shape.steps > FEW_STEPS:
+        if shape.steps > FEW_STEPS and not self.request.whole_calls:
             return price
         subject = self.subject
         plan = price.plan

@@ -120,8 +120,8 @@ class JobQueue:
 def describe_shape(job: Job) -> str | None:
     """What jobs must have in common to share a batch; None for a job that runs alone."""
     request = job.request
-    # Conditions and previews belong to one job's call.
-    if request.options.image is not None or request.num_previews:
+    # Conditions and previews belong to one job's call, and a bound on seconds is that of one job.
+    if request.options.image is not None or request.num_previews or request.bounds.seconds is not None:
         return None
     options = request.to_json()["options"]
     # A call takes a prompt for every row, or for none.

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from PIL import Image
 
 from ditile.cache.config import FittedScheduleConfig
 from ditile.distributed.transport import gather_json
 from ditile.plan.errors import DitileError, ModelError
 from ditile.plan.option_classes import JsonObject
-from ditile.planner.choose import choose_promise_of_request
+from ditile.planner.choose import choose_promise_of_request, read_promise
 from ditile.planner.promise import Promise
 from ditile.runner.caching import disable_cache, enable_cache
 
 if TYPE_CHECKING:
     from ditile.runner.runner import Runner
-    from ditile.serve.jobs import Request
-    from ditile.serve.link import WorkerSetup
+    from ditile.serve.link import BatchJob, WorkerSetup
 
 
 class StepBounds:
@@ -41,16 +43,16 @@ class StepBounds:
         """Whether steps or blocks are left out now."""
         return self.is_replaced or self._own_configs["cache_config"] is not None
 
-    def use_bounds(self, request: Request) -> JsonObject:
-        """Installs the cache of a request; every rank calls it.
+    def use_bounds(self, job: BatchJob) -> JsonObject:
+        """Installs the cache of a job's request; every rank calls it.
 
         Returns:
             What is promised, as of `Promise.to_json_dict`, or the number of computed steps alone; empty without either.
 
         Raises:
-            ModelError: if the server has a cache that the request cannot replace.
-            PlanError: if nothing keeps the bounds.
+            ModelError: if the server has a cache that the request cannot replace, or nothing keeps the bounds.
         """
+        request = job.request
         if request.computed_steps is None and not request.bounds.is_given:
             self._restore_own_cache()
             return {}
@@ -59,19 +61,17 @@ class StepBounds:
             raise ModelError(
                 "this server has a cache of its own; leave computed_steps, within_seconds and min_psnr out"
             )
-        config: FittedScheduleConfig | None = FittedScheduleConfig(
-            steps=request.computed_steps, schedule=self._setup.cache.schedule
-        )
-        promised: JsonObject = {"computed_steps": request.computed_steps}
-        if request.computed_steps is None:
-            promise = self._choose_promise(request)
-            config = promise.cache_config
-            promised = promise.to_json_dict()
+        # The server's cache line may name a file, as its flag.
+        schedule = self._setup.cache.schedule if own_config is None else own_config.schedule
         disable_cache(self._runner)
         self.is_replaced = True
-        if config is not None:
-            enable_cache(self._runner, config)
-        return promised
+        if request.computed_steps is not None:
+            self._enable(FittedScheduleConfig(steps=request.computed_steps, schedule=schedule))
+            return {"computed_steps": request.computed_steps}
+        promise = self._choose_promise(job, schedule)
+        if promise.cache_config is not None:
+            self._enable(promise.cache_config)
+        return promise.to_json_dict()
 
     def _restore_own_cache(self) -> None:
         if not self.is_replaced:
@@ -81,16 +81,28 @@ class StepBounds:
         if self._own_configs["cache_config"] is not None:
             enable_cache(self._runner, self._own_configs["cache_config"], self._own_configs.get("calibrator_config"))
 
-    def _choose_promise(self, request: Request) -> Promise:
+    def _enable(self, config: FittedScheduleConfig) -> None:
+        """Installs a cache on all ranks, or on none: a host may lack the file of the schedule."""
+        refusal = ""
+        try:
+            enable_cache(self._runner, config)
+        except DitileError as error:
+            refusal = str(error)
+        refusals = gather_json(refusal, self._runner.mesh.everyone)
+        if any(refusals):
+            disable_cache(self._runner)
+            raise ModelError(next(filter(None, refusals)))
+
+    def _choose_promise(self, job: BatchJob, schedule: str | None) -> Promise:
         """The promise of rank 0, which all ranks keep: each host has a profile of its own."""
-        schedule = self._setup.cache.schedule
         answer: JsonObject = {}
         if self._runner.mesh.rank == 0:
-            # Images that a request starts from are not in the seconds, so their files are not needed.
-            options = replace(request.options, model=self._setup.model, image=None, mask=None)
+            # The planner asks for the sizes of images alone.
+            sizes = tuple(_read_size(job.inputs[name]) for name in job.request.options.image or ())
+            options = replace(job.request.options, model=self._setup.model, image=sizes or None, mask=None)
             try:
                 promise = choose_promise_of_request(
-                    request.bounds,
+                    job.request.bounds,
                     options,
                     self._setup.plan,
                     schedule,
@@ -102,4 +114,9 @@ class StepBounds:
         answer = gather_json(answer, self._runner.mesh.everyone)[0]
         if "refusal" in answer:
             raise ModelError(answer["refusal"])
-        return Promise.from_json_dict(answer["promise"], schedule)
+        return read_promise(answer["promise"], self._setup.model, schedule)
+
+
+def _read_size(content: bytes) -> str:
+    with Image.open(io.BytesIO(content)) as image:
+        return f"{image.width}x{image.height}"

@@ -153,7 +153,7 @@ class RankWorker:
         if isinstance(pipeline_class, type):
             self._pipe = self._runner.switch_pipeline(pipeline_class)
         self._loras.use_loras(first.loras)
-        promise = self._step_bounds.use_bounds(first)
+        promise = self._step_bounds.use_bounds(jobs[0])
         own_values = defaults(self._setup.model)
         calls = []
         for job in jobs:

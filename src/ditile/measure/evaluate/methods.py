@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ditile.cache.fitted.schedule import FOLDER
 from ditile.measure.palette import MARKERS
 from ditile.measure.rows import Row
 from ditile.plan.extras import require_extra
@@ -57,6 +58,11 @@ def list_method_lines(num_steps: int, *, is_guided: bool) -> dict[str, str]:
         if fits:
             lines |= dict.fromkeys(settings, method)
     return lines
+
+
+def has_shipped_schedule(model: str) -> bool:
+    """Whether schedules of a model come with ditile."""
+    return any(path.name.startswith(f"{model}-") for path in FOLDER.glob("*.json"))
 
 
 def build_methods_table(evaluation: Row, methods: Mapping[str, str]) -> list[Table | str]:

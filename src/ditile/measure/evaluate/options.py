@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ditile.cache.config_text import NO_CACHE
-from ditile.measure.evaluate.methods import list_method_lines
+from ditile.measure.evaluate.methods import SCHEDULE, has_shipped_schedule, list_method_lines
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.option_classes import CallArguments, Count, Ranks, Scale, define_option, options
 from ditile.plan.plan import Plan
@@ -119,7 +119,13 @@ class EvaluateOptions(ModelOptions):
         """The caches of --methods, in one line each, with the names of their methods."""
         call = build_dry_run_call(self.build_generate_options(), defaults(self.model))
         scales = [call[name] for name in ("true_cfg_scale", "guidance_scale") if name in call]
-        return list_method_lines(call["num_inference_steps"], is_guided=max(scales, default=0.0) > 1)
+        is_guided = max(scales, default=0.0) > 1
+        lines = list_method_lines(call["num_inference_steps"], is_guided=is_guided)
+        own_call = build_dry_run_call(GenerateOptions(model=self.model, prompt="a caption"), defaults(self.model))
+        if has_shipped_schedule(self.model) and call != own_call | {"prompt": call["prompt"]}:
+            # The schedules that come with a bundled model are for its own call, and refused for another.
+            return {line: method for line, method in lines.items() if method != SCHEDULE}
+        return lines
 
     def build_generate_options(self) -> GenerateOptions:
         """The options of `ditile generate` for the image of a caption. Raises the errors of the class."""

@@ -67,6 +67,9 @@ def build_png_texts(
     settings = cache.describe_settings()
     if "lora" in settings:
         settings["lora"] = pictures.hide_local_path(settings["lora"])
+    config = settings.get("cache_config", {})
+    if config.get("schedule") is not None:
+        config["schedule"] = pictures.hide_local_path(config["schedule"])
     texts = {
         "Software": f"ditile {version('ditile')}",
         "model": pictures.hide_local_path(request.model),
