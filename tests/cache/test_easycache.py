@@ -14,7 +14,7 @@ from torch import Tensor
 import ditile
 from ditile.cache.build import explain_idle_steps
 from ditile.model.hooks.overrides import override_attribute
-from ditile.plan.errors import ModelError
+from ditile.plan.errors import LoadError, ModelError
 from ditile.plan.plan import Plan
 from ditile.runner import caching
 from ditile.runner.runner import parallelize
@@ -185,6 +185,38 @@ def test_replicas_decide_apart(pool: Pool) -> None:
     """Each goes by its own images. A failure: rows that this rank does not compute count."""
     for latents, count in pool.run(draw_replica, 2):
         assert count and bool(torch.as_tensor(latents).isfinite().all())
+
+
+def draw_idle(config: Any, images: int) -> tuple[Tensor, list[list[int]]]:
+    """Latents of two replicas, and the steps left out; with one image the second replica has none."""
+    pipe = ditile.enable_cache(MAKE["pixart sigma"](), config)
+    call = call_of("pixart sigma", num_inference_steps=STEPS, num_images_per_prompt=images)
+    return parallelize(pipe, Plan(data=2))(**call).images, left_out(pipe)
+
+
+@pytest.mark.parametrize("config", [CONFIG.reset(threshold=1000.0), ditile.GuidanceGateConfig(gate=0.5)])
+def test_replicas_without_images_follow(pool: Pool, config: Any) -> None:
+    """A failure: a replica without images decided by outputs that it does not have, or waits for the others."""
+    pipe = ditile.enable_cache(MAKE["pixart sigma"](), config)
+    wanted = pipe(**call_of("pixart sigma", num_inference_steps=STEPS)).images
+    skipped = left_out(pipe)
+    assert any(skipped)
+    (latents, own), (others, _) = pool.run(draw_idle, 2, config, 1)
+    assert float((latents - wanted).abs().max()) < 1e-4 and own == skipped
+    same(others, latents, "all ranks have the image")
+
+
+def test_other_settings_make_other_policies() -> None:
+    """A failure: the settings that `refresh_context` was given are reported, and others decide."""
+    pipe, call = make("sana")
+    ditile.enable_cache(pipe, ditile.FittedScheduleConfig(steps=6))
+    caching.refresh_context(pipe.transformer, cache_config=CONFIG.reset(threshold=1000.0))
+    pipe(**call)
+    assert left_out(pipe) == [list(range(3, STEPS - 1))]
+    with pytest.raises(LoadError, match="cannot be read"):
+        caching.refresh_context(pipe.transformer, cache_config=ditile.FittedScheduleConfig(schedule="missing.json"))
+    pipe(**make("sana")[1])
+    assert left_out(pipe) == [list(range(3, STEPS - 1))], "refused settings changed nothing"
 
 
 def draw_stale(plan: str) -> None:

@@ -107,6 +107,20 @@ def test_magcache_measures_the_ratios_of_diffusers(capsys: pytest.CaptureFixture
     assert type(report).from_dict(report.to_dict()) == report
 
 
+def test_two_transformers_measure_their_own_steps() -> None:
+    """A mask counts the steps of the loop. A failure: a measured table is read stretched over those of both models."""
+    pipe, call = family("wan-2.2")
+    pipe.register_to_config(boundary_ratio=0.7)
+    ditile.enable_cache(pipe, ditile.MagCacheConfig(calibrate=True))
+    pipe(**call)
+    first, second = [report.mag_ratios for report in caching.summary(pipe, logging=False)]
+    assert len(first) == len(second) == STEPS
+    own = [[step for step, ratio in enumerate(ratios) if ratio != 1.0] for ratios in (first, second)]
+    # The first step of each has none before it.
+    switch = own[1][0] - 1
+    assert own == [list(range(1, switch)), list(range(switch + 1, STEPS))] and switch > 1
+
+
 @pytest.mark.parametrize("steps", [1, 4, 20, 28, 50])
 def test_tables_are_stretched_as_in_diffusers(steps: int) -> None:
     theirs = diffusers.MagCacheConfig(mag_ratios=mag_cache.FLUX_MAG_RATIOS, num_inference_steps=steps).mag_ratios

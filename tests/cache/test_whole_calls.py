@@ -15,6 +15,7 @@ from torch import Tensor
 import ditile
 from ditile import FittedScheduleConfig, Plan
 from ditile.cache.calls.call_cache import CallCache
+from ditile.cache.calls.policy import ComputedOutput, ModelCall
 from ditile.cache.calls.scheduled import ScheduledSteps, spread_steps, weigh_by_reach
 from ditile.parallel.pipefusion.loop import Loop
 from ditile.plan.errors import ModelError
@@ -182,6 +183,21 @@ def count_forecast_calls(plan: Plan) -> int:
 
 def test_a_forecast_step_is_few_calls_of_the_host() -> None:
     assert count_forecast_calls(Plan()) <= 100
+
+
+def test_weights_are_of_the_steps_that_they_were_fitted_to() -> None:
+    """A failure: where a plan computes more steps, outputs are summed with the weights of others."""
+    policy = ScheduledSteps((0, 1, 2, 5), {6: (3.0, -2.0)})
+
+    def forecast(*steps: int) -> float:
+        kept = [ComputedOutput(ModelCall(step, 0, None), [torch.tensor([float(step)])]) for step in steps]
+        return float(policy.forecast(ModelCall(6, 0, None), kept)[0])
+
+    assert forecast(5, 2) == 3 * 5 - 2 * 2
+    # A step that the plan added: a line through 4 and 5, which ends after half a gap.
+    assert forecast(5, 4) == 5.5
+    assert forecast(4, 2) == 5.0
+    assert forecast(5) == 5.0
 
 
 def test_steps_are_spread_and_refused() -> None:

@@ -78,7 +78,7 @@ class CacheContext:
             keep: gives memory that stays from generation to generation, where calls are recorded.
         """
         if isinstance(self.config, MagCacheConfig) and self.config.calibrate:
-            return MagCalibration(self.hooks)
+            return MagCalibration(self.hooks, steps)
         config, calibrator = self.config.resolve_for(steps, self.calibrator)
         rules = build_skip_rules(config, steps)
         difference = Difference(config.important_condition_threshold, config.downsample_factor)

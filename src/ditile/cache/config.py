@@ -117,6 +117,10 @@ class CallCacheConfig(CacheConfig):
         """Why a plan cannot use it, or None."""
         return None
 
+    def explain_idle_calls(self, steps: int) -> str | None:
+        """Why a generation of `steps` steps left out nothing, where these settings should have left out some of it."""
+        return None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FittedScheduleConfig(CallCacheConfig):

@@ -278,6 +278,7 @@ def refresh_context(
     Raises:
         StateError: if there is no cache, or a call of a pipeline is under way.
         ModelError: if a field is not known, or a value is out of its range.
+        LoadError: if a file that the settings name cannot be read.
     """
     caches = _require_caches(transformer)
     # This raises within a call, for the rest of which the cache would do nothing.
@@ -427,8 +428,8 @@ def _build_caches(
     if isinstance(config, CallCacheConfig):
         _check_no_block_settings(config, calibrator, modifiers)
         models = _list_called_models(pipe, config)
-        make_policy = prepare_policy(pipe, models, config)
-        caches += [CallCache(model, config, make_policy) for model in models]
+        prepare = functools.partial(prepare_policy, pipe, models)
+        caches += [CallCache(model, config, prepare) for model in models]
         return caches
     assert config is None or isinstance(config, BlockCacheConfig)
     caches += [_build_model_cache(model, config, calibrator, modifiers) for model in adapted]

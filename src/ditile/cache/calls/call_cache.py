@@ -68,19 +68,23 @@ class CallCache(ModelCache):
     Args:
         transformer: the model; a U-Net, or a model whose blocks are not known, will do.
         config: the settings.
-        make_policy: what decides with these settings.
+        prepare: makes what decides with some settings.
 
     Attributes:
         forecasts: of the generation under way, if there is one.
     """
 
-    def __init__(self, transformer: nn.Module, config: CallCacheConfig, make_policy: MakePolicy) -> None:
+    def __init__(
+        self, transformer: nn.Module, config: CallCacheConfig, prepare: Callable[[CallCacheConfig], MakePolicy]
+    ) -> None:
         super().__init__(transformer)
         self._config = config
-        self._make_policy = make_policy
+        self._prepare = prepare
+        self._make_policy = prepare(config)
         self._names = list_parameter_names(transformer)
         self._latents = find_latents_parameter(transformer)
         self.forecasts: CallForecasts | None = None
+        self._num_steps = 0
 
     @property
     def contexts(self) -> Sequence[CallSettings]:
@@ -110,6 +114,9 @@ class CallCache(ModelCache):
         config = (config or self._config).reset(**changes)
         if not isinstance(config, CallCacheConfig):
             raise ModelError(f"a {type(config).__name__} leaves out blocks; call enable_cache with it")
+        # Before the settings change, as it may refuse them.
+        if not _have_same_source(config, self._config):
+            self._make_policy = self._prepare(config)
         self._config = config
         self._own_clock.restart_clock(steps, separate_cfg=getattr(config, "enable_separate_cfg", None))
 
@@ -124,12 +131,18 @@ class CallCache(ModelCache):
         self._forget_reports()
         if reason := explain_idle_steps(self._config, steps):
             warnings.warn(reason, IdleCacheWarning, stacklevel=2)
+        self._num_steps = steps
         self.forecasts = CallForecasts(self._make_policy(self._config, steps))
 
     def end_generation(self) -> None:
         """Ends the generation, and drops all outputs."""
         self.update_reports()
+        forecasts = self.forecasts
         self.forecasts = None
+        if forecasts is None or not forecasts.was_always_computed(self._num_steps):
+            return
+        if reason := self._config.explain_idle_calls(self._num_steps):
+            warnings.warn(reason, IdleCacheWarning, stacklevel=2)
 
     def update_reports(self) -> None:
         """Reports the generation under way, if there is one."""
@@ -184,9 +197,16 @@ def prepare_policy(pipe: Any, models: Sequence[nn.Module], config: CallCacheConf
     if isinstance(config, GuidanceGateConfig):
         model = models[0]
         finder = BatchDimFinder(model, None)
-        guided = GuidedModel(type(pipe).__name__, list_parameter_names(model), find_latents_parameter(model), finder)
+        guided = GuidedModel(pipe, list_parameter_names(model), find_latents_parameter(model), finder)
         return cast(MakePolicy, functools.partial(GatedGuidance, model=guided))
     raise ModelError(f"{type(config).__name__} is no method that leaves out calls; try FittedScheduleConfig()")
+
+
+def _have_same_source(config: CallCacheConfig, other: CallCacheConfig) -> bool:
+    """Whether what makes the policies of some settings makes those of others too."""
+    if type(config) is not type(other):
+        return False
+    return bool(getattr(config, "schedule", None) == getattr(other, "schedule", None))
 
 
 class _RunnerClock:

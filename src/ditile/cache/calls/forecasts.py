@@ -66,6 +66,13 @@ class CallForecasts:
                 total += sum(tensor.nbytes for tensor in output.tensors)
         return total
 
+    def was_always_computed(self, num_steps: int) -> bool:
+        """Whether a generation of so many steps came to its end, and no call of the model was left out."""
+        # A second model may begin in the last step, and has to compute its first one.
+        if not {num_steps - 2, num_steps - 1} <= self._steps:
+            return False
+        return not any(branch.skipped for branch in self._branches.values())
+
     def list_skipped_steps(self) -> dict[int, list[int]]:
         """The steps that were left out, by branch."""
         return {number: sorted(branch.skipped) for number, branch in self._branches.items()}
@@ -97,12 +104,14 @@ class CallForecasts:
             branch.outputs.clear()
         branch.form = form
         if not keeps:
+            # This rank has the shapes of an output, by which a policy may decide how later calls are made.
+            outputs = [leaf for leaf in branch.leaves if _is_output(leaf)]
+            self.policy.note_output(call, ComputedOutput(call, outputs))
             return result
-        latents = call.latents
-        if not self.policy.keeps_latents:
-            latents = None
-        elif isinstance(latents, Tensor):
-            latents = latents.clone()
+        latents = None
+        # The scheduler of some pipelines writes into the latents.
+        if self.policy.keeps_latents:
+            latents = pytree.tree_map_only(Tensor, Tensor.clone, call.latents)
         branch.is_fresh = any(type(leaf) is not Tensor for leaf in branch.leaves if isinstance(leaf, Tensor))
         tensors: list[Tensor] = []
         for leaf in branch.leaves:

@@ -88,16 +88,19 @@ class CallPolicy(Protocol):
         """Is told of the first call of a generation before it is made. Raises `ModelError` if it cannot be forecast."""
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
-        """Whether a call is made. It is asked for each call of which an output is kept, before the call; any other
-        call is made without asking.
+        """Whether a call is made. It is asked before each call that is like an earlier one; any other call is made
+        without asking.
 
         Args:
             call: the call.
-            kept: the newest computed outputs of its branch, the newest first.
+            kept: the newest computed outputs of its branch, the newest first; none on a rank that steps no scheduler.
         """
 
     def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
-        """Is told what a call returned that was made, with its latents, whether they are kept or not."""
+        """Is told what a call returned that was made, with its latents, whether they are kept or not.
+
+        On a rank that steps no scheduler the values may be any.
+        """
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
         """What a call that is left out returns: new tensors in place of those of the newest output."""

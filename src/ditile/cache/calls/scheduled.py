@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
@@ -38,6 +39,7 @@ class ScheduledSteps:
         check: Callable[[ModelCall], None] | None = None,
     ) -> None:
         self._computed = frozenset(computed)
+        self._order = sorted(computed)
         self._weights = weights
         self._check = check
 
@@ -60,8 +62,14 @@ class ScheduledSteps:
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
         """The weighted sum of the newest outputs; the newest one where there is no second."""
         weights = self._weights.get(call.step, (1.0,))
-        if len(kept) < len(weights):
-            weights = (1.0,)
+        if len(kept) < 2 or len(weights) < 2:
+            return combine_outputs(kept, (1.0,))
+        newest = kept[0].call.step
+        before = kept[1].call.step
+        # More steps compute where the model or its mode changes, and weights are right for two steps alone.
+        end = bisect.bisect_left(self._order, call.step)
+        if weights[1] and [before, newest] != self._order[max(end - 2, 0) : end]:
+            weights = weigh_line(before, newest, call.step)
         return combine_outputs(kept, weights)
 
 
@@ -102,8 +110,12 @@ def weigh_by_reach(computed: Sequence[int], num_steps: int) -> dict[int, tuple[f
         earlier = [number for number in computed if number < step]
         if step in computed or len(earlier) < 2:
             continue
-        before, newest = earlier[-2:]
-        gap = newest - before
-        share = min(step - newest, REACH * gap) / gap
-        weights[step] = (1 + share, -share)
+        weights[step] = weigh_line(*earlier[-2:], step)
     return weights
+
+
+def weigh_line(before: int, newest: int, step: int) -> tuple[float, float]:
+    """The weights of the newest output and of the one before it in a line that ends `REACH` gaps after the newest."""
+    gap = newest - before
+    share = min(step - newest, REACH * gap) / gap
+    return 1 + share, -share

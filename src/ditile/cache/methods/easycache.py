@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ditile.cache.config import Amount, CallCacheConfig, Count, Positive
 from ditile.plan.errors import ModelError
+from ditile.plan.plan import Plan, suggest_whole_images
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +49,15 @@ class EasyCacheConfig(CallCacheConfig):
     num_inference_steps: Positive | None = None
     enable_separate_cfg: bool | None = None
 
+    def explain_plan_refusal(self, plan: Plan) -> str | None:
+        """Why a plan cannot use it, or None."""
+        if not plan.cuts_latents and not plan.attends_to_stale_keys:
+            return None
+        return (
+            f"{self} decides in each step whether the model is called, and stages and stale keys must know that before; "
+            f"use a schedule, as steps=10 in a cache line, or {suggest_whole_images(stale_keys=True)}"
+        )
+
 
 class EasyCachePolicy:
     """Decides in one generation.
@@ -76,6 +86,9 @@ class EasyCachePolicy:
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         """Whether the sum of expected changes has reached the threshold; later branches do as the first."""
+        # A rank without images keeps none, and its calls compute nothing.
+        if not kept:
+            return True
         step, computes = self._decision
         if call.branch and step == call.step:
             return computes

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ditile.cache.calls.policy import ComputedOutput, ModelCall
     from ditile.model.hooks.batch_rows import BatchDimFinder
 
-CAPTION_FIRST = ("AceStep", "DiT", "Lumina", "StableCascade", "Wuerstchen")
+CAPTION_FIRST = ("AceStep", "DiT", "Lumina", "OmniGen", "StableCascade", "Wuerstchen")
 """Pipelines, by the beginning of their names, whose batch has the rows with the caption before those without."""
 
 
@@ -51,6 +51,20 @@ class GuidanceGateConfig(CallCacheConfig):
     gate: Annotated[float, Field(ge=0, le=1)] = 0.8
     num_inference_steps: Positive | None = None
     enable_separate_cfg: bool | None = None
+
+    def count_full_steps(self, steps: int) -> int:
+        """How many of the steps of a generation, from the first, compute both branches."""
+        # Rounded first, as 0.29 x 100 is less than 29.
+        return int(round(self.gate * steps, 9))
+
+    def explain_idle_calls(self, steps: int) -> str | None:
+        """Why nothing was left out in a generation that should have been gated; None with a gate of 1."""
+        if self.count_full_steps(steps) >= steps:
+            return None
+        return (
+            f"{self}: no call had a branch of guidance without the caption, as where guidance is off or is an argument "
+            "of the model, or a third branch comes with it, so nothing was left out; leave gate out"
+        )
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
         """Why a plan cannot use it, or None."""
@@ -77,8 +91,7 @@ class GatedGuidance:
     keeps_latents = False
 
     def __init__(self, config: GuidanceGateConfig, num_steps: int, model: GuidedModel) -> None:
-        # Rounded first, as 0.29 x 100 is less than 29.
-        self._first_gated = int(round(config.gate * num_steps, 9))
+        self._first_gated = config.count_full_steps(num_steps)
         self._model = model
         self._with_caption: Sequence[Tensor] = []
         self._differences: dict[int, list[Tensor]] = {}
@@ -88,7 +101,8 @@ class GatedGuidance:
         return None
 
     def check_first_call(self, call: ModelCall) -> None:
-        """Does nothing: the first step computes all."""
+        """Raises `ModelError` if the batch may have other halves than the branches of guidance."""
+        self._model.check_guidance()
 
     def computes_call(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> bool:
         """Whether a call is made: the first of a step always is, as it has the caption."""
@@ -96,16 +110,17 @@ class GatedGuidance:
 
     def note_output(self, call: ModelCall, output: ComputedOutput) -> None:
         """Keeps what the branch with the caption returned, or how far another one is from it."""
-        if self._is_doubled(call) and not self._is_gated(call, 0):
-            self._differences[0] = []
-            for tensor in output.tensors:
-                without, with_caption = self._model.split_rows(tensor)
-                self._differences[0].append(with_caption - without)
+        if self._is_doubled(call):
+            pairs = [self._model.split_rows(tensor) for tensor in output.tensors]
+            # A further call, as one that skips layers, is as far from the half with the caption.
+            self._with_caption = [with_caption for _, with_caption in pairs]
+            if not self._is_gated(call, 0):
+                self._differences[0] = [with_caption - without for without, with_caption in pairs]
         elif call.branch == 0:
             self._with_caption = output.tensors
         else:
-            pairs = zip(self._with_caption, output.tensors, strict=True)
-            self._differences[call.branch] = [with_caption - without for with_caption, without in pairs]
+            both = zip(self._with_caption, output.tensors, strict=True)
+            self._differences[call.branch] = [with_caption - without for with_caption, without in both]
 
     def forecast(self, call: ModelCall, kept: Sequence[ComputedOutput]) -> list[Tensor]:
         """What the branch with the caption returned, minus the difference that was kept."""
@@ -144,18 +159,28 @@ class GuidedModel:
     """A model that gets both branches of guidance in one batch.
 
     Args:
-        pipeline: the name of the class that calls it.
+        pipe: the pipeline that calls it, or the model itself.
         names: of the model's arguments.
         latents: which of them is the noisy input.
         finder: finds which dimension of each argument is the batch.
     """
 
-    def __init__(self, pipeline: str, names: Sequence[str], latents: str, finder: BatchDimFinder) -> None:
-        self._is_caption_first = pipeline.startswith(CAPTION_FIRST)
+    def __init__(self, pipe: Any, names: Sequence[str], latents: str, finder: BatchDimFinder) -> None:
+        self._pipe = pipe
+        self._name = type(pipe).__name__
+        self._is_caption_first = self._name.startswith(CAPTION_FIRST)
         self._names = names
         self._latents = latents
         self._finder = finder
-        self._name = pipeline
+
+    def check_guidance(self) -> None:
+        """Raises `ModelError` if the call under way is guided by perturbed attention."""
+        # Such a batch has two rows for each image too where guidance is off, and three where it is on.
+        if getattr(self._pipe, "do_perturbed_attention_guidance", False):
+            raise ModelError(
+                f"the gate of guidance needs a batch with and without the caption, and pag_scale="
+                f"{self._pipe.pag_scale:g} adds rows of perturbed attention; leave gate out, or set pag_scale=0"
+            )
 
     def find_dims(self, run: partial[Any]) -> tuple[dict[str, Any], Any]:
         """The arguments of a call by name, and which dimension of each is the batch."""

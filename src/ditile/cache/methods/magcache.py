@@ -135,6 +135,7 @@ class MagCalibration:
 
     Args:
         hooks: around the blocks, in order.
+        num_steps: of the generation.
 
     Attributes:
         middle: the blocks that may be left out: none.
@@ -146,7 +147,8 @@ class MagCalibration:
     memory_bytes = 0
     needs_control = False
 
-    def __init__(self, hooks: Sequence[CacheHook]) -> None:
+    def __init__(self, hooks: Sequence[CacheHook], num_steps: int) -> None:
+        self._num_steps = num_steps
         self._first = hooks[0]
         self._last = hooks[-1]
         self._start: Tensor | None = None
@@ -192,9 +194,12 @@ class MagCalibration:
 
     @property
     def ratios(self) -> list[float]:
-        """The mean ratio of each step, over tokens, images and branches of guidance."""
-        # Nothing comes before the first step.
-        return [1.0, *(float(total / count) for total, count in self._sums.values())]
+        """The mean ratio of each step of the generation, over tokens, images and branches of guidance."""
+        # Nothing comes before the first step, and other steps may call another model.
+        ratios = [1.0] * self._num_steps
+        for step, (total, count) in self._sums.items():
+            ratios[step] = float(total / count)
+        return ratios
 
     def _keep_start(self, hook: CacheHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A block may write into its input.
