@@ -54,7 +54,7 @@ class EasyCacheConfig(CallCacheConfig):
         if not plan.cuts_latents and not plan.attends_to_stale_keys:
             return None
         return (
-            f"{self} decides in each step whether the model is called, and stages and stale keys must know that before; "
+            f"{self} decides in each step whether the model is called, which stages and stale keys must know before; "
             f"use a schedule, as steps=10 in a cache line, or {suggest_whole_images(stale_keys=True)}"
         )
 
