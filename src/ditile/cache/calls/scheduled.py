@@ -110,7 +110,8 @@ def weigh_by_reach(computed: Sequence[int], num_steps: int) -> dict[int, tuple[f
         earlier = [number for number in computed if number < step]
         if step in computed or len(earlier) < 2:
             continue
-        weights[step] = weigh_line(*earlier[-2:], step)
+        before, newest = earlier[-2:]
+        weights[step] = weigh_line(before, newest, step)
     return weights
 
 
