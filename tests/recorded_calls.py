@@ -27,7 +27,8 @@ class OperatorSegments(TorchDispatchMode):
     """Segments of the operators that a call makes.
 
     A pool of CUDA graphs gives memory to others as soon as the call has dropped it. Here it is not used again, so it
-    is filled with NaN there whenever the tape is played: what reads it afterwards is seen in the image.
+    is filled with NaN there whenever the tape is played: what reads it afterwards is seen in the image. Later segments
+    of the pool may be given what an earlier one has dropped, so playing that one fills all that they hold.
 
     Attributes:
         peak_bytes: most that a pool would hold between two segments.
@@ -39,6 +40,9 @@ class OperatorSegments(TorchDispatchMode):
         # Each tensor that is kept for the replays, by its memory.
         self._kept: dict[int, dict[int, Tensor]] = {}
         self._made: dict[int, Tensor] = {}
+        # In which segment it was made, counted over all tapes.
+        self._made_in: dict[int, int] = {}
+        self._num_segments = 0
         self.peak_bytes = 0
         self._is_open = False
 
@@ -61,6 +65,7 @@ class OperatorSegments(TorchDispatchMode):
         for tensor in list_tensors(result):
             if _find_address(tensor) not in inputs and tensor.is_floating_point():
                 self._made[_find_address(tensor)] = self._keep(tensor)
+                self._made_in[_find_address(tensor)] = self._num_segments
         self._calls.append((func, own_args, own_kwargs, pytree.tree_map_only(Tensor, self._keep, result)))
         return result
 
@@ -113,6 +118,8 @@ class OperatorSegments(TorchDispatchMode):
                 calls.append((func, args, kwargs, outputs))
         dropped = self._list_dropped()
         self.peak_bytes = max(self.peak_bytes, sum(tensor.untyped_storage().nbytes() for tensor in self._made.values()))
+        number = self._num_segments
+        self._num_segments += 1
         if not calls:
             return None
 
@@ -124,7 +131,8 @@ class OperatorSegments(TorchDispatchMode):
                 results = list_tensors(func(*args, **kwargs))
                 for output, result in zip(outputs, results, strict=False):
                     output.copy_(result)
-            for tensor in dropped:
+            later = [self._made[address] for address in self._made if self._made_in[address] > number]
+            for tensor in (*dropped, *later):
                 torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage()).fill_(torch.nan)
             sys.setprofile(profile)
 

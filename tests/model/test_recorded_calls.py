@@ -19,13 +19,13 @@ from tests.zoo import ZOO
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def generate_reports(change: Any = None) -> list[Any]:
+def generate_reports(change: Any = None, plan: Plan | None = None) -> list[Any]:
     """The reports of two images of five steps."""
     with record_on_cpu():
         pipe = ZOO["flux"].make()
         if change is not None:
             change(pipe)
-        runner = ditile.parallelize(pipe, Plan(), cuda_graphs=True)
+        runner = ditile.parallelize(pipe, plan or Plan(), cuda_graphs=True)
     reports = []
     for seed in range(2):
         generate(runner, "flux", seed)
@@ -56,6 +56,14 @@ def test_the_reason_is_told() -> None:
     assert report.recorded.as_code == {"code of the user is on the model": 10}
     line = format_recorded_calls([asdict(report.recorded)])
     assert line == "0 of 10 calls played; 10 ran as code: code of the user is on the model"
+
+
+def test_a_call_that_makes_the_first_keys_is_not_recorded() -> None:
+    """A failure means that later images capture it, and drop the tape."""
+    first, second = generate_reports(plan=Plan(patches=2, warmup=2))
+    assert first.recorded.recorded
+    assert second.recorded.recorded == 0
+    assert second.recorded.as_code == {"the first step": 2, "it makes its first keys": 2}
 
 
 def test_without_a_recorder_nothing_is_told() -> None:

@@ -301,8 +301,8 @@ class Runner:
         """
         if self.is_running:
             raise StateError("this runner is in the middle of a call; forget its recorded steps when the call is over")
-        if self._composition is not None:
-            self._composition.release_recordings()
+        if self._composition is not None and self._composition.recorder is not None:
+            self._composition.recorder.reset()
 
     def restore(self) -> None:
         """Makes the pipeline what it was before `parallelize`, bit for bit.

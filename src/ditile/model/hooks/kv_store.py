@@ -285,6 +285,11 @@ class GivenTensors:
             return False
         return self._versions is not None and _read_versions(values) == self._versions
 
+    def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
+        """Other tensors of the same numbers take the place of these, by id."""
+        self._values = tuple(replacements.get(id(value), value) for value in self._values)
+        self._versions = _read_versions(self._values)
+
 
 def _read_versions(values: Sequence[Any]) -> list[int] | None:
     """How often each tensor was written in place; None where that is not known, or something is no tensor or number."""
@@ -316,6 +321,11 @@ class GivenMemory:
         """Whether a module is given the same memory now, in which nothing was changed."""
         return _describe_memory((args, kwargs)) == self._memory
 
+    def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
+        """Other tensors of the same numbers take the place of these, by id."""
+        self._inputs = pytree.tree_map_only(Tensor, lambda x: replacements.get(id(x), x), self._inputs)
+        self._memory = _describe_memory(self._inputs)
+
 
 class RememberedOutput:
     """What a module returned.
@@ -333,8 +343,11 @@ class RememberedOutput:
         self.output = output
         self._given = given
         self.step = NEVER
+        self._list_tensors()
+
+    def _list_tensors(self) -> None:
         # Tensors of inference mode have no version.
-        self.tensors = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and not x.is_inference()]
+        self.tensors = [x for x in pytree.tree_leaves(self.output) if isinstance(x, Tensor) and not x.is_inference()]
         self.versions = tuple(map(READ_VERSION, self.tensors))
 
     def is_given_same(self, args: Any, kwargs: Any) -> bool:
@@ -345,6 +358,13 @@ class RememberedOutput:
     def is_unchanged(self) -> bool:
         """Whether nothing was written into the output since."""
         return self.versions == tuple(map(READ_VERSION, self.tensors))
+
+    def replace_tensors(self, replacements: Mapping[int, Tensor]) -> None:
+        """Other tensors of the same numbers take the place of those of the output and of what was given, by id."""
+        self.output = pytree.tree_map_only(Tensor, lambda x: replacements.get(id(x), x), self.output)
+        self._list_tensors()
+        if self._given is not None:
+            self._given.replace_tensors(replacements)
 
     def renew(self, step: int) -> None:
         """A tape has computed it again, in the same memory."""

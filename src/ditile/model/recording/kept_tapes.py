@@ -96,6 +96,7 @@ class CallTape:
         problem: why they cannot be recorded; empty if they can.
         is_given_up: whether it is certain that they cannot.
         num_looks: calls that were watched.
+        made_stores: branch and layer of the stores of keys that they made; a tape does not make any.
         model_problem: why they cannot be recorded now, as adapters and hooks come and go.
         tape: what they do; None until it is recorded.
         inputs: memory for each tensor that a call is given.
@@ -118,6 +119,7 @@ class CallTape:
     problem: str = ""
     is_given_up: bool = False
     num_looks: int = 0
+    made_stores: set[tuple[int, str]] = field(default_factory=set)
     model_problem: str = ""
     tape: Tape | None = None
     inputs: list[StaticInput] = field(default_factory=list)

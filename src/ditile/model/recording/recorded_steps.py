@@ -47,6 +47,7 @@ PROBE = CallDecision("probe")
 """In place of a decision: the part of a call that is made before it."""
 CACHE_DECIDES = "a cache decides by numbers of the call, or has none yet"
 FIRST_STEP = "the first step"
+FIRST_KEYS = "it makes its first keys"
 WATCHED = "the first call of its form"
 UNMEASURED = "not measured yet"
 GPU_LIMITED = "the GPU is the limit"
@@ -147,6 +148,7 @@ class RecordedSteps:
     def end_generation(self) -> None:
         """The last step is over."""
         self._tapes.end_generation()
+        self._shared.forget_step()
 
     def summarize_generation(self) -> RecordedCalls:
         """What was recorded since the generation began."""
@@ -164,6 +166,11 @@ class RecordedSteps:
         self._models.clear()
         self._shared = StepOutputs()
         self._paces.clear()
+
+    def reset(self) -> None:
+        """Forgets all recorded calls, and that a recording has failed: later calls are recorded again."""
+        self.release()
+        self.failure = ""
 
     def run_call(self, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Makes a call of a model: with its code, recorded, or played."""
@@ -256,6 +263,9 @@ class RecordedSteps:
             return self._run_code(problem, forward, args, kwargs)
         if not all(map(now.memory.has_constant, call.constant_keys)):
             return self._look_at_call(call, now, forward, args, kwargs)
+        # They would lie in memory that tapes share.
+        if call.tape is None and not call.made_stores <= now.memory.list_written_steps(now.branch).keys():
+            return self._run_code(FIRST_KEYS, forward, args, kwargs)
         self._fill_constants(call, now.memory, model)
         if call.tape is not None and not call.makers <= self._shared.tapes:
             return self._replace_lost_tape(call, now, forward, args, kwargs)
@@ -278,6 +288,9 @@ class RecordedSteps:
     def _can_play_at_once(self, call: CallTape, now: Generation, model: nn.Module) -> bool:
         """Whether a call in the first step of a generation is the same as in an earlier one, but for its arguments."""
         if call.tape is None or call.constant_keys or call.marks:
+            return False
+        # Code that enters blocks in the first step finds what messages between stages are like.
+        if now.schedule.stages > 1:
             return False
         addresses, problem = self._look_at_model(now, model)
         if problem or call.addresses[0] != addresses:
@@ -350,6 +363,7 @@ class RecordedSteps:
         self.preparations[WATCHED] += 1
         call.num_looks += 1
         watch = OperatorWatch()
+        stores = now.memory.list_written_steps(now.branch).keys()
         constants = now.memory.read_constants_with(note_constant)
         shared: Outputs = {}
         if _shares_outputs(call, now):
@@ -357,6 +371,7 @@ class RecordedSteps:
         with self._hide_remembered(now, shared), constants, watch, Recording(NoSegments()).record_within():
             result = forward(*args, **kwargs)
         call.problem = watch.problem
+        call.made_stores |= now.memory.list_written_steps(now.branch).keys() - stores
         inputs = list_tensors((args, kwargs))
         if watch.written & {tensor.untyped_storage().data_ptr() for tensor in inputs}:
             # A tape is given copies, which are filled again only where the pipeline's tensors have changed.
@@ -419,7 +434,14 @@ class RecordedSteps:
         call.result = result
         call.marks = marks
         recording.tape.held.append(_list_foreign_tensors(watch, now, model))
-        self._keep_tape(recording.tape, call, now, model, shared)
+        try:
+            if now.micro_step.patch is not None:
+                self._shared.keep_outputs(recording, shared)
+        except RuntimeError as error:
+            # The call itself was made.
+            self._end_recording(error)
+            return result
+        self._keep_tape(recording.tape, call, now, model)
         return result
 
     def _note_stored_keys(self, call: CallTape, model: nn.Module) -> str:
@@ -432,13 +454,13 @@ class RecordedSteps:
         call.stored = stored
         return ""
 
-    def _keep_tape(self, tape: Tape, call: CallTape, now: Generation, model: nn.Module, shared: Outputs) -> None:
+    def _keep_tape(self, tape: Tape, call: CallTape, now: Generation, model: nn.Module) -> None:
         """Keeps a tape for later calls, as far as the memory that it holds allows."""
         call.tape = tape
         call.addresses = self._list_addresses(now, model)
-        if now.micro_step.patch is not None:
-            self._shared.keep_outputs(tape, shared)
-        if not self._tapes.enforce_limit():
+        if self._tapes.enforce_limit():
+            self._shared.note_play(tape)
+        else:
             call.give_up("tapes hold as much as they may")
             self._tapes.enforce_limit()
 
@@ -523,7 +545,7 @@ def _find_problem(watch: OperatorWatch, unknown: list[Hashable], *, makes_stores
     """Why the tape of a call that was made is of no use, or nothing."""
     # A tape does not make the stores of keys.
     if makes_stores:
-        return "it makes its first keys"
+        return FIRST_KEYS
     if unknown:
         return "its constants are others than in its first call"
     return watch.problem

@@ -1,18 +1,23 @@
 """What calls of a step compute for all its patches: the tape of one patch writes it, and those of the others read it.
 
 A module that is given the same with each patch, such as one that makes a modulation of the time, is part of the first
-tape of a step. What it returns stays in the memory of that tape, where the tapes of the other patches were recorded to
-read it. So they may be played only in steps in which that tape was played before.
+tape of a step. That tape ends with a copy of what it returns, which the tapes of the other patches were recorded to
+read. So they may be played only in steps in which that tape was played before.
+
+The copies are outside of the memory that tapes share: there, a tape that was recorded earlier writes into what was free
+at that time, so it must not be played between a tape that writes there and one that reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, MutableMapping
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ditile.distributed.recording.tape import Tape
+from ditile.distributed.recording.segments import list_tensors
+from ditile.distributed.recording.tape import Recording, Tape
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import RememberedOutput
 
@@ -24,14 +29,14 @@ class StepOutputs:
     """The calls of the current step, of the model and branch that are called now.
 
     Attributes:
-        tapes: that were made or played in it, and write something for others.
+        tapes: that were made or played in it, and write something for others; dropped ones must not stay here.
         looked: what modules returned in calls that were only watched.
     """
 
     def __init__(self) -> None:
-        self.tapes: set[Tape] = set()
+        self.tapes: set[ref[Tape]] = set()
         self.looked: Outputs = {}
-        self._calls: dict[Hashable, tuple[set[Tape], Outputs]] = {}
+        self._calls: dict[Hashable, tuple[set[ref[Tape]], Outputs]] = {}
         self._outputs: MutableMapping[Tape, Outputs] = WeakKeyDictionary()
         self._step = -1
         self._epoch: object = None
@@ -45,19 +50,28 @@ class StepOutputs:
             self._calls = {}
         self.tapes, self.looked = self._calls.setdefault((id(model), now.branch), (set(), {}))
 
+    def forget_step(self) -> None:
+        """Forgets the calls of the last step, whose outputs nothing reads any more."""
+        self.tapes = set()
+        self.looked = {}
+        self._calls = {}
+
     def list_outputs(self) -> Outputs:
         """What tapes have written in this step."""
         outputs: Outputs = {}
-        for tape in self.tapes:
+        for tape in self._list_tapes():
             for known in self._outputs[tape].values():
                 known.renew(self._step)
             outputs.update(self._outputs[tape])
         return outputs
 
-    def keep_outputs(self, tape: Tape, outputs: Outputs) -> None:
-        """Keeps what a new tape computed beyond what `list_outputs` gave it, as long as the tape is kept."""
+    def keep_outputs(self, recording: Recording, outputs: Outputs) -> None:
+        """Keeps what a new tape computed beyond what `list_outputs` gave it, as long as the tape is kept.
+
+        The call must be over. The tape then ends with a copy of these outputs, which are replaced by it.
+        """
         given: set[Hashable] = set()
-        for other in self.tapes:
+        for other in self._list_tapes():
             given |= self._outputs[other].keys()
             # What this tape writes into must not be read by tapes after it.
             self._outputs[other] = _select_unchanged(self._outputs[other])
@@ -66,13 +80,35 @@ class StepOutputs:
             if key not in given:
                 own[key] = known
         if own:
-            self._outputs[tape] = own
-            self.tapes.add(tape)
+            _move_outputs(recording, own)
+            self._outputs[recording.tape] = own
 
     def note_play(self, tape: Tape) -> None:
-        """A tape was played."""
+        """A tape was made or played."""
         if tape in self._outputs:
-            self.tapes.add(tape)
+            self.tapes.add(ref(tape))
+
+    def _list_tapes(self) -> list[Tape]:
+        tapes = [reference() for reference in self.tapes]
+        return [tape for tape in tapes if tape is not None]
+
+
+def _move_outputs(recording: Recording, outputs: Outputs) -> None:
+    """Copies outputs to memory that no other tape writes into, now and at the end of each play."""
+    tensors: dict[int, Tensor] = {}
+    for tensor in list_tensors([known.output for known in outputs.values()]):
+        tensors[id(tensor)] = tensor
+    if not tensors:
+        return
+    originals = list(tensors.values())
+    copies = list(map(torch.empty_like, originals))
+    with recording.record_within():
+        torch._foreach_copy_(copies, originals)
+    recording.tape.held.append(copies)
+    # Some outputs are what modules of other outputs were given, so readers must be given the copies there too.
+    replacements = dict(zip(tensors, copies, strict=True))
+    for known in outputs.values():
+        known.replace_tensors(replacements)
 
 
 def _select_unchanged(outputs: Outputs) -> Outputs:
