@@ -145,6 +145,27 @@ def test_auto_records_where_the_host_is_the_limit(plan: Plan) -> None:
     assert not none
 
 
+def test_memory_that_runs_out_ends_auto_for_good() -> None:
+    """A failure means that each image records again what the one before had no room for."""
+
+    def run_out(pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if step == 7:
+            raise torch.OutOfMemoryError
+        return kwargs
+
+    with record_on_cpu(make_events=lambda: CountingClock(1.0)) as recorders:
+        runner = ditile.parallelize(ZOO["flux"].make(), Plan(), keep_weights=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        generate(runner, "flux", num_inference_steps=8, callback_on_step_end=run_out)
+    recorded = recorders[0].num_recorded
+    assert recorded
+    generate(runner, "flux", num_inference_steps=8)
+    assert recorders[0].num_recorded == recorded
+    runner.forget_recorded_steps()
+    generate(runner, "flux", num_inference_steps=8)
+    assert recorders[0].num_recorded > recorded
+
+
 def test_auto_is_off_on_a_cpu_and_where_weights_come_and_go() -> None:
     assert build_recorder("auto", Plan(), torch.device("cpu")) is None
     assert build_recorder("auto", Plan(offload="blocks"), torch.device("cuda")) is None

@@ -66,6 +66,12 @@ def test_a_call_that_makes_the_first_keys_is_not_recorded() -> None:
     assert second.recorded.as_code == {"the first step": 2, "it makes its first keys": 2}
 
 
+def test_a_rank_without_an_image_does_not_count() -> None:
+    ranks = [{"calls": 0, "played": 0, "as_code": {}}, {"calls": 10, "played": 9, "as_code": {"the first step": 1}}]
+    assert format_recorded_calls(ranks) == "9 of 10 calls played; 1 ran as code: the first step"
+    assert format_recorded_calls(ranks[:1]) == "0 of 0 calls played"
+
+
 def test_without_a_recorder_nothing_is_told() -> None:
     runner = ditile.parallelize(ZOO["flux"].make(), Plan())
     generate(runner, "flux")

@@ -254,9 +254,10 @@ class Composition:
                 yield self.loop
             except StoppedError:  # between two calls of the model
                 raise
-            except BaseException:
+            except BaseException as error:
                 # A tape that was begun is of no use, and one may have failed.
-                self.release_recordings()
+                if self.recorder is not None:
+                    self.recorder.release_after(error)
                 raise
 
     def _attach_recorder(self, stack: ExitStack, models: list[nn.Module]) -> None:

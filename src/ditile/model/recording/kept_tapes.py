@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, proxy
 
 import torch
 from torch import Tensor
@@ -165,7 +166,8 @@ class KeptTapes:
         self._make_segments = make_segments
         self._limit_bytes = limit_bytes
         self.generation = 0
-        self.kept_buffers = KeptBuffers(self.make_room)
+        # Both must go at once with their owner, and not only with the next collection of cycles.
+        self.kept_buffers = KeptBuffers(partial(KeptTapes.make_room, proxy(self)))
         self._calls: dict[Hashable, CallTape] = {}
         # Tapes reference the memory they read, so memory that none reads is freed.
         self._statics: WeakValueDictionary[Hashable, StaticInput] = WeakValueDictionary()

@@ -41,7 +41,9 @@ def sum_recorded_calls(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 def format_recorded_calls(ranks: Sequence[Mapping[str, Any]]) -> str:
     """How many calls were played on the rank that played the fewest, and why most of the others ran as code there."""
-    recorded = min(ranks, key=lambda rank: rank["played"] / max(1, rank["calls"]))
+    # A replica without an image calls nothing.
+    busy = [rank for rank in ranks if rank["calls"]] or ranks
+    recorded = min(busy, key=lambda rank: rank["played"] / max(1, rank["calls"]))
     text = f"{recorded['played']} of {recorded['calls']} calls played"
     if not recorded["as_code"]:
         return text

@@ -99,7 +99,7 @@ class RecordedSteps:
         num_recorded, num_played: calls so far.
         problems: why calls were not recorded, and how many.
         preparations: the same of calls that ran as code so that later ones can be recorded.
-        failure: that a recording has failed, and by which error; nothing is recorded after it.
+        failure: that a recording has failed, and by which error, or that memory ran out; nothing is recorded after it.
     """
 
     def __init__(
@@ -166,6 +166,15 @@ class RecordedSteps:
         self._models.clear()
         self._shared = StepOutputs()
         self._paces.clear()
+
+    def release_after(self, error: BaseException) -> None:
+        """Forgets all recorded calls after an error; where nobody has asked for them, for good if memory ran out."""
+        takes_memory = self._tapes.num_bytes > 0
+        self.release()
+        # The same call may have had room without them, as that of a VAE after the last step.
+        if self.is_auto and takes_memory and isinstance(error, torch.OutOfMemoryError):
+            self.failure = "memory ran out with recorded steps"
+            LOG.warning("%s, which held some; steps run as code from now on", self.failure)
 
     def reset(self) -> None:
         """Forgets all recorded calls, and that a recording has failed: later calls are recorded again."""
@@ -328,8 +337,11 @@ class RecordedSteps:
     ) -> Any:
         if call.pace.is_gpu_limited:
             self.problems[GPU_LIMITED] += 1
-        else:
+        elif call.was_made:
             self.preparations[UNMEASURED] += 1
+        else:
+            # Where a number among the arguments is another one in each step, all are.
+            self.preparations[WATCHED] += 1
         pace = call.pace if call.was_made else Pace()
         call.was_made = True
         return host_limit.measure_call(pace, forward, args, kwargs)
