@@ -169,6 +169,8 @@ def test_memory_that_runs_out_ends_auto_for_good() -> None:
 def test_auto_is_off_on_a_cpu_and_where_weights_come_and_go() -> None:
     assert build_recorder("auto", Plan(), torch.device("cpu")) is None
     assert build_recorder("auto", Plan(offload="blocks"), torch.device("cuda")) is None
+    # What changes in each step is measured within the calls.
+    assert build_recorder("auto", Plan(patches=2, warmup="auto"), torch.device("cuda")) is None
     assert build_recorder(False, Plan(), torch.device("cuda")) is None
     with simulate_gpu(SimulatedGpu()):
         recorder = build_recorder("auto", Plan(), torch.device("cuda", 0))

@@ -873,6 +873,9 @@ def build_recorder(setting: bool | Literal["auto"], plan: Plan, device: torch.de
         raise PlanError(refusal)
     if refusal or setting is False:
         return None
+    # Nothing would be recorded, while masks and messages would be made for it in each layer.
+    if setting == AUTO and plan.warmup == AUTO:
+        return None
     host_limit = None
     if setting == AUTO:
         host_limit = HostLimit(lambda: CudaEvents(device))
