@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakValueDictionary, proxy
+from weakref import WeakValueDictionary, proxy, ref
 
 import torch
 from torch import Tensor
@@ -131,7 +131,7 @@ class CallTape:
     stored: Sequence[Any] = ()
     addresses: Any = None
     epoch: object = None
-    makers: frozenset[Tape] = frozenset()
+    makers: frozenset[ref[Tape]] = frozenset()
     num_lost: int = 0
 
     def drop_tape(self) -> None:
