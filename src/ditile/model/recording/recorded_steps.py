@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ditile.distributed.recording.segments import OperatorWatch, list_tensors
-from ditile.distributed.recording.tape import NoSegments, Recording, Segments, Tape
+from ditile.distributed.recording.tape import NoSegments, Recording, Segments
 from ditile.model.hooks.generation import Generation
 from ditile.model.hooks.kv_store import GenerationMemory
 from ditile.model.hooks.protocols import CallDecision
@@ -446,14 +446,7 @@ class RecordedSteps:
         call.result = result
         call.marks = marks
         recording.tape.held.append(_list_foreign_tensors(watch, now, model))
-        try:
-            if now.micro_step.patch is not None:
-                self._shared.keep_outputs(recording, shared)
-        except RuntimeError as error:
-            # The call itself was made.
-            self._end_recording(error)
-            return result
-        self._keep_tape(recording.tape, call, now, model)
+        self._keep_tape(recording, call, now, model, shared)
         return result
 
     def _note_stored_keys(self, call: CallTape, model: nn.Module) -> str:
@@ -466,12 +459,21 @@ class RecordedSteps:
         call.stored = stored
         return ""
 
-    def _keep_tape(self, tape: Tape, call: CallTape, now: Generation, model: nn.Module) -> None:
+    def _keep_tape(
+        self, recording: Recording, call: CallTape, now: Generation, model: nn.Module, shared: Outputs
+    ) -> None:
         """Keeps a tape for later calls, as far as the memory that it holds allows."""
-        call.tape = tape
+        try:
+            if now.micro_step.patch is not None:
+                self._shared.keep_outputs(recording, shared)
+        except RuntimeError as error:
+            # The call itself was made.
+            self._end_recording(error)
+            return
+        call.tape = recording.tape
         call.addresses = self._list_addresses(now, model)
         if self._tapes.enforce_limit():
-            self._shared.note_play(tape)
+            self._shared.note_play(recording.tape)
         else:
             call.give_up("tapes hold as much as they may")
             self._tapes.enforce_limit()
