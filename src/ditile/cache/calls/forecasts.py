@@ -85,7 +85,7 @@ class CallForecasts:
             self._copy_fresh_results()
         self._steps.add(call.step)
         branch = self._branches.get(call.branch)
-        form = _describe_latents(call.latents)
+        form = _describe_form(call.latents)
         # Another transformer, another batch: what is kept does not fit.
         if branch is None or branch.spec is None or branch.form != form:
             return True
@@ -99,7 +99,7 @@ class CallForecasts:
         open_result_class(result)
         branch = self._branches.setdefault(call.branch, _Branch())
         branch.leaves, branch.spec = pytree.tree_flatten(result)
-        form = _describe_latents(call.latents)
+        form = _describe_form(call.latents)
         if branch.form != form:
             branch.outputs.clear()
         branch.form = form
@@ -178,7 +178,7 @@ def _is_output(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _describe_latents(latents: Any) -> Any:
+def _describe_form(latents: Any) -> Any:
     """Equal for calls whose outputs may be summed."""
     if isinstance(latents, Tensor):
         return latents.shape
