@@ -187,21 +187,22 @@ def test_replicas_decide_apart(pool: Pool) -> None:
         assert count and bool(torch.as_tensor(latents).isfinite().all())
 
 
-def draw_idle(config: Any, images: int) -> tuple[Tensor, list[list[int]]]:
-    """Latents of two replicas, and the steps left out; with one image the second replica has none."""
-    pipe = ditile.enable_cache(MAKE["pixart sigma"](), config)
-    call = call_of("pixart sigma", num_inference_steps=STEPS, num_images_per_prompt=images)
+def draw_idle(name: str, config: Any) -> tuple[Tensor, list[list[int]]]:
+    """Latents of two replicas, and the steps left out; the second replica has no image."""
+    pipe = ditile.enable_cache(MAKE[name](), config)
+    call = call_of(name, num_inference_steps=STEPS)
     return parallelize(pipe, Plan(data=2))(**call).images, left_out(pipe)
 
 
+@pytest.mark.parametrize("name", ["pixart sigma", "flux true cfg"])
 @pytest.mark.parametrize("config", [CONFIG.reset(threshold=1000.0), ditile.GuidanceGateConfig(gate=0.5)])
-def test_replicas_without_images_follow(pool: Pool, config: Any) -> None:
+def test_replicas_without_images_follow(pool: Pool, name: str, config: Any) -> None:
     """A failure: a replica without images decided by outputs that it does not have, or waits for the others."""
-    pipe = ditile.enable_cache(MAKE["pixart sigma"](), config)
-    wanted = pipe(**call_of("pixart sigma", num_inference_steps=STEPS)).images
+    pipe = ditile.enable_cache(MAKE[name](), config)
+    wanted = pipe(**call_of(name, num_inference_steps=STEPS)).images
     skipped = left_out(pipe)
     assert any(skipped)
-    (latents, own), (others, _) = pool.run(draw_idle, 2, config, 1)
+    (latents, own), (others, _) = pool.run(draw_idle, 2, name, config)
     assert float((latents - wanted).abs().max()) < 1e-4 and own == skipped
     same(others, latents, "all ranks have the image")
 
