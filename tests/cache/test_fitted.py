@@ -56,16 +56,25 @@ def test_the_error_is_that_of_the_forecasts() -> None:
     assert fit.measure_error(computed) == pytest.approx(float((missed**2).mean()), rel=1e-5)
 
 
+def make_identity(**changes: Any) -> dict[str, Any]:
+    content = {
+        "model_class": "FluxTransformer2DModel",
+        "weights": [{"x_embedder.weight": [0.5, -0.25]}],
+        "guidance": {"guidance_scale": 3.5},
+        "size": {"height": 128, "width": 128},
+        "scheduler": "FlowMatchEulerDiscreteScheduler",
+        "solver": {"stochastic_sampling": False},
+        "sigmas": [1.0, 0.75, 0.5, 0.25],
+        "latents": [16, 64],
+    }
+    return content | changes
+
+
 def make_schedule(**changes: Any) -> dict[str, Any]:
     content = {
         "kind": "ditile schedule",
         "model": "tiny",
-        "model_class": "FluxTransformer2DModel",
-        "weights_hash": "abc",
-        "scheduler": "FlowMatchEulerDiscreteScheduler",
-        "sigmas": [1.0, 0.75, 0.5, 0.25],
-        "latents": [16, 64],
-        "guidance": {"guidance_scale": 3.5},
+        "identity": make_identity(),
         "captions": 8,
         "budgets": [{"computed": [0, 1, 2], "weights": {"3": [1.0, 0.0]}, "predicted_db": 30.0}],
     }
@@ -87,7 +96,10 @@ HOSTILE = {
     "a list": "[]",
     "another kind": json.dumps(make_schedule(kind="profile")),
     "a field more": json.dumps(make_schedule(code="x")),
-    "NaN": json.dumps(make_schedule(sigmas=[1.0, float("nan"), 0.5, 0.25])),
+    "NaN": json.dumps(make_schedule(identity=make_identity(sigmas=[1.0, float("nan"), 0.5, 0.25]))),
+    "a name that moves the cursor": json.dumps(make_schedule(model="a\x1b[2J")),
+    "a name of two lines": json.dumps(make_schedule(identity=make_identity(guidance={"a\nb": 1.0}))),
+    "no weights": json.dumps(make_schedule(identity=make_identity(weights=[]))),
     "no budget": json.dumps(make_schedule(budgets=[])),
     "weights of a step that computes": json.dumps(
         make_schedule(budgets=[{"computed": [0, 1, 2], "weights": {"2": [1, 0], "3": [1, 0]}, "predicted_db": 1.0}])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ditile.cache.config import FittedScheduleConfig
+from ditile.cache.fitted.identity import Identity
 from ditile.cache.fitted.schedule import Schedule, StepBudget
 from ditile.plan.errors import ModelError, PlanError
 from ditile.plan.plan import Plan
@@ -32,12 +33,16 @@ def make_budget(num_computed: int) -> StepBudget:
 
 SCHEDULE = Schedule(
     model="a-model",
-    model_class="AModel",
-    weights_hash="0",
-    scheduler="Euler",
-    sigmas=tuple(1 - step / NUM_STEPS for step in range(NUM_STEPS)),
-    latents=(16, 4),
-    guidance={},
+    identity=Identity(
+        model_class="AModel",
+        weights=({},),
+        guidance={},
+        size={},
+        scheduler="Euler",
+        solver={},
+        sigmas=tuple(1 - step / NUM_STEPS for step in range(NUM_STEPS)),
+        latents=(16, 4),
+    ),
     captions=8,
     budgets=tuple(make_budget(size) for size in (3, 5, 7)),
 )

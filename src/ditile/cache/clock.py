@@ -68,7 +68,7 @@ class SchedulerClock:
         pipe: the pipeline, whose schedulers may be replaced at any time.
         on_begin: called with the number of steps when a generation begins.
         on_end: called when a generation ends, also by an error.
-        on_call: called with the keyword arguments when the pipeline is called.
+        on_call: called with the arguments by name when the pipeline is called.
     """
 
     def __init__(
@@ -220,7 +220,9 @@ class SchedulerClock:
         try:
             if self._depth == 1:
                 self._unseen = 0
-                self._called(kwargs)
+                # Also what is given by its place.
+                call = inspect.signature(self._pipe.__call__).bind_partial(*args, **kwargs)
+                self._called({**call.arguments, **kwargs})
             yield
         finally:
             self._depth -= 1
@@ -409,7 +411,7 @@ class CallClock:
         if not isinstance(steps, int):
             steps = None
         self.restart_clock(steps)
-        self._called(kwargs)
+        self._called({**call.arguments, **kwargs})
         try:
             yield
         finally:

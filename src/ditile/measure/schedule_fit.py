@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from ditile.cache.calls.scheduled import FEWEST_FORECAST_STEPS, FORCED_STEPS
 from ditile.cache.config import FittedScheduleConfig
 from ditile.cache.fitted.fit import FittedSteps, Matrix, StepFit, compute_gram_matrix, list_forced_steps
-from ditile.cache.fitted.fitted_pipeline import describe_latents, hash_weights, read_sigmas
+from ditile.cache.fitted.identity import (
+    Identity,
+    describe_call,
+    describe_latents,
+    describe_models,
+    describe_scheduler,
+)
 from ditile.cache.fitted.schedule import Schedule, StepBudget
 from ditile.measure.evaluate.captions import BUNDLED_SOURCE, load_captions
 from ditile.measure.sessions import use_cache_within
@@ -54,8 +60,6 @@ CAPTIONS_OF_GAINS = 3
 
 EXACT_DB = 100.0
 """The PSNR of equal images."""
-
-GUIDANCE_ARGUMENTS = ("guidance_scale", "true_cfg_scale", "guidance_scale_2")
 
 Frames = NDArray[np.uint8]
 
@@ -206,16 +210,12 @@ class ScheduleFitting:
         """The schedule without its budgets: what it belongs to."""
         num_steps = len(runs[0].models)
         models = find_loop_models(self._pipe)
-        guidance = {name: self._base[name] for name in GUIDANCE_ARGUMENTS if self._base.get(name) is not None}
+        fields = describe_models(models) | describe_call(self._pipe, models[0], self._base)
+        fields |= describe_scheduler(self._pipe.scheduler, num_steps)
         placeholder = StepBudget(computed=tuple(range(num_steps)), weights={}, predicted_db=EXACT_DB)
         return Schedule(
             model=self._options.model,
-            model_class=type(models[0]).__name__,
-            weights_hash=hash_weights(models),
-            scheduler=type(self._pipe.scheduler).__name__,
-            sigmas=tuple(read_sigmas(self._pipe.scheduler, num_steps)),
-            latents=runs[0].shape,
-            guidance=guidance,
+            identity=Identity(**fields, latents=runs[0].shape),
             captions=len(runs),
             budgets=(placeholder,),
         )
@@ -224,7 +224,7 @@ class ScheduleFitting:
         """How much an error of the prediction of each step moves the final latents."""
         scheduler = self._pipe.scheduler
         if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
-            sigmas = [*draft.sigmas, 0.0]
+            sigmas = [*draft.identity.sigmas, 0.0]
             return [abs(after - before) for before, after in zip(sigmas, sigmas[1:], strict=False)]
         # Others use a prediction in later steps too, or scale it, so its effect is measured.
         steps = sorted({round(step) for step in np.linspace(1, draft.num_steps - 1, MEASURED_GAINS)} - {*switches})

@@ -44,22 +44,28 @@ class CallSettings:
 
     Attributes:
         config: the settings.
-        content: of files that they name.
+        fitted: what makes the policies of fitted schedules, if they are.
     """
 
     config: CallCacheConfig
-    content: str = ""
+    fitted: FittedPolicies | None = None
     idle: str | None = None
 
     @property
     def text(self) -> str:
-        """The settings in one word."""
-        return format_cache_config(self.config)
+        """The settings in one word, with whose schedule is used."""
+        text = format_cache_config(self.config)
+        if self.fitted is not None:
+            text += f"_{self.fitted.source}"
+        return text
 
     @property
     def settings(self) -> str:
         """All settings; ranks whose texts are equal decide alike."""
-        return f"{self.config!r} {self.content}"
+        content = ""
+        if self.fitted is not None:
+            content = self.fitted.content
+        return f"{self.config!r} {content}"
 
 
 class CallCache(ModelCache):
@@ -89,10 +95,10 @@ class CallCache(ModelCache):
     @property
     def contexts(self) -> Sequence[CallSettings]:
         """The settings: all calls are decided on in one way."""
-        content = ""
+        fitted = None
         if isinstance(self._make_policy, FittedPolicies):
-            content = self._make_policy.content
-        return [CallSettings(self._config, content)]
+            fitted = self._make_policy
+        return [CallSettings(self._config, fitted)]
 
     def explain_plan_refusal(self, plan: Plan) -> str | None:
         """Why a plan cannot use it, or None."""
@@ -121,9 +127,9 @@ class CallCache(ModelCache):
         self._own_clock.restart_clock(steps, separate_cfg=getattr(config, "enable_separate_cfg", None))
 
     def check_pipeline_call(self, call: Mapping[str, Any]) -> None:
-        """Lets what makes the policies refuse the keyword arguments of a call, if it has an opinion of them."""
+        """Lets what makes the policies refuse the arguments of a call, if it has an opinion of them."""
         if isinstance(self._make_policy, FittedPolicies):
-            self._make_policy.check_guidance(call)
+            self._make_policy.check_call(call)
 
     def begin_generation(self, steps: int) -> None:
         """Begins a generation of `steps` steps, with an empty cache."""

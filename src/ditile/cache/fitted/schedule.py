@@ -1,20 +1,22 @@
 """A fitted schedule: which steps compute for every budget, and the weights of each forecast, as one small JSON file.
 
-    {"kind": "ditile schedule", "model": "shapes-flux", "sigmas": [1.0, 0.95, ..],
+    {"kind": "ditile schedule", "model": "shapes-flux", "identity": {"sigmas": [1.0, 0.95, ..], ..},
      "budgets": [{"computed": [0, 1, 2, 4, ..], "weights": {"3": [1.5, -0.5], ..}, "predicted_db": 41.3, ..}, ..]}
 
-It belongs to one model with its weights, one size, and one list of sigmas, and is refused for any other.
+It belongs to one model with its weights, one kind of call, and one scheduler, and is refused for any other.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ditile.cache.fitted.identity import MAX_STEPS, Identity, Name, Number
 from ditile.distributed import files
 from ditile.model.known import ASSETS
 from ditile.plan.errors import LoadError, ModelError
@@ -22,15 +24,7 @@ from ditile.plan.errors import LoadError, ModelError
 FOLDER = ASSETS / "schedules"
 """The schedules that come with the package."""
 
-MAX_STEPS = 10_000
-"""More than any generation has."""
-
-SIGMA_TOLERANCE = 1e-3
-"""How far sigmas may be apart, relative to the largest: far less than between schedules of other steps or sizes."""
-
 Step = Annotated[int, Field(ge=0, lt=MAX_STEPS)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 class StepBudget(BaseModel):
@@ -66,12 +60,7 @@ class Schedule(BaseModel):
 
     Attributes:
         model: the name under which the model was loaded.
-        model_class: of the model that the pipeline calls.
-        weights_hash: of its weights outside of the blocks, which every rank has.
-        scheduler: the class of the scheduler.
-        sigmas: of its steps; timesteps, where it has no sigmas.
-        latents: the shape of one image's latents, as the model takes them.
-        guidance: the arguments of the call that say how strong guidance is.
+        identity: what it belongs to: weights, call and scheduler.
         captions: how many captions it was fitted to.
         budgets: from the one with the fewest computed steps to the one with the most.
     """
@@ -80,12 +69,7 @@ class Schedule(BaseModel):
 
     kind: Literal["ditile schedule"] = "ditile schedule"
     model: Name
-    model_class: Name
-    weights_hash: Name
-    scheduler: Name
-    sigmas: Annotated[tuple[Number, ...], Field(min_length=2, max_length=MAX_STEPS)]
-    latents: tuple[int, ...]
-    guidance: Mapping[str, Number | None]
+    identity: Identity
     captions: Annotated[int, Field(ge=1)]
     budgets: Annotated[tuple[StepBudget, ...], Field(min_length=1)]
 
@@ -106,7 +90,7 @@ class Schedule(BaseModel):
     @property
     def num_steps(self) -> int:
         """The steps of a generation."""
-        return len(self.sigmas)
+        return len(self.identity.sigmas)
 
     @classmethod
     def read(cls, path: str | Path) -> Schedule:
@@ -125,7 +109,8 @@ class Schedule(BaseModel):
             return cls.model_validate(content, strict=None)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"][:3])) or "it"
+            # Keys of the file may be any text.
+            place = ".".join(map(str, first["loc"][:3])).encode("unicode_escape").decode() or "it"
             raise ModelError(
                 f"the schedule {str(path)!r} is not one of `ditile fit`: {place}: {first['msg']}"
             ) from error
@@ -154,24 +139,16 @@ def read_shipped_schedules() -> tuple[Schedule, ...]:
     return tuple(Schedule.read(path) for path in sorted(FOLDER.glob("*.json")))
 
 
-def find_shipped_schedules(model_class: str, weights_hash: str) -> Iterator[Schedule]:
-    """Those of a model with these weights."""
+def find_shipped_schedules(model_class: str) -> Iterator[Schedule]:
+    """Those of models of a class."""
     for schedule in read_shipped_schedules():
-        if (schedule.model_class, schedule.weights_hash) == (model_class, weights_hash):
+        if schedule.identity.model_class == model_class:
             yield schedule
-
-
-def are_equal_sigmas(sigmas: Sequence[float], others: Sequence[float]) -> bool:
-    """Whether two lists of sigmas are those of the same steps."""
-    if len(sigmas) != len(others):
-        return False
-    largest = max(map(abs, sigmas))
-    return all(abs(sigma - other) <= SIGMA_TOLERANCE * largest for sigma, other in zip(sigmas, others, strict=True))
 
 
 def make_fit_command(model: str, num_steps: int, **call: Any) -> str:
     """The command that fits a schedule for other steps."""
-    words = [f"ditile fit --model {model} --steps {num_steps}"]
+    words = [f"ditile fit --model {shlex.quote(model)} --steps {num_steps}"]
     for name, value in call.items():
         words.append(f"--{name} {value}")
     return " ".join(words)

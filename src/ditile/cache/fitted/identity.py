@@ -1,0 +1,354 @@
+"""What a fitted schedule belongs to: the model with its weights, the arguments of the call, and the scheduler.
+
+The same functions read it when a schedule is fitted and whenever one is used. A generation that differs in anything of
+this has other outputs, for which the weights of the forecasts are wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from ditile.model.hooks.placeholders import is_placeholder, is_plain_parameter
+from ditile.parallel.tensor.sharding import find_share
+
+SAMPLES = 2
+"""Of each parameter so many numbers are kept: its first ones."""
+
+WEIGHT_TOLERANCE = 0.0042
+"""How far equal weights may be apart, relative to the larger: a little more than one is rounded to bfloat16."""
+
+LEAST_WEIGHT = 1e-7
+"""How far they may always be apart: float16 rounds the smallest ones so."""
+
+SIGMA_TOLERANCE = 1e-3
+"""How far sigmas may be apart, relative to the largest: far less than between schedules of other steps or sizes."""
+
+MAX_STEPS = 10_000
+"""More than any generation has."""
+
+GUIDANCE_ENDINGS = ("guidance_scale", "guidance_scale_2", "cfg_scale", "guidance_rescale", "pag_scale")
+"""Ends of the names of arguments that say how strong guidance is."""
+
+SIZE_ARGUMENTS = ("height", "width", "num_frames")
+
+SOLVER_SETTINGS = (
+    "algorithm_type",
+    "euler_at_final",
+    "eta",
+    "final_sigmas_type",
+    "lower_order_final",
+    "predict_x0",
+    "prediction_type",
+    "solver_order",
+    "solver_type",
+    "stochastic_sampling",
+    "thresholding",
+)
+"""What a scheduler's config says besides its sigmas of how a prediction becomes a step."""
+
+
+def _check_printable(name: str) -> str:
+    # Refusals quote names: none may move the cursor of a terminal, or begin a line.
+    if not name.isprintable():
+        raise ValueError("a name has characters that cannot be printed")
+    return name
+
+
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_check_printable)]
+Samples = Annotated[tuple[Number, ...], Field(min_length=1, max_length=SAMPLES)]
+
+
+class Identity(BaseModel):
+    """What a schedule belongs to.
+
+    Attributes:
+        model_class: of the first model that the pipeline calls.
+        weights: of each model the first numbers of each parameter.
+        loras: that were on, with their scales.
+        guidance: how strong it is; true guidance without a negative prompt is 1.
+        size: height and width in pixels, and frames, as far as the call or the pipeline says them.
+        scheduler: its class; "" where there is none.
+        solver: what its config says besides the sigmas.
+        sigmas: of its steps; timesteps, where it has no sigmas.
+        latents: the shape of one image's latents, as the model takes them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model_class: Name
+    weights: Annotated[tuple[Mapping[Name, Samples], ...], Field(min_length=1)]
+    loras: tuple[Name, ...] = ()
+    guidance: Mapping[Name, Number | None]
+    size: Mapping[Name, int]
+    scheduler: Name
+    solver: Mapping[Name, bool | int | Number | Name | None]
+    sigmas: Annotated[tuple[Number, ...], Field(min_length=2, max_length=MAX_STEPS)]
+    latents: tuple[int, ...]
+
+
+def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequence[nn.Module] = ()) -> str:
+    """The first thing in which a generation is not what a schedule was fitted to, and what would work; "" for none.
+
+    Args:
+        identity: of the schedule.
+        present: some fields of the generation's, by name: as far as they are known by now.
+        models: that the pipeline calls; needed where the weights are among the fields.
+    """
+    if "weights" in present:
+        # Blocks of other ranks are not here, and are compared there.
+        present = {**present, "weights": list(zip(models, present["weights"], strict=True))}
+    for field, compare in _COMPARISONS.items():
+        if field in present:
+            difference = compare(getattr(identity, field), present[field])
+            if difference:
+                return difference
+    return ""
+
+
+def describe_models(models: Sequence[nn.Module]) -> dict[str, Any]:
+    """The fields that say which models these are, with the weights that they have now."""
+    loras: set[str] = set()
+    for model in models:
+        loras |= set(_iterate_active_loras(model))
+    return {
+        "model_class": type(models[0]).__name__,
+        "loras": tuple(sorted(loras)),
+        "weights": tuple(sample_weights(model) for model in models),
+    }
+
+
+def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that say how a pipeline is called, with its defaults for what the call does not say."""
+    complete: dict[str, Any] = {}
+    for name, parameter in inspect.signature(type(pipe).__call__).parameters.items():
+        if parameter.default is not parameter.empty:
+            complete[name] = parameter.default
+    complete |= call
+    return {"guidance": _read_guidance(model, complete), "size": _read_size(pipe, model, complete)}
+
+
+def describe_scheduler(scheduler: Any, num_steps: int) -> dict[str, Any]:
+    """The fields that say how a scheduler makes its steps; its timesteps must be set."""
+    config = getattr(scheduler, "config", {})
+    return {
+        "scheduler": type(scheduler).__name__,
+        "solver": {name: config[name] for name in SOLVER_SETTINGS if name in config},
+        "sigmas": tuple(read_sigmas(scheduler, num_steps)),
+    }
+
+
+def describe_latents(latents: Any) -> tuple[int, ...]:
+    """The shape of one image's latents, as a model takes them: a batch of rows, or a list of them."""
+    if isinstance(latents, Tensor):
+        return tuple(latents.shape[1:])
+    first = latents[0]
+    return tuple(first.shape) if isinstance(first, Tensor) else ()
+
+
+def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
+    """The noise levels at which a generation of so many steps calls the model; timesteps where there are none."""
+    sigmas = getattr(scheduler, "sigmas", None)
+    if isinstance(sigmas, Tensor) and len(sigmas) > num_steps:
+        # The last one is what remains after the last step.
+        return [float(sigma) for sigma in sigmas.tolist()[-num_steps - 1 : -1]]
+    # A runner's timesteps drive its loop when they are iterated, so they are read as numbers.
+    return [float(time) for time in scheduler.timesteps.tolist()[-num_steps:]]
+
+
+def sample_weights(model: nn.Module) -> dict[str, tuple[float, ...]]:
+    """The first numbers of each parameter that this rank has; none of one that is quantized or offloaded."""
+    share = find_share(model)
+    sampled: dict[str, tuple[float, ...]] = {}
+    heads_by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        # peft moves the Linear that a LoRA wraps into this attribute.
+        name = name.replace(".base_layer", "")
+        # The first rank of the tensor axis has the first numbers of each matrix.
+        if share is not None and share.cuts.index and name.rpartition(".")[0] in share.cuts.styles:
+            continue
+        if not is_plain_parameter(parameter) or parameter.is_meta or not parameter.numel():
+            sampled[name] = ()
+            continue
+        # Of the last dimension, whatever the layout in memory: flattening would copy some weights whole.
+        head = torch.atleast_1d(parameter.detach())[(0,) * (parameter.ndim - 1)][:SAMPLES].float()
+        heads_by_device.setdefault(head.device, {})[name] = head
+    for heads in heads_by_device.values():
+        # One copy from a device, and not one for each parameter.
+        numbers = iter(torch.cat(list(heads.values())).tolist())
+        for name, head in heads.items():
+            sampled[name] = tuple(float(f"{next(numbers):.5g}") for _ in range(len(head)))
+    return sampled
+
+
+def _iterate_active_loras(model: nn.Module) -> Iterator[str]:
+    """The LoRAs of peft's that change what a model computes, with their scales."""
+    layers: list[Any] = list(model.modules())
+    for layer in layers:
+        merged = getattr(layer, "merged_adapters", None)
+        if merged is None:
+            continue
+        active = [] if layer.disable_adapters else layer.active_adapters
+        for name in {*active, *merged} & layer.scaling.keys():
+            yield f"{name} at {layer.scaling[name]:.6g}"
+
+
+def _read_guidance(model: nn.Module, call: Mapping[str, Any]) -> dict[str, float | None]:
+    guidance: dict[str, float | None] = {}
+    for name, value in call.items():
+        if name.endswith(GUIDANCE_ENDINGS) and (value is None or isinstance(value, int | float)):
+            guidance[name] = value
+    if "true_cfg_scale" in guidance:
+        # Pipelines with true guidance guide only away from a negative prompt.
+        negatives = [value for name, value in call.items() if name.startswith("negative_prompt")]
+        if all(value is None for value in negatives) or (guidance["true_cfg_scale"] or 0) <= 1:
+            guidance["true_cfg_scale"] = 1.0
+        # A distilled scale that the model does not take has no effect.
+        if getattr(getattr(model, "config", None), "guidance_embeds", None) is False:
+            guidance.pop("guidance_scale", None)
+    if guidance.get("guidance_scale_2", 0) is None:
+        # Wan 2.2's second model is guided as the first one is.
+        guidance["guidance_scale_2"] = guidance.get("guidance_scale")
+    return guidance
+
+
+def _read_size(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[str, int]:
+    side = getattr(pipe, "default_sample_size", getattr(getattr(model, "config", None), "sample_size", None))
+    scale = getattr(pipe, "vae_scale_factor", None)
+    size: dict[str, int] = {}
+    for name in SIZE_ARGUMENTS:
+        value = call.get(name)
+        if value is None and name in call and name != "num_frames" and isinstance(side, int) and isinstance(scale, int):
+            value = side * scale
+        if isinstance(value, int):
+            size[name] = value
+    return size
+
+
+def _compare_classes(fitted: str, present: str) -> str:
+    if fitted == present:
+        return ""
+    return f"is for a {fitted}, and the pipeline calls a {present}; use a schedule of this model"
+
+
+def _compare_loras(fitted: Sequence[str], present: Sequence[str]) -> str:
+    if tuple(fitted) == tuple(present):
+        return ""
+    has = ", ".join(present) or "no LoRA"
+    was = ", ".join(fitted) or "none"
+    return (
+        f"was fitted with {was} of the LoRAs, and the model has {has}; disable the LoRA, or fuse it, save the "
+        "pipeline and fit a schedule to that"
+    )
+
+
+def _compare_weights(
+    fitted: Sequence[Mapping[str, Sequence[float]]],
+    present: Sequence[tuple[nn.Module, Mapping[str, Sequence[float]]]],
+) -> str:
+    advice = "load the weights that it was fitted to"
+    if len(fitted) != len(present):
+        return f"is for {len(fitted)} models, and the pipeline calls {len(present)}; {advice}"
+    for samples, (model, present_samples) in zip(fitted, present, strict=True):
+        for name, numbers in present_samples.items():
+            if not numbers:
+                return f"cannot be compared with {name}, which is quantized or offloaded; {advice}, and quantize none"
+            if name not in samples or not _are_equal_weights(samples[name], numbers):
+                return f"was fitted to other weights than {name} has; {advice}"
+        for name in samples.keys() - present_samples.keys():
+            if not _is_elsewhere(model, name):
+                return f"was fitted to a model with {name}, which this one has not; {advice}"
+    return ""
+
+
+def _are_equal_weights(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    if len(numbers) != len(others):
+        return False
+    for number, other in zip(numbers, others, strict=True):
+        larger = max(abs(number), abs(other))
+        if abs(number - other) > WEIGHT_TOLERANCE * larger + LEAST_WEIGHT:
+            return False
+    return True
+
+
+def _is_elsewhere(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is that of a block which is on another rank, or has a part of it that is first elsewhere."""
+    share = find_share(model)
+    if share is not None and name.rpartition(".")[0] in share.cuts.styles:
+        return True
+    module = model
+    for part in name.split("."):
+        if is_placeholder(module):
+            return True
+        child = module._modules.get(part)
+        if child is None:
+            return False
+        module = child
+    return False
+
+
+def _compare_items(fitted: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """A difference between settings of a call or of a scheduler."""
+    for name, value in fitted.items():
+        # What is not known now was not known to matter.
+        if name in present and present[name] != value:
+            return f"is for {name}={_format(value)}, and the call has {_format(present[name])}; set it as it was fitted"
+    for name, value in present.items():
+        if name not in fitted:
+            return f"does not say {name}, and the call has {_format(value)}; use a schedule that says it"
+    return ""
+
+
+def _format(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
+
+
+def _compare_schedulers(fitted: str, present: str) -> str:
+    if fitted == present:
+        return ""
+    return f"is for the {fitted}, and the pipeline has a {present}; set the other"
+
+
+def _compare_sigmas(fitted: Sequence[float], present: Sequence[float]) -> str:
+    largest = max(map(abs, fitted))
+    if len(fitted) == len(present):
+        differences = [abs(sigma - other) for sigma, other in zip(fitted, present, strict=True)]
+        if max(differences) <= SIGMA_TOLERANCE * largest:
+            return ""
+    return (
+        f"is for other sigmas than the {len(present)} steps of this call have, as of another size or shift; call it as "
+        "it was fitted"
+    )
+
+
+def _compare_latents(fitted: Sequence[int], present: Sequence[int]) -> str:
+    if tuple(fitted) == tuple(present):
+        return ""
+    return (
+        f"is for latents of shape {list(fitted)}, and these have {list(present)}; generate in the size of the schedule"
+    )
+
+
+_COMPARISONS: Mapping[str, Callable[[Any, Any], str]] = {
+    "model_class": _compare_classes,
+    # Before the weights, among which fused LoRAs are.
+    "loras": _compare_loras,
+    "weights": _compare_weights,
+    "guidance": _compare_items,
+    "size": _compare_items,
+    "scheduler": _compare_schedulers,
+    "solver": _compare_items,
+    "sigmas": _compare_sigmas,
+    "latents": _compare_latents,
+}
+"""The fields in the order in which they are compared -> what compares two."""
