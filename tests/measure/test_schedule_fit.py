@@ -11,7 +11,7 @@ import torch
 
 import ditile
 from ditile.cache.fitted.fit import StepFit, list_forced_steps
-from ditile.cache.fitted.fitted_pipeline import hash_weights
+from ditile.cache.fitted.identity import describe_models, find_difference
 from ditile.cache.fitted.schedule import FOLDER, find_shipped_schedules
 from ditile.cli.main import main
 from ditile.measure.evaluate.captions import load_captions
@@ -88,7 +88,12 @@ def test_shipped_schedules_belong_to_bundled_models(path: Path) -> None:
     assert path.stat().st_size < 16_000
     schedule = ditile.Schedule.read(path)
     pipe = ditile.load(schedule.model)
-    assert schedule in list(find_shipped_schedules(type(pipe.transformer).__name__, hash_weights([pipe.transformer])))
+    present = describe_models([pipe.transformer])
+    found: list[ditile.Schedule] = []
+    for shipped in find_shipped_schedules(type(pipe.transformer).__name__):
+        if not find_difference(shipped.identity, present, [pipe.transformer]):
+            found.append(shipped)
+    assert schedule in found and {shipped.model for shipped in found} == {schedule.model}
     assert path.stem == f"{schedule.model}-{schedule.num_steps}"
     measured = [budget.mean_db for budget in schedule.budgets if budget.mean_db is not None]
     assert measured == sorted(measured) and len(measured) >= 2

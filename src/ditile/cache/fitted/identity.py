@@ -18,7 +18,7 @@ from ditile.model.hooks.placeholders import is_placeholder, is_plain_parameter
 from ditile.parallel.tensor.sharding import find_share
 
 SAMPLES = 2
-"""Of each parameter so many numbers are kept: its first ones."""
+"""Of each matrix of weights so many numbers are kept: its first ones."""
 
 WEIGHT_TOLERANCE = 0.0042
 """How far equal weights may be apart, relative to the larger: a little more than one is rounded to bfloat16."""
@@ -70,7 +70,7 @@ class Identity(BaseModel):
 
     Attributes:
         model_class: of the first model that the pipeline calls.
-        weights: of each model the first numbers of each parameter.
+        weights: of each model the first numbers of each matrix or kernel of weights.
         loras: that were on, with their scales.
         guidance: how strong it is; true guidance without a negative prompt is 1.
         size: height and width in pixels, and frames, as far as the call or the pipeline says them.
@@ -130,7 +130,7 @@ def describe_call(pipe: Any, model: nn.Module, call: Mapping[str, Any]) -> dict[
     for name, parameter in inspect.signature(type(pipe).__call__).parameters.items():
         if parameter.default is not parameter.empty:
             complete[name] = parameter.default
-    complete |= call
+    complete |= {name: value for name, value in call.items() if value is not None}
     return {"guidance": _read_guidance(model, complete), "size": _read_size(pipe, model, complete)}
 
 
@@ -163,12 +163,15 @@ def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
 
 
 def sample_weights(model: nn.Module) -> dict[str, tuple[float, ...]]:
-    """The first numbers of each parameter that this rank has; none of one that is quantized or offloaded."""
+    """The first numbers of each matrix of weights that this rank has; none of one that is quantized or offloaded.
+
+    Biases and norms are left out: a file stays small, and what changes them changes matrices too.
+    """
     share = find_share(model)
     sampled: dict[str, tuple[float, ...]] = {}
     heads_by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or parameter.ndim < 2:
             continue
         # peft moves the Linear that a LoRA wraps into this attribute.
         name = name.replace(".base_layer", "")
@@ -179,7 +182,7 @@ def sample_weights(model: nn.Module) -> dict[str, tuple[float, ...]]:
             sampled[name] = ()
             continue
         # Of the last dimension, whatever the layout in memory: flattening would copy some weights whole.
-        head = torch.atleast_1d(parameter.detach())[(0,) * (parameter.ndim - 1)][:SAMPLES].float()
+        head = parameter.detach()[(0,) * (parameter.ndim - 1)][:SAMPLES].float()
         heads_by_device.setdefault(head.device, {})[name] = head
     for heads in heads_by_device.values():
         # One copy from a device, and not one for each parameter.
