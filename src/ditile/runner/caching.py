@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,7 @@ from ditile.model.hooks.attention_processors import find_attention_processors
 from ditile.model.hooks.compile import find_compiler
 from ditile.model.source import list_pipeline_parts, unwrap_module
 from ditile.parallel.attention.kernel import choose_kernel
+from ditile.parallel.tensor.sharding import find_share
 from ditile.plan.errors import ModelError, StateError
 from ditile.plan.plan import Plan
 from ditile.runner.compose import find_loop_models
@@ -428,12 +429,20 @@ def _build_caches(
     if isinstance(config, CallCacheConfig):
         _check_no_block_settings(config, calibrator, modifiers)
         models = _list_called_models(pipe, config)
-        prepare = functools.partial(prepare_policy, pipe, models)
+        prepare = functools.partial(prepare_policy, pipe, models, _list_later_shares)
         caches += [CallCache(model, config, prepare) for model in models]
         return caches
     assert config is None or isinstance(config, BlockCacheConfig)
     caches += [_build_model_cache(model, config, calibrator, modifiers) for model in adapted]
     return caches
+
+
+def _list_later_shares(model: nn.Module) -> Collection[str]:
+    """The modules of whose weights another rank has the first numbers."""
+    share = find_share(model)
+    if share is None or share.cuts.index == 0:
+        return ()
+    return share.cuts.styles.keys()
 
 
 def _check_no_block_settings(config: CallCacheConfig, calibrator: Any, modifiers: Any) -> None:

@@ -24,6 +24,7 @@ from ditile.cache.config import (
     merge_configs,
 )
 from ditile.cache.fitted.fitted_pipeline import FittedPolicies
+from ditile.cache.fitted.identity import ListShares
 from ditile.cache.methods.easycache import EasyCacheConfig, make_easy_policy
 from ditile.cache.methods.gating import GatedGuidance, GuidanceGateConfig, GuidedModel
 from ditile.cache.report import ContextReport, Decisions
@@ -184,12 +185,15 @@ class CallCache(ModelCache):
         return forecasts.forecast_call(call)
 
 
-def prepare_policy(pipe: Any, models: Sequence[nn.Module], config: CallCacheConfig) -> MakePolicy:
+def prepare_policy(
+    pipe: Any, models: Sequence[nn.Module], list_later_shares: ListShares, config: CallCacheConfig
+) -> MakePolicy:
     """What makes the policy of each generation of a pipeline, with these settings.
 
     Args:
         pipe: the pipeline, or a model that has none.
         models: that it calls in its loop.
+        list_later_shares: the modules of a model of whose weights this rank has a share that is not the first.
         config: the settings.
 
     Raises:
@@ -197,7 +201,7 @@ def prepare_policy(pipe: Any, models: Sequence[nn.Module], config: CallCacheConf
         ModelError: if a setting does not fit the pipeline.
     """
     if isinstance(config, FittedScheduleConfig):
-        return cast(MakePolicy, FittedPolicies(pipe, models, config))
+        return cast(MakePolicy, FittedPolicies(pipe, models, config, list_later_shares))
     if isinstance(config, EasyCacheConfig):
         return make_easy_policy
     if isinstance(config, GuidanceGateConfig):

@@ -14,6 +14,7 @@ from ditile.cache.calls.policy import ModelCall
 from ditile.cache.calls.scheduled import ScheduledSteps, check_num_computed, spread_steps
 from ditile.cache.config import FittedScheduleConfig
 from ditile.cache.fitted.identity import (
+    ListShares,
     describe_call,
     describe_latents,
     describe_models,
@@ -33,14 +34,18 @@ class FittedPolicies:
         pipe: the pipeline, or a model that has none.
         models: that it calls in its loop.
         config: the settings.
+        list_later_shares: where another rank has the first numbers of weights.
 
     Raises:
         LoadError: if the file of the schedule cannot be read.
         ModelError: if it is not of these models.
     """
 
-    def __init__(self, pipe: Any, models: Sequence[nn.Module], config: FittedScheduleConfig) -> None:
+    def __init__(
+        self, pipe: Any, models: Sequence[nn.Module], config: FittedScheduleConfig, list_later_shares: ListShares
+    ) -> None:
         self._pipe = pipe
+        self._list_later_shares = list_later_shares
         self._models = models
         self._is_shipped = config.schedule is None
         self._logged: set[str] = set()
@@ -68,7 +73,7 @@ class FittedPolicies:
     def content(self) -> str:
         """Equal for ranks whose files say the same, where all or none have the weights that these were fitted to."""
         digest = hashlib.sha256()
-        present = describe_models(self._models)
+        present = describe_models(self._models, self._list_later_shares)
         words: list[str] = []
         for schedule in self._candidates:
             digest.update(schedule.model_dump_json().encode())
@@ -111,7 +116,7 @@ class FittedPolicies:
         """The schedules of these weights. One that was given is refused if it is not; of others a line says why."""
         if not self._candidates:
             return []
-        present = describe_models(self._models)
+        present = describe_models(self._models, self._list_later_shares)
         if not self._is_shipped:
             return self._select_equal(self._candidates, present)
         matching: list[Schedule] = []

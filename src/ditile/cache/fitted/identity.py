@@ -7,7 +7,7 @@ this has other outputs, for which the weights of the forecasts are wrong.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -15,7 +15,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from ditile.model.hooks.placeholders import is_placeholder, is_plain_parameter
-from ditile.parallel.tensor.sharding import find_share
 
 SAMPLES = 2
 """Of each matrix of weights so many numbers are kept: its first ones."""
@@ -62,6 +61,8 @@ def _check_printable(name: str) -> str:
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_check_printable)]
+ListShares = Callable[[nn.Module], Collection[str]]
+"""The paths of modules of a model of whose weights this rank has a share that is not the first."""
 Samples = Annotated[tuple[Number, ...], Field(min_length=1, max_length=SAMPLES)]
 
 
@@ -112,15 +113,15 @@ def find_difference(identity: Identity, present: Mapping[str, Any], models: Sequ
     return ""
 
 
-def describe_models(models: Sequence[nn.Module]) -> dict[str, Any]:
-    """The fields that say which models these are, with the weights that they have now."""
+def describe_models(models: Sequence[nn.Module], list_later_shares: ListShares = lambda _: ()) -> dict[str, Any]:
+    """The fields that say which models these are, with the weights that they have now; see `sample_weights`."""
     loras: set[str] = set()
     for model in models:
         loras |= set(_iterate_active_loras(model))
     return {
         "model_class": type(models[0]).__name__,
         "loras": tuple(sorted(loras)),
-        "weights": tuple(sample_weights(model) for model in models),
+        "weights": tuple(sample_weights(model, list_later_shares(model)) for model in models),
     }
 
 
@@ -162,21 +163,24 @@ def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
     return [float(time) for time in scheduler.timesteps.tolist()[-num_steps:]]
 
 
-def sample_weights(model: nn.Module) -> dict[str, tuple[float, ...]]:
+def sample_weights(model: nn.Module, later_shares: Collection[str] = ()) -> dict[str, tuple[float, ...] | None]:
     """The first numbers of each matrix of weights that this rank has; none of one that is quantized or offloaded.
 
     Biases and norms are left out: a file stays small, and what changes them changes matrices too.
+
+    Args:
+        model: the model.
+        later_shares: paths of modules of which another rank has the first numbers; None stands for theirs.
     """
-    share = find_share(model)
-    sampled: dict[str, tuple[float, ...]] = {}
+    sampled: dict[str, tuple[float, ...] | None] = {}
     heads_by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
         if ".lora_" in name or parameter.ndim < 2:
             continue
         # peft moves the Linear that a LoRA wraps into this attribute.
         name = name.replace(".base_layer", "")
-        # The first rank of the tensor axis has the first numbers of each matrix.
-        if share is not None and share.cuts.index and name.rpartition(".")[0] in share.cuts.styles:
+        if name.rpartition(".")[0] in later_shares:
+            sampled[name] = None
             continue
         if not is_plain_parameter(parameter) or parameter.is_meta or not parameter.numel():
             sampled[name] = ()
@@ -255,13 +259,15 @@ def _compare_loras(fitted: Sequence[str], present: Sequence[str]) -> str:
 
 def _compare_weights(
     fitted: Sequence[Mapping[str, Sequence[float]]],
-    present: Sequence[tuple[nn.Module, Mapping[str, Sequence[float]]]],
+    present: Sequence[tuple[nn.Module, Mapping[str, Sequence[float] | None]]],
 ) -> str:
     advice = "load the weights that it was fitted to"
     if len(fitted) != len(present):
         return f"is for {len(fitted)} models, and the pipeline calls {len(present)}; {advice}"
     for samples, (model, present_samples) in zip(fitted, present, strict=True):
         for name, numbers in present_samples.items():
+            if numbers is None:
+                continue
             if not numbers:
                 return f"cannot be compared with {name}, which is quantized or offloaded; {advice}, and quantize none"
             if name not in samples or not _are_equal_weights(samples[name], numbers):
@@ -283,10 +289,7 @@ def _are_equal_weights(numbers: Sequence[float], others: Sequence[float]) -> boo
 
 
 def _is_elsewhere(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is that of a block which is on another rank, or has a part of it that is first elsewhere."""
-    share = find_share(model)
-    if share is not None and name.rpartition(".")[0] in share.cuts.styles:
-        return True
+    """Whether a parameter is that of a block which is on another rank."""
     module = model
     for part in name.split("."):
         if is_placeholder(module):
