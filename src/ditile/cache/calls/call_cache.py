@@ -63,10 +63,10 @@ class CallSettings:
     @property
     def settings(self) -> str:
         """All settings; ranks whose texts are equal decide alike."""
-        content = ""
-        if self.fitted is not None:
-            content = self.fitted.content
-        return f"{self.config!r} {content}"
+        if self.fitted is None:
+            return repr(self.config)
+        # The content first: an error quotes the beginning, and a schedule is long.
+        return f"{self.fitted.content} {self.config!r}"
 
 
 class CallCache(ModelCache):
