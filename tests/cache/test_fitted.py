@@ -56,6 +56,28 @@ def test_the_error_is_that_of_the_forecasts() -> None:
     assert fit.measure_error(computed) == pytest.approx(float((missed**2).mean()), rel=1e-5)
 
 
+def test_forecasts_take_back_what_earlier_gaps_have_moved() -> None:
+    """The errors of all gaps together are smaller then; the first gap has nothing to take back."""
+    predictions = make_predictions()
+    gains = np.linspace(0.3, 0.05, STEPS).tolist()
+    squares: list[float] = []
+    budgets = []
+    for corrects_drift in (False, True):
+        fit = StepFit(compute_gram_matrix(predictions), gains, range(3), corrects_drift=corrects_drift)
+        budget = fit.fit_all_budgets()[2]
+        missed = torch.zeros(200, dtype=torch.float64)
+        for step, (first, second) in budget.weights.items():
+            before, newest = [number for number in budget.computed if number < step][-2:]
+            forecast = first * predictions[newest] + second * predictions[before]
+            missed += gains[step] * (forecast - predictions[step]).double()
+        squares.append(float((missed**2).mean()))
+        budgets.append(budget)
+    assert budgets[0].computed == budgets[1].computed
+    assert squares[1] < 0.9 * squares[0]
+    first_skipped = min(budgets[0].weights)
+    assert budgets[0].weights[first_skipped] == budgets[1].weights[first_skipped]
+
+
 def make_identity(**changes: Any) -> dict[str, Any]:
     content = {
         "model_class": "FluxTransformer2DModel",

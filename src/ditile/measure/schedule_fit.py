@@ -175,7 +175,7 @@ class ScheduleFitting:
         gram = np.mean([run.gram for run in runs], axis=0)
         mean_square = float(np.mean([float(run.latents.double().square().mean()) for run in runs]))
         budgets: list[StepBudget] = []
-        for steps in fit_budgets(gram, gains, switches):
+        for steps in fit_budgets(gram, gains, switches, corrects_drift=self._is_first_order):
             budgets.append(_make_budget(steps, mean_square))
         draft = draft.model_copy(update={"budgets": tuple(budgets)})
         return self._measure_budgets(draft, runs)
@@ -220,10 +220,14 @@ class ScheduleFitting:
             budgets=(placeholder,),
         )
 
+    @property
+    def _is_first_order(self) -> bool:
+        """Whether a step adds its prediction to the latents, by a factor that the sigmas say."""
+        return type(self._pipe.scheduler).__name__ == "FlowMatchEulerDiscreteScheduler"
+
     def _find_gains(self, runs: Sequence[FullRun], draft: Schedule, switches: Sequence[int]) -> list[float]:
         """How much an error of the prediction of each step moves the final latents."""
-        scheduler = self._pipe.scheduler
-        if type(scheduler).__name__ == "FlowMatchEulerDiscreteScheduler":
+        if self._is_first_order:
             sigmas = [*draft.identity.sigmas, 0.0]
             return [abs(after - before) for before, after in zip(sigmas, sigmas[1:], strict=False)]
         # Others use a prediction in later steps too, or scale it, so its effect is measured.
@@ -274,12 +278,15 @@ class ScheduleFitting:
         return schedule.model_copy(update={"budgets": tuple(budgets)})
 
 
-def fit_budgets(gram: Matrix, gains: Sequence[float], switches: Sequence[int]) -> list[FittedSteps]:
+def fit_budgets(
+    gram: Matrix, gains: Sequence[float], switches: Sequence[int], *, corrects_drift: bool = False
+) -> list[FittedSteps]:
     """The best steps for each number of computed steps."""
     num_steps = len(gram)
     reuses = num_steps < FEWEST_FORECAST_STEPS
     forced = list_forced_steps(num_steps, switches, FORCED_STEPS)
-    budgets = StepFit(gram, gains, forced, reuses=reuses).fit_all_budgets()
+    corrects_drift = corrects_drift and not reuses
+    budgets = StepFit(gram, gains, forced, reuses=reuses, corrects_drift=corrects_drift).fit_all_budgets()
     if reuses and not switches:
         # Of a few steps, two may be all that there is time for.
         free = StepFit(gram, gains, {0}, reuses=True).fit_all_budgets()
