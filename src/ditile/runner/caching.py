@@ -405,7 +405,11 @@ def list_cached_models(pipe: Any) -> list[nn.Module]:
     if isinstance(pipe, nn.Module):
         return [unwrap_module(pipe)]
     parts = list_pipeline_parts(pipe).values()
-    return list(dict.fromkeys(unwrap_module(part) for part in parts if isinstance(part, nn.Module)))
+    models = list(dict.fromkeys(unwrap_module(part) for part in parts if isinstance(part, nn.Module)))
+    if not models and not hasattr(pipe, _ENABLED):
+        # It raises for what is no pipeline.
+        find_transformers(pipe)
+    return models
 
 
 def _list_called_models(pipe: Any, config: CacheConfig | None) -> list[nn.Module]:

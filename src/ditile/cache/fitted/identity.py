@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-from torch import Tensor, nn
 
-from ditile.model.hooks.placeholders import is_placeholder, is_plain_parameter
+# The command line reads schedules before it imports torch.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 SAMPLES = 2
 """Of each matrix of weights so many numbers are kept: its first ones."""
@@ -61,7 +62,7 @@ def _check_printable(name: str) -> str:
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_check_printable)]
-ListShares = Callable[[nn.Module], Collection[str]]
+ListShares = Callable[["nn.Module"], Collection[str]]
 """The paths of modules of a model of whose weights this rank has a share that is not the first."""
 Samples = Annotated[tuple[Number, ...], Field(min_length=1, max_length=SAMPLES)]
 
@@ -147,6 +148,8 @@ def describe_scheduler(scheduler: Any, num_steps: int) -> dict[str, Any]:
 
 def describe_latents(latents: Any) -> tuple[int, ...]:
     """The shape of one image's latents, as a model takes them: a batch of rows, or a list of them."""
+    from torch import Tensor
+
     if isinstance(latents, Tensor):
         return tuple(latents.shape[1:])
     first = latents[0]
@@ -155,6 +158,8 @@ def describe_latents(latents: Any) -> tuple[int, ...]:
 
 def read_sigmas(scheduler: Any, num_steps: int) -> list[float]:
     """The noise levels at which a generation of so many steps calls the model; timesteps where there are none."""
+    from torch import Tensor
+
     sigmas = getattr(scheduler, "sigmas", None)
     if isinstance(sigmas, Tensor) and len(sigmas) > num_steps:
         # The last one is what remains after the last step.
@@ -172,6 +177,10 @@ def sample_weights(model: nn.Module, later_shares: Collection[str] = ()) -> dict
         model: the model.
         later_shares: paths of modules of which another rank has the first numbers; None stands for theirs.
     """
+    import torch
+
+    from ditile.model.hooks.placeholders import is_plain_parameter
+
     sampled: dict[str, tuple[float, ...] | None] = {}
     heads_by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, parameter in model.named_parameters():
@@ -290,6 +299,8 @@ def _are_equal_weights(numbers: Sequence[float], others: Sequence[float]) -> boo
 
 def _is_elsewhere(model: nn.Module, name: str) -> bool:
     """Whether a parameter is that of a block which is on another rank."""
+    from ditile.model.hooks.placeholders import is_placeholder
+
     module = model
     for part in name.split("."):
         if is_placeholder(module):
