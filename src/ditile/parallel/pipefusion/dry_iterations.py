@@ -41,6 +41,8 @@ class DryIterations:
     def begin(self, step: int, patch: int, timestep: Tensor) -> Tensor:
         """Begins an iteration of a step that rehearses a patch; returns the timestep, which the pipeline gets."""
         self.now.enter_micro_step(MicroStep(step, None))
+        # The pipeline counts this one: it may choose models, and end guidance, by it.
+        self.now.loop_step = step
         self.now.dry.patch = patch
         self.now.dry.called_models.clear()
         for stream in self.streams:
@@ -68,6 +70,7 @@ class DryIterations:
         """The first step is next."""
         for stream in self.streams:
             stream.set_step_index(0)
+        self.now.loop_step = 0
         self.now.dry.patch = None
         self.now.is_whole = False
 
