@@ -350,10 +350,25 @@ class OpPricer:
         if self.is_played(op.step):
             # A segment ends where activations arrive, and where they leave.
             num_segments = 1 + (place.stage > 0) + (place.stage < job.plan.pipefusion - 1)
+            if self._makes_shared_outputs(micro, mix):
+                # Copies of these outputs are a segment after the call.
+                num_segments += 1
             return total._replace(host=num_segments * self._profile.segment_s)
         # A patch may be so small that its kernels are done before the host has started the next ones.
         started = sum(times for _, times in mix.blocks) * self._profile.block_s
         return total._replace(host=max(total.host, started))
+
+    def _makes_shared_outputs(self, micro: MicroStep, mix: WorkMix) -> bool:
+        """Whether a recorded call makes what the calls of other patches of its step read."""
+        first = self.schedule.list_micro_steps(micro.step)[0]
+        if micro.patch is None or micro != first:
+            return False
+        # Tapes read nothing that code has kept, so each step makes what lasts a generation too.
+        work = self._basis.transformer_work
+        shared = [work.step, work.once]
+        shared += [each for each, _ in mix.steps]
+        shared += [each for each, _ in mix.once]
+        return any(shared)
 
     def _get_computed_share(self, place: RankCoordinates, step: int) -> float:
         """The share of a stage's blocks that run in a step; blocks that are left out exchange nothing."""
