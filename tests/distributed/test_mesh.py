@@ -224,6 +224,8 @@ def test_the_device_is_made_current_before_there_are_groups(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: happened.append(str(device)))
+    # What is recorded may hold a share of the device's memory.
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=1 << 30))
     monkeypatch.setattr(runner, "compose_strategies", made)
     with pytest.raises(ReachedError):
         runner.parallelize(pipe, Plan(), device="cuda:1")
