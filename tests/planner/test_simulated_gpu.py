@@ -158,8 +158,10 @@ def list_waits(record: SimulationRecord) -> dict[str, list[tuple[str, int]]]:
     waits: dict[str, list[tuple[str, int]]] = {}
     for sync, times in record.syncs.items():
         if sync.place not in OUTSIDE:
-            functions = [frame.split(" ")[1] for frame in sync.site.split(" < ")[:2]]
-            waits.setdefault(f"{sync.kind}: {' < '.join(functions)}", []).append((sync.place, times))
+            functions = [frame.split(" ")[1] for frame in sync.site.split(" < ")]
+            # A watch of operators passes on what others ask for.
+            asking = [function for function in functions if function != "__torch_dispatch__"]
+            waits.setdefault(f"{sync.kind}: {' < '.join(asking[:2])}", []).append((sync.place, times))
     return waits
 
 
