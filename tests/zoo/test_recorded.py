@@ -40,7 +40,7 @@ RUNS_CODE = {
 """Entries whose calls are not recorded where ditile is between their blocks, and why."""
 
 
-@pytest.mark.parametrize("name", rotate(EVERY, always=("flux",)))
+@pytest.mark.parametrize("name", rotate(EVERY, always=("flux", "qwen-image-2.1")))
 def test_every_axis_is_recorded(pool: Pool, name: str) -> None:
     """A failure means another image than without tapes, or a pipeline that is not recorded any more."""
     wrong: list[str] = []

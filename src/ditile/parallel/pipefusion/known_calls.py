@@ -147,9 +147,10 @@ class KnownCall:
     def from_rehearsal(
         cls, dry: DryIterations, calls: frozenset[Hashable], results: Any, other_models: OtherModels
     ) -> KnownCall | None:
-        """What a rehearsal has found; None where results cannot be made again from shapes."""
+        """What a rehearsal has found; None where results cannot be made from shapes, or some steps are whole."""
         described = _forget_numbers((results, other_models.results))
-        if described is None:
+        # A recognition sees the first steps alone, and cuts no tokens of steps that compute something else.
+        if described is None or dry.now.findings.whole_steps:
             return None
         return cls(
             calls=calls,
