@@ -149,8 +149,10 @@ class KnownCall:
     ) -> KnownCall | None:
         """What a rehearsal has found; None where results cannot be made from shapes, or some steps are whole."""
         described = _forget_numbers((results, other_models.results))
-        # A recognition sees the first steps alone, and cuts no tokens of steps that compute something else.
-        if described is None or dry.now.findings.whole_steps:
+        # A recognition sees the first steps alone, and cuts no tokens of steps that compute something else. A stage
+        # asks for their messages ahead, and must know their sizes then.
+        is_asked_ahead = bool(dry.now.findings.whole_steps) and dry.now.schedule.stages > 1
+        if described is None or is_asked_ahead:
             return None
         return cls(
             calls=calls,
