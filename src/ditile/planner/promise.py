@@ -179,8 +179,8 @@ def choose_promise(
     candidates = _list_candidates(bounds, num_steps, schedule)
     if schedule is None and (bounds.seconds is None or predict is None):
         raise PlanError(f"{_name_bounds(bounds)} needs a fitted schedule: {_explain_fit(model, num_steps)}")
-    fastest: Promise | None = None
-    kept: list[Promise] = []
+    if bounds.seconds is None:
+        candidates = candidates[-1:]
     # The most computed steps first: they are closest to the image of all steps.
     for num_computed, mean_db, worst_db in candidates:
         plan = plans[0]
@@ -196,16 +196,10 @@ def choose_promise(
             worst_db=worst_db,
             schedule=path,
         )
-        fastest = promise
         if bounds.seconds is None or (seconds is not None and seconds <= bounds.seconds):
-            kept.append(promise)
-            # Fewer steps would only lose more.
-            if bounds.seconds is not None:
-                break
-    if kept:
-        return kept[-1]
+            return promise
     advice = f"; {_explain_fit(model, num_steps)}" if schedule is None else "; use more devices or a smaller image"
-    raise PlanError(f"{_name_bounds(bounds)} cannot be kept: the fastest that could be is {fastest}{advice}")
+    raise PlanError(f"{_name_bounds(bounds)} cannot be kept: the fastest that could be is {promise}{advice}")
 
 
 def _list_candidates(

@@ -7,6 +7,9 @@ G[s, t] = mean of v_s v_t: with c the coefficients of an error of the final late
 Errors within one gap between computed steps point the same way, and are added before they are squared; those of
 different gaps are added as squares. So the cost of a gap depends only on its ends and the computed step before it, and
 dynamic programming finds the best steps. Compare DPCache (arXiv 2602.22654), which adds errors of features instead.
+
+Once the steps are chosen, a forecast may also take back what those of earlier gaps have moved the latents. The error
+that is expected of a budget is that without it.
 """
 
 from __future__ import annotations

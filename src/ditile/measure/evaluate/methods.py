@@ -124,4 +124,4 @@ def draw_methods(evaluation: Row, methods: Mapping[str, str], out: Path) -> None
 
 def _sort_by_work(evaluation: Row, methods: Mapping[str, str]) -> Sequence[Row]:
     rows = [row for row in evaluation["settings"] if row["cache"] in methods]
-    return sorted(rows, key=lambda row: (-row["blocks_saved"], -row["psnr"]), reverse=True)
+    return sorted(rows, key=lambda row: (row["blocks_saved"], row["psnr"]))
