@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,8 +37,9 @@ READ_VERSION = operator.attrgetter("_version")
 """Of a tensor: PyTorch counts what is written into its memory."""
 
 
-BUFFER_OWNER = "memory"
-"""Stands where keys and values have their branch."""
+BUFFER_OWNER = "buffer"
+MESSAGE_OWNER = "message"
+"""These stand where keys and values have their branch."""
 
 SegmentMark = tuple[tuple[int, str], int, int]
 """(branch and layer, segment, age): that a segment was written so many steps ago."""
@@ -407,6 +408,7 @@ class GenerationMemory:
         self._stores: dict[tuple[int, str], KeyStore] = {}
         self._buffers: dict[Hashable, Tensor] = {}
         self._messages: dict[Hashable, Tensor] = {}
+        self._asked_buffers: set[Hashable] | None = None
         self._constants: dict[Hashable, Any] = {}
         self.outputs: dict[Hashable, RememberedOutput] = {}
         self.epoch = object()
@@ -447,6 +449,8 @@ class GenerationMemory:
 
     def get_persistent_buffer(self, key: Hashable, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """A buffer that keeps its content from call to call; zeros at first."""
+        if self._asked_buffers is not None:
+            self._asked_buffers.add(key)
         persistent = self._buffers.get(key)
         # Guidance that ends changes the batch.
         if persistent is None or persistent.shape != torch.Size(shape) or persistent.dtype != like.dtype:
@@ -454,22 +458,27 @@ class GenerationMemory:
             self._buffers[key] = persistent
         return persistent
 
-    def adopt_buffers(self, addresses: Mapping[Any, tuple[int, ...]]) -> bool:
-        """Takes over the buffers of an earlier generation at addresses of `list_addresses`; False if any is gone."""
+    @contextmanager
+    def note_asked_buffers(self) -> Iterator[set[Hashable]]:
+        """Within it, the buffers that are asked for are in the set that it gives."""
+        asked: set[Hashable] = set()
+        self._asked_buffers = asked
+        try:
+            yield asked
+        finally:
+            self._asked_buffers = None
+
+    def adopt_buffers(self, addresses: Mapping[Any, tuple[int, ...]]) -> None:
+        """Takes over the buffers of an earlier generation that are still at addresses of `list_addresses`."""
         if self._kept_buffers is None:
-            return False
+            return
         for (owner, key), buffer_addresses in addresses.items():
-            if owner != BUFFER_OWNER:
-                # Keys and values are written before they are read.
-                return False
-            if key not in self._buffers:
-                buffer = self._kept_buffers.find_memory((key, "buffer"), buffer_addresses[0])
-                if buffer is None:
-                    return False
+            if owner != BUFFER_OWNER or key in self._buffers:
+                continue
+            buffer = self._kept_buffers.find_memory((key, "buffer"), buffer_addresses[0])
+            if buffer is not None:
+                # As a call would find it that asks for it first.
                 self._buffers[key] = buffer.zero_()
-            if self._buffers[key].data_ptr() != buffer_addresses[0]:
-                return False
-        return True
 
     @property
     def keeps_buffers(self) -> bool:
@@ -516,14 +525,17 @@ class GenerationMemory:
         stores = self._stores.items()
         return tuple([layer for (own, layer), store in stores if store.incoming is not None and own == branch])
 
-    def list_addresses(self, branch: int) -> dict[Any, tuple[int, ...]]:
-        """Where the keys, values and masks of a branch are, and other memory that stays."""
+    def list_addresses(self, branch: int, buffers: Collection[Hashable]) -> dict[Any, tuple[int, ...]]:
+        """Where the keys, values and masks of a branch are, some buffers, and messages that stay."""
         addresses: dict[Any, tuple[int, ...]] = {}
         for key, store in self._stores.items():
             if key[0] == branch:
                 addresses[key] = tuple(tensor.data_ptr() for tensor in store.list_tensors())
-        for name, memory in (*self._buffers.items(), *self._messages.items()):
-            addresses[BUFFER_OWNER, name] = (memory.data_ptr(),)
+        for name in buffers:
+            if name in self._buffers:
+                addresses[BUFFER_OWNER, name] = (self._buffers[name].data_ptr(),)
+        for name, memory in self._messages.items():
+            addresses[MESSAGE_OWNER, name] = (memory.data_ptr(),)
         return addresses
 
     def list_storage_addresses(self, branch: int) -> list[int]:

@@ -106,7 +106,8 @@ class CallTape:
         marks: (branch and layer, segment, age) of the keys that are in the store after a call.
         result: what a call returns, in the tape's memory.
         stored: what a cache of blocks has after a call, as `BlockCache` lists it.
-        addresses: of weights, keys and whatever stays from step to step.
+        buffers: that stay from step to step, of those for which the call asks.
+        addresses: of weights, keys and these buffers.
         epoch: when the addresses were last compared, see `GenerationMemory`.
         makers: tapes of other patches that must have been played before it in a step.
         num_lost: steps in which they were not.
@@ -129,6 +130,7 @@ class CallTape:
     marks: list[SegmentMark] = field(default_factory=list)
     result: Any = None
     stored: Sequence[Any] = ()
+    buffers: set[Hashable] = field(default_factory=set)
     addresses: Any = None
     epoch: object = None
     makers: frozenset[ref[Tape]] = frozenset()

@@ -304,7 +304,8 @@ class RecordedSteps:
         addresses, problem = self._look_at_model(now, model)
         if problem or call.addresses[0] != addresses:
             return False
-        return now.memory.adopt_buffers(call.addresses[1])
+        now.memory.adopt_buffers(call.addresses[1])
+        return bool(call.addresses[1] == now.memory.list_addresses(now.branch, call.buffers))
 
     def _run_code(self, problem: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.problems[problem] += 1
@@ -424,7 +425,13 @@ class RecordedSteps:
         shared = self._list_shared_outputs(call, now)
         noted = memory.list_marks(now.micro_step.step)
         try:
-            with self._hide_remembered(now, shared), noted as marks, constants, watch, recording.record_within():
+            with ExitStack() as stack:
+                stack.enter_context(self._hide_remembered(now, shared))
+                marks = stack.enter_context(noted)
+                call.buffers = stack.enter_context(memory.note_asked_buffers())
+                stack.enter_context(constants)
+                stack.enter_context(watch)
+                stack.enter_context(recording.record_within())
                 result = forward(*args, **kwargs)
         except RuntimeError as error:
             self._end_recording(error)
@@ -471,7 +478,7 @@ class RecordedSteps:
             self._end_recording(error)
             return
         call.tape = recording.tape
-        call.addresses = self._list_addresses(now, model)
+        call.addresses = self._list_addresses(call, now, model)
         if self._tapes.enforce_limit():
             self._shared.note_play(recording.tape)
         else:
@@ -525,14 +532,17 @@ class RecordedSteps:
         """Forgets a tape if something that it reads or writes has moved, and looks at the model again."""
         call.epoch = now.memory.epoch
         _, call.model_problem = self._look_at_model(now, model)
-        addresses = self._list_addresses(now, model)
+        if call.tape is not None:
+            # In this generation, no call may have asked for them yet.
+            now.memory.adopt_buffers(call.addresses[1])
+        addresses = self._list_addresses(call, now, model)
         if addresses != call.addresses:
             call.drop_tape()
         call.addresses = addresses
 
-    def _list_addresses(self, now: Generation, model: nn.Module) -> Any:
+    def _list_addresses(self, call: CallTape, now: Generation, model: nn.Module) -> Any:
         addresses, _ = self._look_at_model(now, model)
-        return addresses, now.memory.list_addresses(now.branch)
+        return addresses, now.memory.list_addresses(now.branch, call.buffers)
 
     def _look_at_model(self, now: Generation, model: nn.Module) -> tuple[Any, str]:
         """Where a model's weights are, and why it cannot be recorded; once in an epoch for all its calls."""
