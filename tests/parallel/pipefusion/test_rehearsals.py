@@ -152,7 +152,9 @@ def test_a_mask_that_keeps_nothing_says_nothing_of_another() -> None:
             assert count_passes(made) == (0, 0)
 
 
-TURNS = ("lumina-2", "z-image", "bria-fibo", "qwen-image", "flux-2-klein", "hunyuan-video", "wan-2.1")
+TURNS = (
+    "lumina-2", "z-image", "z-image-controlnet", "bria-fibo", "qwen-image", "flux-2-klein", "hunyuan-video", "wan-2.1",
+)  # fmt: skip
 OF_TWO = ("pixart-sigma",)
 
 

@@ -132,7 +132,7 @@ class BlockCalls:
             inputs = dict(zip(self._parameter_names, args, strict=False)) | kwargs
             mode = describe_mode(inputs)
             now.is_whole = self._is_computed_whole(now, mode)
-            call_key = (now.branch, id(self._transformer), mode, *inputs, *_describe_inputs(inputs.values()))
+            call_key = (now.branch, id(self._transformer), mode, *inputs, *describe_inputs(inputs.values()))
             if now.dry.recognises_call is not None and now.dry.recognises_call(call_key, inputs, self._latents):
                 return now.take_rehearsed_result()
             forms = now.findings.forms
@@ -328,7 +328,7 @@ class BlockCalls:
             self._pass = self._divided
 
 
-def _describe_inputs(values: Iterable[Any]) -> list[Any]:
+def describe_inputs(values: Iterable[Any]) -> list[Any]:
     """The shape of each argument of a call, the shapes of those in a list, or a type."""
     described: list[Any] = []
     for value in values:

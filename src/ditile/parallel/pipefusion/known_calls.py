@@ -130,6 +130,7 @@ class KnownCall:
     Attributes:
         calls: of models in its first iteration, as `Findings.forms` names them, with what `describe_lengths` says.
         results: of these calls by branch, and of other models' calls as in `OtherModels.results`, without numbers.
+        other_inputs: of other models' calls, as in `OtherModels.inputs`.
         shapes: of the predictions that schedulers are stepped with.
         pieces: of the latents, by scheduler and patch.
         findings: of its generation; its forms are shared, so that those of later steps are kept too.
@@ -138,6 +139,7 @@ class KnownCall:
 
     calls: frozenset[Hashable]
     results: Any
+    other_inputs: Mapping[tuple[str, int, int], Hashable]
     shapes: Sequence[tuple[int, ...]]
     pieces: Sequence[Sequence[Piece]]
     findings: Findings
@@ -157,6 +159,7 @@ class KnownCall:
         return cls(
             calls=calls,
             results=described,
+            other_inputs=dict(other_models.inputs),
             shapes=[stream.predicted_shape for stream in dry.streams],
             pieces=[stream.pieces for stream in dry.streams],
             findings=dataclasses.replace(dry.now.findings),
@@ -222,6 +225,7 @@ class CallRecognition:
             self._calls = set()
             _, other_results = self._candidates[-1].make_results()
             self._other_models.results.update(other_results)
+            self._other_models.inputs.update(self._candidates[-1].other_inputs)
             dry.now.dry.recognises_call = self._recognise_model_call
             yield dry.begin(0, 0, timestep)
             # From here on the pipeline may leave its loop, and call the model elsewhere.

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
+from ditile.model.hooks.block_calls import describe_inputs
 from ditile.model.hooks.compile import wrap_model_call
 from ditile.model.hooks.generation import Generation
 
@@ -27,12 +28,14 @@ class OtherModels:
 
     Attributes:
         results: of calls that may come again, by the name of the model, the branch, and the number of the call.
+        inputs: what the calls of dry iterations were given, as `describe_inputs` says it.
     """
 
     def __init__(self, now: Generation) -> None:
         self._now = now
         self._calls = Counter[tuple[str, int]]()
         self.results: dict[tuple[str, int, int], Any] = {}
+        self.inputs: dict[tuple[str, int, int], Hashable] = {}
 
     def install_hooks(self, stack: ExitStack, pipe: Any, divided: Collection[nn.Module]) -> None:
         """Wraps all models of a pipeline except the divided ones, until the stack is closed."""
@@ -49,11 +52,12 @@ class OtherModels:
         if now.computes is False:
             return
         if not now.is_dry and now.micro_step == now.schedule.list_micro_steps(now.micro_step.step)[0]:
-            self.results.clear()
+            self.forget_results()
 
     def forget_results(self) -> None:
-        """The loop is over."""
+        """What was computed is of an earlier step, or the loop is over."""
         self.results.clear()
+        self.inputs.clear()
 
     def _wrap_forward(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -65,7 +69,11 @@ class OtherModels:
             now.findings.reads_latents_everywhere = True
             self._calls[name, now.branch] += 1
             key = (name, now.branch, self._calls[name, now.branch])
-            if key in self.results:
+            inputs: Hashable = None
+            if now.is_dry:
+                inputs = (*kwargs, *describe_inputs((*args, *kwargs.values())))
+            # A known call had a prompt of perhaps another length, and so results of other shapes.
+            if key in self.results and inputs == self.inputs.get(key):
                 return self.results[key]
             # Its modules may be the transformer's own, as Z-Image's are: what these return must not be remembered.
             surveyed = now.is_surveyed
@@ -77,6 +85,8 @@ class OtherModels:
             # A synchronous step calls it once, so nobody asks for the result again.
             if now.is_dry or now.micro_step.patch is not None:
                 self.results[key] = result
+            if now.is_dry:
+                self.inputs[key] = inputs
             return result
 
         return forward_once
