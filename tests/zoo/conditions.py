@@ -98,7 +98,7 @@ def sd3_ip_adapter() -> Any:
     pipe = sd3()
     model, width = pipe.transformer, pipe.transformer.inner_dim
     projection = IPAdapterTimeImageProjection(
-        embed_dim=6, output_dim=width, hidden_dim=CONTEXT, depth=1, dim_head=8, heads=3, num_queries=7,
+        embed_dim=16, output_dim=width, hidden_dim=CONTEXT, depth=1, dim_head=8, heads=3, num_queries=7,
         timestep_in_dim=8,
     )  # fmt: skip
     for number, name in enumerate(model.attn_processors):
@@ -200,7 +200,7 @@ ENTRIES = [
     ),
     entry(
         "stable-diffusion-3-ip-adapter", 14, sd3_ip_adapter, lambda: {
-            **arguments("sd3"), **TINY, "ip_adapter_image_embeds": embeds(3, 6, rows=2),
+            **arguments("sd3"), **TINY, "ip_adapter_image_embeds": embeds(3, 16, rows=2),
         }, larger=TINY_LARGER, other_prompt={"max_sequence_length": 13}, two_images=TWO, padded_prompt=SAME_LENGTH,
     ),
     entry(
