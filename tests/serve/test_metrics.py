@@ -23,7 +23,14 @@ def test_a_job_that_is_done() -> None:
         num_steps=4,
         facts={
             "left_out": [{"cached_steps": [[3, 5, 7]]}, {"cached_steps": [[3]]}],
-            "reports": [{"peak_memory_bytes": 7}, {"peak_memory_bytes": 9}],
+            "reports": [
+                {"peak_memory_bytes": 7, "step_seconds": [], "waited": {}},
+                {
+                    "peak_memory_bytes": 9,
+                    "step_seconds": [0.5, 1.5],
+                    "waited": {"activations": [0.25, 0.0], "latents": [0.0, 0.25]},
+                },
+            ],
         },
     )
     job = build_job(state="done", started=11.0, ended=15.0, result=result)
@@ -37,6 +44,9 @@ def test_a_job_that_is_done() -> None:
     assert values["ditile_drawn_total", "image"] == 2 and values["ditile_pixels_total",] == 2 * 32 * 16
     assert values["ditile_steps_total",] == 4 and values["ditile_steps_left_out_total",] == 3
     assert values["ditile_peak_memory_bytes", "0", "1"] == 7 and values["ditile_peak_memory_bytes", "1", "1"] == 9
+    # The first rank was not traced.
+    assert values["ditile_waiting_share", "1", "1"] == 0.25
+    assert ("ditile_waiting_share", "0", "1") not in values
     sums = {stage: values["ditile_seconds_sum", stage] for stage in ("wait", "text", "denoise", "decode", "total")}
     assert sums == {"wait": 1.0, "text": 0.5, "denoise": 3.0, "decode": 0.5, "total": 5.0}
     assert (

@@ -1,26 +1,33 @@
 """Runs a schedule without processes: when each op starts and ends, how long a generation takes, and a chart of it.
 
 The planner prices a plan by `simulate_schedule`. A schedule that would deadlock raises an error here, so tests find it
-without starting a rank.
+without starting a rank. Several generations in flight on the same stages are simulated too: the executor runs one at a
+time, and this says what more of them could bring a server (docs/serving.md).
 """
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ditile.plan.schedule import SEND_OF_RECEIVE, MicroStep, Op, OpKind, PatchSchedule
 
+_SENDS = frozenset(SEND_OF_RECEIVE.values())
+_FOLLOWING = _SENDS | {OpKind.STEP}
+"""What a stage does with what it has computed."""
+
 
 class Span(NamedTuple):
-    """An `Op` on a stage with its start and end, in the unit of the costs."""
+    """An `Op` on a stage with its start and end, in the unit of the costs; `generation` counts the images."""
 
     stage: int
     op: Op
     start: float
     end: float
+    generation: int = 0
 
 
 def simulate_schedule(
@@ -28,8 +35,14 @@ def simulate_schedule(
     cost: Callable[[int, Op], float] | None = None,
     calls: int | Callable[[int], int] = 1,
     travel: Callable[[int, Op], float] | None = None,
+    *,
+    generations: int = 1,
+    in_flight: int = 1,
 ) -> list[Span]:
     """Runs the programs of all stages against each other, each message as early as it can be.
+
+    A stage does one op at a time. Of several generations the one that is least far goes first, so that synchronous
+    steps fill each other's gaps.
 
     Args:
         schedule: the schedule.
@@ -37,6 +50,9 @@ def simulate_schedule(
             computing takes time.
         calls: transformer calls in every step, or a function of the step.
         travel: how long a message travels after the op that sends it has ended; by default no time.
+        generations: how many images are generated.
+        in_flight: of how many of them at most ops may run in turns. Another one begins when one has ended on all
+            stages, as in a server in which jobs wait.
 
     Raises:
         RuntimeError: if the stages wait for each other forever.
@@ -46,41 +62,159 @@ def simulate_schedule(
         calls_of_step = calls(op.step) if callable(calls) else calls
         return _compute_unit_cost(schedule, op, calls_of_step)
 
-    compute_cost = cost or compute_default_cost
-    programs = [deque(schedule.iter_program(stage, calls)) for stage in range(schedule.stages)]
-    clocks = [0.0] * schedule.stages
-    arrivals: dict[tuple[object, ...], float] = {}
-    spans: list[Span] = []
-    while any(programs):
-        num_spans = len(spans)
-        for stage, program in enumerate(programs):
-            while program:
-                op = program[0]
-                arrival = _find_arrival_time(arrivals, stage, op)
-                # The message that it waits for has not been sent yet.
-                if arrival is None:
-                    break
-                program.popleft()
-                start = max(clocks[stage], arrival)
-                end = start + compute_cost(stage, op)
-                clocks[stage] = end
-                spans.append(Span(stage, op, start, end))
-                if op.kind in SEND_OF_RECEIVE.values() and op.peer is not None:
-                    message = (op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)
-                    arrivals[message] = end
-                    if travel is not None:
-                        arrivals[message] += travel(stage, op)
-        if len(spans) == num_spans:
-            raise RuntimeError(f"deadlock: stages wait at {[next(iter(program), None) for program in programs]}")
-    return spans
+    run = _StageRun(schedule, cost or compute_default_cost, calls, travel)
+    num_begun = 0
+    num_ended = 0
+    now = 0.0
+    while num_ended < generations:
+        while num_begun < min(generations, num_ended + in_flight):
+            run.begin_generation(num_begun, now)
+            num_begun += 1
+        now = run.run_until_next_end()
+        num_ended += 1
+    return run.spans
 
 
-def _find_arrival_time(arrivals: dict[tuple[object, ...], float], stage: int, op: Op) -> float | None:
-    """When the message arrives that an op waits for; None if it has not been sent yet."""
-    sender = SEND_OF_RECEIVE.get(op.kind)
-    if sender is None:
-        return 0.0
-    return arrivals.get((sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch))
+class _StageRun:
+    """Stages that run the programs of generations in the order of time; the arguments are `simulate_schedule`'s.
+
+    Attributes:
+        spans: the ops so far.
+    """
+
+    def __init__(
+        self,
+        schedule: PatchSchedule,
+        cost: Callable[[int, Op], float],
+        calls: int | Callable[[int], int],
+        travel: Callable[[int, Op], float] | None,
+    ) -> None:
+        self.spans: list[Span] = []
+        self._schedule = schedule
+        self._cost = cost
+        self._calls = calls
+        self._travel = travel
+        self._clocks = [0.0] * schedule.stages
+        # When a generation ended on the stages that are done with it.
+        self._ends: dict[int, float] = {}
+        # By generation and stage, while there is something to do.
+        self._programs: dict[tuple[int, int], deque[Op]] = {}
+        # When the next op of a program may start, its step, its generation and its stage.
+        self._ready: list[tuple[float, int, int, int]] = []
+        # A message -> when it arrives, or the generation and stage that wait for it.
+        self._arrivals: dict[tuple[object, ...], float] = {}
+        self._waiting: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def begin_generation(self, generation: int, now: float) -> None:
+        """All stages may begin a further generation."""
+        for stage in range(self._schedule.stages):
+            program = deque(self._schedule.iter_program(stage, self._calls))
+            # A stage outside of a warmup group does nothing if all steps are synchronous.
+            if program:
+                self._programs[generation, stage] = program
+                self._plan_next_op(generation, stage, now)
+
+    def run_until_next_end(self) -> float:
+        """Runs ops until a generation has ended on all stages, and returns when."""
+        while self._ready:
+            start, step, generation, stage = heapq.heappop(self._ready)
+            # Meanwhile the stage did something of another generation.
+            if start < self._clocks[stage]:
+                heapq.heappush(self._ready, (self._clocks[stage], step, generation, stage))
+                continue
+            program = self._programs[generation, stage]
+            self._run_next_op(program, generation, stage, start)
+            # Nothing of another generation comes between.
+            while program and program[0].kind in _FOLLOWING:
+                self._run_next_op(program, generation, stage, self._clocks[stage])
+            if program:
+                self._plan_next_op(generation, stage, self._clocks[stage])
+                continue
+            del self._programs[generation, stage]
+            # Ops come in the order of their starts, and an earlier one may end later.
+            self._ends[generation] = max(self._clocks[stage], self._ends.get(generation, 0.0))
+            if all((generation, other) not in self._programs for other in range(self._schedule.stages)):
+                return self._ends[generation]
+        raise RuntimeError(f"deadlock: stages wait at {[program[0] for program in self._programs.values()]}")
+
+    def _run_next_op(self, program: deque[Op], generation: int, stage: int, start: float) -> None:
+        op = program.popleft()
+        end = start + self._cost(stage, op)
+        self._clocks[stage] = end
+        self.spans.append(Span(stage, op, start, end, generation))
+        if op.kind not in _SENDS:
+            return
+        message = (generation, op.kind, stage, op.peer, op.step, op.patch, op.branch, op.micro_batch)
+        arrival = end
+        if self._travel is not None:
+            arrival += self._travel(stage, op)
+        self._arrivals[message] = arrival
+        receiver = self._waiting.pop(message, None)
+        if receiver is not None:
+            self._plan_next_op(*receiver, arrival)
+
+    def _plan_next_op(self, generation: int, stage: int, now: float) -> None:
+        """Notes when the next op of a program may start, or that it waits for a message that has not been sent."""
+        op = self._programs[generation, stage][0]
+        sender = SEND_OF_RECEIVE.get(op.kind)
+        if sender is not None:
+            message = (generation, sender, op.peer, stage, op.step, op.patch, op.branch, op.micro_batch)
+            if message not in self._arrivals:
+                self._waiting[message] = (generation, stage)
+                return
+            now = max(now, self._arrivals[message])
+        heapq.heappush(self._ready, (now, op.step, generation, stage))
+
+
+class Occupancy(NamedTuple):
+    """How much of the time stages compute, with one generation at a time and with several in flight.
+
+    Attributes:
+        idle_shares: of each stage, the share of one generation in which it does nothing.
+        gain: generations in a time with several in flight, over those of one at a time.
+    """
+
+    idle_shares: tuple[float, ...]
+    gain: float
+
+
+# So many generations fill the stages before they are counted, and so many are counted, of each that is in flight.
+_FILLING = 1
+_COUNTED = 2
+
+
+def measure_occupancy(
+    schedule: PatchSchedule,
+    cost: Callable[[int, Op], float] | None = None,
+    calls: int | Callable[[int], int] = 1,
+    travel: Callable[[int, Op], float] | None = None,
+    in_flight: int = 2,
+) -> Occupancy:
+    """What gaps each stage has in a generation, and what generations in flight bring a server in which jobs wait.
+
+    The arguments are those of `simulate_schedule`. Nothing outside of the steps counts: no text, no decode.
+    """
+    alone = simulate_schedule(schedule, cost, calls, travel)
+    latency = max(span.end for span in alone)
+    busy = [0.0] * schedule.stages
+    for span in alone:
+        busy[span.stage] += span.end - span.start
+    idle_shares = tuple(1 - seconds / latency for seconds in busy)
+    num_counted = _COUNTED * in_flight
+    first = _FILLING * in_flight
+    last = first + num_counted
+    # Others are in flight when the last one that counts ends, as when the first one did.
+    spans = simulate_schedule(schedule, cost, calls, travel, generations=last + in_flight, in_flight=in_flight)
+    ends = sorted(_find_ends(spans))
+    return Occupancy(idle_shares, num_counted * latency / (ends[last] - ends[first]))
+
+
+def _find_ends(spans: Sequence[Span]) -> Iterable[float]:
+    """When each generation ends."""
+    ends: dict[int, float] = {}
+    for span in spans:
+        ends[span.generation] = max(ends.get(span.generation, 0.0), span.end)
+    return ends.values()
 
 
 def _compute_unit_cost(schedule: PatchSchedule, op: Op, calls: int) -> float:

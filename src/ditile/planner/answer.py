@@ -14,7 +14,7 @@ from ditile.plan.option_classes import CallArguments, JsonObject
 from ditile.plan.plan import FEW_STEPS
 from ditile.planner.memory import HostMemory, RankMemory
 from ditile.planner.price import Price
-from ditile.planner.search import CLOSE_STEPS, OtherKind, OtherPlan, SearchResult
+from ditile.planner.search import CLOSE_STEPS, OtherKind, OtherPlan, SearchResult, StageGaps
 from ditile.runner.requests.console import make_numbered_tables
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ REMARKS = {
 """Kind of further plan -> what it is, and the page that says more."""
 ALIKE = 0.005
 """Plans whose latencies differ by a smaller share count as equally fast; a smaller part of a latency is not named."""
+
+LARGE_GAIN = 0.05
+"""What images in flight must bring a server to be named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class PlanAnswer:
         hosts: of each plan, what the ranks of a host need of its memory.
         host_memory_bytes: bytes of a host's memory; 0 if they are not known.
         models: transformers that are called in turns; memory has all of them on every rank.
+        gaps: of the stages under the first plan, and what could fill them in a server; None without stages.
         lacks_tape_memory: whether nothing is recorded because what recorded calls hold does not fit a device.
     """
 
@@ -60,6 +64,7 @@ class PlanAnswer:
     hosts: tuple[HostMemory, ...] = ()
     host_memory_bytes: int = 0
     models: int = 1
+    gaps: StageGaps | None = None
     lacks_tape_memory: bool = False
 
     def to_json_dict(self) -> JsonObject:
@@ -77,6 +82,7 @@ class PlanAnswer:
             "legal": self.result.legal,
             "uncounted": list(self.uncounted),
             "host_memory_bytes": self.host_memory_bytes or None,
+            "gaps": self.gaps and self.gaps._asdict(),
             **others,
             "plans": plans,
         }
@@ -173,6 +179,7 @@ class PlanAnswer:
             yield f"weights are those of {self.models} transformers, which are on the device all the time"
         yield from self._describe_host_memory()
         yield from self._describe_recorded_steps()
+        yield from self._describe_gaps()
         if self.call["steps"] <= FEW_STEPS:
             yield (
                 f"the whole call under plan 1: {format_number(best.call_s)} s, text encoders "
@@ -224,6 +231,27 @@ class PlanAnswer:
             "priced with recorded steps (cuda_graphs=auto), as images after the first ones have them: without them the "
             f"host limits plan 1 to {format_number(best.unrecorded_s)} s (docs/gpu.md)"
         )
+
+    def _describe_gaps(self) -> Iterator[str]:
+        """How much stages wait under the first plan, where a server could make use of it."""
+        gaps = self.gaps
+        if gaps is None or gaps.in_flight_rate < (1 + LARGE_GAIN) * gaps.rate:
+            return
+        filled = f"a second call in flight would bring {gaps.in_flight_rate / gaps.rate:.2f}x the images"
+        if gaps.batch_rate is None:
+            yield f"{self._describe_idle_shares()}: in a server {filled}, which ditile does not have (docs/serving.md)"
+            return
+        batch = f"--max-batch 2 with warmup_mode={gaps.batch_mode} brings {gaps.batch_rate / gaps.rate:.2f}x"
+        yield (
+            f"{self._describe_idle_shares()}: in a server where requests of one size wait, {batch}; {filled}, which "
+            "ditile does not have (docs/serving.md)"
+        )
+
+    def _describe_idle_shares(self) -> str:
+        assert self.gaps is not None
+        least = min(self.gaps.idle_shares)
+        most = max(self.gaps.idle_shares)
+        return f"stages do nothing in {least:.0%} to {most:.0%} of the loop under plan 1"
 
     def _describe_other(self, kind: OtherKind, other: OtherPlan) -> str:
         """What a plan that is not ranked would save, and what speaks against it."""

@@ -103,6 +103,7 @@ def answer_question(question: PlanQuestion, *, all_devices: bool = False) -> Pla
         hosts=tuple(hosts),
         host_memory_bytes=request.host_memory_bytes or profile.host_memory_bytes,
         models=subject.models,
+        gaps=search.find_stage_gaps(best),
         lacks_tape_memory=request.records and can_record_calls(best.plan, profile) and not best.unrecorded_s,
     )
 

@@ -131,6 +131,25 @@ class SearchResult:
     others: Mapping[OtherKind, OtherPlan] = field(default_factory=dict)
 
 
+class StageGaps(NamedTuple):
+    """The gaps of the stages in a loop, and images of the loop in a second where requests of one shape wait.
+
+    Attributes:
+        idle_shares: of each stage, the share of a loop in which it does nothing.
+        rate: images in a second, one call after the other.
+        in_flight_rate: if a second call's patches filled the gaps, which no server does; see docs/serving.md.
+        batch_rate: with two requests in one call; its images follow each other through synchronous steps. None if they
+            do not fit a device.
+        batch_mode: the `warmup_mode` of that call.
+    """
+
+    idle_shares: tuple[float, ...]
+    rate: float
+    in_flight_rate: float
+    batch_rate: float | None
+    batch_mode: str
+
+
 @contextlib.contextmanager
 def _pause_garbage_collection() -> Iterator[None]:
     """Turns garbage collection off: a search makes many objects, and each collection would scan all of torch's."""
@@ -284,6 +303,22 @@ class PlanSearch:
         fewer = replace(self, call=self.call | {"num_inference_steps": num_computed}, request=request)
         [price] = fewer.price_plan(plan).prices
         return price.call_s
+
+    def find_stage_gaps(self, price: Price) -> StageGaps | None:
+        """The gaps under a plan, and what could fill them; None without stages."""
+        plan = price.plan
+        if plan.pipefusion == 1:
+            return None
+        shape = self.shape
+        occupancy = self.pricer.measure_occupancy(self.subject.make_plan_job(plan, shape), self.skips)
+        rate = shape.images / price.latency_s
+        if plan.warmup_mode == "serial":
+            plan = replace(plan, warmup_mode="pipelined")
+        both = self.subject.make_plan_job(plan, replace(shape, images=2 * shape.images, batch=2 * shape.batch))
+        batch_rate = None
+        if self._count_peak_bytes(both) <= self._device_bytes:
+            batch_rate = both.shape.images / self.pricer.predict_latency(both, self.skips)
+        return StageGaps(occupancy.idle_shares, rate, rate * occupancy.gain, batch_rate, plan.warmup_mode)
 
     def _give_up_recording(self) -> PlanSearch:
         """The same search without recorded steps."""
