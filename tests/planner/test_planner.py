@@ -476,7 +476,7 @@ def test_the_answer_says_what_gaps_stages_have(capsys: pytest.CaptureFixture[str
     assert gaps["batch_rate"] == pytest.approx(2 / both.latency_s)
     assert main([*words, "pipefusion=4"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"--max-batch 2 with warmup_mode=pipelined brings {gaps['batch_rate'] / gaps['rate']:.2f}x" in shown
+    assert f"--max-batch 2 with warmup_mode=pipelined makes {gaps['batch_rate'] / gaps['rate']:.2f}x" in shown
     assert main([*words, "pipefusion=4 warmup_mode=sequence"]) == 0
     assert "in a server" not in capsys.readouterr().out
     assert main([*words, "ulysses=4", "--json", "-"]) == 0

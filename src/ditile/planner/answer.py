@@ -233,25 +233,21 @@ class PlanAnswer:
         )
 
     def _describe_gaps(self) -> Iterator[str]:
-        """How much stages wait under the first plan, where a server could make use of it."""
+        """How long stages wait under the first plan, where a server could make use of it."""
         gaps = self.gaps
         if gaps is None or gaps.in_flight_rate < (1 + LARGE_GAIN) * gaps.rate:
             return
-        filled = f"a second call in flight would bring {gaps.in_flight_rate / gaps.rate:.2f}x the images"
-        if gaps.batch_rate is None:
-            yield f"{self._describe_idle_shares()}: in a server {filled}, which ditile does not have (docs/serving.md)"
-            return
-        batch = f"--max-batch 2 with warmup_mode={gaps.batch_mode} brings {gaps.batch_rate / gaps.rate:.2f}x"
+        least = min(gaps.idle_shares)
+        most = max(gaps.idle_shares)
+        batch = ""
+        if gaps.batch_rate is not None:
+            gain = gaps.batch_rate / gaps.rate
+            batch = f"--max-batch 2 with warmup_mode={gaps.batch_mode} makes {gain:.2f}x the images in a second; "
         yield (
-            f"{self._describe_idle_shares()}: in a server where requests of one size wait, {batch}; {filled}, which "
-            "ditile does not have (docs/serving.md)"
+            f"stages do nothing in {least:.0%} to {most:.0%} of the loop under plan 1: in a server where requests of "
+            f"one shape wait, {batch}two calls in flight, which ditile does not have, would make "
+            f"{gaps.in_flight_rate / gaps.rate:.2f}x (docs/serving.md)"
         )
-
-    def _describe_idle_shares(self) -> str:
-        assert self.gaps is not None
-        least = min(self.gaps.idle_shares)
-        most = max(self.gaps.idle_shares)
-        return f"stages do nothing in {least:.0%} to {most:.0%} of the loop under plan 1"
 
     def _describe_other(self, kind: OtherKind, other: OtherPlan) -> str:
         """What a plan that is not ranked would save, and what speaks against it."""
