@@ -201,3 +201,5 @@ def test_messages_of_options_name_fields() -> None:
     assert rename_options("steps=0 is less; try --true-cfg above 1, or add --image FILE") == (
         "num_inference_steps=0 is less; try true_cfg_scale above 1, or add image"
     )
+    command = "there is no schedule; run ditile fit --model shapes-flux --steps 4"
+    assert rename_options(command) == command

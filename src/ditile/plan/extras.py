@@ -16,6 +16,7 @@ from ditile.plan.errors import ModelError
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "lora": ("peft",),
     "quantize": ("torchao",),
+    "gguf": ("gguf",),
     "plots": ("matplotlib",),
     "video": ("av", "ftfy"),
     "vision": ("torchvision",),

@@ -160,10 +160,13 @@ def rename_options(message: str) -> str:
     """A message about the command line's options with the names that a request has."""
 
     def rename(match: re.Match[str]) -> str:
+        # What is to be run, or said of a command, is for who runs the server.
+        if match[1] is None:
+            return match[0]
         name = match[1].replace("-", "_")
         return NAMES_OF_OPTIONS.get(name, name)
 
-    message = re.sub(r"--([a-z-]+)(?: FILE)?", rename, message)
+    message = re.sub(r"ditile [a-z]+[^;]*|--([a-z-]+)(?: FILE)?", rename, message)
     return re.sub(rf"\b({'|'.join(NAMES_OF_OPTIONS)})(?==)", rename, message)
 
 
