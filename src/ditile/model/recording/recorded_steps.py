@@ -399,13 +399,7 @@ class RecordedSteps:
         return result
 
     def _record_call(
-        self,
-        call: CallTape,
-        now: Generation,
-        model: nn.Module,
-        forward: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
+        self, call: CallTape, now: Generation, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Makes a call, and a tape of it; returns what the call does."""
         memory = now.memory
